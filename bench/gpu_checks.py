@@ -36,7 +36,7 @@ from bench.report.result_file import Line, RawLines, versions
 
 FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
 SPLIT = FIRST[1]  # takes longest: a part for each of its tests, which several devices share
-ALONE = "tests/engine/test_out_of_memory.py"  # takes all memory that there is
+ALONE = "tests/engine/scheduling/test_out_of_memory.py"  # takes all memory that there is
 GPU = "gpu and not long"
 LONG = ("32768", "131072")  # tokens
 # Of each part. References are small models on the CPU: with a thread for each of 64 cores they take

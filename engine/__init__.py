@@ -53,7 +53,7 @@ __all__ = [
 _HOME = {
     "AsyncEngine": "library.async_engine",
     "CompletionOutput": "library.outputs",
-    "EngineConfig": "config",
+    "EngineConfig": "config.engine_config",
     "Grammar": "structured.grammar",
     "LLM": "library.llm",
     "RequestHandle": "library.handle",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from tests.deployments.serve_cluster import Cluster
+    from tests.deployments.on_ray.serve_cluster import Cluster
 
 # Tests start Ray's processes from a process in which gRPC's threads of earlier tests live. Its fork
 # handlers are for children that go on with gRPC; these only exec, and one that hung before that was
@@ -39,7 +39,7 @@ def shared_cluster() -> Iterator["Cluster"]:
     bring applications of their own, and delete them: a start takes as long as many a test."""
     from deployments.app import cluster_environment
     from deployments.config.load import parse_config
-    from tests.deployments.serve_cluster import ray_and_serve
+    from tests.deployments.on_ray.serve_cluster import ray_and_serve
 
     config = parse_config({"model": "default", "http": {"proxy": "serve"}}, {})
     # The cluster's processes get these variables, its drivers do not.

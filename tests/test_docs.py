@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployments.serve_cluster import end_server
+from tests.deployments.on_ray.serve_cluster import end_server
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

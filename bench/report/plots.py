@@ -23,8 +23,8 @@ _CHAT = "dialogue"  # the workload of chat prompts and answers that keeps the de
 MADE_BY = {
     "accuracy": "`python -m bench.accuracy`: next-token distributions of each format of weights",
     "ablations": "`python -m bench.ablations`: each technique switched on and off",
-    "adapters-live": "`python -m tests.deployments.adapters_live`: 40 adapters that come and go",
-    "autoscaling": "`python -m tests.deployments.autoscaling_live --model default`: 0 to 3 to 0",
+    "adapters-live": "`python -m tests.deployments.on_ray.adapters_live`: adapters come and go",
+    "autoscaling": "`python -m tests.deployments.on_ray.autoscaling_live --model default`: 0, 3, 0",
     "before-after": "`python -m bench.versus.engine --against`: Manta's engine and an older one",
     "change": "`python -m bench.versus.engine --change`: Manta's engine against itself",
     "faults": "`manta loadtest run --verify --chaos` against `manta serve`: each fault once",

@@ -28,9 +28,9 @@ from engine.process import fake
 from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.fake_adapters import settings
 from tests.deployments.fake_backend import tiny_tokenizer
-from tests.deployments.fleet import Fleet, until
-from tests.engine.checkpoints import load_model, save_checkpoint
+from tests.deployments.router.fleet import Fleet, until
 from tests.engine.lora.adapters import edit_tensors, save_adapter
+from tests.engine.models.checkpoints import load_model, save_checkpoint
 
 RANK = 16  # the most that the engines take
 Q = "model__layers__0__self_attn__q_proj__lora_A__weight"

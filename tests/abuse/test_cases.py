@@ -234,7 +234,7 @@ GENERATION = "tests/deployments/api/test_generation.py"
 ADAPTERS = "tests/abuse/test_adapters.py"
 # Rows that need another door, or do not concern these routes.
 ELSEWHERE = {
-    23: "tests/deployments/test_adapters_admin.py::test_admin_keys",
+    23: "tests/deployments/cli/test_adapters_admin.py::test_admin_keys",
     28: f"{ADAPTERS}::test_broken_adapters_are_told",
     29: f"{ADAPTERS}::test_broken_adapters_are_told",
     30: f"{ADAPTERS}::test_broken_adapters_are_told",
@@ -247,7 +247,7 @@ FURTHER = {
     19: "tests/abuse/test_fuzz.py::test_every_route_needs_a_key",
     24: "tests/abuse/test_raw_http.py::test_request_id_comes_back_once_and_clean",
     49: f"{GENERATION}::test_stop_of_an_emoji",
-    52: "tests/engine/test_sampling.py::test_bias_forces_and_forbids",
+    52: "tests/engine/text/test_sampling.py::test_bias_forces_and_forbids",
 }
 
 

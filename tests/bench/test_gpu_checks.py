@@ -140,5 +140,5 @@ def test_the_order() -> None:
     assert [part.name for part in found if part.alone] == [gpu_checks.ALONE, "long contexts"]
     files = [file for part in found for file in part.command if file.endswith(".py")]
     assert files.count("tests/kernels/test_attention.py") == 2  # with and without the mark
-    assert files.count("tests/engine/test_token_pool.py") == 1
+    assert files.count("tests/engine/scheduling/test_token_pool.py") == 1
     assert "tests/bench/test_gpu_checks.py" not in files

@@ -32,7 +32,8 @@ from bench.kernels.cases import (  # noqa: E402
 )
 from bench.kernels.measure import Best, Calls, KernelWork, rows, told  # noqa: E402
 from kernels.attention import decode as attention_decode  # noqa: E402
-from kernels.attention import decode_plan, latent_decode, quantized_decode  # noqa: E402
+from kernels.attention import decode_plan, quantized_decode  # noqa: E402
+from kernels.attention.latent import decode as latent_decode  # noqa: E402
 from kernels.gemm import deterministic, packed_dot  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.metadata import LoraLinear  # noqa: E402

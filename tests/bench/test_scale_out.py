@@ -11,7 +11,7 @@ import pytest
 
 from bench.scale_out import grow, measure, missing, rows_of, whole
 from loadtest.scenario import workloads
-from tests.deployments.serve_cluster import free_port, tiny_model
+from tests.deployments.on_ray.serve_cluster import free_port, tiny_model
 from tests.loadtest.fake_server import FakeServer
 
 ROOT = Path(__file__).parents[2]

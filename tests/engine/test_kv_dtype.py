@@ -18,9 +18,9 @@ from engine.factory import _model_key
 from engine.resolve import decide, resolve
 from engine.runner.kv_cache import KVCache
 from kernels.kv.quantized import QuantizedKV
+from tests.engine.models.test_programs import answers, core_of
 from tests.engine.test_memory import config_of, held
-from tests.engine.test_programs import answers, core_of
-from tests.engine.test_rounded_cuda import MODEL
+from tests.engine.weights.test_rounded_cuda import MODEL
 
 HEADS: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "head_dim": 64}
 names = pytest.mark.parametrize("name", ["int8", "fp8", "int4"])

@@ -29,9 +29,9 @@ from bench.report.result_file import write
 from deployments.resuming import ResumableStream
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.tool_templates import HERMES
-from tests.deployments.serve_cluster import ray_and_serve
-from tests.engine.checkpoints import save_checkpoint
-from tests.engine.small_tokenizers import byte_level
+from tests.deployments.on_ray.serve_cluster import ray_and_serve
+from tests.engine.models.checkpoints import save_checkpoint
+from tests.engine.text.small_tokenizers import byte_level
 from tests.faults.clients import post
 from tests.faults.cluster import NAME, Broken, deployed
 

@@ -15,8 +15,8 @@ from deployments.config.load import parse_config
 from deployments.replica.deployment import ReplicaSettings
 from engine.config.engine_config import EngineConfig
 from loadtest.chaos.server_processes import ServerInstance, ServerProcess, instance_at
-from tests.deployments.live import resident_mib
-from tests.deployments.serve_cluster import Cluster
+from tests.deployments.on_ray.live import resident_mib
+from tests.deployments.on_ray.serve_cluster import Cluster
 from tests.faults.clients import Said, ask
 
 NAME = "broken"  # of the application and of the model

@@ -48,7 +48,7 @@ from deployments.config.load import parse_config
 from deployments.replica.deployment import ReplicaSettings
 from engine.config.engine_config import EngineConfig
 from loadtest.chaos.server_processes import instance_at
-from tests.deployments.serve_cluster import free_port, tiny_model
+from tests.deployments.on_ray.serve_cluster import free_port, tiny_model
 from tests.faults.cluster import Broken
 from tests.faults.load import Kill, Load, Run
 from tests.faults.soak import ENGINE, RESULTS

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from bench.report.result_file import write
 from deployments.checkpoints.resolve import resolve_model
-from tests.deployments.live import NAME, REPLICAS, Live, live_server
+from tests.deployments.on_ray.live import NAME, REPLICAS, Live, live_server
 from tests.faults.abuse.report import Report, percentile
 from tests.faults.clients import Said, ask
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import linear_regression
 from typing import Any
 
-from tests.deployments.live import resident_mib
+from tests.deployments.on_ray.live import resident_mib
 from tests.faults.clients import Said
 from tests.faults.cluster import Broken
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.report.result_file import write
 from deployments.checkpoints.resolve import resolve_model
-from tests.deployments.live import NAME, Live, live_server
+from tests.deployments.on_ray.live import NAME, Live, live_server
 from tests.faults.abuse.report import Report
 from tests.faults.clients import Said, ask, post
 

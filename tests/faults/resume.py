@@ -29,8 +29,8 @@ import openai
 from deployments.checkpoints.resolve import resolve_model
 from deployments.openai_client import async_http_client
 from loadtest.chaos.server_processes import ServerInstance, instance_at
-from tests.deployments.live import NAME, Live, live_server
-from tests.deployments.serve_cluster import tiny_model
+from tests.deployments.on_ray.live import NAME, Live, live_server
+from tests.deployments.on_ray.serve_cluster import tiny_model
 from tests.faults.clients import Said
 
 TARGETS = ("router", "haproxy", "manager")

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.versus.engine import commit
 from deployments.checkpoints.resolve import resolve_model
-from tests.deployments.serve_cluster import ray_and_serve
+from tests.deployments.on_ray.serve_cluster import ray_and_serve
 from tests.faults.cluster import Broken, deployed
 from tests.faults.load import Load, Run, kill_under_load
 from tests.faults.timeline import picture

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from deployments.router.rpc.schema import INFERENCE, message, methods
-from tests.deployments.serve_cluster import Cluster, free_port
+from tests.deployments.on_ray.serve_cluster import Cluster, free_port
 from tests.faults.agents import SEEN, SETTINGS, USER, Run, agent_model, kill_once, learn
 from tests.faults.cluster import NAME, Broken, deployed
 

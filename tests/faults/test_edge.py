@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from loadtest.chaos.server_processes import ServerInstance, instance_at
-from tests.deployments.live import NAME, REPLICAS, Live, live_server
-from tests.deployments.serve_cluster import tiny_model
+from tests.deployments.on_ray.live import NAME, REPLICAS, Live, live_server
+from tests.deployments.on_ray.serve_cluster import tiny_model
 from tests.faults.abuse.disconnects import disconnects, freed
 from tests.faults.abuse.overload import overload
 from tests.faults.abuse.report import Report

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.deployments.fake_adapters import make_folder
-from tests.deployments.serve_cluster import Cluster, tiny_model
+from tests.deployments.on_ray.serve_cluster import Cluster, tiny_model
 from tests.faults.clients import Said, post
 from tests.faults.cluster import NAME, Broken, deployed
 from tests.faults.load import Load, kill_under_load

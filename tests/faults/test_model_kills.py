@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.deployments.serve_cluster import Cluster
+from tests.deployments.on_ray.serve_cluster import Cluster
 from tests.engine.lora.adapters import save_adapter
 from tests.faults.clients import Said
 from tests.faults.cluster import Broken, deployed

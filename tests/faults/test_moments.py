@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from deployments.router.dispatcher import DispatchLimits
-from tests.deployments.fleet import FAST, PROMPT, Fleet, read, text
+from tests.deployments.router.fleet import FAST, PROMPT, Fleet, read, text
 
 TOKENS = 24
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deployments.cli.serving.processes import descendants, leftovers, read, table
-from tests.deployments.live import ROOT
+from tests.deployments.on_ray.live import ROOT
 from tests.faults.test_terminate import ready, served
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(200)]

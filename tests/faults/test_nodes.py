@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from loadtest.chaos.server_processes import _table
-from tests.deployments.serve_cluster import Cluster, free_port, tiny_model
+from tests.deployments.on_ray.serve_cluster import Cluster, free_port, tiny_model
 from tests.faults.clients import Said
 from tests.faults.cluster import Broken, deployed
 

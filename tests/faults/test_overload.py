@@ -16,7 +16,7 @@ from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.dispatcher import DispatchLimits
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
-from tests.deployments.fleet import FAST, Fleet, until
+from tests.deployments.router.fleet import FAST, Fleet, until
 
 ROWS, PACE, OUTPUT = 8, 0.02, 20
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.serve_cluster import Cluster
-from tests.engine.test_process import running, wait_until
+from tests.deployments.on_ray.serve_cluster import Cluster
+from tests.engine.process.test_process import running, wait_until
 from tests.faults.agents import agent_model
 from tests.faults.cluster import Broken, deployed
 

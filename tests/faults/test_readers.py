@@ -20,7 +20,7 @@ from deployments.router.dispatcher import DispatchLimits
 from deployments.router.inflight import UNREAD_BYTES
 from engine.errors import MantaError
 from tests.deployments.fake_backend import tiny_tokenizer
-from tests.deployments.fleet import FAST, Fleet, read, until
+from tests.deployments.router.fleet import FAST, Fleet, read, until
 
 BODY = {"model": "m", "prompt": "the answer", "ignore_eos": True, "stream": True}
 

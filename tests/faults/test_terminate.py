@@ -18,8 +18,8 @@ import pytest
 
 from bench.operate import PACKAGES, build_wheel, environment, install
 from loadtest.chaos.server_processes import instance_at
-from tests.deployments.live import ROOT
-from tests.deployments.serve_cluster import end_server, free_port, tiny_model
+from tests.deployments.on_ray.live import ROOT
+from tests.deployments.on_ray.serve_cluster import end_server, free_port, tiny_model
 from tests.faults.clients import Said, ask
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(120)]

@@ -21,7 +21,7 @@ from kernels.sampling.choose import _group_noise, choose
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise
 from kernels.sampling.filters import filter_thresholds
 from kernels.sampling.logprobs import logprobs
-from tests.engine.test_sampling import naive_edit, naive_kept
+from tests.engine.text.test_sampling import naive_edit, naive_kept
 from tests.kernels.oracle import DEVICE, DTYPES
 
 pytestmark = pytest.mark.triton

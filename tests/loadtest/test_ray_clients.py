@@ -10,7 +10,7 @@ from loadtest.http import clock
 from loadtest.measure.figures import percentiles
 from loadtest.runner import RunOptions, Task, run
 from loadtest.scenario.parse import parse
-from tests.deployments.serve_cluster import Cluster
+from tests.deployments.on_ray.serve_cluster import Cluster
 from tests.loadtest.fake_server import FakeServer
 
 

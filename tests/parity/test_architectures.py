@@ -12,7 +12,7 @@ from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
 from engine.runner.kv_cache import KVCache
-from tests.engine.checkpoints import Paged, adapter_on, load_model
+from tests.engine.models.checkpoints import Paged, adapter_on, load_model
 from tests.parity.cases import ALIBI, CASES, DELTA, EXPERTS, LATENT, WINDOWS, Case, relative, save
 
 BOUND = 1e-5

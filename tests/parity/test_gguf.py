@@ -12,7 +12,7 @@ from deployments.checkpoints.gguf import convert
 from engine.architectures import GGUFS
 from engine.models.decoder import Decoder
 from engine.quantization.stored import StoredState
-from tests.engine.checkpoints import Paged, load_model
+from tests.engine.models.checkpoints import Paged, load_model
 from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, relative, save
 from tests.parity.gguf_files import Written, write
 

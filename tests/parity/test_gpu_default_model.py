@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.evaluation.prompts import SHIPPED
-from tests.engine.checkpoints import Paged, load_model
+from tests.engine.models.checkpoints import Paged, load_model
 
 pytestmark = pytest.mark.gpu
 

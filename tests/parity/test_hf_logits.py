@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.engine.checkpoints import Paged, load_model
+from tests.engine.models.checkpoints import Paged, load_model
 
 TEXTS = (
     "The harbour was quiet that morning, and the fishermen mended their nets on the stones.",

@@ -15,7 +15,7 @@ from engine.models.registry import build_model
 from engine.resolve import resolve
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
-from tests.engine.checkpoints import Paged
+from tests.engine.models.checkpoints import Paged
 from tests.parity.cases import CASES, WINDOWS, relative, save
 
 IDS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(7))

@@ -21,8 +21,8 @@ from tests.deployments.api.server import serve
 from tests.deployments.api.test_tools import HARD, NAMED, PARIS, TOOLS, USER
 from tests.deployments.api.tool_templates import HARMONY, HARMONY_MARKS
 from tests.deployments.fake_backend import MODEL, FakeBackend
-from tests.engine.small_tokenizers import byte_level
-from tests.engine.test_structured import make_core, request, run, save_model
+from tests.engine.text.small_tokenizers import byte_level
+from tests.engine.text.test_structured import make_core, request, run, save_model
 
 THOUGHT = "<|channel|>analysis<|message|>hm, {<|end|><|start|>assistant"
 SAID = "<|channel|>commentary<|message|>So:<|end|><|start|>assistant"

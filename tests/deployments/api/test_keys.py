@@ -15,7 +15,7 @@ from deployments.backend import GenerationRequest
 from deployments.routing.prefix_index import STRIDE
 from tests.deployments.api.asgi import COMPLETION, Client, Reply
 from tests.deployments.fake_backend import FakeBackend
-from tests.deployments.fleet import Fleet, read
+from tests.deployments.router.fleet import Fleet, read
 
 ONE, TWO, ROOT = (hashlib.sha256(key).digest() for key in (b"one", b"two", b"root"))
 OPTIONS = ApiOptions(api_keys=frozenset({ONE, TWO}), admin_keys=frozenset({ROOT}))

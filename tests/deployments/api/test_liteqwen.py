@@ -11,7 +11,7 @@ from deployments.api.options import ApiOptions
 from engine.sampling_params import MAX_LOGPROBS
 from tests.deployments.api.asgi import CHAT, Client, Reply
 from tests.deployments.fake_backend import MAX_MODEL_LEN, MODEL, FakeBackend
-from tests.deployments.fleet import Fleet, read
+from tests.deployments.router.fleet import Fleet, read
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 

@@ -17,7 +17,7 @@ from deployments.api.tools.step_parser import Event, StepParser
 from engine.messages import Delta
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.test_tools import CITY, DEEP
-from tests.engine.small_tokenizers import byte_level
+from tests.engine.text.small_tokenizers import byte_level
 
 Make = Callable[[], StepParser]
 

@@ -22,8 +22,8 @@ from tests.deployments.api.asgi import CHAT, Client, Reply
 from tests.deployments.api.server import serve
 from tests.deployments.api.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
-from tests.engine.small_tokenizers import byte_level
-from tests.engine.test_structured import make_core, request, run, save_model
+from tests.engine.text.small_tokenizers import byte_level
+from tests.engine.text.test_structured import make_core, request, run, save_model
 
 USER: Any = [{"role": "user", "content": "hello"}]
 CITY: dict[str, Any] = {

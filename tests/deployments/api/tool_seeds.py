@@ -22,7 +22,7 @@ from tests.deployments.api.asgi import Client
 from tests.deployments.api.test_channels import backend_of_channels
 from tests.deployments.api.test_tools import CITY, backend_with, tool
 from tests.deployments.api.tool_templates import TEMPLATES
-from tests.engine.test_structured import make_core, request, run, save_model
+from tests.engine.text.test_structured import make_core, request, run, save_model
 
 FORMATS = (*TEMPLATES, "harmony")
 # Bounded, so that a random model comes to an end.

@@ -15,7 +15,7 @@ from typing import Any
 from deployments.cli.ports import listeners
 from deployments.config.load import MantaConfig, parse_config
 from loadtest.chaos.server_processes import instance_at
-from tests.deployments.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
+from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, ray_and_serve, tiny_model
 
 APP = "edge"
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "the answer"}]}

@@ -17,8 +17,8 @@ from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from engine.lora.tiers import disk as disk_module
 from engine.lora.tiers.disk import DiskCache
 from engine.lora.weights import LoraLayout, LoraReader
-from tests.engine.checkpoints import load_model, save_checkpoint
 from tests.engine.lora.adapters import save_adapter
+from tests.engine.models.checkpoints import load_model, save_checkpoint
 
 SECONDS = 30  # that a test waits for what should come at once
 A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)

@@ -16,8 +16,8 @@ from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE, check_name
 from engine.lora.tiers.disk import DiskCache
 from engine.lora.tiers.remote import fetched
 from engine.lora.weights import LoraLayout, LoraReader
-from tests.engine.checkpoints import load_model, save_checkpoint
 from tests.engine.lora.adapters import edit_tensors, save_adapter
+from tests.engine.models.checkpoints import load_model, save_checkpoint
 
 Q = "model__layers__0__self_attn__q_proj__lora_A__weight"
 UP = "model__layers__1__mlp__up_proj__lora_B__weight"

@@ -10,7 +10,7 @@ import pytest
 
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import AddAdapter, RemoveAdapter
-from tests.engine.checkpoints import save_checkpoint
+from tests.engine.models.checkpoints import save_checkpoint
 
 pytest.importorskip("peft")
 

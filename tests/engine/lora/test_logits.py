@@ -13,8 +13,8 @@ from engine.factory import build
 from engine.messages import AdapterInfo, AddAdapter, EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from tests.engine.checkpoints import save_checkpoint
 from tests.engine.lora.adapters import save_adapter
+from tests.engine.models.checkpoints import save_checkpoint
 
 pytest.importorskip("peft")
 from peft import PeftModel

@@ -19,8 +19,8 @@ from engine.messages import EngineRequest
 from engine.sampling import host
 from engine.sampling.rows import ParameterRows
 from engine.sampling_params import SamplingParams
-from tests.engine.checkpoints import save_checkpoint
 from tests.engine.lora.adapters import save_adapter, save_prompt
+from tests.engine.models.checkpoints import save_checkpoint
 
 pytest.importorskip("peft")
 from peft import PeftModel

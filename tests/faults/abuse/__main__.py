@@ -22,8 +22,8 @@ import tempfile
 from pathlib import Path
 
 from bench.report.result_file import write
-from tests.deployments.live import Live, live_server
-from tests.deployments.serve_cluster import tiny_model
+from tests.deployments.on_ray.live import Live, live_server
+from tests.deployments.on_ray.serve_cluster import tiny_model
 from tests.faults.abuse.disconnects import disconnects, freed
 from tests.faults.abuse.overload import overload
 from tests.faults.abuse.report import STEP, Report

@@ -7,7 +7,7 @@ import struct
 from collections import Counter
 from contextlib import suppress
 
-from tests.deployments.live import Live
+from tests.deployments.on_ray.live import Live
 from tests.faults.abuse.report import BODY, PATH, STEP, Report, ended, leaves_nothing, resident
 from tests.faults.clients import post
 

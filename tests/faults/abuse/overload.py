@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.deployments.live import Live
+from tests.deployments.on_ray.live import Live
 from tests.faults.abuse.report import BODY, STEP, Report, leaves_nothing, percentile, resident
 from tests.faults.clients import Said, ask
 

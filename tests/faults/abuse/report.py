@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.deployments.live import NAME, Live, grown, holdings, quiet, resident_mib
+from tests.deployments.on_ray.live import NAME, Live, grown, holdings, quiet, resident_mib
 
 PATH = "/v1/completions"
 BODY = {"model": NAME, "prompt": "the answer to this question", "ignore_eos": True}

@@ -6,7 +6,7 @@ import socket
 import time
 from contextlib import suppress
 
-from tests.deployments.live import Live
+from tests.deployments.on_ray.live import Live
 from tests.faults.abuse.report import (
     BODY,
     PATH,

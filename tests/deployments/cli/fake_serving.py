@@ -1,0 +1,87 @@
+"""`manta serve` with something else than Ray below it: processes that carry the names of Ray's, and
+a driver that says what a real one would. For tests of stops and losses, in processes of their own:
+
+    python -m tests.deployments.cli.fake_serving FOLDER '{"until": "serving", "limits": {...}}'
+
+FOLDER gets programs of Ray's names. What happens is printed, a line each.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from deployments.cli.serving import supervisor
+from deployments.cli.serving.cluster import Cluster
+from deployments.cli.serving.driver import Driver
+from deployments.config.load import parse_config
+
+
+def main(folder: str, told: str) -> int:
+    """until: the last thing that the driver says. stays: its close never returns. silent: seconds
+    without a beat that are too long."""
+    options = json.loads(told)
+    until, stays = options.get("until", ""), options.get("stays", False)
+    supervisor._SILENT = options.get("silent", 60.0)
+    supervisor.STOP_SECONDS = 0.5
+    config = parse_config({"model": "some/model", "limits": options.get("limits", {})}, {})
+
+    programs = [Path(folder, name) for name in ("raylet", "gcs_server")]
+    for program in programs:
+        program.symlink_to(os.path.realpath("/bin/sh"))
+
+    def serve(driver: Driver, _: str) -> None:
+        _spawn("plain")
+        for what, told in _STEPS if until else ():
+            driver.tell(**told)
+            if what == "model":
+                driver.ignore(signal.SIGINT)
+                for program in programs:
+                    _spawn(program.name, program)
+                _spawn("orphan", orphan=True)
+            if until == what:
+                break
+        print("there", flush=True)
+        while until == "beat":
+            driver.tell(beat=True)
+            time.sleep(0.1)
+        threading.Event().wait()
+
+    def close(drain_seconds: float | None) -> None:
+        print(f"close {drain_seconds}", flush=True)
+        if stays:
+            threading.Event().wait()
+
+    return supervisor.Supervisor(config, Cluster("local"), serve, close).run()
+
+
+_STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("model", {"model": True}),
+    ("ray", {"ray": True}),
+    ("serving", {"serving": "http://127.0.0.1:1", "about": ["Serving"]}),
+    ("beat", {"beat": True}),
+)
+
+
+def _spawn(name: str, program: Path | None = None, orphan: bool = False) -> None:
+    """orphan: in a session of its own, without our environment, its parent gone: what only the one
+    who adopts it finds."""
+    if orphan:
+        shell = "sleep 1000 >/dev/null & echo $!"
+        environment = {"PATH": os.environ["PATH"]}
+        command = ["setsid", "sh", "-c", shell]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+        print(f"{name} {int(done.stdout)}", flush=True)
+        return
+    command = ["sh", "-c", "sleep 1000; :"]
+    process = subprocess.Popen(command, executable=program, process_group=0)
+    print(f"{name} {process.pid}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,635 @@
+"""The command line: quick, honest about errors, and gone without a trace when told to stop."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments.cli import chat, doctor, ports, serve
+from deployments.cli.main import cli
+from deployments.cli.plan import run as run_plan
+from deployments.cli.serving.processes import descendants
+from deployments.cli.target import read_planned
+from deployments.config.load import load_config
+from deployments.environment import make_auth_token
+from deployments.plan.memory import GIB, GPUS, Hardware, plan
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
+from engine.errors import ConfigError, MantaError
+from tests.deployments.on_ray.serve_cluster import end_server
+
+ROOT = Path(__file__).parents[3]
+
+
+def manta(*args: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deployments.cli.main", *args],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+# -- the command line itself
+
+
+def test_help_of_every_command_has_an_example() -> None:
+    """An option nobody can see used is an option nobody uses."""
+    import typer.main
+
+    commands = typer.main.get_command(cli).commands  # type: ignore[attr-defined]
+    expected = {
+        "serve",
+        "chat",
+        "plan",
+        "doctor",
+        "version",
+        "loadtest",
+        "adapter",
+        "models",
+        "batch",
+        "key",
+        "status",
+        "build",
+        "verify",
+        "convert",
+        "eval",
+    }
+    assert set(commands) == expected
+    for command in commands.values():
+        assert "manta" in command.epilog
+
+
+def test_nothing_slow_is_imported_before_it_is_needed() -> None:
+    """`manta --help` and configuration errors must not wait three seconds for torch and Ray."""
+    code = (
+        "import sys, deployments.cli.main, deployments.cli.target, deployments.cli.serve\n"
+        "print(*[m for m in ('torch', 'ray', 'transformers', 'gguf') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == [], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        ((), 2, "Usage"),
+        (("--help",), 0, "doctor"),
+        (("serv",), 2, "Did you mean 'serve'?"),
+        (("serve", "--prot", "1"), 2, "--port"),
+        (("serve", "default", "--port", "99999"), 2, "65535"),
+        (("serve", "nowhere.yaml"), 2, "nowhere.yaml: no such configuration file"),
+        (("serve", "./nowhere"), 2, "no such folder or file"),
+        (("serve", "Makefile"), 2, "neither a .yaml configuration nor a .gguf model"),
+        (("plan", "default", "--gpu", "gtx"), 2, "h100"),
+        (("plan", "default", "--gpu", "0"), 2, "1 to 1024"),
+        (("chat", "ftp://x"), 2, "not an address"),
+        (("serve", "default", "--address", "127.0.0.1:1"), 1, "cannot join Ray at 127.0.0.1:1:"),
+        (
+            ("status", "--address", "127.0.0.1:1"),
+            1,
+            "127.0.0.1:1: connection refused; `manta serve`",
+        ),
+        (("status", "--address", "nonsense"), 2, "not an address; give one like 10.0.0.1:6379"),
+        (("adapter", "list", "--url", "127.0.0.1:1"), 1, "is `manta serve` running there?"),
+        (("chat", "127.0.0.1:1", "--once", "hi"), 1, "http://127.0.0.1:1 cannot be reached"),
+    ],
+)
+def test_errors_are_one_line_with_the_way_out(args: tuple[str, ...], code: int, text: str) -> None:
+    """A traceback tells a user only that somebody else did not think of this."""
+    done = manta(*args)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert text in output
+    assert "Traceback" not in output
+
+
+def test_misspelt_key_is_told_in_two_seconds(tmp_path: Path) -> None:
+    """A typo must not cost the start of a cluster and the loading of a model."""
+    path = tmp_path / "manta.yaml"
+    path.write_text("model: default\nrouter:\n  replcas: 2\nhttp:\n  prot: 1\n")
+    started = time.monotonic()
+    done = manta("serve", str(path))
+    assert time.monotonic() - started < 2
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert lines == [
+        f"error: {path}:3: router.replcas: unknown key; did you mean replicas?",
+        f"error: {path}:5: http.prot: unknown key; did you mean port?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        pytest.param({"COLUMNS": "40"}, marks=pytest.mark.slow),
+        pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.slow),
+        pytest.param({"TERM": "dumb"}, marks=pytest.mark.slow),
+        {"PYTHONIOENCODING": "ascii"},
+    ],
+)
+def test_poor_terminals(env: dict[str, str]) -> None:
+    """Logs, CI and old terminals have no colour, no width and no Unicode."""
+    for args in (("--help",), ("plan", "default", "--gpu", "h200"), ("serve", "nöwhere.yaml")):
+        done = manta(*args, **env)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_closed_pipe() -> None:
+    """`manta doctor | head -1` must end quietly."""
+    for command in ("--help", "version", "plan default --gpu h200"):
+        done = subprocess.run(
+            ["bash", "-c", f"{sys.executable} -m deployments.cli.main {command} | true"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert "Traceback" not in done.stderr
+        assert "BrokenPipe" not in done.stderr
+
+
+# -- chat
+
+Handler = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[[Handler], str]]:
+    """Start an OpenAI-like server whose chat answers come from a function; returns its URL."""
+    running: list[ThreadingHTTPServer] = []
+
+    def start(answer: Handler) -> str:
+        class Handling(BaseHTTPRequestHandler):
+            def log_message(self, *args: object) -> None:
+                """Quiet."""
+
+            def do_GET(self) -> None:
+                reply(self, 200, {"data": [{"id": "tiny"}]})
+
+            def do_POST(self) -> None:
+                length = int(self.headers["Content-Length"])
+                answer(self, json.loads(self.rfile.read(length)))
+
+        running.append(ThreadingHTTPServer(("127.0.0.1", 0), Handling))
+        threading.Thread(target=running[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{running[-1].server_port}"
+
+    yield start
+    for item in running:
+        item.shutdown()
+        item.server_close()
+
+
+def reply(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
+    data = json.dumps(body).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def stream(handler: BaseHTTPRequestHandler, *pieces: str, end: bool = True) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for piece in pieces:
+        chunk = {"choices": [{"delta": {"content": piece}}]}
+        handler.wfile.write(b": comment\n\ndata: " + json.dumps(chunk).encode() + b"\n\n")
+    if end:
+        handler.wfile.write(b"data: [DONE]\n\n")
+
+
+def test_chat_streams_and_remembers(server: Callable[[Handler], str]) -> None:
+    """The second question must carry the first answer, or it is no conversation."""
+    seen: list[Any] = []
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        seen.append(body)
+        stream(handler, "Grüß", " dich", "!")
+
+    url = server(answer)
+    done = subprocess.run(
+        [sys.executable, "-m", "deployments.cli.main", "chat", f"{url}/v1", "--system", "be kind"],
+        cwd=ROOT,
+        input="Hi\nAnd you?\n",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Grüß dich!\nGrüß dich!\n"
+    assert seen[0]["model"] == "tiny"
+    assert [m["content"] for m in seen[1]["messages"]] == [
+        "be kind",
+        "Hi",
+        "Grüß dich!",
+        "And you?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda h, b: stream(h, "Hal", end=False), "ended the answer before its end"),
+        (lambda h, b: reply(h, 400, {"error": {"message": "too long"}}), "answered 400: too long"),
+        (lambda h, b: reply(h, 502, "<html>"), "answered 502: no reason given"),
+        (lambda h, b: h.wfile.write(b"HTTP/1.1 200 OK\r\n\r\ndata: {\n\n"), "is not JSON"),
+        (
+            lambda h, b: h.wfile.write(
+                b'HTTP/1.1 200 OK\r\n\r\ndata: {"error": {"message": "lost"}}\n\n'
+            ),
+            ": lost",
+        ),
+    ],
+)
+def test_chat_tells_what_the_server_did(
+    server: Callable[[Handler], str], answer: Handler, message: str
+) -> None:
+    """A stream that breaks off must not look like a short answer."""
+    target = chat.ChatServer(server(answer))
+    with pytest.raises(MantaError, match=message):
+        list(target.stream_chat({"messages": []}))
+
+
+def test_chat_goes_on_when_its_stream_is_cut() -> None:
+    """Bug: "broke off" in the middle of an answer when a router or HAProxy is replaced."""
+    from deployments.api.app import build_asgi
+    from tests.deployments.api.asgi import CHAT
+    from tests.deployments.api.cutter import cutter
+    from tests.deployments.api.server import serve as http
+    from tests.deployments.fake_backend import FakeBackend
+
+    with http(build_asgi(FakeBackend())) as port, cutter(port) as edge:
+        target = chat.ChatServer(f"http://127.0.0.1:{edge.port}")
+        expected = "".join(target.stream_chat(CHAT))
+        for limits in ([1500], [500, 0, 2000]):
+            edge.limits, before = list(limits), edge.connections
+            assert "".join(target.stream_chat(CHAT)) == expected
+            assert edge.connections == before + 1 + len(limits)
+        edge.limits = [0]
+        with pytest.raises(chat.ServerError, match="cannot be reached"):
+            list(target.stream_chat(CHAT))
+
+
+def test_chat_names_the_url_that_it_called(server: Callable[[Handler], str]) -> None:
+    """ ".../chat/completions answered 404": a path without the /v1 that was really asked for."""
+    url = server(lambda h, b: reply(h, 404, {"error": {"message": "gone"}}))
+    for given in (url, f"{url}/v1", f"{url}/v1/"):
+        with pytest.raises(MantaError) as raised:
+            list(chat.ChatServer(given).stream_chat({"messages": []}))
+        assert raised.value.message == f"{url}/v1/chat/completions answered 404: gone"
+
+
+def test_status_keeps_serves_lines_to_itself() -> None:
+    """The level of Serve's logger was set, then Serve was imported, which set it back: its INFO
+    lines stood above the page."""
+    program = (
+        "import logging, types, ray\n"
+        "from deployments.cli import status\n"
+        "ray.is_initialized = lambda: True\n"
+        "status.Cluster = lambda address: types.SimpleNamespace(own=False, address=address)\n"
+        "status._join('here')\n"
+        "from ray import serve\n"
+        "assert logging.getLogger('ray.serve').level == logging.WARNING\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_chat_sends_the_key(
+    server: Callable[[Handler], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key on the command line would stand in everyone's process list; it comes from a file."""
+    seen: list[str | None] = []
+
+    def answer(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        seen.append(handler.headers["Authorization"])
+        stream(handler, "ok")
+
+    url = server(answer)
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    chat.run(url, "hi", chat.ChatOptions(), key)
+    monkeypatch.setenv("OPENAI_API_KEY", "other")
+    chat.run(url, "hi", chat.ChatOptions(), None)
+    assert seen == ["Bearer secret", "Bearer other"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        chat.run(url, "hi", chat.ChatOptions(), tmp_path / "none")
+
+
+# -- plan
+
+
+@pytest.fixture
+def llama_8b() -> ModelConfig:
+    """Llama 3.1 8B's shape."""
+    from engine.config_reader import Reader
+
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+    }
+    return ModelConfig.from_dicts(Reader(values, "config.json"), Reader({}, "generation"))
+
+
+def test_plan_on_a_gpu(llama_8b: ModelConfig) -> None:
+    """The figures people size clusters by: 16 GB of weights, 128 KiB of KV a token."""
+    result = plan(llama_8b, EngineConfig(model="x"), Hardware("H100", "cuda", GPUS["h100"]))
+    assert result.parameters == 8_030_261_248
+    assert result.weights == 2 * result.parameters + 131072 * 128 * 4  # and the rotary table
+    assert result.block_bytes == 16 * 128 * 1024
+    assert 0.88 * GPUS["h100"] < result.used <= 0.9 * GPUS["h100"]
+    assert 380_000 < result.kv_tokens < 460_000
+
+
+def test_plan_refuses_with_figures(llama_8b: ModelConfig) -> None:
+    """Out of memory is cheapest before the download."""
+    with pytest.raises(ConfigError, match=r"does not fit on L4: .* GiB are left .*lower"):
+        plan(llama_8b, EngineConfig(model="x"), Hardware("L4", "cuda", GPUS["l4"]))
+    config = EngineConfig(model="x", max_model_len=4096, max_num_seqs=16)
+    small = plan(llama_8b, config, Hardware("L4", "cuda", GPUS["l4"]))
+    assert small.full_length_requests >= 1
+    with pytest.raises(ConfigError, match="131072"):
+        long = EngineConfig(model="x", max_model_len=131073)
+        plan(llama_8b, long, Hardware("L4", "cuda", GPUS["l4"]))
+
+
+def test_plan_command(default_model: Path) -> None:
+    """The table is what a user sees; the numbers must be in it."""
+    done = manta("plan", str(default_model), "--gpu", "cpu", "--memory", "8")
+    assert done.returncode == 0, done.stderr
+    assert "0.31 GiB  bfloat16" in done.stdout
+    assert "of 8,192 tokens" in done.stdout
+    assert "replicas per node" in done.stdout
+
+
+def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of 60 GB are fetched to learn that they do not fit; or layers with windows are taken
+    to keep all that they see."""
+    text = {
+        "model_type": "gemma4_text",
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+        "dtype": "bfloat16",
+    }
+    path = tmp_path / "config.json"
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    path.write_text(json.dumps(config))
+    for spec in (path, tmp_path):
+        assert run_plan(str(spec), "h200", 1, None) == 0
+        said = capsys.readouterr().out
+        assert "30,697 M parameters" in said
+        assert "80.0 KiB in 10 layers that keep all tokens" in said
+        assert "800.0 KiB in 50 layers that keep the last 1,024 tokens" in said
+    planned = read_planned(str(tmp_path))
+    (check,) = doctor.model_checks(*planned, Hardware("L4", "cuda", GPUS["l4"]))
+    assert check.state == "MISSING" and "weights need" in check.text
+    (check,) = doctor.model_checks(*planned, Hardware("H200", "cuda", GPUS["h200"]))
+    assert check.state == "ok" and "880.0 KiB of keys and values a token" in check.text
+
+
+# -- doctor
+
+
+def test_doctor_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """The machine that runs these tests can run Manta."""
+    states = {check.name: check.state for check in doctor.checks()}
+    assert states["python"] == "ok"
+    assert states["torch"] == "ok"
+    assert {"memory", "cores", "open files", "haproxy", "model cache"} <= set(states)
+
+
+def test_doctor_exits_1_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`manta doctor && manta serve` must stop at what is missing."""
+    from engine.runner import memory
+
+    monkeypatch.setattr(memory, "available_host_memory", lambda: GIB)
+    assert doctor.run() == 1
+    output = capsys.readouterr().out
+    assert "MISSING" in output
+    assert "1.0 GiB free -> 3 GiB are needed" in output
+
+
+def test_doctor_refuses_an_open_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray dashboard that everyone reaches without a token runs everyone's code."""
+    open_port = ports.ListeningSocket("0.0.0.0", 8265, "1")
+    monkeypatch.setattr(doctor, "listeners", lambda: [open_port])
+    monkeypatch.setattr(doctor, "holder", lambda port: "pid 1 (ray::Dashboard)")
+    monkeypatch.setattr(doctor, "auth_token_source", lambda: None)
+    found = [check for check in doctor._ray() if check.state == "MISSING"]
+    assert found
+    assert "RAY_AUTH_MODE=token" in found[0].way_out
+    monkeypatch.setattr(doctor, "auth_token_source", lambda: "a file")
+    assert all(check.state == "ok" for check in doctor._ray())
+
+
+@pytest.mark.parametrize(
+    ("mode", "folder", "state"),
+    [(0o600, 0o755, "ok"), (0o644, 0o755, "MISSING"), (0o644, 0o700, "note")],
+)
+def test_doctor_minds_who_may_read_the_token(
+    monkeypatch: pytest.MonkeyPatch, mode: int, folder: int, state: str
+) -> None:
+    """Bug: "ok" for a token that every user of the machine may read, as Ray makes it: whoever has
+    it runs code in the cluster."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's own folders keep others out
+        path = Path(name, "auth_token")
+        path.write_text("secret")
+        path.chmod(mode)
+        Path(name).chmod(folder)
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+        monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+        check = next(check for check in doctor._ray() if check.name == "ray token")
+        assert check.state == state
+        assert check.way_out == ("" if state == "ok" else f"chmod 600 {path}")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "given by value")
+        assert next(doctor._ray()).state == "ok"
+
+
+def test_a_token_that_we_make_is_its_owners(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: `manta serve` left it to Ray, which makes it 0644. One that is there is not touched."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / ".ray" / "auth_token"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    make_auth_token()
+    assert not path.exists()
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    before = os.umask(0)
+    try:
+        make_auth_token()
+    finally:
+        os.umask(before)
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    token = path.read_text()
+    assert len(token) == 64
+    make_auth_token()
+    assert path.read_text() == token
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warns"),
+    [
+        ("127.0.0.1", False, False),
+        ("::1", False, False),
+        ("0.0.0.0", False, True),
+        ("::", False, True),
+        ("10.0.0.7", False, True),
+        ("0.0.0.0", True, False),
+    ],
+)
+def test_a_service_on_the_network_without_keys_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    host: str,
+    keys: bool,
+    warns: bool,
+) -> None:
+    """Bug: `http.host: 0.0.0.0` without keys was served without a word, to everyone."""
+    file = tmp_path / "keys"
+    file.write_text("secret\n")
+    file.chmod(0o600)
+    config = tmp_path / "manta.yaml"
+    given = f"\n  api_keys_file: {file}" if keys else ""
+    config.write_text(f"model: default\nhttp:\n  host: '{host}'\n  port: 8123{given}\n")
+    found = [one for one in doctor.checks(load_config(config)) if one.name == "API keys"]
+    assert [one.state for one in found] == ["note"] * warns
+    monkeypatch.setattr(serve, "Cluster", lambda address: SimpleNamespace(own=True))
+    monkeypatch.setattr(serve, "why_not_bindable", lambda host, port: "a test")
+    with pytest.raises(ConfigError, match="a test"):
+        serve.run(str(config))
+    said = capsys.readouterr().err
+    assert ("warning: http.host" in said and "http.api_keys_file" in said) == warns
+
+
+# -- ports and processes
+
+
+def test_port_in_use_says_who() -> None:
+    """ "Address already in use" sends people to lsof."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        reason = ports.why_not_bindable("127.0.0.1", port)
+        assert reason is not None
+        assert f"pid {os.getpid()}" in reason
+        done = manta("serve", "default", "--port", str(port), "--address", "local")
+        assert done.returncode == 2
+        assert f"port {port} is in use by pid {os.getpid()}" in done.stderr
+    assert ports.why_not_bindable("127.0.0.1", port) is None
+
+
+def test_addresses_that_are_not_ours() -> None:
+    """A wrong http.host must not be found out after the model is loaded."""
+    reason = ports.why_not_bindable("192.0.2.77", 8000)
+    assert reason is not None
+    assert "192.0.2.77" in reason
+    assert "not an address" in (ports.why_not_bindable("no such host", 8000) or "")
+
+
+def metrics_told(pids: Sequence[int]) -> list[int]:
+    """Ports of these processes beyond loopback that tell Prometheus's text without a token."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(entry))
+    found = []
+    open_ = [one for one in ports.listeners() if f"socket:[{one.inode}]" in inodes]
+    assert len(open_) > 4, "Ray's own, at least"
+    for one in open_:
+        if one.address not in ("127.0.0.1", "::1"):
+            with contextlib.suppress(OSError, HTTPException):
+                connection = HTTPConnection("127.0.0.1", one.port, timeout=2)
+                connection.request("GET", "/metrics")
+                if b"# HELP" in connection.getresponse().read():
+                    found.append(one.port)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.serve
+@pytest.mark.parametrize(
+    ("until", "number", "times"),
+    [
+        ("Starting Ray", signal.SIGTERM, 1),
+        ("Starting the replicas", signal.SIGINT, 2),
+        pytest.param("Serving", signal.SIGINT, 1, marks=pytest.mark.smoke),
+        pytest.param("Serving", signal.SIGINT, 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_stop_leaves_nothing_behind(
+    until: str, number: int, times: int, default_model: Path
+) -> None:
+    """An orphaned engine or proxy holds the port and the GPU until somebody finds it. The signals
+    go to the whole group, as a terminal's and a supervisor's do: Ray ended first, and left workers.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "deployments.cli.main", "serve", str(default_model)]
+    process = subprocess.Popen(
+        [*command, "--port", str(port), "--address", "local"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    try:
+        output = ""
+        while until not in output:
+            line = process.stdout.readline()
+            assert line, output
+            output += line
+        time.sleep(1)
+        children = descendants(process.pid)
+        if until == "Serving":
+            assert not metrics_told(children), "on all interfaces, to all who ask"
+        for _ in range(times):
+            os.killpg(process.pid, number)
+            time.sleep(0.2)
+        rest, _ = process.communicate(timeout=20)
+        assert process.returncode == (130 if number == signal.SIGINT else 0), output + rest
+        assert "Traceback" not in output + rest
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        assert ports.why_not_bindable("127.0.0.1", port) is None
+    finally:
+        end_server(process)

@@ -1,0 +1,313 @@
+"""Nodes and replicas that come and go with the load: Ray's own autoscaler on fake nodes, real
+replicas, requests through the HTTP endpoint.
+
+    python -m tests.deployments.on_ray.autoscaling_live [--model fake|default|FOLDER] [--out FILE]
+
+A GPU pool of 0 to 3 replicas (on the CPU; Ray is told of GPUs) and a CPU pool of 0 or 1 on nodes of
+their own. A trickle, which the CPU replica holds with no GPU; then the work of two GPUs and more,
+which comes as Serve's controller is killed; then that of half of one; then nothing; then one
+request. Every text is compared with that of the quiet beginning. Writes what came of it as JSON:
+phases, counts of replicas and nodes, decisions, and how long after the kill the first one came that
+asks for a GPU.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deployments.app import as_config, assemble, deploy, prepare_engine, serve_config
+from deployments.replica.deployment import ReplicaSettings
+from deployments.scaling.policy import scaling_decisions
+from engine.config.engine_config import EngineConfig
+from loadtest.chaos.server_processes import instance_at
+from tests.deployments.on_ray.fake_nodes import autoscaling_ray
+from tests.deployments.on_ray.serve_cluster import free_port, tiny_model
+from tests.faults.clients import Said, ask
+
+NAME = "live"
+_NODES = {
+    # An engine fits on the nodes of its pool only.
+    "gpu": {"resources": {"CPU": 1, "GPU": 1, "object_store_memory": 10**8}, "max_workers": 3},
+    "cpu": {"resources": {"CPU": 2, "object_store_memory": 10**8}, "max_workers": 1},
+}
+_ROWS = {"gpu": 8, "cpu": 2}  # sequences at once: what makes the one the faster pool
+_STEP = 0.04  # seconds, of the engine that counts
+PROMPTS = 4
+
+
+def config(model: str, engine: dict[str, Any]) -> dict[str, Any]:
+    pools = {
+        "gpu": {"num_cpus": 1, "num_gpus": 1, "max_replicas": 3, "price": 1.0},
+        "cpu": {"num_cpus": 2, "max_replicas": 1, "price": 0.8},
+    }
+    return {
+        "model": model,
+        "served_name": NAME,
+        "app_name": NAME,
+        "engine": {**engine, "device": "cpu"},
+        "pools": {
+            name: {
+                "min_replicas": 0,
+                "start_seconds": 10,
+                "engine": {"device": "cpu", "num_threads": 1, "max_num_seqs": _ROWS[name]},
+                **fields,
+            }
+            for name, fields in pools.items()
+        },
+        "scaling": {"ttft": 1.0, "calm_seconds": 6.0, "idle_seconds": 4.0},
+        "router": {"replicas": 1, "wait_seconds": 120},
+        "limits": {"queue_seconds": 300, "drain_seconds": 20},
+    }
+
+
+def build(arguments: dict[str, Any]) -> Any:
+    """What Serve imports."""
+    fake = Path(arguments["config"].get("model", "default")).name == "tiny"
+    return assemble(as_config(arguments["config"]), counting if fake else prepare_engine)
+
+
+def counting(settings: ReplicaSettings) -> EngineConfig:
+    """What replicas run instead of a model."""
+    fake = f"fake:vocab_size=250,max_model_len=4096,step_seconds={_STEP}"
+    return EngineConfig(model=fake, max_num_seqs=settings.engine["max_num_seqs"])
+
+
+@dataclass
+class Request:
+    phase: str
+    at_s: float
+    first_s: float = 0.0
+    end_s: float = 0.0
+    error: str = ""
+
+
+@dataclass
+class Seen:
+    """Counts at a second: replicas that a router is connected to, nodes that live."""
+
+    at_s: float
+    gpu: int
+    cpu: int
+    gpu_nodes: int
+    cpu_nodes: int
+
+
+@dataclass
+class Live:
+    """The endpoint under load, and what was seen of it."""
+
+    port: int
+    handle: Any
+    tokens: int
+    began: float = field(default_factory=time.monotonic)
+    requests: list[Request] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+    wanted: list[Said] = field(default_factory=list)
+    killed_s: float = 0.0  # when the controller was
+
+    def now(self) -> float:
+        return round(time.monotonic() - self.began, 2)
+
+    async def ask(self, number: int) -> Said:
+        content = f"Count from {number % PROMPTS} on and do not stop."
+        body = {"model": NAME, "messages": [{"role": "user", "content": content}]}
+        limits = {"max_tokens": self.tokens, "temperature": 0, "ignore_eos": True}
+        return await ask(self.port, {**body, **limits})
+
+    async def one(self, phase: str, number: int) -> Request:
+        request = Request(phase, self.now())
+        self.requests.append(request)
+        said = await self.ask(number)
+        request.end_s = self.now()
+        request.first_s = round(said.first - self.began, 2) if said.first else 0.0
+        request.error = said.error
+        if self.wanted and not said.error and said.outcome != self.wanted[number % PROMPTS].outcome:
+            request.error = f"{said.texts} instead of {self.wanted[number % PROMPTS].texts}"
+        return request
+
+    async def kill_controller(self) -> None:
+        instance = await asyncio.to_thread(instance_at, f"http://127.0.0.1:{self.port}")
+        (victim,) = await asyncio.to_thread(instance.find, "controller")
+        self.killed_s = self.now()
+        assert victim.send(signal.SIGKILL)
+
+    @property
+    def resumed_s(self) -> float | None:
+        """Seconds from the kill to the first decision for a GPU."""
+        later = (one for one in self.decisions if one["at_s"] > self.killed_s)
+        took = (round(one["at_s"] - self.killed_s, 2) for one in later if one["targets"]["gpu"])
+        return next(took, None) if self.killed_s else None
+
+    async def learn(self) -> float:
+        """The right answers; requests a second, one after the other, of the only replica."""
+        began = time.monotonic()
+        self.wanted = [await self.ask(number) for number in range(PROMPTS)]
+        assert not any(said.error for said in self.wanted), self.wanted
+        return PROMPTS / (time.monotonic() - began)
+
+    async def watch(self) -> None:
+        import ray
+
+        told: float = 0
+        while True:
+            try:
+                state = await asyncio.wait_for(self.handle.state.remote(), 5)
+            except TimeoutError:
+                continue
+            pools = [name.partition("/")[0] for name in state["replicas"]]
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            gpus = sum("GPU" in resources for resources in alive)
+            cpus = sum(resources.get("CPU", 0) >= 2 for resources in alive)
+            one = Seen(self.now(), pools.count("engine-gpu"), pools.count("engine-cpu"), gpus, cpus)
+            if not self.seen or asdict(one) | {"at_s": 0} != asdict(self.seen[-1]) | {"at_s": 0}:
+                self.seen.append(one)
+                print(one, f"{len(self.requests)} requests", file=sys.stderr)
+            decision = scaling_decisions(NAME)
+            if decision and decision["time"] != told:
+                told = decision["time"]
+                self.decisions.append({**decision, "at_s": self.now()})
+                print(decision["targets"], decision["reasons"], file=sys.stderr)
+            await asyncio.sleep(0.3)
+
+    async def until(self, condition: Callable[[Seen], bool], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not (self.seen and condition(self.seen[-1])):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {seconds} s: {what}; last {self.seen[-1:]}")
+            await asyncio.sleep(0.2)
+
+    @contextlib.asynccontextmanager
+    async def load(self, phase: str, rate: float) -> AsyncIterator[None]:
+        """So many requests a second while the block runs; it ends with the last answer."""
+        order, numbers = random.Random(7), itertools.count()
+        began, tasks = self.now(), list[asyncio.Task[Request]]()
+
+        async def arrivals() -> None:
+            while True:
+                tasks.append(asyncio.create_task(self.one(phase, next(numbers))))
+                await asyncio.sleep(order.expovariate(rate))
+
+        source = asyncio.create_task(arrivals())
+        try:
+            yield
+        finally:
+            source.cancel()
+        self.phases[phase] = {"from_s": began, "to_s": self.now(), "requests_per_s": round(rate, 2)}
+        await asyncio.gather(*tasks)
+
+
+async def scenario(live: Live, fake: bool) -> None:
+    """fake: engines that count, whose speed does not depend on how many there are."""
+    quick = 40.0 if fake else 120.0  # seconds within which what needs no patience must come
+    watcher = asyncio.create_task(live.watch())
+    try:
+        await live.until(lambda seen: (seen.gpu, seen.cpu) == (0, 1), quick, "a CPU replica alone")
+        alone = await live.learn()
+        gpu = (_ROWS["gpu"] if fake else 3) * alone  # a model is slower in a larger batch
+        async with live.load("trickle", 0.5 * alone):
+            await asyncio.sleep(8)
+            assert live.seen[-1].gpu == 0, "a GPU for what a CPU can do"
+        # Replicas of a model share this machine's cores: each that comes makes the others slower,
+        # and three may need the CPU pool's help.
+        async with live.load("heavy", (2.3 if fake else 1.5) * gpu):
+            await live.kill_controller()
+            await live.until(
+                lambda s: s.gpu == 3 and not (fake and s.cpu), 2 * quick, "3 GPUs, no CPU"
+            )
+        async with live.load("light", max(0.45 * gpu, 2.2 * alone)):
+            await live.until(lambda s: (s.gpu, s.gpu_nodes) == (1, 1), 2 * quick, "1 GPU")
+        await live.until(lambda s: not (s.gpu or s.cpu), 2 * quick, "no replica")
+        await live.until(lambda s: not (s.gpu_nodes or s.cpu_nodes), quick, "no node")
+        woken = await live.one("wake", 0)
+        assert not woken.error, woken
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+
+
+def report(live: Live, error: str) -> dict[str, Any]:
+    phases = {}
+    for phase in dict.fromkeys(one.phase for one in live.requests):
+        mine = [one for one in live.requests if one.phase == phase]
+        first = sorted(one.first_s - one.at_s for one in mine if one.first_s)
+        phases[phase] = {
+            **live.phases.get(phase, {}),
+            "requests": len(mine),
+            "failed": sum(bool(one.error) for one in mine),
+            "ttft_p50_s": round(first[len(first) // 2], 2) if first else None,
+            "ttft_max_s": round(first[-1], 2) if first else None,
+        }
+    return {
+        "error": error,
+        "failed": [one.error for one in live.requests if one.error][:5],
+        "requests": len(live.requests),
+        "phases": phases,
+        "most_gpu_replicas": max((one.gpu for one in live.seen), default=0),
+        "seen": [asdict(one) for one in live.seen],
+        "decisions": live.decisions,
+        "controller": {"killed_s": live.killed_s, "first_gpu_after_s": live.resumed_s},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="fake")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
+    with autoscaling_ray(_NODES) as address:
+        made = run(address, options.model)
+    text = json.dumps(made, indent=1)
+    if options.out:
+        options.out.write_text(text + "\n")
+    print(text)
+    return int(bool(made["error"] or made["failed"]))
+
+
+def run(address: str, model: str) -> dict[str, Any]:
+    import ray
+    from ray import serve
+
+    fake = model == "fake"
+    if fake:
+        folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"manta-{os.getpid()}"
+        folder.mkdir()
+        model = str(tiny_model(folder / "tiny"))
+    engine = {} if fake else {"dtype": "float32", "num_blocks": 200, "max_model_len": 512}
+    ray.init(address=address, log_to_driver=False)
+    port = free_port()
+    schema = serve_config(config(model, engine))
+    # One machine, one port: only the head node can have the proxy.
+    schema |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
+    schema["applications"][0]["import_path"] = "tests.deployments.on_ray.autoscaling_live:build"
+    deploy(schema)
+    deadline = time.monotonic() + 60
+    while serve.status().applications[NAME].status != "RUNNING":
+        assert time.monotonic() < deadline, serve.status()
+        time.sleep(0.2)
+    live = Live(port, serve.get_app_handle(NAME), tokens=40 if fake else 24)
+    error = ""
+    try:
+        asyncio.run(scenario(live, fake))
+    except AssertionError as failure:
+        error = str(failure) or repr(failure)
+    finally:
+        ray.shutdown()
+    return report(live, error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,499 @@
+"""Several models behind one endpoint: their configuration, the front of a router, and all of it on
+a real Ray and Serve with real engines, where what happens to one changes nothing of another."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.adapters.record_store import AdapterRecord
+from deployments.app import build, deploy, serve_config
+from deployments.backend import GenerationRequest, ModelCard
+from deployments.catalog import entries, model_app
+from deployments.cli import status
+from deployments.cli.kubernetes import rayservice
+from deployments.cli.models import served
+from deployments.cli.target import engine_config
+from deployments.config.load import MantaConfig, load_config, parse_config
+from deployments.neighbours import check, left_out
+from deployments.observe.metrics import render
+from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.models.front import ModelFront
+from engine.errors import AdapterError, ConfigError, InvalidRequest, MantaError, Overloaded
+from engine.sampling_params import SamplingParams
+from tests.deployments.fake_backend import tiny_tokenizer
+from tests.deployments.on_ray.serve_cluster import Cluster, tiny_model
+
+APP = "several"
+ENGINE = {
+    "load_format": "dummy",
+    "num_blocks": 64,
+    "max_num_seqs": 4,
+    "dtype": "float32",
+    "num_threads": 1,
+}
+ADMIN = "admin-key-of-the-tests-0123456789"
+PROMPT = {"prompt": "the answer", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+def wait(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Wait until it gives something true; return that."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.1)
+    return found
+
+
+def configuration(folder: Path, port: int, **models: Any) -> MantaConfig:
+    one = {"model": str(folder), "pools": {"cpu": {"num_cpus": 0.4}}}
+    return parse_config(
+        {
+            "app_name": APP,
+            "route_prefix": "/several",
+            "engine": ENGINE,
+            "models": {name: {**one, **more} for name, more in models.items()},
+            "router": {"replicas": 1},
+            "http": {
+                "proxy": "serve",
+                "port": port,
+                "admin_keys_file": str(folder.parent / "admins"),
+            },
+            "limits": {"drain_seconds": 5.0},
+        },
+        {},
+    )
+
+
+# -- the configuration
+
+
+WRONG = """models:
+  one:
+    aliases: [two, gpt-4]
+    replcas: 2
+  two:
+    aliases: [gpt-4]
+    replicas: 2
+    pools: {cpu: {}}
+    engine: {max_num_seqs: -1}
+model: default
+served_name: x
+"""
+
+
+def test_what_is_wrong_with_a_model_names_it(tmp_path: Path) -> None:
+    """`replicas and pools are both set`, of one model among ten; a name that two models have, of
+    which one never answers."""
+    path = tmp_path / "manta.yaml"
+    path.write_text(WRONG.replace("    replcas: 2\n", ""))
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, {})
+    lines = str(raised.value).splitlines()
+    assert [line.removeprefix(f"{path}:") for line in lines] == [
+        "8: models.two.engine.max_num_seqs: max_num_seqs must not be negative",
+    ]
+    path.write_text(WRONG.replace("    replcas: 2\n", "").replace("-1", "1"))
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, {})
+    lines = str(raised.value).splitlines()
+    assert [line.removeprefix(f"{path}:") for line in lines] == [
+        "3: models.one.aliases: 'two' is a name of the model 'two'",
+        "4: models.two: replicas and pools are both set; give the counts in pools",
+        "5: models.two.aliases: 'gpt-4' is a name of the model 'one'",
+        "9: model: belongs to one model; it goes under models.NAME.model of `models`, "
+        "got 'default'",
+        "10: served_name: belongs to one model; it is NAME in `models`, got 'x'",
+    ]
+    path.write_text(WRONG)
+    with pytest.raises(ConfigError, match=r":4: models\.one\.replcas: .* did you mean replicas"):
+        load_config(path, {})
+    path.write_text("models:\n  one:\n    model: ./nowhere\n")
+    with pytest.raises(ConfigError, match=r":3: models\.one\.model: "):
+        load_config(path, {})
+
+
+def test_a_model_has_what_the_top_level_says_unless_it_says_otherwise() -> None:
+    """A limit of the file that holds for no model, or one of a model that holds for all."""
+    config = parse_config(
+        {
+            "engine": {"max_model_len": 512, "max_num_seqs": 8},
+            "scaling": {"ttft": 3.0},
+            "limits": {"waiting": 5, "drain_seconds": 9.0},
+            "models": {
+                "a": {"engine": {"max_num_seqs": 2}, "limits": {"waiting": 1}},
+                "b": {"scaling": {"busy": 0.5}, "revision": "v1"},
+            },
+        },
+        {},
+        check_model=False,
+    )
+    a, b = config.each().values()
+    assert (a.name(), b.name(), b.revision) == ("a", "b", "v1")
+    assert a.engine == {"max_model_len": 512, "max_num_seqs": 2}
+    assert (a.limits.waiting, a.limits.drain_seconds, b.limits.waiting) == (1, 9.0, 5)
+    assert (a.scaling.busy, b.scaling.busy, b.scaling.ttft) == (0.93, 0.5, 3.0)
+    assert list(parse_config({}, {}).each()) == ["SmolLM2-135M-Instruct"]
+
+
+def applications(**models: Any) -> dict[str, dict[str, Any]]:
+    """By name, for models whose folders are not there."""
+    data = {"app_name": APP, "models": {n: {"model": "/m", **m} for n, m in models.items()}}
+    schema = serve_config(parse_config(data, {}, check_model=False))
+    return {app["name"]: app for app in schema["applications"]}
+
+
+def test_each_model_is_an_application_that_others_do_not_change() -> None:
+    """An argument of one that follows from another: adding a model restarts the routers, or an
+    alias every engine."""
+    from ray.serve.schema import ServeDeploySchema
+
+    pools = {"cpu": {"num_cpus": 1.0, "replicas": 1}}
+    one = applications(a={"pools": pools}, b={"pools": pools})
+    assert list(one) == ["several", "several.a", "several.b"]
+    ServeDeploySchema.model_validate({"applications": list(one.values())})
+    more = {"cpu": {"num_cpus": 1.0, "replicas": 3}}
+    two = applications(
+        a={"pools": more, "aliases": ["x"], "limits": {"waiting": 3}},
+        b={"pools": pools, "engine": {"max_num_seqs": 3}},
+        c={"pools": pools},
+    )
+    for name in ("several", "several.a"):
+        assert one[name]["args"] == two[name]["args"]
+    assert one["several.b"]["args"] != two["several.b"]["args"]
+    found = entries(APP, two)
+    assert list(found) == ["a", "b", "c"] and found["a"].config.aliases == ["x"]
+    assert found["a"].config.pools["cpu"].replicas == 3
+    assert entries("other", two) == {} == entries(APP, {"several.x": {"import_path": "theirs:x"}})
+    assert model_app("m", "a/b") != model_app("m", "a-b") == "m.a-b"
+
+
+def test_deploying_a_file_leaves_what_is_not_its_own() -> None:
+    """A model that was added by hand goes with the next update of the file; one that left the file
+    stays for ever; one model's application is replaced by several models'."""
+    there = applications(a={}, b={})
+    there["several.b"]["deployments"][-1]["user_config"]["added"] = True
+    there["other.c"] = {**applications(c={})["several.c"], "name": "other.c"}
+    wanted = list(applications(c={}).values())
+    check(wanted, there)
+    assert left_out(wanted, there) == {"several.a"}
+    single = serve_config(parse_config({"model": "/m", "app_name": APP}, {}, check_model=False))
+    assert left_out(single["applications"], there) == set()
+    with pytest.raises(ConfigError, match=r"serves several models .* configuration of one model"):
+        check(single["applications"], there)
+    with pytest.raises(ConfigError, match="serves one model on this cluster"):
+        check(wanted, {APP: single["applications"][0]})
+    with pytest.raises(ConfigError, match="route_prefix: / is that of the application 'several'"):
+        check([{**single["applications"][0], "name": "x"}], there)
+
+
+def test_what_takes_one_model_says_so() -> None:
+    """The first of several models converted, verified or built into a manifest without a word."""
+    config = parse_config({"models": {"a": {}, "b": {}}}, {}, check_model=False)
+    for call in (build, engine_config, rayservice):
+        with pytest.raises(ConfigError, match="models: "):
+            call(config)
+
+
+# -- the front
+
+
+def dispatcher(name: str, **fields: Any) -> Dispatcher:
+    limits = DispatchLimits(waiting=1)
+    card = ModelCard(name, 64, 300, (2,), 0, **fields)
+    return Dispatcher(card, tiny_tokenizer(), limits, "router")
+
+
+def request(model: str) -> GenerationRequest:
+    return GenerationRequest("id", model, [1, 2, 3], SamplingParams(max_tokens=3), 0)
+
+
+async def test_a_full_model_refuses_none_of_anothers_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One queue for all models: who waits for the one keeps others from the other."""
+    front = ModelFront("router", several=True)
+    front.put("a", dispatcher("a"), 1.0)
+    front.put("b", dispatcher("b"), 1.0)
+    assert list(front.models()) == ["a", "b"] and front.only == ""
+    front.generate(request("a"))  # no replica is there: it waits, and has the only place
+    with pytest.raises(Overloaded):
+        front.generate(request("a"))
+    asked: list[str] = []
+    for name, one in front.dispatchers.items():
+        monkeypatch.setattr(one, "admit", lambda key, model, name=name: asked.append(name))
+    for name in ("b", "", "a"):
+        front.admit("", name)
+    assert asked == ["b", "a"], "a name that nobody knows is refused for that, later"
+    front.generate(request("b"))
+    assert front.held()["requests"] == 2 and front.state().queued == 2
+    text = render(front.figures(), "")
+    assert 'manta_request_failure_total{model_name="a",code="no_replica"} 1' in text
+    assert 'manta_prompt_tokens_total{model_name="b"} 3' in text
+    front.close()
+    with pytest.raises(Overloaded, match="about to stop"):
+        front.admit("", "")
+
+
+async def test_what_a_model_answers_goes_on_when_it_is_taken_out() -> None:
+    """A stream that ends because its model is removed or changed; a model that stays known."""
+    front = ModelFront("router", several=True)
+    front.put("a", dispatcher("a"), 60.0)
+    front.put("b", dispatcher("b"), 60.0)
+    streams = [front.generate(request("a")), front.generate(request("b"))]
+    front.take_out("a", 60.0)
+    front.put("b", dispatcher("b", aliases=("c",)), 60.0)
+    assert list(front.models()) == ["b"] and front.models()["b"].aliases == ("c",)
+    assert front.only == "b"
+    with pytest.raises(InvalidRequest, match="was taken away"):
+        front.generate(request("a"))
+    assert front.held()["requests"] == 2, "they go on"
+    for stream in streams:
+        stream.abort()
+    assert front.held()["requests"] == 0
+    front.close()
+
+
+async def test_an_adapters_name_is_of_one_model() -> None:
+    """An adapter of one model that takes the name of another model, or of its adapter."""
+    front = ModelFront("router", several=True)
+    for name in ("a", "b"):
+        front.put(name, dispatcher(name), 1.0)
+    registry = front.dispatchers["a"].adapters
+    registry.records = {"legal": AdapterRecord(name="legal", path="/x")}
+    front.dispatchers["a"]._set_models()
+    assert front.models()["legal"].parent == "a" and list(front.adapters.records) == ["legal"]
+    with pytest.raises(InvalidRequest, match="model must name the base model, one of a, b"):
+        await front.adapters.add("new", "/y")
+    with pytest.raises(AdapterError, match="legal is the name of an adapter of a"):
+        await front.adapters.add("legal", "/y", "b")
+    with pytest.raises(AdapterError, match="b is the name of a model"):
+        await front.adapters.add("b", "/y", "a")
+    with pytest.raises(AdapterError, match="no model is called 'c'"):
+        await front.adapters.add("new", "/y", "c")
+    front.close()
+
+
+# -- on Ray
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("models")
+    keys = parent / "admins"
+    keys.touch(0o600)
+    keys.write_text(f"{ADMIN}\n")
+    return tiny_model(parent / "tiny")
+
+
+@pytest.fixture(scope="module")
+def several(shared_cluster: Cluster, folder: Path) -> Iterator["Several"]:
+    """Two models, `one` with an alias and `two`."""
+    from ray import serve
+
+    config = configuration(folder, shared_cluster.port, one={"aliases": ["claude-*"]}, two={})
+    deploy(serve_config(config))
+    found = Several(shared_cluster, config)
+    wait(lambda: found.names() == ["one", "two"] and found.ready("one") and found.ready("two"))
+    yield found
+    for name in list(serve.status().applications):
+        serve.delete(name)
+
+
+class Several:
+    """The endpoint, as clients and operators see it."""
+
+    def __init__(self, cluster: Cluster, config: MantaConfig) -> None:
+        self.cluster, self.config = cluster, config
+
+    def names(self) -> list[str]:
+        return list(self.models())
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        try:
+            told = json.loads(self.cluster.get("/several/v1/models"))
+        except OSError:
+            return {}
+        return {one["id"]: one for one in told["data"]}
+
+    def text(self, model: str) -> str:
+        answer = self.cluster.post("/several/v1/completions", model=model, **PROMPT)
+        assert "choices" in answer, answer
+        assert answer["model"] == model.replace("claude-3", "one")
+        return str(answer["choices"][0]["text"])
+
+    def ready(self, model: str) -> bool:
+        return "choices" in self.cluster.post(
+            "/several/v1/completions", model=model, prompt="a", max_tokens=1
+        )
+
+    def engines(self, model: str) -> dict[str, Any]:
+        from ray import serve
+
+        handle = serve.get_deployment_handle("engine-cpu", f"{APP}.{model}")
+        found: dict[str, Any] = handle.stats.remote().result()
+        return found
+
+
+class Stream:
+    """Requests to a model one after the other in a thread, their texts all the same."""
+
+    def __init__(self, several: Several, model: str) -> None:
+        self.answers: list[str] = []
+        self.wrong: list[str] = []
+        self._expected = several.text(model)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(several, model))
+
+    def _run(self, several: Several, model: str) -> None:
+        while not self._stop.is_set():
+            try:
+                chunks = list(
+                    several.cluster.stream("/several/v1/completions", model=model, **PROMPT)
+                )
+                text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            except Exception as error:
+                text = repr(error)
+            (self.answers if text == self._expected else self.wrong).append(text)
+
+    def __enter__(self) -> "Stream":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        assert not self.wrong, self.wrong
+        assert self.answers
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_each_request_goes_to_its_model(several: Several) -> None:
+    """Both names answered by one of the engines, or the alias by none."""
+    before = {name: several.engines(name)["output_tokens"] for name in ("one", "two")}
+    assert several.text("two")
+    after = {name: several.engines(name)["output_tokens"] for name in ("one", "two")}
+    assert after["one"] == before["one"] and after["two"] >= before["two"] + 23
+    assert several.text("one") == several.text("claude-3")
+    assert several.models()["one"]["aliases"] == ["claude-*"]
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_an_unknown_name_says_what_is_there(several: Several) -> None:
+    """A 404 that leaves its reader guessing; a request without a name that goes to any model."""
+    answer = several.cluster.post("/several/v1/completions", model="onne", **PROMPT)
+    assert answer["error"]["code"] == "model_not_found"
+    assert 'did you mean "one"' in answer["error"]["message"]
+    assert 'served: "one", "two"' in answer["error"]["message"]
+    answer = several.cluster.post("/several/v1/completions", **PROMPT)
+    assert answer["error"]["code"] == "missing_field"
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_metrics_have_the_model(several: Several) -> None:
+    """Counters of two models in one series, of which nobody can tell which."""
+    several.text("one"), several.text("two")
+    text = several.cluster.get("/several/metrics")
+    for model in ("one", "two"):
+        assert f'manta_request_success_total{{model_name="{model}",router="' in text
+        assert f'manta_num_requests_running{{model_name="{model}",replica="engine-cpu/' in text
+    assert 'manta_http_requests_total{model_name="",router="' in text
+    assert text.count("# TYPE manta_request_success_total ") == 1
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_status_has_a_page_for_each_model(several: Several) -> None:
+    """Pools of the routers' application only, which has none; two models' replicas on one page."""
+    several.text("two")
+    found = [status.summarise(one) for one in status._looks(APP).values()]
+    assert [(one["application"], one["model"]) for one in found] == [(APP, "one"), (APP, "two")]
+    for one in found:
+        assert one["status"] == "RUNNING" and one["pools"]["cpu"]["running"] == 1
+        assert [replica["pool"] for replica in one["replicas"]] == ["cpu"]
+    assert found[1]["latency_ms"]["first_token"]["p50"]
+    status.pages(found)
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_a_killed_engine_is_none_of_the_others_business(several: Several) -> None:
+    """An engine's death that costs another model's stream a token, or its replicas a restart."""
+    pid = several.engines("two")["pid"]
+    with Stream(several, "two") as stream:
+        os.kill(several.engines("one")["engine_pid"], signal.SIGKILL)
+        seen = len(stream.answers)
+        wait(lambda: len(stream.answers) > seen + 2)
+        wait(lambda: several.ready("one"))
+    assert several.engines("two")["pid"] == pid
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_models_come_and_go_over_http(
+    several: Several, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that is added takes the others with it, answers before it is there, or stays when it
+    is removed; anybody may do it; what is wrong with it is told by nobody."""
+    url, admins = f"http://127.0.0.1:{several.cluster.port}/several", folder.parent / "admins"
+    section = tmp_path / "added.yaml"
+
+    def written(text: str) -> str:
+        section.write_text(f"model: {folder}\npools: {{cpu: {{num_cpus: 0.4}}}}\n{text}")
+        return str(section)
+
+    with pytest.raises(MantaError, match="API key"):
+        served.add("three", written(""), url=url, key=None)
+    for wrong, said in (
+        ("replcas: 2", "replcas: .*did you mean replicas"),
+        ("aliases: [claude-*]", "'claude-\\*' is a name of the model 'one'"),
+        ("engine: {max_num_seqs: -1}", "engine.max_num_seqs: max_num_seqs must not be"),
+    ):
+        with pytest.raises(MantaError, match=said):
+            served.add("three", written(wrong), url=url, key=admins)
+    with pytest.raises(MantaError, match="no model is called 'three'"):
+        served.remove("three", url=url, key=admins)
+    one, two = several.engines("one")["pid"], several.engines("two")["pid"]
+    with Stream(several, "one"):
+        served.add("three", written("aliases: [drei]"), url=url, key=admins)
+        assert several.text("three") and several.ready("drei")
+        deploy(serve_config(several.config))  # the file knows nothing of it
+        served.show(url=url, key=admins)
+        shown = capsys.readouterr().out
+        assert re.search(r"^one +ready +256 tokens +claude-\*$", shown, re.M)
+        assert re.search(r"^three +ready +256 tokens +drei$", shown, re.M)
+        served.remove("three", url=url, key=admins)
+        assert several.names() == ["one", "two"] and not several.ready("three")
+        served.add("four", written("engine: {quantization: gguf}"), wait=False, url=url, key=admins)
+        with pytest.raises(MantaError, match=r"four does not start: .*gguf"):
+            served.add("four", written("engine: {quantization: gguf}"), url=url, key=admins)
+        served.remove("four", url=url, key=admins)
+    assert (several.engines("one")["pid"], several.engines("two")["pid"]) == (one, two)
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_a_changed_file_restarts_only_what_changed(several: Several, folder: Path) -> None:
+    """A model that is added, changed or taken out of the file, and every engine loads again."""
+    one, two = several.engines("one")["pid"], several.engines("two")["pid"]
+    port = several.cluster.port
+    with Stream(several, "one"):
+        more = configuration(folder, port, one={"aliases": ["claude-*", "gpt-4"]}, two={}, three={})
+        deploy(serve_config(more))
+        wait(lambda: "three" in several.names() and several.ready("three"))
+        wait(lambda: several.text("gpt-4".replace("gpt-4", "one")) and several.ready("gpt-4"))
+        changed = configuration(folder, port, one={}, two={"engine": {"max_num_seqs": 3}})
+        deploy(serve_config(changed))
+        wait(lambda: several.names() == ["one", "two"])
+        wait(lambda: several.ready("two") and several.engines("two")["pid"] != two)
+    assert several.engines("one")["pid"] == one

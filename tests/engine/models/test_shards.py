@@ -1,0 +1,134 @@
+"""Two ranks of a model, as threads whose sums meet in memory, against one rank."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config.model_config import ModelConfig
+from engine.models.registry import build_model
+from engine.parallel import shared_memory
+from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
+from engine.weights import load_weights
+from kernels.dispatch import kernels_for
+from tests.engine.models.checkpoints import Paged, load_model, save_checkpoint
+
+RANKS = 2
+T = TypeVar("T")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a key head a rank": ("qwen3", {}),
+    "a key head more on the last": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "fewer key heads than ranks": ("qwen3", {"num_key_value_heads": 1}),
+    "norms behind the rotation": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "a head that is the embedding": ("qwen3", {"tie_word_embeddings": True}),
+    "experts": (
+        "qwen3_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "projections beside the embedding": (
+        "opt",
+        {
+            "ffn_dim": 96,
+            "head_dim": 8,
+            "num_key_value_heads": 4,
+            "word_embed_proj_dim": 16,
+            "do_layer_norm_before": False,
+        },
+    ),
+}
+
+
+def together(size: int, work: Callable[[SharedMemoryGroup], T]) -> list[T]:
+    """What each rank's `work` returns; ranks are threads here."""
+    memory = os.memfd_create("ranks")
+
+    def rank(number: int) -> T:
+        group = SharedMemoryGroup.open(number, size, memory)
+        try:
+            with torch.inference_mode():
+                return work(group)
+        except RankFailed:
+            raise
+        except BaseException:
+            group.fail()
+            raise
+
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(rank, range(size)))
+    finally:
+        os.close(memory)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@torch.inference_mode()
+def test_ranks_compute_what_one_does(name: str, tmp_path: Path) -> None:
+    """Bugs: a product is divided among the ranks and never put together; a rank takes the whole
+    model's heads for its own, or more of a vocabulary that cannot be halved than there is."""
+    model_type, changes = CASES[name]
+    save_checkpoint(tmp_path, model_type, **changes)
+    ids = torch.randint(3, 101, (20,))
+    blocks = [3, 1, 4, 0, 2]
+    whole = Paged(load_model(tmp_path))
+    want = [whole.run((ids[:end], blocks, start))[0] for start, end in ((0, 19), (19, 20))]
+    config = ModelConfig.from_folder(tmp_path)
+
+    def work(group: SharedMemoryGroup) -> list[Tensor]:
+        model = build_model(config, torch.float32, "cpu", kernels_for("cpu"), group=group)
+        load_weights(model, tmp_path)
+        paged = Paged(model)
+        found = [paged.run((ids[:end], blocks, start))[0] for start, end in ((0, 19), (19, 20))]
+        return found if group.rank == 0 else []
+
+    found, _ = together(RANKS, work)
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_meet(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: a piece of a message that is larger than a slot is lost; a rank reads what another one
+    has already written for the next sum; ranks add in orders of their own and have other bits; the
+    last columns of a vocabulary that cannot be divided are in the wrong place."""
+    monkeypatch.setattr(shared_memory, "SLOT", 256)
+    torch.manual_seed(0)
+    summands = torch.randn(40, size, 7, 23)
+    columns = torch.randn(5, 40)
+
+    def work(group: SharedMemoryGroup) -> tuple[Tensor, Tensor, Tensor, int]:
+        sums = torch.stack([group.all_reduce(each[group.rank].clone()) for each in summands])
+        begin, end = group.share(40)
+        gathered = group.gather_columns(columns[:, begin:end], 40)
+        told = group.broadcast(torch.full((100,), group.rank + 5))
+        return sums, gathered, told, group.least(7 - group.rank)
+
+    found = together(size, work)
+    for sums, _, told, least in found:
+        torch.testing.assert_close(sums, summands.sum(1))
+        assert torch.equal(sums, found[0][0])
+        assert torch.equal(told, torch.full((100,), 5))
+        assert least == 8 - size
+    assert torch.equal(found[0][1], columns)
+
+
+def test_a_rank_that_fails_lets_the_others_know() -> None:
+    """Bug: ranks wait for ever for one whose step has failed."""
+
+    def work(group: SharedMemoryGroup) -> None:
+        group.all_reduce(torch.ones(3))
+        if group.rank == 1:
+            raise ValueError("rank 1")
+        group.all_reduce(torch.ones(3))
+
+    with pytest.raises(RankFailed, match="failed on rank 1 of 2"):
+        together(2, work)

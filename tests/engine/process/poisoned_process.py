@@ -1,0 +1,59 @@
+"""`python -m tests.engine.process.poisoned_process`: an engine process loses its device.
+
+On CUDA a kernel writes where nothing is, after which every call of that context fails. On the CPU,
+which cannot be lost, the step raises and the runner says that the device has failed.
+"""
+
+import itertools
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.config.engine_config import EngineConfig
+from engine.process import main as process
+
+AT = 12  # steps
+
+
+@triton.jit
+def write(pointer, offset):  # type: ignore[no-untyped-def]
+    tl.store(pointer + tl.load(offset), 1.0)
+
+
+def poison(core: Any, device: str) -> None:
+    runner = core._runner
+    launch, steps = runner.launch, itertools.count(1)
+    if device == "cpu":
+        runner.recover = lambda: False
+    else:
+        here = torch.zeros(1, device=device)
+        offset = torch.zeros(1, dtype=torch.int64, device=device)
+        write[(1,)](here, offset)  # where it may: this compiles it
+        offset.fill_(2**40)  # 4 TiB beyond
+        torch.cuda.synchronize()
+
+    def launch_and_spoil(batch: Any) -> Any:
+        pending = launch(batch)
+        if next(steps) == AT:
+            if device == "cpu":
+                raise RuntimeError("the device is lost")
+            write[(1,)](here, offset)
+        return pending
+
+    runner.launch = launch_and_spoil
+
+
+def build(config: EngineConfig, *given: Any) -> Any:
+    core, ready = model(config, *given)
+    poison(core, config.device)
+    return core, ready
+
+
+model = process.CORES["model"]
+
+if __name__ == "__main__":
+    process.CORES["model"] = build
+    os._exit(process.main())

@@ -1,0 +1,291 @@
+"""A first start has its kernels compiled ahead, all of them; a later one does not look for any."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import kv_groups
+from engine.config.model_config import ModelConfig
+from engine.layers.build import Builder
+from engine.models.decoder import Decoder
+from engine.models.registry import build_model
+from engine.parallel.group import TensorParallelGroup
+from engine.process import first_start
+from engine.process.first_start import FirstStart, cache_folder
+from engine.quantization.method import DenseCuda
+from engine.runner import inputs
+from engine.runner.graphs import StepGraphs
+from engine.runner.inputs import CudaInputs
+from engine.runner.kv_cache import KVCache
+from engine.runner.model_runner import ModelRunner
+from engine.runner.rows import RequestRows
+from engine.sampling.sampler import Sampler
+from kernels.compiling import Compilers
+from kernels.dispatch import kernels_for
+from kernels.metadata import AttentionMeta
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
+}  # fmt: skip
+SEQS, TOKENS, SIZES = 80, 160, (1, 2, 4, 8, 40, 80)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+# ---- which start is the first --------------------------------------------------------------------
+
+
+class _Compilers:
+    """Stands for `Compilers`, which need a device to compile for."""
+
+    jobs, waited, failed, closed = 3, 0.5, False, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a device and an empty cache."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    driver = tmp_path / "driver"
+    driver.touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr(first_start, "Compilers", _Compilers)
+    monkeypatch.setattr(first_start, "_DRIVER", driver)
+    return cache
+
+
+def starts(config: EngineConfig) -> bool:
+    """Whether a start that succeeds has compilers."""
+    with FirstStart(config) as first:
+        found: Any = first.compilers
+    assert found is None or found.closed
+    return found is not None
+
+
+def test_the_first_start_of_each_configuration_compiles_ahead(model: Path, machine: Path) -> None:
+    """Bug: every start pays for looking, or the second model on a machine compiles one by one."""
+    config = EngineConfig(model=str(model), load_format="dummy")
+    assert starts(config)
+    assert not starts(config)
+    assert starts(EngineConfig(model=str(model), load_format="dummy", max_loras=2))
+    (model / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 128}))
+    assert starts(config)
+    for file in machine.iterdir():  # somebody clears the cache
+        file.unlink()
+    assert starts(config)
+
+
+def test_a_start_that_failed_does_not_count(
+    model: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a start that ended half way, or whose compilers failed, leaves the mark, and the next
+    one compiles what is missing one by one."""
+    config = EngineConfig(model=str(model), load_format="dummy")
+    with pytest.raises(RuntimeError), FirstStart(config):
+        raise RuntimeError
+    monkeypatch.setattr(_Compilers, "failed", True)
+    assert starts(config)
+    monkeypatch.setattr(_Compilers, "failed", False)
+    assert starts(config)
+    assert not starts(config)
+
+
+def test_without_a_device_there_is_nothing_to_compile(
+    model: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: an engine on a CPU starts processes that import torch and wait for nothing."""
+    assert not starts(EngineConfig(model=str(model), device="cpu"))
+    assert not starts(EngineConfig(model=str(model / "none")))  # the engine says so better
+    monkeypatch.setattr(first_start, "_DRIVER", machine / "none")
+    assert not starts(EngineConfig(model=str(model)))
+
+
+@pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "TRITON_HOME", ""])
+def test_the_mark_lies_in_tritons_cache(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a cache that is thrown away leaves the mark, and nothing is compiled ahead again."""
+    triton = pytest.importorskip("triton")
+    for each in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(each, raising=False)
+    if name:
+        monkeypatch.setenv(name, str(tmp_path))
+    with triton.knobs.cache.scope():
+        assert cache_folder() == Path(triton.knobs.cache.dir)
+
+
+# ---- what is found -------------------------------------------------------------------------------
+
+
+def test_one_layer_is_the_first_of_all(model: Path) -> None:
+    """Bug: the model itself is left with one layer; or the short one wants the KV of all."""
+    kernels = kernels_for("cpu")
+    whole = build_model(ModelConfig.from_folder(model), torch.bfloat16, "cpu", kernels)
+    short = whole.one_layer()
+    assert (len(short.layers), len(whole.layers)) == (1, 3)  # type: ignore[attr-defined]
+    assert short.layers[0] is whole.layers[0]  # type: ignore[attr-defined]
+
+
+class _Unpinned:
+    """Staging of the same size where there is no device to pin memory for."""
+
+    def __init__(self, size: int) -> None:
+        self.tensor = torch.empty(size, dtype=torch.int32)
+        self.array = self.tensor.numpy()
+
+
+def runner_of(model: Decoder, config: ModelConfig, rows: RequestRows, layers: int) -> ModelRunner:
+    """As CUDA has it, with its tensors on the CPU."""
+    device = torch.device("cpu")
+    sampler = Sampler(SEQS + 1, config.vocab_size, device)
+    sampler._scratch = torch.zeros(64, config.vocab_size, dtype=torch.int32)
+    sampler._rows.device_words = torch.from_numpy(sampler._rows.words)
+    kv = KVCache.allocate(kv_groups(config), 4, 16, torch.bfloat16, device)
+    runner = ModelRunner(
+        model, model.kernels, sampler, rows, kv,
+        max_num_batched_tokens=TOKENS, device=device,
+    )  # fmt: skip
+    runner._cuda = True
+    runner.inputs = CudaInputs(rows, 16, TOKENS, device)
+    return runner
+
+
+@contextmanager
+def _no_recording(self: Any) -> Iterator[None]:
+    yield None
+
+
+@pytest.fixture
+def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
+    """That only take the names."""
+    triton = pytest.importorskip("triton")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("needs Triton's compiler")
+    from triton.runtime import driver
+
+    from tests.kernels.hopper import Hopper
+
+    class Fresh(Hopper):
+        def get_current_device(self) -> str:
+            return "fresh"  # other tests may have compiled for the other one
+
+    monkeypatch.setattr(driver, "_active", Fresh())
+    monkeypatch.setattr(
+        Compilers, "_hand_over", lambda self, job, text: self._jobs.update({job: Future()})
+    )
+    found = Compilers(1)
+    yield found
+    found._process.kill()
+
+
+@pytest.mark.slow
+def test_what_a_start_launches_has_been_collected(
+    model: Path, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a size, or a kernel of one, that capture needs and the collection leaves out; or what a
+    skipped kernel should have written is looked up, there or afterwards. On the CPU, torch would
+    say so."""
+    monkeypatch.setattr(inputs, "_Staging", _Unpinned)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
+    config = ModelConfig.from_folder(model)
+    cuda = kernels_for("cuda")
+    method = DenseCuda(cuda)
+    build = Builder(
+        config, cuda, method, TensorParallelGroup(),
+        torch.bfloat16, torch.bfloat16, torch.device("cpu"),
+    )  # fmt: skip
+    whole = Decoder(build, method, virtual_tokens=0)
+    rows = RequestRows.allocate(SEQS, 256, 16, torch.device("cpu"))
+    with compilers.collecting():
+        runner_of(whole.one_layer(), config, rows, 1).launch_everything(SIZES)
+    assert not rows.tokens.any()
+    collected = set(compilers._jobs)
+    names = {name for _, name, _ in collected}
+    assert {"_prefill_kernel", "_decode_kernel", "_filter_kernel", "_apply_updates_kernel"} <= names
+
+    monkeypatch.setattr(StepGraphs, "_recording", _no_recording)
+    monkeypatch.setattr(StepGraphs, "_device_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(StepGraphs, "_launch_seconds", lambda *_: 1.0)
+    seen: list[tuple[int, int]] = []
+    assemble = CudaInputs.lay_out
+
+    def lay_out(
+        self: CudaInputs, entries: int, tokens: int, *rest: int
+    ) -> tuple[Any, AttentionMeta]:
+        seen.append((entries, tokens))
+        # What recording does not read, and nobody has uploaded.
+        self.rows[:entries] = rows.pad_row
+        self.last[:entries] = 0
+        self.which[:entries] = 0
+        return assemble(self, entries, tokens, *rest)
+
+    monkeypatch.setattr(CudaInputs, "lay_out", lay_out)
+    with compilers.collecting():
+        runner = runner_of(whole, config, rows, len(whole.layers))
+        runner.warm_up(TOKENS)
+        runner.capture_graphs(SIZES)
+    assert {(size, size) for size in SIZES} <= set(seen)
+    assert any(tokens > entries for entries, tokens in seen)
+    assert {name for _, name, _ in set(compilers._jobs) - collected} == set()
+
+
+# ---- only a device can tell: `python -m pytest -m gpu tests/engine/process/test_first_start.py`
+
+START = """
+import json, sys
+from engine.config.engine_config import EngineConfig
+from kernels.compiling import Compilers
+compilers = Compilers()
+from triton import knobs
+from engine.factory import build
+missed = []
+knobs.compilation.listener = (
+    lambda *, src, cache_hit, **_: None if cache_hit else missed.append(src.name)
+)
+build(EngineConfig(**json.loads(sys.argv[1])), None, compilers)
+compilers.close()
+print(json.dumps([compilers.jobs, compilers.failed, missed]))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_loras": 2}, {"deterministic": True}, {"dtype": "float32"}],
+)
+def test_a_first_start_compiles_nothing_itself(
+    changes: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """Bug: kernels that the processes compile for nothing, or that they are not told of."""
+    config = {"model": str(model), "device": "cuda", "load_format": "dummy", **changes}
+    done = subprocess.run(
+        [sys.executable, "-c", START, json.dumps(config)],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    jobs, failed, missed = json.loads(done.stdout.splitlines()[-1])
+    assert jobs > 15 and not failed
+    assert missed == []

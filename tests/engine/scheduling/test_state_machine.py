@@ -1,0 +1,123 @@
+"""Random lives of an engine: whatever comes in whatever order, the invariants of Driver hold."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from tests.engine.scheduling.driver import Driver, random_run
+
+STEM = [2 + i * i % 47 for i in range(48)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """add / step / finish / abort / reset in any order. Preemption and late results come of too few
+    blocks and of stepping one batch ahead."""
+
+    ids = Bundle("ids")
+    driver: Driver
+
+    @initialize(
+        async_scheduling=st.booleans(),
+        block_size=st.sampled_from([1, 3, 4]),
+        budget=st.sampled_from([3, 7, 64]),
+        spare=st.integers(0, 20),
+        prefix_caching=st.booleans(),
+        admission=st.sampled_from(["optimistic", "optimistic", "peak", "sum", "reserved"]),
+    )
+    def start(self, block_size: int, budget: int, spare: int, **changes: Any) -> None:
+        self.driver = Driver(
+            block_size=block_size,
+            max_num_batched_tokens=budget,
+            max_num_seqs=6,
+            max_model_len=60,
+            num_blocks=-(-60 // block_size) + spare,  # one long request fits, two may not
+            fail=(13,),
+            **changes,
+        )
+
+    @rule(
+        target=ids,
+        length=st.integers(1, 62),
+        own=st.integers(0, 2),
+        max_tokens=st.sampled_from([0, 1, 2, 7, 30, None]),
+        min_tokens=st.sampled_from([0, 0, 5]),
+        seed=st.sampled_from([1, 2, 13]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        ignore_eos=st.booleans(),
+        cache_salt=st.sampled_from(["", "tenant"]),
+        adapter=st.sampled_from(["", "lora", "words", "keys"]),
+        priority=st.sampled_from([0, 0, 1]),
+        choices=st.sampled_from([1, 1, 3]),
+    )
+    def add(self, length: int, own: int, choices: int, **fields: Any) -> Any:
+        prompt = (STEM * 2)[: max(1, length - own)] + [40 + own] * own
+        fields["min_tokens"] = min(fields["min_tokens"], fields["max_tokens"] or 0)
+        ids = [self.driver.add(prompt, choice=choice, **fields) for choice in range(choices)]
+        return multiple(*ids)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.driver.core.has_work():
+                self.driver.step()
+
+    @rule(request_id=consumes(ids))
+    def abort(self, request_id: int) -> None:
+        self.driver.abort(request_id)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.driver.core.reset_prefix_cache()
+
+    @rule()
+    def finish(self) -> None:
+        self.driver.finish()
+
+    @invariant()
+    def integrity(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.core.check_integrity()
+            if self.driver.core.config.admission != "optimistic":
+                assert self.driver.scheduler.counters.preemptions == 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.finish()
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=200,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,  # the same lives in every run; the random runs below are easy to widen
+    suppress_health_check=list(HealthCheck),
+)
+TestEngineMachine = EngineMachine.TestCase
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_random_lives(async_scheduling: bool) -> None:
+    """Bug: a rare order of preemption, abort and late result that loses a block or a token."""
+    configs: list[dict[str, Any]] = [
+        {},
+        {"num_blocks": 24, "max_model_len": 64},
+        {"max_num_batched_tokens": 7},
+        {"block_size": 1, "num_blocks": 130},
+        {"prefix_caching": False},
+    ]
+    preemptions = 0
+    for seed, changes in enumerate(configs * 4):
+        driver = random_run(seed, async_scheduling=async_scheduling, **changes)
+        preemptions += driver.scheduler.counters.preemptions
+    assert preemptions > 50, "these runs are meant to preempt"

@@ -1,0 +1,499 @@
+"""Structured output in the engine: grammars, constraints, and a real step loop over a random model
+on the CPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+
+from engine import LLM
+from engine.config.engine_config import EngineConfig
+from engine.errors import InvalidRequest
+from engine.factory import build
+from engine.messages import EngineRequest
+from engine.sampling_params import SamplingParams
+from engine.scheduling.core import EngineCore
+from engine.structured.compiler import Compiler, Vocabulary
+from engine.structured.constraint import Constraint, MaskFiller
+from engine.structured.grammar import Grammar
+from engine.structured.json_schema import UnsupportedSchema, enforceable
+from engine.text.tokenizer import Tokenizer
+from tests.engine.models.checkpoints import save_checkpoint
+from tests.engine.text.small_tokenizers import byte_fallback, byte_level
+from tests.fakes import Output, collect
+
+TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "日本"]}, "maxItems": 3},
+        "address": {
+            "type": "object",
+            "properties": {"zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["zip"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "tags", "address"],
+    "additionalProperties": False,
+}
+
+
+def save_model(folder: Path, tokenizer: Tokenizer) -> Path:
+    """A random model whose logits are wider than the vocabulary, with its tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = tokenizer.vocab_size + 7
+    ends = list(tokenizer.eos_token_ids)
+    save_checkpoint(
+        folder, "llama", vocab_size=size, eos_token_id=ends, max_position_embeddings=1024
+    )
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def model(request: Any, tmp_path_factory: Any) -> tuple[Path, Tokenizer]:
+    tokenizer = TOKENIZERS[request.param]()
+    return save_model(tmp_path_factory.mktemp(request.param), tokenizer), tokenizer
+
+
+def make_core(folder: Path, **changes: Any) -> EngineCore:
+    values: dict[str, Any] = {"num_blocks": 512, "max_num_seqs": 8, "num_threads": 1}
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", **{**values, **changes})
+    return build(config)[0]
+
+
+def request(id: int, grammar: Grammar | None, **fields: Any) -> EngineRequest:
+    choice, output = fields.pop("choice", 0), fields.pop("output", [])
+    values = {"max_tokens": 900, "temperature": 1.3, **fields}
+    params = SamplingParams(structured=grammar, **values)
+    params = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    prompt = [3 + (id + i) % 40 for i in range(10)]
+    return EngineRequest(id, [*prompt, *output], 10, params, id * 17, choice)
+
+
+def run(core: EngineCore, *requests: EngineRequest) -> dict[int, Output]:
+    outputs: dict[int, Output] = {}
+    for one in requests:
+        core.add(one)
+    while core.has_work() or core._preparing:
+        collect(core.step(), outputs)
+        core.check_integrity()
+    return outputs
+
+
+def text_of(tokenizer: Tokenizer, output: Output) -> str:
+    ends = output.deltas[-1].stop_token is not None
+    return tokenizer.decode(output.tokens[: len(output.tokens) - ends]).strip()
+
+
+# ---- schemas -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema, pointer",
+    [
+        ({"properties": {"a/b": {"not": {"type": "null"}}}}, "/properties/a~1b/not"),
+        ({"items": {"uniqueItems": True}}, "/items/uniqueItems"),
+        ({"if": {}, "then": {"type": "null"}}, "/if"),
+        ({"dependencies": {"a": ["b"]}}, "/dependencies"),
+        ({"anyOf": [{}, {"format": "iri"}]}, "/anyOf/1/format"),
+        ({"$defs": {"x": {"propertyNames": {"maxLength": 2}}}}, "/$defs/x/propertyNames"),
+    ],
+)
+def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], pointer: str) -> None:
+    """A keyword that is dropped without a word, so that an answer breaks the schema; a pointer that
+    is not escaped."""
+    with pytest.raises(UnsupportedSchema) as caught:
+        enforceable(schema, strict=True)
+    assert caught.value.pointer == pointer and pointer in caught.value.message
+    kept, left_out = enforceable(schema, strict=False)
+    assert left_out == [pointer]
+    assert enforceable(kept, strict=True) == (kept, [])
+
+
+def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
+    """A schema refused for a keyword without effect; a literal that is taken for a schema."""
+    schema = {
+        "uniqueItems": False,
+        "unevaluatedProperties": {},
+        "minContains": 2,
+        "then": False,
+        "x-guidance": {"lenient": True},
+        "enum": [{"not": 1, "x-guidance": 2}],
+    }
+    assert enforceable(schema, strict=True) == ({"enum": [{"not": 1, "x-guidance": 2}]}, [])
+    assert enforceable({"format": "int32"}, strict=True) == ({}, ["/format"])
+    assert enforceable({"properties": {"not": {"type": "null"}}}, strict=True)[1] == []
+
+
+def test_one_of_becomes_any_of_where_branches_exclude_each_other() -> None:
+    """Branches that overlap and are taken for disjoint: what only one may allow, both would."""
+    tagged = [
+        {"properties": {"kind": {"const": "a"}}, "required": ["kind"], "type": "object"},
+        {"properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"], "type": "object"},
+    ]
+    disjoint = [
+        tagged,
+        [{"type": "string"}, {"type": ["null", "integer"]}],
+        [{"const": 1}, {"enum": ["1", 2]}],
+        [{"$ref": "#/$defs/a"}, tagged[1]],
+    ]
+    overlapping = [
+        [{"type": "integer"}, {"type": "number"}],
+        [{"const": 1}, {"enum": [1.0, 2]}],
+        [{"type": "string"}, {"minLength": 2}],
+        [tagged[0], {"type": "object"}],
+        [{**tagged[0], "required": []}, {**tagged[1], "required": []}],
+        [{"$ref": "#/nowhere"}, {"type": "null"}],
+        [{**tagged[0], "type": ["object", "null"]}, {**tagged[1], "type": ["object", "null"]}],
+    ]
+    for expected, cases in (("anyOf", disjoint), ("oneOf", overlapping)):
+        for branches in cases:
+            schema = {"oneOf": branches, "$defs": {"a": tagged[0]}}
+            assert expected in enforceable(schema, strict=True)[0], branches
+
+
+@pytest.mark.parametrize(
+    "grammar, code",
+    [
+        (Grammar("regex", "a(?=b)"), "invalid_grammar"),
+        (Grammar("regex", "(["), "invalid_grammar"),
+        (Grammar("lark", "start: nothing"), "invalid_grammar"),
+        (Grammar("gbnf", "root ::= ("), "invalid_grammar"),
+        (Grammar("json_schema", '{"type": "nonsense"}'), "unsupported_schema"),
+        (Grammar("json_schema", '{"enum": []}'), "unsatisfiable_schema"),
+        (Grammar("json_schema", '{"$ref": "https://example.com/a"}'), "unsupported_schema"),
+        (Grammar("json_schema", '{"type": "integer", "minimum": 3, "maximum": 2}'), ""),
+    ],
+    ids=lambda v: v.text if isinstance(v, Grammar) else v,
+)
+def test_bad_grammars(compiler: Compiler, grammar: Grammar, code: str) -> None:
+    """A panic or another exception of the library; an error that is remembered as a success."""
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as caught:
+            compiler.compile(grammar)
+        assert caught.value.code == (code or "unsatisfiable_schema")
+
+
+def test_pointer_of_what_only_the_compiler_refuses(compiler: Compiler) -> None:
+    """The pointer of another use of the same keyword."""
+    integer = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    fine = {"oneOf": [{"type": "null"}, {"type": "number"}]}
+    grammar = Grammar.json_schema({"properties": {"a": fine, "b": {"items": integer}}})
+    with pytest.raises(UnsupportedSchema) as caught:
+        compiler.compile(grammar)
+    assert caught.value.pointer == "/properties/b/items/oneOf"
+
+
+def test_too_large() -> None:
+    """A recursion that ends the process, or a text that is compiled for minutes."""
+    with pytest.raises(InvalidRequest) as caught:
+        Grammar.regex("a" * 300_000)
+    assert caught.value.code == "grammar_too_large"
+    deep: dict[str, Any] = {}
+    for _ in range(100):
+        deep = {"items": deep}
+    with pytest.raises(InvalidRequest) as caught:
+        Grammar.json_schema(deep)
+    assert caught.value.code == "grammar_too_large"
+
+
+# ---- constraints -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: Any) -> Compiler:
+    folder = tmp_path_factory.mktemp("vocabulary")
+    tokenizer = byte_level()
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    return Compiler(Vocabulary.load(folder, tokenizer.vocab_size + 7, tokenizer.eos_token_ids))
+
+
+TOKENIZER = byte_level()
+(EOS,) = TOKENIZER.eos_token_ids
+
+
+def allowed(constraint: Constraint) -> set[int]:
+    masks, failed = MaskFiller(1).fill([constraint])
+    assert not failed
+    return set(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")).tolist())
+
+
+def test_ends_only_where_the_grammar_is_satisfied(compiler: Compiler) -> None:
+    """A stop token in the middle of a document, or one that cannot be sampled behind it."""
+    b, newline = TOKENIZER.encode("b")[0], TOKENIZER.encode("\n")[0]
+    matcher = compiler.compile(Grammar.regex("ab+"))
+    one = Constraint(matcher.deep_copy(), compiler.vocabulary, [newline, b])
+    a = TOKENIZER.encode("a")[0]
+    assert EOS not in allowed(one) and newline not in allowed(one)
+    assert not one.ends_with(a) and not one.take(a)
+    assert {b} <= allowed(one) and not {EOS, newline} & allowed(one)
+    assert not one.ends_with(b), "what is needed is text, though it is a stop token"
+    assert not one.take(b)
+    assert {EOS, newline, b} <= allowed(one)
+    assert one.ends_with(b) and one.ends_with(newline) and one.ends_with(EOS)
+    with pytest.raises(ValueError, match="not in the grammar"):
+        one.take(a)
+
+
+def test_min_tokens_and_ignore_eos_hold_while_the_grammar_leaves_a_choice(
+    compiler: Compiler,
+) -> None:
+    """Nothing but -inf: the step would fail with a numerical error."""
+    b, a = TOKENIZER.encode("b")[0], TOKENIZER.encode("a")[0]
+    for changes in ({"min_tokens": 3}, {"ignore_eos": True}):
+        matcher = compiler.compile(Grammar.regex("ab{1,2}")).deep_copy()
+        one = Constraint(matcher, compiler.vocabulary, **changes)
+        one.take(a)
+        one.take(b)
+        assert EOS not in allowed(one) and b in allowed(one)
+        assert one.take(b), "complete: nothing may follow"
+
+
+def test_resumed_is_where_it_was(compiler: Compiler) -> None:
+    """A constraint that begins anew, or takes what does not fit."""
+    grammar = Grammar.json_schema(PERSON)
+    ids = TOKENIZER.encode('{"name": "ab", "age": 12')
+    first = Constraint(compiler.compile(grammar).deep_copy(), compiler.vocabulary)
+    for token in ids:
+        first.take(token)
+    second = Constraint(compiler.compile(grammar).deep_copy(), compiler.vocabulary)
+    assert second.resume(ids) and allowed(first) == allowed(second)
+    third = Constraint(compiler.compile(grammar).deep_copy(), compiler.vocabulary)
+    assert not third.resume(TOKENIZER.encode('{"other"'))
+
+
+def test_a_step_that_is_too_expensive_ends_its_own_request(compiler: Compiler) -> None:
+    """One request's grammar that holds up the step of all others, or ends them."""
+    many = {f"name{i}": {"type": "string"} for i in range(5000)}
+    inner = {"type": "object", "properties": many}
+    outer = {"type": "object", "properties": {"x": inner}, "required": ["x"]}
+    costly = Constraint(
+        compiler.compile(Grammar.json_schema(outer)).deep_copy(), compiler.vocabulary
+    )
+    others = [
+        Constraint(compiler.compile(Grammar.regex("[ab]{9}")).deep_copy(), compiler.vocabulary)
+        for _ in range(9)
+    ]
+    with pytest.raises(ValueError, match="grammar_too_complex"):
+        for token in TOKENIZER.encode('{"x":{"'):
+            costly.take(token)
+    for threads in (1, 2):
+        masks, failed = MaskFiller(threads).fill([*others, costly])
+        assert list(failed) == [9] and failed[9].startswith("grammar_too_complex")
+        assert masks.shape == (10, -(-compiler.vocabulary.num_tokens // 32))
+        assert (masks[:9] == masks[0]).all()
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.compile(Grammar.json_schema(inner))
+    assert caught.value.code == "grammar_too_complex"
+
+
+@pytest.mark.parametrize(
+    "bounds, fit, not_fit",
+    [
+        ({}, [0, -5, 2**63 - 1024, -(2**63) + 1024], [10**30, -(2**63)]),
+        ({"minimum": 1}, [1, 10**18], [0, 10**30]),
+        ({"exclusiveMaximum": 0}, [-1, -(10**18)], [0, -(10**30)]),
+    ],
+    ids=str,
+)
+def test_integers_have_64_bits(
+    compiler: Compiler, bounds: dict[str, Any], fit: list[int], not_fit: list[int]
+) -> None:
+    """Digits for ever; bounds that do not compile, so that no integer can be asked for."""
+    matcher = compiler.compile(Grammar.json_schema({"type": "integer", **bounds}))
+    for value in [*fit, *not_fit]:
+        one = Constraint(matcher.deep_copy(), compiler.vocabulary)
+        takes = one.resume(TOKENIZER.encode(str(value))) and EOS in allowed(one)
+        assert takes == (value in fit), value
+
+
+# ---- the step loop -----------------------------------------------------------------------------
+
+
+AHEAD = pytest.mark.parametrize(
+    "ahead", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in_turn", "ahead"]
+)
+
+
+@AHEAD
+def test_outputs_are_valid_and_the_same_however_they_run(
+    model: tuple[Path, Tokenizer], ahead: bool
+) -> None:
+    """A mask of a step too early or too late, of another row, or lost in a preemption; a grammar
+    that has taken a token twice."""
+    folder, tokenizer = model
+    grammar = Grammar.json_schema(PERSON)
+    alone = make_core(folder)
+    expected = {}
+    for id in range(1, 5):
+        output = run(alone, request(id, grammar))[id]
+        assert output.finish == "stop", output
+        jsonschema.validate(json.loads(text_of(tokenizer, output)), PERSON)
+        expected[id] = output.tokens
+    assert len({tuple(tokens) for tokens in expected.values()}) == 4, "seeds make no difference"
+    plain = run(alone, request(90, None, max_tokens=60, ignore_eos=True))[90].tokens
+
+    core = make_core(folder, num_blocks=20, async_scheduling=ahead, max_model_len=300)
+    free = request(90, None, max_tokens=60, ignore_eos=True)
+    outputs = run(core, *(request(id, grammar) for id in expected), free)
+    assert core.scheduler.counters.preemptions > 0
+    assert {id: outputs[id].tokens for id in expected} == expected
+    assert outputs[90].tokens == plain, "a neighbour with a grammar changes others"
+
+
+@AHEAD
+def test_with_everything_else_that_sampling_does(
+    model: tuple[Path, Tokenizer], ahead: bool
+) -> None:
+    """Penalties, biases, filters, choices and log-probabilities beside a mask: the mask is the last
+    edit, and what is reported is of the raw distribution."""
+    folder, tokenizer = model
+    core = make_core(folder, async_scheduling=ahead)
+    grammar = Grammar.json_schema(PERSON)
+    brace = tokenizer.encode("{")[-1]
+    cases: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.1},
+        {"min_p": 0.5},
+        {"repetition_penalty": 3.0, "presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {brace: -100.0}},
+        {"logprobs": 5},
+        {"logprobs": 0, "choice": 3},
+    ]
+    outputs = run(core, *(request(i, grammar, **case) for i, case in enumerate(cases, 1)))
+    for i, case in enumerate(cases, 1):
+        assert outputs[i].finish == "stop", case
+        jsonschema.validate(json.loads(text_of(tokenizer, outputs[i])), PERSON)
+    logprobs = [item for delta in outputs[7].deltas for item in delta.logprobs or []]
+    assert [item.token_id for item in logprobs] == outputs[7].tokens
+    assert any(item.rank > 5 for item in logprobs), "ranks of what was left by the mask"
+    assert all(len(item.top_ids) == 5 for item in logprobs)
+
+
+def test_ends(model: tuple[Path, Tokenizer]) -> None:
+    """A document that is cut is told by "length"; one that is complete ends without an end token;
+    stop tokens and min_tokens give way to the grammar."""
+    folder, tokenizer = model
+    core = make_core(folder)
+    finishing = tokenizer.encode("}")[-1]
+    outputs = run(
+        core,
+        request(1, Grammar.json_schema(PERSON), max_tokens=5),
+        request(2, Grammar.json_schema(PERSON), stop_token_ids=[finishing]),
+        request(3, Grammar.choice(["yes", "no"]), min_tokens=50),
+        request(4, Grammar.choice(["yes", "no"]), ignore_eos=True),
+        request(5, Grammar.regex("[ab]{3,}"), stop_token_ids=[tokenizer.encode("a")[-1]]),
+        request(6, Grammar.gbnf('root ::= "x" [0-9] "y"')),
+        request(7, Grammar.lark('start: "x" /[0-9]/ "y"')),
+    )
+    assert (outputs[1].finish, len(outputs[1].tokens)) == ("length", 5)
+    jsonschema.validate(json.loads(text_of(tokenizer, outputs[2])), PERSON)
+    for id in (3, 4):
+        assert text_of(tokenizer, outputs[id]) in ("yes", "no") and outputs[id].finish == "stop"
+    text = text_of(tokenizer, outputs[5])
+    assert len(text) >= 3 and set(text) <= {"a", "b"}
+    for id in (6, 7):
+        text = text_of(tokenizer, outputs[id])
+        assert text[0] == "x" and text[1].isdigit() and text[2:] == "y"
+
+
+@AHEAD
+def test_goes_on_elsewhere(model: tuple[Path, Tokenizer], ahead: bool) -> None:
+    """A replica that takes over starts the grammar anew, or a token late."""
+    folder, _ = model
+    grammar = Grammar.json_schema(PERSON)
+    whole = run(make_core(folder), request(1, grammar))[1].tokens
+    core = make_core(folder, async_scheduling=ahead)
+    for cut in (1, len(whole) // 2):
+        output = run(core, request(1, grammar, output=whole[:cut]))[1]
+        assert whole[:cut] + output.tokens == whole and output.finish == "stop"
+    output = run(core, request(1, grammar, output=whole))[1]
+    assert (output.tokens, output.finish) == ([], "stop")
+
+
+def test_failures_cost_one_request(model: tuple[Path, Tokenizer]) -> None:
+    """A grammar that does not compile, an output that does not fit, an abort while it compiles."""
+    folder, tokenizer = model
+    core = make_core(folder)
+    good = Grammar.json_schema(PERSON)
+    core.add(request(3, good))
+    core.abort([3])
+    outputs = run(
+        core,
+        request(1, Grammar.regex("([")),
+        request(2, good, output=tokenizer.encode("[[")),
+        request(4, good),
+    )
+    assert outputs[1].finish == "error" and "invalid_grammar" in outputs[1].deltas[-1].error
+    assert outputs[2].finish == "error" and "does not fit" in outputs[2].deltas[-1].error
+    assert outputs[3].finish == "abort"
+    assert outputs[4].finish == "stop"
+
+
+def test_without_a_tokenizer(tmp_path: Path) -> None:
+    """An engine that cannot start, or an answer that pretends."""
+    save_model(tmp_path, byte_level())
+    (tmp_path / "tokenizer.json").unlink()
+    outputs = run(make_core(tmp_path), request(1, Grammar.regex("a")), request(2, None))
+    assert "structured_not_supported" in outputs[1].deltas[-1].error
+    assert outputs[2].finish in ("stop", "length")
+
+
+def test_deterministic(tmp_path: Path) -> None:
+    """A mode whose kernels are others, and whose sampler is not asked for masks."""
+    tokenizer = byte_level()
+    folder = save_model(tmp_path, tokenizer)
+    core = make_core(folder, deterministic=True)
+    grammar = Grammar.json_schema(PERSON)
+    together = run(core, *(request(id, grammar) for id in range(1, 4)))
+    for id in range(1, 4):
+        assert run(core, request(id, grammar))[id].tokens == together[id].tokens
+        jsonschema.validate(json.loads(text_of(tokenizer, together[id])), PERSON)
+
+
+@pytest.mark.slow
+def test_through_the_process(tmp_path: Path) -> None:
+    """A grammar that is lost on its way to the engine's process, or one that ends it."""
+    folder = save_model(tmp_path, byte_level())
+    config = {"device": "cpu", "dtype": "float32", "num_blocks": 256, "num_threads": 1}
+    good = SamplingParams(structured=Grammar.json_schema(PERSON), n=2, max_tokens=900, logprobs=1)
+    bad = SamplingParams(structured=Grammar.regex("(["))
+    with LLM(folder, tokenizer=byte_level(), **config) as llm:
+        outputs = llm.generate(["the cat", "the dog", "the log"], [good, bad, SamplingParams()])
+    for one in outputs[0].outputs:
+        jsonschema.validate(json.loads(one.text), PERSON)
+        assert one.finish_reason == "stop"
+    assert len({one.text for one in outputs[0].outputs}) == 2
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert outputs[2].outputs[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_on_the_device(tmp_path: Path, graphs: bool) -> None:
+    """A recorded forward pass whose sampling is not the one that waits for masks; a mask that is
+    overwritten before it is read."""
+    tokenizer = byte_level()
+    folder = save_model(tmp_path, tokenizer)
+    config = EngineConfig(
+        model=str(folder), device="cuda", dtype="bfloat16", num_blocks=512, max_num_seqs=32,
+        cuda_graphs=graphs,
+    )  # fmt: skip
+    core = build(config)[0]
+    grammar = Grammar.json_schema(PERSON)
+    plain = [request(id, None, max_tokens=50, ignore_eos=True) for id in range(40, 48)]
+    outputs = run(core, *(request(id, grammar, top_k=20 * (id % 2)) for id in range(1, 25)), *plain)
+    for id in range(1, 25):
+        assert outputs[id].finish == "stop"
+        jsonschema.validate(json.loads(text_of(tokenizer, outputs[id])), PERSON)
+    assert all(len(outputs[id].tokens) == 50 for id in range(40, 48))

@@ -1,0 +1,464 @@
+"""Weights that checkpoints keep as 8-bit or 4-bit numbers: each layout bit for bit against its
+method's formula, faults that must show, and files that are refused."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from engine.config.model_config import ModelConfig
+from engine.config.quantized import Quantized, Scheme
+from engine.config.quantized_config import read_quantized
+from engine.config_reader import Reader
+from engine.errors import ConfigError
+from engine.evaluation.reference import NoReference, _load
+from engine.models.registry import build_model
+from engine.quantization import byte_layouts
+from engine.quantization.layouts import Layout
+from engine.quantization.method import Part
+from engine.quantization.stored import layout_of
+from engine.weights import load_weights
+from kernels.cpu.blocks import PackedBlocks
+from kernels.dispatch import kernels_for
+from kernels.packed import PackedWeight, unpacked
+from tests.engine.test_memory import held
+from tests.engine.weights.quantized_files import FILES, POWERS, compressed, matrix
+from tests.engine.weights.test_stored_weights import build_on, logits, stored_config
+from tests.kernels.test_blocks import bound
+from tests.kernels.test_generated import able
+
+OUT, WIDTH = 192, 320  # blocks of 128 divide neither
+NAME = "model.layers.0.mlp.up_proj"
+CPU = torch.device("cpu")
+
+
+def quantized(values: dict[str, Any]) -> Quantized:
+    found = read_quantized(Reader({"quantization_config": values}, "config.json"))
+    assert found is not None
+    return found
+
+
+def scheme(name: str) -> Scheme:
+    found = quantized(FILES[name])
+    assert found.keeps("lm_head")
+    kept = found.scheme(NAME)
+    assert kept is not None
+    return kept
+
+
+def filled(kept: Scheme, tensors: dict[str, Tensor], rows: Any = (0, OUT)) -> Layout:
+    part = Part("w", OUT, WIDTH, rows, (0, WIDTH))
+    layout = layout_of(Quantized("test", (((".*",), kept),)), part, CPU)
+    assert layout is not None
+    for parameter in layout.parameters.values():
+        (source,) = parameter.sources
+        tensor = tensors[parameter.name].flatten() if source.flat else tensors[parameter.name]
+        tensor = tensor.unsqueeze(0) if not tensor.ndim else tensor
+        if source.shorter:
+            parameter.tensor[: len(tensor)] = tensor
+        else:
+            parameter.tensor.copy_(source.take(tensor))
+    return layout
+
+
+def weights(kept: Scheme, tensors: dict[str, Tensor], rows: Any = (0, OUT)) -> Tensor:
+    layout = filled(kept, tensors, rows)
+    return torch.cat([unpacked(layout.form, decoded) for decoded in layout.decoded(128)])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_layouts_are_read_exactly(name: str) -> None:
+    """Halves of bytes exchanged, a scale of the neighbour, divided where files multiply."""
+    kept = scheme(name)
+    tensors, want = matrix(kept, "w", OUT, WIDTH, name in POWERS)
+    found = weights(kept, tensors)
+    if name == "llm-int8":  # a product of three numbers, in another order
+        torch.testing.assert_close(found, want, rtol=2e-7, atol=0)
+    else:
+        assert torch.equal(found, want)
+
+
+def test_transformers_reads_the_same() -> None:
+    """Bug: our formula is wrong twice, in the layout and in the test's own."""
+    kept = replace(scheme("fp8-block"), rows=64, group=64)
+    tensors, want = matrix(kept, "w", OUT, WIDTH)
+    reader = Fp8Dequantize(SimpleNamespace())
+    theirs = reader._dequantize_one(
+        tensors["w.weight"], tensors["w.weight_scale_inv"], torch.float32
+    )
+    assert torch.equal(weights(kept, tensors), theirs) and torch.equal(theirs, want)
+    kept = scheme("compressed-mxfp4")
+    tensors, want = matrix(kept, "w", OUT, WIDTH)
+    blocks = tensors["w.weight_packed"].view(1, OUT, WIDTH // 32, 16)
+    scales = tensors["w.weight_scale"].view(1, OUT, WIDTH // 32)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T
+    assert torch.equal(weights(kept, tensors), theirs) and torch.equal(theirs, want)
+
+
+def test_rows_of_a_matrix() -> None:
+    """Bug: rows that are taken in another order have the scales of the first ones."""
+    order = np.random.default_rng(0).permutation(OUT)[:96]
+    for name in ("fp8-block", "compressed-fp8-dynamic", "compressed-nvfp4", "compressed-w8a8"):
+        kept = scheme(name)
+        tensors, want = matrix(kept, "w", OUT, WIDTH)
+        assert torch.equal(weights(kept, tensors, order), want[torch.from_numpy(order)])
+        assert torch.equal(weights(kept, tensors, (64, 192)), want[64:])
+
+
+def _exchanged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {
+        key: (tensor >> 4) | (tensor << 4)
+        for key, tensor in tensors.items()
+        if key.endswith(("weight", "weight_packed")) and tensor.dtype == torch.uint8
+    }
+    return {**tensors, **found}
+
+
+def _rolled(dim: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    def roll(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = dict(tensors)
+        for key in ("weight_scale", "weight_scale_inv", "SCB", "weight.absmax", "qzeros"):
+            scale = tensors.get(f"w.{key}")
+            if scale is not None and scale.ndim:
+                raw = scale.view(torch.uint8) if scale.itemsize == 1 else scale
+                found[f"w.{key}"] = raw.roll(1, min(dim, scale.ndim - 1)).view(scale.dtype)
+        return found
+
+    return roll
+
+
+def _signs(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    key = "w.weight" if "w.weight" in tensors else "w.weight_packed"
+    raw = tensors[key]
+    return {**tensors, key: (raw.view(torch.uint8) ^ 128).view(raw.dtype)}
+
+
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+FAULTS: dict[str, tuple[tuple[str, ...], Change]] = {
+    "halves exchanged": (
+        ("compressed-nvfp4", "modelopt-nvfp4", "compressed-mxfp4", "nf4", "nf4-nested"),
+        _exchanged,
+    ),
+    "the next group's scale": (
+        ("compressed-nvfp4", "compressed-mxfp4", "fp8-block", "nf4", "nf4-nested", "gptq-ordered"),
+        _rolled(1),
+    ),
+    "the next row's scale": (
+        ("compressed-w8a8", "compressed-fp8-dynamic", "llm-int8", "fp8-block-e8m0"),
+        _rolled(0),
+    ),
+    "signs": (("compressed-w8a8", "modelopt-fp8", "fp8-tensor", "compressed-fp8-static"), _signs),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(fault: str) -> None:
+    """The comparison above would let it pass."""
+    names, change = FAULTS[fault]
+    for name in names:
+        kept = scheme(name)
+        tensors, want = matrix(kept, "w", OUT, WIDTH, name in POWERS)
+        assert not torch.allclose(weights(kept, change(tensors)), want), name
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("compressed-nvfp4", {"divides": False}),
+        ("modelopt-nvfp4", {"divides": True}),
+        ("gptq-ordered", {"ordered": False}),
+        ("gptq-ordered", {"zeros_less_one": False}),
+        ("auto-round", {"zeros_less_one": False}),
+        ("fp8-block", {"group": 64}),
+        ("fp8-block", {"rows": 64}),
+        ("compressed-mxfp4", {"group": 64}),
+        ("compressed-w8a8", {"kind": "llm-int8"}),
+    ],
+)
+def test_another_convention_shows(name: str, change: dict[str, Any]) -> None:
+    """A convention that is not the file's, a group's border elsewhere."""
+    kept = scheme(name)
+    tensors, want = matrix(kept, "w", OUT, WIDTH)
+    other = replace(kept, **change)
+    with contextlib.suppress(RuntimeError, ConfigError, KeyError):  # shapes that do not fit
+        assert not torch.allclose(weights(other, tensors), want)
+
+
+def test_a_bias_of_powers_of_two_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E8M0 with a bias of 128, and its NaN taken for a number."""
+    kept = scheme("compressed-mxfp4")
+    tensors, want = matrix(kept, "w", OUT, WIDTH)
+    right = byte_layouts.powers_of_two
+    found = right(torch.tensor([0, 1, 126, 127, 254, 255], dtype=torch.uint8))
+    assert found[:5].tolist() == [2.0**-127, 2.0**-126, 0.5, 1.0, 2.0**127]
+    assert bool(found[5].isnan())
+    monkeypatch.setattr(byte_layouts, "powers_of_two", lambda stored: right(stored - 1))
+    assert not torch.allclose(weights(kept, tensors), want)
+
+
+def broken() -> list[tuple[str, str, Callable[[Tensor], Tensor], str]]:
+    """name of the file, tensor, what is done to it, message"""
+
+    def put(value: float) -> Callable[[Tensor], Tensor]:
+        def change(tensor: Tensor) -> Tensor:
+            flat = tensor.clone().flatten()
+            flat[0] = value
+            return flat.view(tensor.shape)
+
+        return change
+
+    nan = float("nan")
+    return [
+        ("fp8-block", "weight_scale_inv", put(nan), "weight_scale_inv: a scale is NaN"),
+        ("fp8-block", "weight_scale_inv", put(0.0), "weight_scale_inv: a scale is zero"),
+        ("fp8-block", "weight", put(nan), r"w\.weight: holds NaN"),
+        ("compressed-w8a8", "weight_scale", put(0.0), "weight_scale: a scale is zero"),
+        ("compressed-nvfp4", "weight_global_scale", put(0.0), "weight_global_scale: .* zero"),
+        ("modelopt-nvfp4", "weight_scale_2", put(nan), "weight_scale_2: .* NaN"),
+        ("modelopt-nvfp4", "weight_scale", put(nan), "weight_scale: a scale is NaN"),
+        ("compressed-mxfp4", "weight_scale", put(255), "weight_scale: a scale is NaN"),
+        ("gptq-ordered", "g_idx", put(10), "g_idx: there are groups 0 to 9"),
+        ("auto-round", "scales", put(0.0), "scales: a scale is zero"),
+        ("nf4", "weight.quant_map", put(0.5), "quant_map: is not the table of NF4"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", put(0), "cannot be read"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "key", "change", "message"), broken())
+def test_broken_tensors_are_named(
+    name: str, key: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    """Bug: a damaged file is served, and its tokens are noise."""
+    kept = scheme(name)
+    tensors, _ = matrix(kept, "w", OUT, WIDTH)
+    tensors[f"w.{key}"] = change(tensors[f"w.{key}"])
+    with pytest.raises(ConfigError, match=message):
+        weights(kept, tensors)
+
+
+# ---- Whole models --------------------------------------------------------------------------------
+
+
+def folder_of(folder: Path, name: str) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """A small model in files of this method -> its configuration, and the weights of its
+    matrices."""
+    stored_config(folder, FILES[name], tied=False)
+    config = ModelConfig.from_folder(folder)
+    kept = config.quantized
+    assert kept is not None
+    plain = build_model(
+        replace(config, quantized=None), torch.bfloat16, "meta", kernels_for("cpu"), runs_on="cpu"
+    )
+    tensors: dict[str, Tensor] = {}
+    exact: dict[str, Tensor] = {}
+    torch.manual_seed(1)
+    for parameter in plain.parameters():
+        for source in parameter.sources:
+            ours = source.name.removesuffix(".weight")
+            if len(source.shape) == 1 or kept.keeps(ours) or "embed" in ours:
+                tensors[source.name] = torch.randn(source.shape).bfloat16()
+                exact[ours] = tensors[source.name].float()
+            else:
+                how = kept.scheme(ours)
+                assert how is not None
+                found, exact[ours] = matrix(how, ours, *source.shape, name in POWERS)
+                tensors |= {key: tensor.contiguous() for key, tensor in found.items()}
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(1.0)
+    save_file(tensors, folder / "model.safetensors")
+    return config, exact
+
+
+QUICK = ("fp8-block",)
+
+
+@pytest.mark.parametrize("runs_on", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FILES],
+)
+def test_a_model(name: str, runs_on: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors beside the weights that are taken for unexpected ones, a head looked for in bytes,
+    sums of memory that do not know the format, made-up weights that are not finite."""
+    config, exact = folder_of(tmp_path, name)
+    made_up = build_on(runs_on, config)
+    load_weights(made_up, None)
+    assert logits(made_up).isfinite().all()
+    model = build_on(runs_on, config)
+    load_weights(model, tmp_path)
+    packed = 0
+    for linear in model.linears():
+        want = torch.cat([exact[part.name] for part in linear.spec.parts])
+        x = torch.randn(3, want.shape[1])
+        off = (linear.forward(x) - x.double() @ want.double().T).abs()
+        rounded = x.double().abs() @ want.double().abs().T / 128  # to bfloat16, where expanded
+        assert (off <= bound(x, want.double()) + rounded).all()
+        pieces = getattr(linear.state, "pieces", ())
+        packed += sum(isinstance(each.state, PackedBlocks | PackedWeight) for each in pieces)
+    kept = scheme(name)
+    if runs_on == "cuda" or able():
+        expanded = kept.ordered or (runs_on == "cpu" and kept.kind in ("fp8", "nf4"))
+        assert bool(packed) != expanded
+        assert ("are expanded to" in caplog.text) == expanded
+    assert logits(model).isfinite().all()
+    assert model.num_bytes == held(model)
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    """Bug: of fifty shards, which one is damaged is not said."""
+    config, _ = folder_of(tmp_path, "fp8-block")
+    from safetensors.torch import load_file
+
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    key = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    tensors[key][0, 0] = float("inf")
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=rf"model\.safetensors: tensor {key} holds NaN or inf"):
+        load_weights(build_on("cpu", config), tmp_path)
+    tensors[key][0, 0] = 0
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=rf"model\.safetensors: tensor {key}: a scale is zero"):
+        load_weights(build_on("cpu", config), tmp_path)
+    tensors[key] = torch.ones(3, 3)
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=rf"model\.safetensors: tensor {key} has shape \[3, 3\]"):
+        load_weights(build_on("cpu", config), tmp_path)
+    del tensors[key]
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=rf"tensor {key} is missing"):
+        load_weights(build_on("cpu", config), tmp_path)
+    tensors[key.removesuffix("_scale_inv")] = torch.ones(64, 128).bfloat16()
+    tensors[key] = torch.ones(1, 1)
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"dtype BF16, config\.json implies F8_E4M3"):
+        load_weights(build_on("cpu", config), tmp_path)
+
+
+def test_transformers_is_not_asked(tmp_path: Path) -> None:
+    """Bug: `manta verify` ends in a traceback of transformers' products of two dtypes."""
+    config, _ = folder_of(tmp_path, "fp8-block")
+    with pytest.raises(NoReference, match="weights are fp8, FP8 by 128 x 128"):
+        _load(tmp_path, config, torch.float32, "eager")
+
+
+# ---- config.json ---------------------------------------------------------------------------------
+
+
+def test_layers_that_differ() -> None:
+    """Bug: one scheme for all layers, an ignored module quantised, a regular expression taken for a
+    name, names of a model around the text model that match nothing."""
+    int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    values = compressed("pack-quantized", int4)
+    values["config_groups"]["group_1"] = {
+        "targets": ["re:.*down_proj$", "model.layers.3.self_attn.o_proj"],
+        "format": "float-quantized",
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    }
+    values["ignore"] = ["lm_head", "re:.*layers\\.2\\..*", "model.language_model.layers.4.mlp"]
+    found = quantized(values)
+
+    def kind(name: str) -> str | None:
+        kept = found.scheme(name)
+        return None if kept is None else kept.kind
+
+    assert kind("model.layers.0.mlp.up_proj") == "packed"
+    assert kind("model.layers.0.mlp.down_proj") == "fp8"
+    assert kind("model.layers.0.mlp.down_proj_b") == "packed"
+    assert kind("model.layers.3.self_attn.o_proj") == "fp8"
+    assert kind("model.layers.13.self_attn.o_proj") == "packed"
+    assert kind("model.layers.2.mlp.down_proj") is None
+    assert kind("model.layers.4.mlp.up_proj") is None
+    assert kind("model.layers.14.mlp.up_proj") == "packed"
+    assert found.name == "compressed-tensors, FP8, 4 bits"
+
+    dynamic = {
+        r"-:.*\.o_proj": {},
+        r"+:.*\.layers\.1\..*": {"bits": 8, "group_size": 64},
+    }
+    found = quantized({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": dynamic})
+    assert found.keeps("model.layers.1.self_attn.o_proj")
+    eight = found.scheme("model.layers.1.mlp.up_proj")
+    four = found.scheme("model.layers.11.mlp.up_proj")
+    assert eight is not None and four is not None
+    assert (eight.bits, eight.group, four.bits, four.group) == (8, 64, 4, 128)
+
+    mixed = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+            "model.layers.0.mlp.down_proj": {"quant_algo": "FP8"},
+        },
+    }
+    found = quantized(mixed)
+    assert kind("model.layers.0.mlp.up_proj") == "nvfp4"
+    assert kind("model.layers.0.mlp.down_proj") == "fp8"
+    assert kind("model.layers.1.mlp.down_proj") is None
+
+
+def test_modelopt_beside_config(tmp_path: Path) -> None:
+    """Bug: a folder whose config.json says nothing is read as 16 bits, and refused."""
+    stored_config(tmp_path, "gguf")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelConfig.from_folder(tmp_path).quantized is None
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    found = ModelConfig.from_folder(tmp_path).quantized
+    assert found is not None and found.name == "modelopt, FP8"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt.*e5m2"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size: \[128\]"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),
+    (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        "bnb_4bit_quant_type.*fp4",
+    ),
+    ({"quant_method": "bitsandbytes"}, "load_in_4bit: neither"),
+    ({"quant_method": "mxfp4"}, "quant_method: 'mxfp4'.* in 16 bits"),
+    (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllamav2"},
+        "packing_format.*exllamav2",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+        "checkpoint_format.*marlin",
+    ),
+    (
+        {
+            **compressed("pack-quantized", {"num_bits": 4, "group_size": 128}),
+            "sparsity_config": {"format": "sparse-24-bitmask"},
+        },
+        "2:4 sparse weights are not supported: there is no product",
+    ),
+    (compressed("marlin-24", {"num_bits": 4, "group_size": 128}), "2:4 sparse weights"),
+    (
+        compressed("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
+        "symmetric: zero points",
+    ),
+    (
+        {**compressed("float-quantized", {"num_bits": 8, "type": "float"}), "ignore": ["re:("]},
+        "strategy.*group|no regular expression",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_what_is_not_supported_is_named(values: dict[str, Any], message: str) -> None:
+    """Bug: a checkpoint whose numbers mean something else is read all the same."""
+    with pytest.raises(ConfigError, match=message):
+        quantized(values)
