@@ -26,7 +26,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from engine.text.detokenizer import ChoiceDecoder
 from engine.text.tokenizer import Tokenizer
-from kernels.cpu.compiler import has_int8
+from kernels.cpu.codegen.compiler import has_int8
 from kernels.cpu.gemm import PackedInt8, PackedLinear
 
 

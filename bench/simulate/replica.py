@@ -14,7 +14,7 @@ from itertools import count
 from deployments.routing.prefix_index import STRIDE
 from engine.lora.tiers.popularity import Popularity
 from engine.messages import EngineStats
-from engine.scheduling.chunking import prefill_tokens, startable_tokens
+from engine.scheduling.pacing.chunking import prefill_tokens, startable_tokens
 
 _BLOCK = 16
 _FRAMES = 0.2  # seconds: the longest stretch of equal steps taken at once

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.report.result_file import write
 from engine.evaluation.prompts import SHIPPED
-from kernels.cpu.compiler import has_int8
+from kernels.cpu.codegen.compiler import has_int8
 
 BATCH = 32
 CASES = ("single", "batch", "batch-mixed")

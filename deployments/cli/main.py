@@ -329,7 +329,7 @@ def build(
     ] = None,
 ) -> None:
     """Serve's own config file of a configuration, for `serve deploy`; or a manifest for KubeRay."""
-    from deployments.cli.build import run
+    from deployments.cli.building.build import run
 
     raise typer.Exit(run(spec, kubernetes, image, memory))
 

@@ -59,7 +59,7 @@ class TensorParallelGroup:
 
     @property
     def recordable(self) -> bool:
-        """Whether sums can stand in a program (`kernels.cpu.program`)."""
+        """Whether sums can stand in a program (`kernels.cpu.codegen.program`)."""
         return self.size == 1
 
     def all_can(self, attempt: Callable[[], bool]) -> bool:

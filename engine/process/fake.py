@@ -31,7 +31,7 @@ from engine.messages import (
     Ready,
     RemoveAdapter,
 )
-from engine.scheduling.step_timer import StepTimer
+from engine.scheduling.pacing.step_timer import StepTimer
 
 PREFIX = "fake:"
 STEP_TOKENS = 2048  # what it says; a step takes whatever waits

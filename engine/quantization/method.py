@@ -18,7 +18,7 @@ from torch.nn.functional import embedding
 from engine.errors import ConfigError
 from engine.quantization.experts import ExpertsApart, apply_apart
 from engine.weights.parameter import Parameter, Rows, Source, num_rows
-from kernels.cpu.compiler import CompilerUnavailable, has_int8
+from kernels.cpu.codegen.compiler import CompilerUnavailable, has_int8
 from kernels.cpu.gemm import PackedInt8, PackedLinear
 from kernels.cpu.linear import Packed, pack
 from kernels.cpu.panels import GATES, Panels

@@ -1,5 +1,5 @@
 """StepPrograms: steps of decodes on the CPU as programs of generated kernels, one for each number
-of decodes, recorded when that number first comes (`kernels.cpu.program`)."""
+of decodes, recorded when that number first comes (`kernels.cpu.codegen.program`)."""
 
 import logging
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from engine.models.decoder import Decoder
 from engine.runner.inputs import DeviceStep
 from engine.runner.kv_cache import KVCache
 from engine.runner.rows import RequestRows
-from kernels.cpu.program import Buffers, NotRecordable, Program, can_record
+from kernels.cpu.codegen.program import Buffers, NotRecordable, Program, can_record
 from kernels.metadata import AttentionMeta
 
 logger = logging.getLogger(__name__)

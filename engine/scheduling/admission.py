@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from engine.config.kv_groups import Full, KVKind, blocks_for
-from engine.scheduling.chunking import steps_until_computed
+from engine.scheduling.pacing.chunking import steps_until_computed
 
 if TYPE_CHECKING:
     from engine.scheduling.queue import WaitingQueue

@@ -44,10 +44,10 @@ from engine.messages import (
 from engine.scheduling.bisect_failure import FailureBisection
 from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.pacing.step_timer import StepTimer
 from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import LaunchedStep
-from engine.scheduling.step_timer import StepTimer
 from engine.structured.constraint import Constraint, MaskFiller, Masks
 from engine.structured.preparing import Grammars
 

@@ -34,18 +34,18 @@ from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, BATCHING, Footprint, KVMemory, fits_now
 from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
-from engine.scheduling.chunking import (
+from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.decode_group import DecodeGroup
+from engine.scheduling.pacing.chunking import (
     PromptPace,
     prefill_tokens,
     scored_prefill_tokens,
     startable_tokens,
 )
-from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.decode_group import DecodeGroup
+from engine.scheduling.pacing.step_target import StepTarget
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.step import DeferredRelease, LaunchedStep, SchedulerCounters, StepBuilder
-from engine.scheduling.step_target import StepTarget
 
 logger = logging.getLogger("manta.engine")
 

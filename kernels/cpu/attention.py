@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
-from kernels.cpu.ir import IRWriter, Value, module
-from kernels.cpu.scratch import scratch
+from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.scratch import scratch
 from kernels.metadata import AttentionMeta
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}

@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu import compiler
-from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, lanes
-from kernels.cpu.ir import IRWriter, Value, constant
+from kernels.cpu.codegen import compiler
+from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, lanes
+from kernels.cpu.codegen.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
     EPS,
     NORM,

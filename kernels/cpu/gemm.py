@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import NativeFunction, lanes
-from kernels.cpu.ir import IRWriter, Value, constant
+from kernels.cpu.codegen.compiler import NativeFunction, lanes
+from kernels.cpu.codegen.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
     EPS,
     NORM,

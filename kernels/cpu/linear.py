@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import CompilerUnavailable
+from kernels.cpu.codegen.compiler import CompilerUnavailable
 from kernels.cpu.gemm import PackedLinear
 
 Packed = Callable[[Tensor], Tensor]

@@ -2,8 +2,8 @@
 
 What is in the memory: engine/parallel/shared_memory.py. One thread of each process copies what it
 has into its slot, counts, waits until all have counted as many, and adds up the slots in the order
-of ranks. Being a kernel, it can stand in a `kernels.cpu.program.Program`: everything that changes
-from one meeting to the next lies in memory.
+of ranks. Being a kernel, it can stand in a `kernels.cpu.codegen.program.Program`: everything that
+changes from one meeting to the next lies in memory.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
 
 # Words of the memory: a line of so many for each rank, whose first counts its meetings. In rank 0's
 # line are the round, the round of the last failure plus one, and the rank that it was on.

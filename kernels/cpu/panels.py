@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import NativeFunction, compile_ir, lanes
-from kernels.cpu.ir import IRWriter, Value, module
-from kernels.cpu.scratch import scratch
+from kernels.cpu.codegen.compiler import NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.scratch import scratch
 
 GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)}
 FEW = 16  # claims of work a thread makes at least, so that a disturbed one is not waited for

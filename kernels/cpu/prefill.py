@@ -15,9 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
-from kernels.cpu.ir import IRWriter, Value, module
-from kernels.cpu.scratch import scratch
+from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.scratch import scratch
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
 _KEYS_A_TILE = 64

@@ -19,7 +19,7 @@ from engine.models.registry import Model, build_model
 from engine.resolve import Resolved, resolve
 from engine.runner.memory import outline
 from engine.weights import load_weights
-from kernels.cpu.compiler import has_int8
+from kernels.cpu.codegen.compiler import has_int8
 from kernels.dispatch import kernels_for
 
 SIZES: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import CompilerUnavailable, lanes
+from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
 from kernels.cpu.prefill import prefill_for
 
 try:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu import compiler
 from kernels.cpu.attention import attention_for
-from kernels.cpu.compiler import CompilerUnavailable, compile_ir, has_int8, lanes
+from kernels.cpu.codegen import compiler
+from kernels.cpu.codegen.compiler import CompilerUnavailable, compile_ir, has_int8, lanes
 from kernels.cpu.gemm import PackedInt8, PackedLinear
 from kernels.cpu.panels import GATES
 from kernels.dispatch import kernels_for

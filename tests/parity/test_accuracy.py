@@ -7,7 +7,7 @@ import pytest
 
 from bench import accuracy
 from deployments.checkpoints.resolve import resolve_model
-from kernels.cpu.compiler import has_int8
+from kernels.cpu.codegen.compiler import has_int8
 from tests.kernels.test_generated import able
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

@@ -19,7 +19,7 @@ import pytest
 import yaml  # Ray's own, with anchors, which our configuration refuses
 
 from deployments.app import as_config, cluster_environment
-from deployments.cli.kubernetes import memory_of, rayservice
+from deployments.cli.building.kubernetes import memory_of, rayservice
 from deployments.config.load import load_config, parse_config
 from deployments.haproxy.settings import EdgeSettings
 from engine.errors import ConfigError

@@ -18,7 +18,7 @@ from deployments.app import build, deploy, serve_config
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.catalog import entries, model_app
 from deployments.cli import status
-from deployments.cli.kubernetes import rayservice
+from deployments.cli.building.kubernetes import rayservice
 from deployments.cli.models import served
 from deployments.cli.target import engine_config
 from deployments.config.load import MantaConfig, load_config, parse_config

@@ -14,7 +14,7 @@ from engine.quantization.experts import ExpertsApart
 from engine.quantization.method import ExpertsSpec
 from engine.quantization.registry import linear_method
 from engine.weights.parameter import Source
-from kernels.cpu.compiler import has_int8
+from kernels.cpu.codegen.compiler import has_int8
 from kernels.dispatch import kernels_for
 from kernels.experts import reference
 from kernels.experts.reference import ExpertWeights

@@ -15,7 +15,7 @@ from engine.models.registry import Model, build_model
 from engine.quantization.method import DenseCuda
 from engine.quantization.registry import METHODS
 from engine.weights import load_weights
-from kernels.cpu.compiler import has_int8
+from kernels.cpu.codegen.compiler import has_int8
 from kernels.cpu.gemm import PackedLinear
 from kernels.dispatch import kernels_for
 from kernels.metadata import LoraStep

@@ -14,8 +14,8 @@ from engine.config.engine_config import EngineConfig
 from engine.runner.programs import StepPrograms
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore, EngineRequest
-from kernels.cpu.compiler import CompilerUnavailable, lanes
-from kernels.cpu.program import Buffers, NotRecordable, Program
+from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
+from kernels.cpu.codegen.program import Buffers, NotRecordable, Program
 from tests.engine.test_memory import SIZES
 
 SHAPES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -13,10 +13,10 @@ import pytest
 from deployments.observe.metrics import REPLICA_METRICS
 from engine.batch import Batch, StepResult
 from engine.messages import EngineRequest
-from engine.scheduling.chunking import PromptPace
 from engine.scheduling.core import EngineCore
+from engine.scheduling.pacing.chunking import PromptPace
+from engine.scheduling.pacing.step_timer import StepTimer
 from engine.scheduling.request import Request
-from engine.scheduling.step_timer import StepTimer
 from tests.fakes import (
     VOCAB,
     collect,
@@ -387,7 +387,7 @@ def test_seconds_without_work_are_not_busy(monkeypatch: pytest.MonkeyPatch) -> N
     """Bug: the pause between two requests makes the second one's step look slow; or the time
     between two steps is lost."""
     monkeypatch.setattr(
-        "engine.scheduling.step_timer.time", SimpleNamespace(perf_counter=lambda: now)
+        "engine.scheduling.pacing.step_timer.time", SimpleNamespace(perf_counter=lambda: now)
     )
     busy, now = StepTimer(), 12.0
     busy.stepped(10.0, result=False, more=True)  # launched; its result is the next step's

@@ -9,7 +9,7 @@ from engine.batch import Batch, StepResult, TokenLogprobs
 from engine.config.engine_config import EngineConfig
 from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, BATCHING, future_peak
-from engine.scheduling.chunking import prefill_tokens, steps_until_computed
+from engine.scheduling.pacing.chunking import prefill_tokens, steps_until_computed
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.scheduler import Scheduler
 from tests.fakes import EOS, make_config, make_request

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.batch import Batch
-from engine.scheduling.step_target import StepTarget
+from engine.scheduling.pacing.step_target import StepTarget
 from tests.fakes import make_core, make_request
 
 ROWS, TARGET = 256, 0.05

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.cpu import compiler
-from kernels.cpu.compiler import CompilerUnavailable, NativeFunction, compile_ir
+from kernels.cpu.codegen import compiler
+from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir
 
 _ALIGN = 64  # bytes
 # Looks at the barrier before a thread lets others run: some 50 us, longer than the longest wait of

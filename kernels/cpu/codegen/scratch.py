@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiler import keep
+from kernels.cpu.codegen.compiler import keep
 
 
 class _Scratch(threading.local):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.scheduling.chunking import PromptPace
+from engine.scheduling.pacing.chunking import PromptPace
 
 _AIM = 0.9  # of the target: steps of the same work do not take the same time
 _PROMPTS = 0.25  # of the time of a step, kept free of decodes

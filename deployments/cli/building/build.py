@@ -16,7 +16,7 @@ def run(
     """Print Serve's config file, or a RayService. Raises ConfigError."""
     config = read_target(spec)  # before Ray is imported, which takes a second
     from deployments.app import serve_config
-    from deployments.cli.kubernetes import IMAGE, memory_of, rayservice
+    from deployments.cli.building.kubernetes import IMAGE, memory_of, rayservice
 
     if kubernetes:
         built = rayservice(config, image or IMAGE, memory_of(memory or []))
