@@ -35,10 +35,10 @@ class Delta:
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     @property
-    def state_bytes(self) -> int:
-        """Of a request, float32."""
-        matrix = self.value_heads * self.key_size * self.value_size
-        return 4 * (matrix + (self.taps - 1) * self.channels)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a request, float32: the inputs of the convolution, and the matrices."""
+        matrices = (self.value_heads, self.key_size, self.value_size)
+        return (self.taps - 1, self.channels), matrices
 
 
 def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:

@@ -15,6 +15,7 @@ group.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Protocol
 
 from engine.architectures.delta import Delta
@@ -193,8 +194,9 @@ class KVGroups:
 
     @property
     def state_bytes(self) -> int:
-        """Of a running request, in the layers that keep states."""
-        return sum(delta.state_bytes for _, delta in self.recurrent)
+        """Of a running request, or a snapshot, in the layers that keep states: float32."""
+        shapes = [shape for _, record in self.recurrent for shape in record.state_shapes]
+        return 4 * sum(map(prod, shapes))
 
     def blocks(self, tokens: int, size: int) -> int:
         """The most that a request of so many tokens needs at once."""

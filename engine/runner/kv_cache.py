@@ -1,15 +1,15 @@
 """KVCache: the tensors behind the block manager's block ids."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.config.kv_groups import KVGroups
 from engine.errors import ConfigError
+from engine.runner.state_cache import StateCache
+from engine.runner.zeros import zeros
 from kernels.kv.format import KVFormat
 from kernels.kv.quantized import Cache, QuantizedKV, turned
 from kernels.metadata import AttentionMeta
@@ -34,9 +34,7 @@ class KVCache:
     num_blocks: int
     block_size: int
     form: KVFormat
-    # Of layers that keep one: of each row, the last inputs of the convolution [rows, taps - 1,
-    # channels] and the state [rows, value_heads, key_size, value_size], float32
-    states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    states: StateCache | None = None  # of layers that keep states
 
     @classmethod
     def allocate(
@@ -48,9 +46,10 @@ class KVCache:
         device: torch.device,
         form: KVFormat = KVFormat(),  # noqa: B008, it is frozen
         rows: int = 0,
+        snapshots: int = 0,
     ) -> "KVCache":
-        """rows: that may have a state, where layers keep one. dtype: of a plain form. A form of
-        fewer bits is of layers that keep equally much."""
+        """dtype: of a plain form. A form of fewer bits is of layers that keep equally much.
+        rows, snapshots: that have a state each, where layers keep one."""
         for group in groups.groups:
             if groups.elements % group.elements:
                 raise ConfigError(
@@ -62,19 +61,17 @@ class KVCache:
         form = form if form.name else KVFormat(bits=8 * dtype.itemsize)
         dtype = torch.uint8 if form.name else dtype
         width = block_size * groups.place_bytes(form) // dtype.itemsize
-        storage = _allocate((groups.slots, groups.tensors, num_blocks, width), dtype, device)
+        storage = zeros((groups.slots, groups.tensors, num_blocks, width), dtype, device)
         kv = cls(groups, [], storage, num_blocks, block_size, form)
-        for layer, delta in groups.recurrent:
-            tail = torch.zeros(rows, delta.taps - 1, delta.channels, device=device)
-            state = torch.zeros(
-                rows, delta.value_heads, delta.key_size, delta.value_size, device=device
-            )
-            kv.states[layer] = tail, state
+        if groups.recurrent:
+            kv.states = StateCache(groups.recurrent, rows, snapshots, device)
         kv.layers += kv._views()
         return kv
 
     def _views(self) -> list[tuple[Cache, Cache]]:
-        found: dict[int, tuple[Cache, Cache]] = {**self.states}
+        found: dict[int, tuple[Cache, Cache]] = {}
+        if self.states is not None:
+            found |= self.states.layers
         for group in self.groups.groups:
             heads, dim = group.attention.kept
             parts = self.groups.elements // group.elements
@@ -120,7 +117,7 @@ class KVCache:
         self.storage = old = old.new_empty(0)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        self.storage = _allocate(shape, dtype, device)
+        self.storage = zeros(shape, dtype, device)
         self.num_blocks = num_blocks
         self.layers += self._views()
 
@@ -141,12 +138,3 @@ def in_views(
         meta.window, meta.chunk = attention.window, attention.chunk
         found.append(meta)
     return found
-
-
-def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Zeroed: an attention tile may load a slot that was never written, and 0 * NaN is still NaN.
-    if device.type == "cpu":
-        # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
-        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-        return torch.from_numpy(raw).view(dtype).view(*shape)
-    return torch.zeros(*shape, dtype=dtype, device=device)

@@ -1,0 +1,70 @@
+"""StateCache: what layers keep of a whole request, and snapshots of it that others go on from.
+
+A slot has one state of each such layer. The first slots are the rows of running requests, the rest
+are snapshots (`engine.scheduling.snapshots` says of what). Layers know nothing of snapshots: a
+request goes on from one that was copied into its row.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.runner.zeros import zeros
+
+
+class StateRecord(Protocol):
+    """What a recurrent layer keeps of a request."""
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of its one or two float32 tensors."""
+        ...
+
+
+class StateCache:
+    """rows: slots of running requests, padding included; snapshots: slots behind these.
+
+    layers: of each recurrent layer the tensors of its record, [rows + snapshots, *shape] float32,
+    contiguous. One that keeps a single tensor has it twice.
+    """
+
+    def __init__(
+        self,
+        recurrent: Sequence[tuple[int, StateRecord]],
+        rows: int,
+        snapshots: int,
+        device: torch.device,
+    ) -> None:
+        self.rows, self.snapshots = rows, snapshots
+        # Tensors of one shape lie together, [tensors, slots, *shape]: a slot is copied for all of
+        # them at once.
+        self._storages: list[Tensor] = []
+        shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for layer, record in recurrent:
+            for index, shape in enumerate(record.state_shapes):
+                shapes.setdefault(shape, []).append((layer, index))
+        found: dict[int, dict[int, Tensor]] = {layer: {} for layer, _ in recurrent}
+        for shape, places in shapes.items():
+            storage = zeros((len(places), rows + snapshots, *shape), torch.float32, device)
+            self._storages.append(storage)
+            for own, (layer, index) in zip(storage, places, strict=True):
+                found[layer][index] = own
+        self.layers = {layer: (own[0], own[len(own) - 1]) for layer, own in found.items()}
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy rows to snapshots, (row, snapshot) each, in the order of the device's work. No
+        snapshot is in two pairs."""
+        for row, snapshot in pairs:
+            self._copy(row, self.rows + snapshot)
+
+    def resume(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy snapshots to rows, (row, snapshot) each."""
+        for row, snapshot in pairs:
+            self._copy(self.rows + snapshot, row)
+
+    def _copy(self, source: int, target: int) -> None:
+        # Slot by slot: an index copy of many would take as much memory again as what it copies.
+        for storage in self._storages:
+            storage[:, target].copy_(storage[:, source])

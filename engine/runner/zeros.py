@@ -1,0 +1,18 @@
+"""Zeros for caches: pages of host memory that cost nothing until they are used."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[*shape] on the device."""
+    # Zeroed: an attention tile may load a slot that was never written, and 0 * NaN is still NaN.
+    if device.type == "cpu":
+        # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
+        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(*shape)
+    return torch.zeros(*shape, dtype=dtype, device=device)
