@@ -171,6 +171,11 @@ class FakeRunner:
         single = [n == 1 and s for n, s in zip(batch.lengths, batch.samples, strict=True)]
         assert all(single[: batch.num_decodes]) and not any(single[batch.num_decodes :])
         busy = {row for step in self.in_flight for row, *_ in step.entries}
+        if config.lanes > 1:
+            unknown = {
+                row for step in self.in_flight for row, _, _, samples in step.entries if samples
+            }
+            assert unknown.isdisjoint(batch.rows), "the last token is not known where it is needed"
         for new in batch.new_rows:
             assert new.row not in busy, "a row was given away while a step uses it"
             self.launch_table[new.row] = {}

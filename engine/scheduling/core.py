@@ -5,7 +5,8 @@ One step, one batch ahead (async_scheduling):
     schedule n + 1 -> launch n + 1 -> wait for n -> update with n -> deltas of n
 
 so the device has the next step before the host has seen the last one. Otherwise: schedule, launch,
-wait, update, all of one step.
+wait, update, all of one step. With several lanes as many steps are in flight, each of other
+requests, and the oldest is waited for.
 
 A grammar has to see a token before it can tell what may follow. So if a request with one has its
 last token in flight, the step's forward pass is launched without its sampling:
@@ -82,7 +83,8 @@ class PendingResult(Protocol):
 
 
 class Runner(Protocol):
-    """Runs batches on a device, in order. At most two are launched and not waited for."""
+    """Runs batches on a device, in order. At most two, or `CoreConfig.lanes`, are launched and not
+    waited for."""
 
     def launch(self, batch: Batch) -> PendingResult:
         """Start a step, and take all it needs from `batch` before returning. Raises OutOfMemory."""
@@ -125,6 +127,7 @@ class EngineCore:
         self._preparing: dict[int, Request] = {}  # their grammars are being compiled
         self._masks = MaskFiller(MASK_THREADS)
         self._beside = ThreadPoolExecutor(1, "masks")
+        self._depth = max(config.lanes, 1 + config.async_scheduling)  # steps in flight
         self._timer = StepTimer()
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
@@ -209,7 +212,7 @@ class EngineCore:
         batch = self.scheduler.schedule()
         deltas, self._outbox = self._outbox + self.scheduler.take_failed(), []
         pending = self._pending
-        ahead = self.config.async_scheduling and self._bisection is None
+        depth = 1 if self._bisection is not None else self._depth
         result: StepResult | None = None
         failure: Exception | None = None
         suspect = 0  # index in scheduler.in_flight of the step to blame
@@ -223,7 +226,7 @@ class EngineCore:
         except Exception as error:
             failure, suspect = error, -1
         try:
-            if pending and (batch is None or not ahead or len(pending) > 1 or failure):
+            if pending and (batch is None or len(pending) >= depth or failure):
                 self.on_device = True
                 result = pending.popleft().wait()
         except AssertionError:
@@ -242,7 +245,8 @@ class EngineCore:
                 limit = 2 * self.scheduler.token_limit
                 self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
             done = self.scheduler.in_flight[0]
-            seconds = time.perf_counter() - began
+            # With several lanes a request waits from the launch to the result.
+            seconds = time.perf_counter() - (done.began if self.config.lanes > 1 else began)
             self.scheduler.pace.observe(done.decodes, done.prompt_tokens, seconds)
             deltas += self.scheduler.update(result)
         if batch is not None and failure is None and self.scheduler.in_flight:
@@ -301,7 +305,7 @@ class EngineCore:
         if not smaller and not can_shrink:
             self._begin_bisection(failure, -1)
             return
-        assert not self._pending
+        self._drop_pending()
         if not self._runner.recover():
             raise failure
         scheduler.requeue(trusted=False)
@@ -322,10 +326,7 @@ class EngineCore:
         `failure` if the device is lost."""
         logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
         failure.with_traceback(None)  # its frames hold tensors
-        for pending in self._pending:
-            with contextlib.suppress(Exception):  # its inputs may be wrong already
-                pending.wait()
-        self._pending.clear()
+        self._drop_pending()
         if not self._runner.recover():
             raise failure
         launched = self.scheduler.in_flight[suspect]
@@ -336,6 +337,13 @@ class EngineCore:
         else:
             self._bisection.failed(suspects, failure)
         self.scheduler.admit_only(self._bisection.group)
+
+    def _drop_pending(self) -> None:
+        """Let the steps in flight come to their ends, which nobody wants to know."""
+        for pending in self._pending:
+            with contextlib.suppress(Exception):  # its inputs may be wrong already
+                pending.wait()
+        self._pending.clear()
 
     def _continue_bisection(self, bisection: FailureBisection, *, succeeded: bool) -> list[Delta]:
         """After each step of a bisection: start the next group if this one has passed, or fail the

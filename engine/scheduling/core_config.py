@@ -14,6 +14,8 @@ class CoreConfig:
         request, prompt and output; the core lowers it to what num_blocks can hold.
     num_blocks, block_size: the KV cache, and tokens a block.
     async_scheduling: launch step n + 1 before the tokens of n are known.
+    lanes: steps in flight at once, each of other requests; more than 1 where a model is divided
+        into stages, and then without async_scheduling.
     target_tpot: seconds between a request's tokens that steps are kept within; 0 = any.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
     kinds: what each group of layers keeps, the order of a request's tables.
@@ -31,6 +33,7 @@ class CoreConfig:
     kinds: tuple[KVKind, ...] = (Full(),)
     prefix_caching: bool = True
     async_scheduling: bool = True
+    lanes: int = 1
     target_tpot: float = 0.0
     admission: str = "optimistic"
     batching: str = "mixed"

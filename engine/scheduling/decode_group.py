@@ -1,25 +1,35 @@
-"""DecodeGroup: the requests that get exactly one token in every step.
+"""DecodeGroup: the requests that get exactly one token in each of the group's turns.
+
+There is one group, and each step is a turn of it; or, where a model is divided into stages, a group
+for each step that may be in flight at once, and they take turns (`next_turn`).
 
 A thousand of them must cost the host well under a millisecond a step, so nothing here is written
 per request and step. The group is five parallel lists that batches are copied from, positions are a
-constant plus the step number, and what happens rarely is looked up by the step in which it happens:
+constant plus the number of the turn, and what happens rarely is looked up by the turn in which it
+happens:
 
-    start of a request at step s      base + s
-    it needs a new block at           s = positions * block_size - base        -> _block_due[s]
-    it samples its last token at      s = limit - 2 - base                     -> _last_sample[s]
+    start of a request at turn t      base + t
+    it needs a new block at           t = positions * block_size - base        -> _block_due[t]
+    it samples its last token at      t = limit - 2 - base                     -> _last_sample[t]
 
-A request that cannot run in a step has to leave (see `Scheduler`), and may join again later.
+A request that cannot run in a turn has to leave (see `Scheduler`), and may join again later.
 """
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from engine.scheduling.request import Request, RequestPhase
 
 
 class DecodeGroup:
-    """Membership changes by `join` and `leave`, O(1) each; the order of members means nothing."""
+    """Membership changes by `join` and `leave`, O(1) each; the order of members means nothing.
 
-    def __init__(self, block_size: int, num_groups: int = 1) -> None:
+    turn: the last that was taken. step: the one that it was in. lane: which of the groups this is.
+    """
+
+    def __init__(self, block_size: int, num_groups: int = 1, lane: int = 0) -> None:
+        self.lane = lane
+        self.turn = self.step = 0
         self._block_size = block_size
         self._num_groups = num_groups  # entries of a table for each position
         self.requests: list[Request] = []
@@ -27,18 +37,24 @@ class DecodeGroup:
         self.bases: list[int] = []
         self.ids: list[int] = []
         self.token_lists: list[list[int]] = []  # the requests' token_ids, not copies
-        # An entry whose member has left is skipped when its step comes. Blocks are due within
-        # block_size steps. Last samples may be far in the future, so `leave` removes their entries.
+        # An entry whose member has left is skipped when its turn comes. Blocks are due within
+        # block_size turns. Last samples may be far in the future, so `leave` removes their entries.
         self._block_due: dict[int, list[Request]] = {}
         self._last_sample: dict[int, dict[Request, None]] = {}
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def join(self, request: Request, next_step: int) -> None:
-        """Add a request from next_step on. Its num_computed is read now and then goes stale."""
-        base = request.num_computed - next_step
+    def take_turn(self, step: int) -> None:
+        """In this step, which is being built."""
+        self.turn += 1
+        self.step = step
+
+    def join(self, request: Request) -> None:
+        """Add a request from the next turn on. Its num_computed is read now and then goes stale."""
+        base = request.num_computed - self.turn - 1
         request.base = base
+        request.lane = self.lane
         request.slot = len(self.requests)
         request.phase = RequestPhase.DECODING
         self.requests.append(request)
@@ -49,15 +65,16 @@ class DecodeGroup:
         self._expect_block(request)
         self._last_sample.setdefault(request.limit - 2 - base, {})[request] = None
 
-    def leave(self, request: Request, next_step: int) -> None:
-        """Remove a request before next_step. Writes its num_computed; the caller sets the phase."""
+    def leave(self, request: Request) -> None:
+        """Remove a request before the next turn. Writes its num_computed; the caller sets the
+        phase."""
         slot, last = request.slot, self.requests[-1]
         for values in (self.requests, self.rows, self.bases, self.ids, self.token_lists):
             _swap_remove(values, slot)
         last.slot = slot
         request.slot = -1
-        request.num_computed = request.base + next_step
-        request.last_step = next_step - 1
+        request.num_computed = request.base + self.turn + 1
+        request.last_step = self.step
         key = request.limit - 2 - request.base
         members = self._last_sample.get(key)
         if members is not None:  # else `last_samples` has handed it out
@@ -65,14 +82,18 @@ class DecodeGroup:
             if not members:
                 del self._last_sample[key]
 
-    def block_due(self, step: int) -> list[Request]:
-        """Members whose token of this step begins a block that they do not have. Asked once."""
-        due = self._block_due.pop(step, None)
+    def block_due(self, turn: int) -> list[Request]:
+        """Members whose token of this turn begins a block that they do not have. Asked once."""
+        due = self._block_due.pop(turn, None)
         if due is None:
             return []
         size, groups = self._block_size, self._num_groups
         members = [
-            r for r in due if r.slot >= 0 and r.base + step == len(r.blocks) // groups * size
+            r
+            for r in due
+            if r.slot >= 0
+            and r.lane == self.lane
+            and r.base + turn == len(r.blocks) // groups * size
         ]
         return list(dict.fromkeys(members))  # a request that left and joined again is in it twice
 
@@ -80,13 +101,27 @@ class DecodeGroup:
         """Its table has the next position."""
         self._expect_block(request)
 
-    def last_samples(self, step: int) -> list[Request]:
-        """Members that may not run after this step: it samples their last token. Asked once."""
-        return list(self._last_sample.pop(step, ()))
+    def last_samples(self) -> list[Request]:
+        """Members that may not run after this turn: it samples their last token. Asked once."""
+        return list(self._last_sample.pop(self.turn, ()))
 
     def _expect_block(self, request: Request) -> None:
-        step = len(request.blocks) // self._num_groups * self._block_size - request.base
-        self._block_due.setdefault(step, []).append(request)
+        turn = len(request.blocks) // self._num_groups * self._block_size - request.base
+        self._block_due.setdefault(turn, []).append(request)
+
+
+def next_turn(groups: Sequence[DecodeGroup], in_flight: Collection[int]) -> DecodeGroup:
+    """The group whose turn it is: of those without a step in flight (there is one) the one that has
+    waited longest, and of these one with members. in_flight: lanes that have a step. What it has
+    more than its share goes to the smallest group, so that stages have equally much to do."""
+    free = [group for group in groups if group.lane not in in_flight]
+    found = min(free, key=lambda group: (not group, group.step))
+    share = -(-sum(map(len, groups)) // len(groups))
+    while len(found) > share:
+        request = found.requests[-1]
+        found.leave(request)
+        min(groups, key=len).join(request)
+    return found
 
 
 def _swap_remove(values: list[Any], index: int) -> None:

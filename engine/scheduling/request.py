@@ -7,7 +7,7 @@ computed or launched; num_tokens counts the known tokens and the one that a laun
     num_computed  ------------------------------------^      (decoding: num_tokens - 1)
     num_tokens    -------------------------------------^     (num_pending = 1: sampled, not known)
 
-While a request decodes, its num_computed grows by one a step and stays unwritten (decode_group.py).
+While a request decodes, its num_computed grows by one a turn and stays unwritten (decode_group.py).
 """
 
 import enum
@@ -52,6 +52,7 @@ class Request:
         "delivered",
         "hashes",
         "id",
+        "lane",
         "last_step",
         "limit",
         "min_tokens",
@@ -123,7 +124,8 @@ class Request:
         self.num_registered = 0  # leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
         self.slot = -1  # index in the decode group
-        self.base = 0  # while decoding: num_computed = base + step
+        self.base = 0  # while decoding: num_computed = base + the next turn of its group
+        self.lane = 0  # of that group
         self.last_step = 0  # the last step that uses its row and blocks (while not decoding)
         self.queued_tokens = 0  # known tokens when it was put into the queue
         self.arrived = time.monotonic_ns()
@@ -156,11 +158,11 @@ class Request:
         """Tokens to compute before the next one is sampled. Not while decoding."""
         return self.num_tokens - self.num_computed
 
-    def footprint(self, step: int, held: int) -> Footprint:
-        """Its memory when `step` is launched, and at its end. held: blocks in its table. Legal
-        while it has a row."""
+    def footprint(self, turn: int, held: int) -> Footprint:
+        """Its memory when this turn of its group is launched, and at its end. held: blocks in its
+        table. Legal while it has a row."""
         if self.phase is RequestPhase.DECODING:
-            now = self.base + step + 1
+            now = self.base + turn + 1
         else:
             now = max(self.num_computed, len(self.token_ids))
         return Footprint(now, max(now, self.limit - 1), held)

@@ -12,6 +12,9 @@ have one. Three rules follow. A result for a request that has ended is dropped. 
 released when the last launched step that uses them is done. A preempted request waits until its
 last result has arrived.
 
+With several lanes, `schedule` has those requests that decode in no step in flight, so it knows all
+their tokens; the rules are the same.
+
 One token budget a step is spent in this order:
 
 1. requests that decode;
@@ -35,7 +38,7 @@ from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, BATCHING, Footprint, KVMemory, fits_now
 from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.decode_group import DecodeGroup
+from engine.scheduling.decode_group import DecodeGroup, next_turn
 from engine.scheduling.pacing.chunking import (
     PromptPace,
     prefill_tokens,
@@ -73,7 +76,10 @@ class Scheduler:
         self.num_constrained = 0  # requests with a grammar
         self.reserved_blocks = 0  # blocks of all running requests at their maximum lengths
         self.computing: list[Request] = []  # phase COMPUTING
-        self.decoding = DecodeGroup(config.block_size, len(config.kinds))
+        self.lanes = [
+            DecodeGroup(config.block_size, len(config.kinds), lane) for lane in range(config.lanes)
+        ]
+        self.decoding = self.lanes[0]  # those of the step that is being scheduled
         self.in_flight: deque[LaunchedStep] = deque()
         self.deferred_releases: list[DeferredRelease] = []
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
@@ -85,7 +91,7 @@ class Scheduler:
         self._free_rows = list(range(self._most_rows - 1, -1, -1))
         self._fits = ADMISSION[config.admission]
         self._joins = BATCHING[config.batching]
-        self._lag = int(config.async_scheduling)
+        self._lag = int(config.async_scheduling or config.lanes > 1)
         self._arrivals = 0
         self._end_tokens = set(config.eos_token_ids)  # and the stop ids seen since last idle
 
@@ -191,6 +197,8 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Decide the next step and count it as launched. None if nothing can run now."""
         builder = StepBuilder(Batch(self.step + 1))
+        if len(self.lanes) > 1:
+            self.decoding = next_turn(self.lanes, {launched.lane for launched in self.in_flight})
         self._grow_decodes(builder)
         if self.computing or self.queue.waiting:
             builder.prompt_limit = self._prompt_limit()
@@ -208,19 +216,19 @@ class Scheduler:
         If there are not enough, all requests that need one leave the decode group and go to
         `computing`, where the order of service decides which of them get a block.
         """
-        step = builder.batch.step
-        due = self.decoding.block_due(step)
+        turn = self.decoding.turn + 1
+        due = self.decoding.block_due(turn)
         if not due:
             return
         stalled = any(r.remaining == 1 for r in self.computing)
         manager = self.blocks
         for request in due:
-            manager.hash_blocks(request, request.base + step)
+            manager.hash_blocks(request, request.base + turn)
             if not manager.whole:
-                manager.drop_behind(request, request.base + step)
+                manager.drop_behind(request, request.base + turn)
         if stalled or len(due) * manager.next_cost(due[0]) > manager.num_free:
             for request in due:
-                self.decoding.leave(request, step)
+                self.decoding.leave(request)
                 request.phase = RequestPhase.COMPUTING
                 self.computing.append(request)
             return
@@ -252,7 +260,9 @@ class Scheduler:
 
     def _prompt_limit(self) -> int:
         """Prompt tokens that this step may compute; of the whole budget, if no request decodes."""
-        if not self.decoding:
+        # With several steps in flight a prompt is worth cutting for its own sake: its pieces are in
+        # several stages at once.
+        if not self.decoding and len(self.lanes) == 1:
             return self.pace.limit(self.token_limit, 0)
         free = self.rows - len(self.running)
         startable = max(0, min(free, len(self.queue.waiting)))
@@ -321,7 +331,9 @@ class Scheduler:
         while self._free_rows and self._budget(builder) > 0 and (request := queue.first()):
             if len(self.running) >= rows:
                 return
-            assert request.last_step <= self.done_step, "its token in flight is not known yet"
+            if request.last_step > self.done_step:  # its token in flight is not known yet
+                assert len(self.lanes) > 1
+                return
             if not queue.retry and self.running:
                 return
             if not self._joins(request, self.running, queue):
@@ -444,7 +456,7 @@ class Scheduler:
         return leaving + [self._footprint(r) for r in self.running.values()]
 
     def _footprint(self, request: Request) -> Footprint:
-        return request.footprint(self.step, len(self.blocks.held(request)))
+        return request.footprint(self.lanes[request.lane].turn, len(self.blocks.held(request)))
 
     def _most_blocks(self, request: Request) -> int:
         """Blocks at its maximum length. The key of the last token is never computed."""
@@ -456,7 +468,7 @@ class Scheduler:
         samples = reaches_end and request.num_tokens < request.limit
         if length == 1 and samples:
             self.computing.remove(request)
-            self.decoding.join(request, builder.batch.step)
+            self.decoding.join(request)
             builder.joined.append(request)
             return
         (builder.sampling if samples else builder.prefill_only).append((request, length))
@@ -470,7 +482,7 @@ class Scheduler:
         launched = builder.build(group)
         step = self.step = launched.step
         for entry in launched.finishing:
-            group.leave(launched.requests[entry], step + 1)
+            group.leave(launched.requests[entry])
             launched.requests[entry].phase = RequestPhase.FINISHING
         chunks = builder.sampling + builder.prefill_only
         for entry, (request, length) in enumerate(chunks, start=builder.batch.num_decodes):
@@ -488,7 +500,7 @@ class Scheduler:
                     request.phase = RequestPhase.FINISHING
                     launched.finishing.append(entry)
                 else:
-                    group.join(request, step + 1)
+                    group.join(request)
         if self.num_constrained:
             self._constrain(launched, builder.batch)
         self.in_flight.append(launched)
@@ -535,7 +547,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Remove it from the list of its phase. The caller sets the new phase."""
         if request.phase is RequestPhase.DECODING:
-            self.decoding.leave(request, self.step + 1)
+            self.lanes[request.lane].leave(request)
         elif request.phase is RequestPhase.COMPUTING:
             self.computing.remove(request)
         elif request.phase is RequestPhase.WAITING:
@@ -627,7 +639,7 @@ class Scheduler:
             assert (request.slot >= 0) == (request.phase is RequestPhase.DECODING)
         assert phases[RequestPhase.ENDED] == 0
         assert phases[RequestPhase.COMPUTING] == len(self.computing)
-        assert phases[RequestPhase.DECODING] == len(self.decoding)
+        assert phases[RequestPhase.DECODING] == sum(map(len, self.lanes))
         num_queued = phases[RequestPhase.WAITING] + phases[RequestPhase.WAITING_FOR_ADAPTER]
         assert num_queued == len(self.queue)
         assert len(self.running) + len(self.queue) == len(self.requests)
@@ -639,7 +651,9 @@ class Scheduler:
         self._adapters.check_integrity(pins, users)
         constrained = [r for r in self.requests.values() if r.constraint is not None]
         assert self.num_constrained == len(constrained)
-        for slot, request in enumerate(self.decoding.requests):
-            assert request.slot == slot and self.decoding.rows[slot] == request.row
+        for group in self.lanes:
+            for slot, request in enumerate(group.requests):
+                assert (request.lane, request.slot) == (group.lane, slot)
+                assert group.rows[slot] == request.row
         if not self.requests and not self.in_flight:
             assert not self.deferred_releases, "idle, yet a request holds blocks"

@@ -4,6 +4,7 @@ what is released when it is done (DeferredRelease). State that outlasts a step i
 Be paranoid about adding lines to `build` and `accept`: they run for every request in every step.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class LaunchedStep:
     token_lists: list[list[int]]  # [num_samples] the requests' token_ids, to append to
     firsts: list[int]  # entries that may bring their request's first delta
     finishing: list[int]  # entries whose request ends with this step, whatever is sampled
+    lane: int = 0  # of its decodes
+    began: float = 0.0  # time.perf_counter() at the launch
     decodes: int = 0
     prompt_tokens: int = 0  # of its chunks
     some_ended: bool = False  # a request has ended since the launch
@@ -171,12 +174,15 @@ class StepBuilder:
     owed: int = 0  # of the blocks that will be released, how many a request already waits for
 
     def build(self, group: DecodeGroup) -> LaunchedStep:
-        """Complete the batch: one token for each decode, then the chunks. Changes no request."""
+        """Complete the batch: one token for each decode, then the chunks. Takes the group's
+        turn, and changes no request."""
         batch, step = self.batch, self.batch.step
+        group.take_turn(step)
+        turn = group.turn
         chunks = self.sampling + self.prefill_only
         batch.num_decodes = len(group)
         batch.rows = group.rows.copy()
-        batch.starts = [base + step for base in group.bases]
+        batch.starts = [base + turn for base in group.bases]
         batch.lengths = [1] * len(group)
         num_samples = len(group) + len(self.sampling)
         batch.samples = [True] * num_samples + [False] * len(self.prefill_only)
@@ -193,7 +199,9 @@ class StepBuilder:
             group.ids + [r.id for r, _ in self.sampling],
             group.token_lists + [r.token_ids for r, _ in self.sampling],
             firsts=[r.slot for r in self.joined if r.slot >= 0 and not r.delivered],
-            finishing=[r.slot for r in group.last_samples(step)],
+            finishing=[r.slot for r in group.last_samples()],
+            lane=group.lane,
+            began=time.perf_counter(),
             decodes=len(group),
             prompt_tokens=self.chunk_tokens,
         )

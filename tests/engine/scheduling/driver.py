@@ -71,7 +71,8 @@ class Driver:
         deltas = self.core.step()
         collect(deltas, self.outputs)
         self.core.check_integrity()
-        assert self.runner.max_in_flight <= (2 if self.core.config.async_scheduling else 1)
+        config = self.core.config
+        assert self.runner.max_in_flight <= max(config.lanes, 1 + config.async_scheduling)
         for request_id in {delta.id for delta in deltas}:
             output = self.outputs[request_id]
             tokens, finish = self.expected[request_id]

@@ -106,8 +106,8 @@ EngineMachine.TestCase.settings = settings(
 TestEngineMachine = EngineMachine.TestCase
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
-def test_random_lives(async_scheduling: bool) -> None:
+@pytest.mark.parametrize("async_scheduling, lanes", [(True, 1), (False, 1), (False, 2), (False, 3)])
+def test_random_lives(async_scheduling: bool, lanes: int) -> None:
     """Bug: a rare order of preemption, abort and late result that loses a block or a token."""
     configs: list[dict[str, Any]] = [
         {},
@@ -118,6 +118,6 @@ def test_random_lives(async_scheduling: bool) -> None:
     ]
     preemptions = 0
     for seed, changes in enumerate(configs * 4):
-        driver = random_run(seed, async_scheduling=async_scheduling, **changes)
+        driver = random_run(seed, async_scheduling=async_scheduling, lanes=lanes, **changes)
         preemptions += driver.scheduler.counters.preemptions
     assert preemptions > 50, "these runs are meant to preempt"
