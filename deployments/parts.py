@@ -134,9 +134,18 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
             watch=config.adapters.watch,
         ),
         seed=config.engine.get("seed"),
+        start_seconds=_wake_seconds(config),
         app=app,
         pools=tuple(map(deployment_name, config.pools)),
     )
+
+
+def _wake_seconds(config: MantaConfig) -> float | None:
+    """What a start takes where all pools may be empty, until it was measured; else None."""
+    pools = config.pools.values()
+    if not pools or any(not autoscaling.scales(pool) or pool.min_replicas for pool in pools):
+        return None
+    return max(pool.start_seconds for pool in pools)
 
 
 def served_models(app: str) -> dict[str, ServedModel]:

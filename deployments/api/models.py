@@ -24,8 +24,8 @@ PATH = "/v1/models"
 class ModelChanges(Protocol):
     """Of an endpoint of several models."""
 
-    def ready(self, model: str) -> bool:
-        """Whether a replica of it can take requests."""
+    def status(self, model: str) -> str:
+        """ready; sleeping: the next request wakes it; starting."""
         ...
 
     async def trouble(self, model: str) -> str:
@@ -68,7 +68,7 @@ async def one_model(api: "Api", exchange: HttpExchange) -> None:
         return
     card = await find_model(name, api.backend, exchange.caller)
     shown = _shown(api, card)
-    if shown.get("status") == "starting" and _may_change(api, exchange):
+    if shown.get("status") in ("starting", "sleeping") and _may_change(api, exchange):
         assert api.options.models is not None
         if trouble := await api.options.models.trouble(card.id):
             shown |= {"status": "failed", "message": trouble}
@@ -125,7 +125,7 @@ def _shown(api: "Api", card: ModelCard) -> dict[str, Any]:
     if card.parent is None and card.aliases:
         more["aliases"] = card.aliases
     if card.parent is None and api.options.models is not None:
-        more["status"] = "ready" if api.options.models.ready(card.id) else "starting"
+        more["status"] = api.options.models.status(card.id)
     return {
         "id": card.id,
         "object": "model",

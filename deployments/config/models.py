@@ -109,7 +109,8 @@ class PoolConfig(Section):
         le=4096,
         description="Where max_replicas is set: how many replicas there are at first, and at "
         "least. 0: the pool may become empty, if no request comes or another pool carries all; "
-        "the first request then waits for a start (see router.wait_seconds).",
+        "the first request then waits for a start, or is told when to come back (see "
+        "router.wait_seconds and docs/several-models.md).",
     )
     price: float | None = Field(
         None,
@@ -374,10 +375,6 @@ class MantaConfig(Section):
                 for other in others:
                     if (holder := taken.setdefault(other, name)) != name or other in self.models:
                         wrong(f"{other!r} is a name of the model {holder!r}", "models", name, key)
-            for kind, pool in own.pools.items():
-                if pool.max_replicas is not None and not pool.min_replicas:
-                    told = "is 0, and no request would wake one of several models; set it to 1"
-                    wrong(f"min_replicas {told}", "models", name, "pools", kind)
             try:
                 self.of(name)
             except ValidationError as error:

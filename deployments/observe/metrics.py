@@ -151,6 +151,7 @@ class RouterMetrics:
         self.http = Counter(
             "http_requests_total", "Answers by route and status.", "route", "status"
         )
+        self.wakes = Counter("wakes_total", "Times that a sleeping model was woken by a request.")
         self.channels = Counter("channel_opened_total", "Connections made to replicas.")
 
     def all(self) -> tuple[Counter | Histogram, ...]:

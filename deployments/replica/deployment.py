@@ -56,6 +56,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: ReplicaSettings, prepare: Callable[[ReplicaSettings], EngineConfig]
     ) -> None:
+        began = time.monotonic()
         log_through_serve(settings.engine.get("log_level", "info"))
         self._drain_seconds = settings.drain_seconds
         config = await asyncio.to_thread(prepare, settings)
@@ -84,6 +85,7 @@ class EngineReplica:
             "step_tokens": ready.step_tokens,
             "adapter_slots": config.max_loras,
             "prefix_caching": config.prefix_caching and ready.prefix_caching,
+            "start_seconds": time.monotonic() - began,
         }
 
     def record_replica_metadata(self) -> dict[str, Any]:

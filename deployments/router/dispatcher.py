@@ -27,6 +27,7 @@ from deployments.router.adapters.calls import AdapterCalls
 from deployments.router.adapters.stale import StaleAdapters
 from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.admission.request_queue import RequestQueue, RequestQueueLimits
+from deployments.router.admission.waking import Waking
 from deployments.router.delta_delivery import DeltaDelivery
 from deployments.router.failover.displaced import DisplacedChoices
 from deployments.router.failover.losses import ReplicaLosses
@@ -76,6 +77,7 @@ class Dispatcher:
         identity: ModelIdentity | None = None,
         adapters: AdapterSettings | None = None,
         record_store: AdapterRecordStore | None = None,
+        waking: Waking | None = None,
     ) -> None:
         self.metrics = RouterMetrics()
         self._cards = ModelCards(card)
@@ -93,15 +95,21 @@ class Dispatcher:
         self.on_end: list[Callable[[InflightRequest], None]] = []  # of each prompt
         self.on_models: Callable[[], None] = lambda: None  # `models` has changed
         self._draining = False
+        self.waking = waking or Waking()
         self._replica_calls = ReplicaCalls()
         calls = self._adapter_calls = AdapterCalls(
-            self._replica_calls, self._clients, self._fleet, self._random, limits.wait_seconds
+            self._replica_calls,
+            self._clients,
+            self._fleet,
+            self._random,
+            limits.wait_seconds,
+            self.wake,
         )
         self.adapters = AdapterRegistry(
             adapters or AdapterSettings(card.id), calls, lambda: self._set_models(), record_store
         )
         self._set_models()
-        self._displaced = DisplacedChoices(limits.wait_seconds)
+        self._displaced = DisplacedChoices(limits.wait_seconds, self.wake)
         self._placement = Placement(
             self._clients,
             self._fleet,
@@ -122,6 +130,7 @@ class Dispatcher:
             self._random.random,
             lambda: self._cards.base.max_model_len,
             self._placement.begin,
+            self.waking.seconds,
         )
 
     # -- Backend
@@ -147,6 +156,9 @@ class Dispatcher:
     def generate(self, request: GenerationRequest) -> InflightRequest:
         try:
             self._check_open()
+            if not self._queue.ready():
+                self.wake()
+                self.waking.check(self._limits.wait_seconds)
             if len(self._requests) >= self._limits.in_flight:
                 message = f"this router has {len(self._requests)} requests in flight already"
                 raise Overloaded(message, retry_after=self._queue.seconds())
@@ -225,7 +237,23 @@ class Dispatcher:
         return len(found)
 
     def ready(self) -> bool:
-        return not self._draining and any(client.available for client in self._clients.values())
+        """Whether requests are taken: a model that sleeps takes them, too."""
+        return not self._draining and (self.awake() or self.waking.wakes_for_requests)
+
+    def awake(self) -> bool:
+        """Whether a replica can take requests."""
+        return any(client.available for client in self._clients.values())
+
+    def status(self) -> str:
+        """ready; sleeping: the next request wakes it; starting."""
+        if self.awake():
+            return "ready"
+        return "sleeping" if self.waking.sleeping else "starting"
+
+    def wake(self) -> None:
+        """Have a replica started, if the model sleeps."""
+        if self.waking.wake():
+            self.metrics.wakes.add()
 
     def _check_open(self) -> None:
         if self._draining:
@@ -240,6 +268,7 @@ class Dispatcher:
     def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
         """These are the running replicas, id -> what each published."""
         self._clients.replace(replicas)
+        self.waking.replicas(len(self._clients))
 
     def _connect(self, replica: str, endpoint: ReplicaEndpoint) -> ReplicaClient:
         return ReplicaClient(
@@ -290,6 +319,7 @@ class Dispatcher:
     def close(self) -> None:
         """Fail the requests in flight and disconnect from the replicas."""
         self.refuse_new()
+        self.waking.close()
         self.adapters.close()
         self._stale.close()
         self.fail_all()
@@ -308,6 +338,7 @@ class Dispatcher:
     def _on_open(self, client: ReplicaClient) -> None:
         logger.info("replica %s is connected", client.replica)
         self.metrics.channels.add()
+        self.waking.opened(client.endpoint.start_seconds)
         self.adapters.replica_came()
         self._cards.learn(client.endpoint)
         self.on_models()

@@ -24,7 +24,8 @@ class ReplicaEndpoint:
     """What a replica publishes: where it listens, the secret, and what its engine can do.
 
     step_tokens: the most tokens of a step. adapter_slots: adapters on the device; 0: not told.
-    weights, tokenizer: of checkpoints.resolve.ModelIdentity.
+    weights, tokenizer: of checkpoints.resolve.ModelIdentity. start_seconds: that its start took; 0:
+    not told.
     """
 
     host: str
@@ -38,6 +39,7 @@ class ReplicaEndpoint:
     prefix_caching: bool = True
     weights: str = ""
     tokenizer: str = ""
+    start_seconds: float = 0.0
 
     @classmethod
     def parse(cls, metadata: Mapping[str, Any]) -> "ReplicaEndpoint":
@@ -53,6 +55,7 @@ class ReplicaEndpoint:
             prefix_caching=bool(metadata.get("prefix_caching", True)),
             weights=str(metadata.get("weights", "")),
             tokenizer=str(metadata.get("tokenizer", "")),
+            start_seconds=float(metadata.get("start_seconds", 0.0)),
         )
 
 

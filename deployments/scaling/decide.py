@@ -202,14 +202,14 @@ def _remember(
 ) -> ScalingHistory:
     samples = history.samples
     sample = (demand.now, demand.prompt_rate, demand.output_rate)
-    if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
-        return history
-    kept = max(objective.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
-    samples = (*(one for one in samples if one[0] > demand.now - kept), sample)
     asked = demand.prompt_rate > 0 or demand.waiting > 0 or demand.waiting_tokens > 0
     # No new request, but an answer that takes longer than that, or a replica that starts.
     busy = asked or demand.running > 0 or starting
     since = demand.now if busy or history.busy_at == -math.inf else history.busy_at
+    if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
+        return replace(history, busy_at=since)  # a request that wakes a pool waits for no sample
+    kept = max(objective.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
+    samples = (*(one for one in samples if one[0] > demand.now - kept), sample)
     return replace(history, samples=samples, busy_at=since)
 
 

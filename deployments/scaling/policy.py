@@ -4,8 +4,9 @@ only loop, so they decide once a second.
 
 `PoolsPolicy` decides for all pools of the application together, with what the routers report. Serve
 takes such a policy from a config file only. `PoolPolicy` is for one deployment, which is what
-`serve.run` has. It knows only what the pool's own engines report, so it neither wakes a pool from
-zero by itself nor weighs one pool against another.
+`serve.run` has, so it weighs no pool against another. Where routers do not report, it knows what
+the pool's own engines say, and the calls of routers that wait for a replica: these wake a pool from
+zero (router/admission/waking.py).
 
 A change of a policy's arguments restarts every replica, because Serve derives its code version from
 them. Limits are therefore read from Serve's own options.

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 
 from deployments.adapters.record_store import AdapterRecord
@@ -22,7 +22,8 @@ _LOSSES = 2  # replicas that may be lost over one adapter
 
 
 class AdapterCalls:
-    """clients: of the replicas, by name. wait_seconds: for a replica to be ready."""
+    """clients: of the replicas, by name. wait_seconds: for a replica to be ready. wanted: called
+    when none is."""
 
     def __init__(
         self,
@@ -31,12 +32,14 @@ class AdapterCalls:
         fleet: Fleet,
         random: Random,
         wait_seconds: float,
+        wanted: Callable[[], None],
     ) -> None:
         self._calls = calls
         self._clients = clients
         self._fleet = fleet
         self._random = random
         self._wait_seconds = wait_seconds
+        self._wanted = wanted
         self.waiting = 0  # calls that wait for a replica to be ready
 
     async def load(self, record: AdapterRecord) -> AdapterInfo:
@@ -84,6 +87,7 @@ class AdapterCalls:
                 client = None if decision is None else self._clients.get(decision.replica)
                 if client is not None and client.connection is not None:
                     return client
+                self._wanted()
                 if now > deadline:
                     raise Overloaded(
                         f"no replica became ready within {self._wait_seconds:g} s",

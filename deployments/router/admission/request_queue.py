@@ -15,6 +15,7 @@ from deployments.router.admission.fair_queue import (
     OutputEstimate,
     Ticket,
 )
+from deployments.router.admission.waking import UNKNOWN
 from deployments.router.inflight import InflightRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.replica_state import ReplicaState
@@ -35,7 +36,8 @@ class RequestQueueLimits:
 
 class RequestQueue:
     """fleet: the router's replicas. requests: all in flight. max_len: tokens of the longest one.
-    send(inflight, replicas): gives a request to one of these replicas, which have room."""
+    send(inflight, replicas): gives a request to one of these replicas, which have room. retry: the
+    seconds after which to come back while none is ready."""
 
     def __init__(
         self,
@@ -45,12 +47,14 @@ class RequestQueue:
         random: Callable[[], float],
         max_len: Callable[[], int],
         send: Callable[[InflightRequest, list[ReplicaState]], None],
+        retry: Callable[[], float] = lambda: UNKNOWN,
     ) -> None:
         self._limits = limits
         self._fleet = fleet
         self._requests = requests
         self._max_len = max_len
         self._send = send
+        self._retry = retry
         self._queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random)
         self._tickets: dict[InflightRequest, Ticket[InflightRequest]] = {}
         self._estimate = OutputEstimate()
@@ -71,13 +75,16 @@ class RequestQueue:
         """How long it will take until they have gone to replicas."""
         return self._queue.tokens / self._capacity_at(time.monotonic()).rate
 
+    def ready(self) -> bool:
+        return any(one.available for one in self._fleet.replicas.values())
+
     # -- in
 
     def admit(self, key: str) -> None:
         """Raises Overloaded if an average request of this key would be refused."""
         if self._queue:
             self._check(key, 0, self._queue.tokens / len(self._queue), None)
-        elif self._ready() and not self._free():
+        elif self.ready() and not self._free():
             self._check(key, 0, 0.0, None)
 
     def check(self, request: GenerationRequest) -> bool:
@@ -85,9 +92,9 @@ class RequestQueue:
         if not self._queue and self._free():
             return True
         roomy = [] if self._queue else self._roomy()
-        if self.choices >= self._limits.waiting and not self._ready():
+        if self.choices >= self._limits.waiting and not self.ready():
             message = "no replica is ready and too many requests wait for one"
-            raise Overloaded(message, code="no_replica", retry_after=5)
+            raise Overloaded(message, code="no_replica", retry_after=self._retry())
         self._check(request.key, request.priority, self._work(request), request.deadline)
         return bool(roomy)  # it waits there rather than here, for the next row
 
@@ -111,11 +118,12 @@ class RequestQueue:
     def _expire(self, inflight: InflightRequest) -> None:
         if inflight in self._tickets:
             seconds = f"{self._limits.wait_seconds:g} s"
-            if self._ready():
+            if self.ready():
                 inflight.fail(Overloaded(f"no replica had room for it within {seconds}"))
             else:
                 message = f"no replica became ready within {seconds}"
-                inflight.fail(Overloaded(message, code="no_replica", retry_after=5))
+                error = Overloaded(message, code="no_replica", retry_after=self._retry())
+                inflight.fail(error)
 
     # -- out
 
@@ -154,9 +162,6 @@ class RequestQueue:
         """Whether a replica with room has a row for one more choice."""
         replicas = self._fleet.replicas.values()
         return any(one.available and one.room() > 0 and one.free_rows() > 0 for one in replicas)
-
-    def _ready(self) -> bool:
-        return any(one.available for one in self._fleet.replicas.values())
 
     def _limit(self, request: GenerationRequest) -> int:
         """Output tokens that a choice can have at most."""

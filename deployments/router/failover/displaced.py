@@ -3,16 +3,19 @@ in the request queue instead (admission/request_queue.py)."""
 
 import asyncio
 import itertools
+from collections.abc import Callable
 
 from deployments.router.inflight import InflightChoice
 from engine.errors import Overloaded
 
 
 class DisplacedChoices:
-    """seconds: how long a choice waits at most; then its request fails."""
+    """seconds: how long a choice waits at most; then its request fails. wanted: called when some
+    begin to wait."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, wanted: Callable[[], None] = lambda: None) -> None:
         self._seconds = seconds
+        self._wanted = wanted
         self._choices: dict[int, tuple[InflightChoice, asyncio.TimerHandle]] = {}  # by id
 
     def __len__(self) -> int:
@@ -26,6 +29,7 @@ class DisplacedChoices:
         for choice in choices:
             timer = loop.call_later(self._seconds, choice.inflight.fail, error)
             self._choices[choice.id] = (choice, timer)
+        self._wanted()
 
     def take(self, choice: InflightChoice) -> bool:
         """The choice waits no longer. Returns whether it did."""

@@ -28,9 +28,11 @@ class RouterChanges:
         self._change, self._front, self._keeper = change, front, keeper
         self._turn = asyncio.Lock()
 
-    def ready(self, model: str) -> bool:
+    def status(self, model: str) -> str:
         dispatcher = self._front.dispatchers.get(model)
-        return dispatcher is not None and dispatcher.ready()
+        if dispatcher is None:
+            return "starting"
+        return dispatcher.status()
 
     async def trouble(self, model: str) -> str:
         return await asyncio.to_thread(self._change.trouble, model)
@@ -39,6 +41,8 @@ class RouterChanges:
         async with self._turn:
             await asyncio.to_thread(self._change.put, name, section)
             await self._keeper.look()
+            if name in self._front.dispatchers:
+                self._front.dispatchers[name].wake()  # whether it can start is to be seen now
 
     async def remove(self, name: str) -> None:
         async with self._turn:

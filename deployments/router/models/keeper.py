@@ -18,6 +18,7 @@ from deployments import catalog
 from deployments.adapters.record_store import RayRecordStore
 from deployments.backend import ModelCard
 from deployments.checkpoints.resolve import ModelIdentity
+from deployments.router.admission.waking import Waking
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.front import ModelFront
 from deployments.router.models.served import ServedModel
@@ -86,6 +87,7 @@ class ModelKeeper:
             identity,
             model.adapters,
             RayRecordStore(model.app or self._app),
+            Waking(model.name, model.start_seconds, partial(_ask, engines)),
         )
         await dispatcher.adapters.start()
         connected = _Connected(model, dispatcher, engines)
@@ -105,6 +107,8 @@ class ModelKeeper:
                 discovery.subscribe(engine.app_name, engine.deployment_name, listener)
             )
         before = self._connected.get(model.name)
+        if before is not None:
+            dispatcher.waking.take_over(before.dispatcher.waking)
         self._connected[model.name] = connected
         self._front.put(model.name, dispatcher, self._seconds)
         if before is not None:
@@ -197,6 +201,19 @@ class ModelKeeper:
         task = asyncio.get_running_loop().create_task(end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+async def _ask(engines: Engines) -> None:
+    """A call that waits for a replica, which Serve reports to the scaling policy as waiting work
+    until it is answered or this is cancelled. One is enough: the policy weighs all pools."""
+    response: Any = engines[0].stats.remote()
+    try:
+        await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+    except (RayError, RayServeException) as error:
+        logger.warning("no replica came: %s", error)
 
 
 def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIdentity]:

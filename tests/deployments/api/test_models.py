@@ -23,8 +23,8 @@ class Changes:
         self.asked: list[Any] = []
         self.started = False
 
-    def ready(self, model: str) -> bool:
-        return self.started
+    def status(self, model: str) -> str:
+        return "ready" if self.started else "starting"
 
     async def trouble(self, model: str) -> str:
         return f"{model}: ConfigError: no such file: /secret"

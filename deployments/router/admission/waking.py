@@ -1,0 +1,105 @@
+"""Waking: a model whose pools may all be empty is woken by a request, which is told when to come
+back if it will not be held so long."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+from engine.errors import Overloaded
+
+logger = logging.getLogger("manta.router")
+
+UNKNOWN = 5.0  # seconds after which to try again where nobody knows when a replica is ready
+
+
+class Waking:
+    """model: its name. start_seconds: of a replica, until that was measured; None: the model never
+    sleeps, and nothing here does anything. ask: asks for a replica and returns when one has
+    answered.
+
+    A model sleeps while it may, no replica is there and nobody has asked for one.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        start_seconds: float | None = None,
+        ask: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._model = model
+        self._guess = start_seconds
+        self._ask = ask
+        self._took: float | None = None  # seconds of a start, once measured
+        self._was_there = False  # a replica, since this router knows the model
+        self._empty = False  # Serve has said that there is no replica
+        self._asked = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def sleeping(self) -> bool:
+        return self._guess is not None and self._empty and not self._waits
+
+    @property
+    def wakes_for_requests(self) -> bool:
+        """It had replicas and has none, and the next request gets one."""
+        return self._guess is not None and self._empty and self._was_there
+
+    @property
+    def _waits(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def replicas(self, count: int) -> None:
+        """So many there are, by Serve's word."""
+        self._empty = not count
+        self._was_there |= count > 0
+
+    def opened(self, start_seconds: float) -> None:
+        """A replica can take requests. start_seconds: that its start took, by its own word; 0: it
+        did not say."""
+        self._was_there = True
+        if self._waits:
+            # Another router may have asked earlier than this one.
+            self._took = max(time.monotonic() - self._asked, start_seconds)
+            logger.info("%s is awake after %.1f s", self._model, self._took)
+        elif self._took is None and start_seconds:
+            self._took = start_seconds
+        self.close()
+
+    def wake(self) -> bool:
+        """Ask for a replica, where that is of use; whether it was asked for just now."""
+        if not self.sleeping or self._ask is None:
+            return False
+        logger.info("%s sleeps, and is woken by a request", self._model)
+        self._asked = time.monotonic()
+        self._task = asyncio.ensure_future(self._ask())
+        return True
+
+    def check(self, wait_seconds: float) -> None:
+        """Raises Overloaded: it is known that no replica will be there for so long."""
+        if self._took is None or not self._waits:
+            return
+        left = self._asked + self._took - time.monotonic()
+        if left > wait_seconds:
+            raise Overloaded(
+                f"{self._model} sleeps, was woken, and is expected to be ready in {left:.0f} s",
+                code="no_replica",
+                retry_after=left,
+            )
+
+    def seconds(self) -> float:
+        """After how many to try again, while no replica is there."""
+        if not self._waits or self._guess is None:
+            return UNKNOWN
+        expected = self._guess if self._took is None else self._took
+        return math.ceil(max(UNKNOWN, self._asked + expected - time.monotonic()))
+
+    def take_over(self, other: "Waking") -> None:
+        """Know what another one of the same model knew."""
+        self._took, self._was_there = other._took, other._was_there
+
+    def close(self) -> None:
+        """Nobody waits for a replica."""
+        if self._task is not None:
+            self._task.cancel()

@@ -1,0 +1,106 @@
+"""A model that sleeps beside one that serves, on a real Ray and Serve with real engines."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.app import deploy, serve_config
+from tests.deployments.on_ray.serve_cluster import Cluster, tiny_model
+from tests.deployments.several_models.endpoint import (
+    ADMIN,
+    APP,
+    PROMPT,
+    Several,
+    Stream,
+    configuration,
+    wait,
+)
+
+SLEEPS = {
+    "pools": {"cpu": {"num_cpus": 0.4, "min_replicas": 0, "max_replicas": 1}},
+    "scaling": {"idle_seconds": 1.0, "calm_seconds": 1.0},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("sleeping")
+    keys = parent / "admins"
+    keys.touch(0o600)
+    keys.write_text(f"{ADMIN}\n")
+    return tiny_model(parent / "tiny")
+
+
+@pytest.fixture
+def several(shared_cluster: Cluster, folder: Path) -> Iterator[Several]:
+    from ray import serve
+
+    config = configuration(folder, shared_cluster.port, one={}, two=SLEEPS)
+    # A start takes longer than a request waits.
+    config = config.model_copy(
+        update={"router": config.router.model_copy(update={"wait_seconds": 1})}
+    )
+    deploy(serve_config(config))
+    found = Several(shared_cluster, config)
+    wait(lambda: found.names() == ["one", "two"] and found.ready("one"))
+    yield found
+    for name in list(serve.status().applications):
+        serve.delete(name)
+
+
+def status(several: Several, model: str) -> str:
+    told = json.loads(several.cluster.get(f"/several/v1/models/{model}"))
+    return str(told["status"])
+
+
+def routers() -> set[str]:
+    from ray import serve
+
+    there = serve.status().applications[APP].deployments.get("router")  # not while it is built
+    if there is None or sum(there.replica_states.values()) != 1:
+        return set()
+    handle = serve.get_deployment_handle("router", APP)
+    return {str(handle.state.remote().result()["pid"])}
+
+
+def try_once(several: Several, model: str) -> tuple[int, float, dict[str, Any]]:
+    """Status, Retry-After (0: none) and answer of a request."""
+    with several.cluster.open("/several/v1/completions", {"model": model, **PROMPT}) as answer:
+        found = json.loads(answer.read())
+        return answer.status, float(answer.headers.get("retry-after", 0)), found
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_a_sleeping_model_is_woken_by_a_request_and_the_other_notices_nothing(
+    several: Several,
+) -> None:
+    """A request that waits for a model that nobody starts; a promise that is not kept; a model that
+    sleeps and takes the other's replicas along; a restarted router that cannot wake anything."""
+    one = several.engines("one")["pid"]
+    wait(lambda: try_once(several, "two")[0] == 200)
+    with Stream(several, "one"):
+        expected = several.text("two")
+        wait(lambda: status(several, "two") == "sleeping")
+        code, seconds, answer = try_once(several, "two")
+        assert code == 503 and answer["error"]["code"] == "no_replica", answer
+        assert "two sleeps, was woken" in answer["error"]["message"] and 1 <= seconds < 60
+        assert status(several, "two") == "starting"
+        deadline = time.monotonic() + 4 * seconds + 10
+        while code != 200:
+            assert time.monotonic() < deadline, answer
+            time.sleep(seconds)
+            code, seconds, answer = try_once(several, "two")
+        assert answer["choices"][0]["text"] == expected
+        wait(lambda: status(several, "two") == "sleeping")
+        # New routers, which have never seen it serve, and hold a request as long as it takes.
+        router = several.config.router.model_copy(update={"wait_seconds": 60})
+        before = wait(routers)
+        deploy(serve_config(several.config.model_copy(update={"router": router})))
+        wait(lambda: before.isdisjoint(routers()) and routers())
+        assert several.text("two") == expected
+    assert several.engines("one")["pid"] == one
