@@ -90,6 +90,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     rank: int  # 1 = most likely
     top_ids: list[int]  # the k most likely, best first
     top_logprobs: list[float]
+    total: float  # log of the sum of exp(logits): a log-probability plus it is the logit
 
 
 @dataclass(slots=True)

@@ -285,7 +285,7 @@ class FakeRunner:
 
 
 def _logprob(token: int, position: int) -> TokenLogprobs:
-    return TokenLogprobs(token, -float(position), 1, [], [])
+    return TokenLogprobs(token, -float(position), 1, [], [], 0.0)
 
 
 def make_config(**changes: Any) -> CoreConfig:

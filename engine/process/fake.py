@@ -278,7 +278,7 @@ class FakeCore:
         first, size = self._options.first, self._options.vocab_size
         ids = [first + (token - first + place) % (size - first) for place in range(k)]
         best = -1.0 - token / size
-        return TokenLogprobs(token, best, 1, ids, [best - place for place in range(k)])
+        return TokenLogprobs(token, best, 1, ids, [best - place for place in range(k)], 9.0)
 
     def stats(self) -> EngineStats:
         stats = self._stats

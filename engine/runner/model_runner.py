@@ -103,19 +103,26 @@ class _HostLogprobs:
     rank: Tensor  # [n] int64
     top_ids: Tensor  # [n, k] int64
     top_logprobs: Tensor  # [n, k] float32
+    total: Tensor  # [n] float32
     counts: list[int]  # [n] how many alternatives item i wants; -1 = no log-probabilities at all
 
     def items(self, tokens: list[int] | None = None) -> list[tuple[int, TokenLogprobs | None]]:
         ids = tokens if tokens is not None else self.token_ids.tolist()
         logprob, rank = self.logprob.tolist(), self.rank.tolist()
         top_ids, top_logprobs = self.top_ids.tolist(), self.top_logprobs.tolist()
+        total = self.total.tolist()
         return [
             (
                 i,
                 None
                 if count < 0
                 else TokenLogprobs(
-                    ids[i], logprob[i], int(rank[i]), top_ids[i][:count], top_logprobs[i][:count]
+                    ids[i],
+                    logprob[i],
+                    int(rank[i]),
+                    top_ids[i][:count],
+                    top_logprobs[i][:count],
+                    total[i],
                 ),
             )
             for i, count in enumerate(self.counts)
@@ -395,12 +402,14 @@ class ModelRunner:
             return None
         assert sampled.rank is not None
         assert sampled.top_ids is not None and sampled.top_logprobs is not None
+        assert sampled.total is not None
         return _HostLogprobs(
             self._to_host(sampled.tokens),
             self._to_host(sampled.logprob),
             self._to_host(sampled.rank),
             self._to_host(sampled.top_ids),
             self._to_host(sampled.top_logprobs),
+            self._to_host(sampled.total),
             [self._logprobs[row] for row in rows],
         )
 
@@ -465,11 +474,10 @@ class ModelRunner:
             self.sampler.prompt_logprobs(each, next_ids, wanted)
             for each, next_ids in zip(logits, targets.split(self._logits_rows), strict=True)
         ]
-        logprob, rank, top_ids, top_logprobs = (
-            self._to_host(torch.cat(part)) for part in zip(*pieces, strict=True)
-        )
-        counts = [wanted] * len(targets)
-        return _HostLogprobs(self._to_host(targets), logprob, rank, top_ids, top_logprobs, counts)
+        parts = (self._to_host(torch.cat(part)) for part in zip(*pieces, strict=True))
+        logprob, rank, top_ids, top_logprobs, total = parts
+        counts, ids = [wanted] * len(targets), self._to_host(targets)
+        return _HostLogprobs(ids, logprob, rank, top_ids, top_logprobs, total, counts)
 
     def capture_graphs(self, sizes: Sequence[int]) -> None:
         """Record steps of these numbers of decodes, and mixed ones. CUDA only; after warm-up."""

@@ -220,12 +220,13 @@ def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
     return np.concatenate([*kept, ids[: last + 1]])
 
 
-def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32]:
+def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32, float]:
     """Raw logits x [vocab] -> (log-probability of token, its rank from 1, ids and log-probabilities
-    of the top k). All NaN, of the first ids, where the model has no distribution."""
+    of the top k, log of the sum of exp(x)). All NaN, of the first ids, where the model has no
+    distribution."""
     best = x.max()
     if not np.isfinite(best):
-        return math.nan, 1, np.arange(k), np.full(k, np.nan, np.float32)
+        return math.nan, 1, np.arange(k), np.full(k, np.nan, np.float32), math.nan
     total = best + np.log(np.exp(x - best).sum(dtype=np.float64))
     ids = top(x, k) if k else np.zeros(0, np.int64)
     return (
@@ -233,4 +234,5 @@ def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32]:
         1 + int(np.count_nonzero(x > x[token])),
         ids,
         (x[ids] - total).astype(np.float32),
+        float(total),
     )

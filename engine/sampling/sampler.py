@@ -97,6 +97,7 @@ class Sampled:
     rank: Tensor | None = None  # [S] int64, 1 = most likely
     top_ids: Tensor | None = None  # [S, k] int64
     top_logprobs: Tensor | None = None  # [S, k] float32
+    total: Tensor | None = None  # [S] float32, log of the sum of exp(logits)
 
 
 class Sampler:
@@ -211,7 +212,8 @@ class Sampler:
         sampled = Sampled(chosen, bad)
         if plan.logprobs >= 0:
             parts = logprobs(raw, chosen, plan.logprobs, rows, words)
-            sampled.logprob, sampled.rank, sampled.top_ids, sampled.top_logprobs = parts
+            sampled.logprob, sampled.rank, sampled.top_ids, *rest = parts
+            sampled.top_logprobs, sampled.total = rest
         return sampled
 
     def _sample_on_host(
@@ -241,15 +243,16 @@ class Sampler:
         if plan.logprobs >= 0:
             wanted = [self._rows.logprobs[row] for row in row_list]
             parts = _host_logprobs(raw, chosen.tolist(), wanted, plan.logprobs)
-            sampled.logprob, sampled.rank, sampled.top_ids, sampled.top_logprobs = parts
+            sampled.logprob, sampled.rank, sampled.top_ids, *rest = parts
+            sampled.top_logprobs, sampled.total = rest
         return sampled
 
     def prompt_logprobs(
         self, logits: Tensor, targets: Tensor, k: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Raw logits [T, vocab] and the tokens that came next [T] int64 -> (log-probability [T]
         float32, rank [T] int64, ids of the k most likely [T, k] int64, their log-probabilities [T,
-        k] float32)."""
+        k] float32, log of the sum of exp(logits) [T] float32)."""
         if self._rows.device_words is not None:
             from kernels.sampling.logprobs import logprobs
 
@@ -259,17 +262,18 @@ class Sampler:
 
 def _host_logprobs(
     raw: host.F32, tokens: list[int], wanted: list[int], k: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     count = len(tokens)
     k = min(k, raw.shape[1])
     logprob = np.zeros(count, np.float32)
     rank = np.ones(count, np.int64)
     top_ids = np.zeros((count, k), np.int64)
     top_logprobs = np.zeros((count, k), np.float32)
+    total = np.zeros(count, np.float32)
     for s, want in enumerate(wanted):
         if want >= 0:
             n = min(want, k)
-            logprob[s], rank[s], top_ids[s, :n], top_logprobs[s, :n] = host.logprobs(
+            logprob[s], rank[s], top_ids[s, :n], top_logprobs[s, :n], total[s] = host.logprobs(
                 raw[s], tokens[s], n
             )
     return (
@@ -277,4 +281,5 @@ def _host_logprobs(
         torch.from_numpy(rank),
         torch.from_numpy(top_ids),
         torch.from_numpy(top_logprobs),
+        torch.from_numpy(total),
     )

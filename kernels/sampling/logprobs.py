@@ -72,6 +72,7 @@ def _logprob_row_kernel(
     tops,
     top_ids,
     logprob,  # [S] float32
+    totals,  # [S] float32
     rank,  # [S] int64
     out_ids,  # [S, K] int64
     out_logprobs,  # [S, K] float32
@@ -98,6 +99,7 @@ def _logprob_row_kernel(
         total = best + tl.log(total)
         target = tl.load(logits + s.to(tl.int64) * stride + tl.load(targets + s)).to(tl.float32)
         tl.store(logprob + s, target - total)
+        tl.store(totals + s, total)
         above = tl.load(base + 2, mask=mask, other=0.0)
         tl.store(rank + s, tl.sum(above, axis=0).to(tl.int64) + 1)
         if K > 0:
@@ -120,10 +122,10 @@ def logprobs(
     k: int,
     rows: Tensor | None = None,
     words: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Raw logits [S, vocab] and a token for each, [S] int64 -> (log-probability [S] float32, rank
     from 1 [S] int64, ids of the k most likely [S, k] int64 with equals by id, their
-    log-probabilities [S, k] float32).
+    log-probabilities [S, k] float32, log of the sum of exp(logits) [S] float32).
 
     rows and words: skip rows that did not ask, whose results are left undefined. Without them every
     row is done.
@@ -137,6 +139,7 @@ def logprobs(
     tops = torch.empty(count, blocks, k, dtype=torch.float32, device=device)
     top_ids = torch.empty(count, blocks, k, dtype=torch.int32, device=device)
     logprob = torch.empty(count, dtype=torch.float32, device=device)
+    totals = torch.empty(count, dtype=torch.float32, device=device)
     rank = torch.empty(count, dtype=torch.int64, device=device)
     out_ids = torch.empty(count, k, dtype=torch.int64, device=device)
     out_logprobs = torch.empty(count, k, dtype=torch.float32, device=device)
@@ -149,8 +152,8 @@ def logprobs(
         )  # fmt: skip
         _logprob_row_kernel[(count,)](
             logits, logits.stride(0), which, table, targets, stats, tops, top_ids,
-            logprob, rank, out_ids, out_logprobs, blocks,
+            logprob, totals, rank, out_ids, out_logprobs, blocks,
             ALL=everything, K=k, NUM_BLOCKS=triton.next_power_of_2(blocks),
             NUM_TOPS=triton.next_power_of_2(max(1, blocks * k)), num_warps=4,
         )  # fmt: skip
-    return logprob, rank, out_ids, out_logprobs
+    return logprob, rank, out_ids, out_logprobs, totals

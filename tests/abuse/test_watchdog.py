@@ -123,7 +123,7 @@ class Quick(FakeBackend):
         wanted = request.params.prompt_logprobs
         if wanted is None:
             return super().deltas(request, choice)
-        item = TokenLogprobs(5, -1.5, 2, list(range(40, 40 + wanted)), [-1.0] * wanted)
+        item = TokenLogprobs(5, -1.5, 2, list(range(40, 40 + wanted)), [-1.0] * wanted, 9.0)
         scores: list[TokenLogprobs | None] = [None, *[item] * (len(request.token_ids) - 1)]
         return [Delta(id=choice, token_ids=[5], finish="length", prompt_logprobs=scores, cached=0)]
 

@@ -279,4 +279,4 @@ def _logprobs(token: int, k: int) -> TokenLogprobs:
     """The token is the second most likely, so that it is missing from a top 1."""
     ids = [t for t in ((token + 7) % 200 + 40, token, *range(100, 140)) if t != token or k > 1]
     ids = list(dict.fromkeys([ids[0], *([token] if k > 1 else []), *ids[1:]]))[:k]
-    return TokenLogprobs(token, -1.5, 2, ids, [-0.5 - i for i in range(len(ids))])
+    return TokenLogprobs(token, -1.5, 2, ids, [-0.5 - i for i in range(len(ids))], 9.0)

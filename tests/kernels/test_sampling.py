@@ -251,7 +251,7 @@ def test_logprobs(vocab: int, k: int, dtype: torch.dtype) -> None:
     logits = random_logits(4, vocab, dtype, ties=True)
     logits[2, 1:] = -math.inf
     targets = torch.tensor([vocab - 1, 3, 0, 17], device=DEVICE)
-    logprob, rank, ids, values = logprobs(logits, targets, k)
+    logprob, rank, ids, values, total = logprobs(logits, targets, k)
     exact = torch.log_softmax(logits.double(), -1)
     chosen = exact.gather(1, targets[:, None])
     assert torch.allclose(logprob.double(), chosen[:, 0], atol=2e-5)
@@ -260,6 +260,7 @@ def test_logprobs(vocab: int, k: int, dtype: torch.dtype) -> None:
         order = torch.sort(logits[s].float(), descending=True, stable=True).indices[:k]
         assert ids[s].tolist() == order.tolist()
         assert torch.allclose(values[s].double(), exact[s, order], atol=2e-5)
+        assert torch.allclose(values[s] + total[s], logits[s, order].float(), atol=2e-5)
 
 
 def test_logprobs_skip_rows_that_did_not_ask() -> None:
@@ -267,7 +268,7 @@ def test_logprobs_skip_rows_that_did_not_ask() -> None:
     rows, words = table([SamplingParams(), SamplingParams(logprobs=2)], 100)
     logits = random_logits(2, 100, torch.float32)
     targets = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    logprob, _, ids, _ = logprobs(logits, targets, 2, rows, words)
+    logprob, _, ids, *_ = logprobs(logits, targets, 2, rows, words)
     assert ids[1].tolist() == logits[1].topk(2).indices.tolist()
     assert torch.allclose(logprob[1], torch.log_softmax(logits[1], -1)[0])
 

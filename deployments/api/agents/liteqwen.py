@@ -161,7 +161,7 @@ class LiteqwenWriter:
             return
         for one in delta.logprobs or ():
             pairs = zip(one.top_ids, one.top_logprobs, strict=True)
-            tops = [{"tid": token, "lgt": logprob} for token, logprob in pairs]
+            tops = [{"tid": token, "lgt": logprob + one.total} for token, logprob in pairs]
             self._logits.append({"pos": len(self._logits), "tops": tops})
 
     def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:

@@ -106,7 +106,9 @@ def test_cost_of_a_chunk(
     if "logprobs" in fields:
         for delta in source.ready_made:
             top = list(range(40, 45))
-            delta.logprobs = [TokenLogprobs(t, -1.0, 1, top, [-1.0] * 5) for t in delta.token_ids]
+            delta.logprobs = [
+                TokenLogprobs(t, -1.0, 1, top, [-1.0] * 5, 9.0) for t in delta.token_ids
+            ]
     pairs = []
     for _ in range(5):
         null = asyncio.run(null_path(source))

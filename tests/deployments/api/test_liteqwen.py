@@ -111,12 +111,14 @@ def test_the_reply_begins_as_given(client: Client, backend: FakeBackend) -> None
 
 
 def test_logits(client: Client) -> None:
-    """Bug: positions that do not fit the tokens, or pairs that are not in order."""
+    """Bug: positions that do not fit the tokens, pairs that are not in order, or
+    log-probabilities, of which a client that weighs models against each other makes nothing."""
     told = ask(client, gen_kwargs={**GREEDY, "return_logits": True}).json()["logits"]
     assert [one["pos"] for one in told] == list(range(len(told))) and len(told) > 1
     for one in told:
         values = [pair["lgt"] for pair in one["tops"]]
         assert len(values) == MAX_LOGPROBS == 32 and values == sorted(values, reverse=True)
+        assert values[0] == 8.5  # -0.5 and 9
 
 
 def test_events(client: Client, backend: FakeBackend) -> None:

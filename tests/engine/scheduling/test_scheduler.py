@@ -269,7 +269,7 @@ def test_a_failure_that_comes_after_the_preemption() -> None:
 
 
 def lp(token: int) -> TokenLogprobs:
-    return TokenLogprobs(token, -1.0, 1, [], [])
+    return TokenLogprobs(token, -1.0, 1, [], [], 0.0)
 
 
 def test_logprobs_travel_with_their_tokens_and_the_prompts_once() -> None:
@@ -465,4 +465,4 @@ def test_scoring_a_prompt_takes_small_chunks_beside_decodes() -> None:
 
 
 def _scores(lengths: dict[int, int]) -> dict[int, list[TokenLogprobs]]:
-    return {id: [TokenLogprobs(5, -1.0, 1, [], [])] * length for id, length in lengths.items()}
+    return {id: [TokenLogprobs(5, -1.0, 1, [], [], 0.0)] * length for id, length in lengths.items()}

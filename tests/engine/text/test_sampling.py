@@ -392,12 +392,13 @@ def test_prompt_logprobs() -> None:
     logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(11))
     targets = torch.arange(9) * 30
     exact = torch.log_softmax(logits.double(), -1)
-    logprob, rank, ids, values = Sampler(1, 300, CPU).prompt_logprobs(logits, targets, 3)
+    logprob, rank, ids, values, total = Sampler(1, 300, CPU).prompt_logprobs(logits, targets, 3)
     chosen = exact.gather(1, targets[:, None])
     assert torch.allclose(logprob.double(), chosen[:, 0], atol=1e-5)
     assert torch.equal(rank, (exact > chosen).sum(-1) + 1)
     assert torch.equal(ids, exact.topk(3).indices)
     assert torch.allclose(values.double(), exact.topk(3).values, atol=1e-5)
+    assert torch.allclose(values + total[:, None], logits.topk(3).values, atol=1e-5)
 
 
 def test_plan_is_the_cheapest_and_rows_are_reused_clean() -> None:
