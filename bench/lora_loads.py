@@ -21,10 +21,10 @@ def measure(
     tokens: int,
     adapters: Path,
     count: int,
-    pace: float,
+    interval: float,
 ) -> dict[str, Any]:
     """Percentiles in milliseconds, loading and quiet. tokens: of each stream. adapters: a folder
-    with a0 .. a<count - 1>. pace: seconds from one load to the next, at least."""
+    with a0 .. a<count - 1>. interval: seconds from one load to the next, at least."""
     from engine import LLM, SamplingParams
 
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
@@ -50,7 +50,7 @@ def measure(
                 llm.add_adapter(f"a{number}", adapters / f"a{number}")
                 use(f"a{number}")
                 slowest = max(slowest, time.perf_counter() - began)
-                _sleep_until(start + (number + 1) * pace)
+                _sleep_until(start + (number + 1) * interval)
             took = time.perf_counter() - start
 
         def disturb() -> None:

@@ -18,7 +18,7 @@ from engine.errors import ConfigError, MantaError
 
 ONE_MODEL = "deployments.app:build"  # import paths of applications that answer requests
 SEVERAL_MODELS = "deployments.app:build_routers"
-_TURN = "manta-deploying"  # who deploys now, in Ray's store
+_TURN = "manta-deploying"  # the process that deploys now, in Ray's store
 _STALE = 30.0  # seconds after which one that deploys is taken for dead; it needs a few
 _WAIT = 60.0  # seconds that one waits for its turn
 _POLL = 0.1
@@ -156,7 +156,7 @@ def _key(app: str) -> str:
 
 
 def deployed_at(app: str, told: float) -> float:
-    """Unix seconds at which somebody last deployed this very application. told: Serve's time,
+    """Unix seconds at which this very application was last deployed. told: Serve's time,
     which is also that of the last deployment beside it."""
     record = store("get", _key(app))
     seen, before = json.loads(record) if record else (told, told)

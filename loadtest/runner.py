@@ -121,18 +121,18 @@ async def run_async(task: Task, options: RunOptions | None = None) -> RunResult:
     with tempfile.TemporaryDirectory(prefix="manta-loadtest-") as folder:
         proxies, ports = await open_proxies(scenario.target.urls if options.proxied else ())
         connections = await _connections(scenario, options, Path(folder))
-        crew = [
+        workers = [
             Worker(connection, _assignment(task, model, options, number, ports))
             for number, connection in enumerate(connections)
         ]
         try:
-            await asyncio.gather(*(worker.start() for worker in crew))
+            await asyncio.gather(*(worker.start() for worker in workers))
             ahead = _START_S + (_FAR_S if options.ray else 0)
             began = RunClock(clock() + ahead, proxies)
             started_at = datetime.fromtimestamp(time.time() + ahead, UTC)
-            for worker in crew:
+            for worker in workers:
                 worker.go(began.origin)
-            await _until_done(crew, options, began, stop)
+            await _until_done(workers, options, began, stop)
             paths = [await connection.file("records") for connection in connections]
             kept = [await connection.file("kept") for connection in connections]
         finally:
@@ -147,7 +147,7 @@ async def run_async(task: Task, options: RunOptions | None = None) -> RunResult:
             _write(options.keep, b"".join(path.read_bytes() for path in kept if path is not None))
     info = _info(task, scenario, model, connections, started_at)
     return RunResult(
-        _summary(scenario, plans, records, info, crew, began, stop), records, stop.is_set()
+        _summary(scenario, plans, records, info, workers, began, stop), records, stop.is_set()
     )
 
 
@@ -186,7 +186,7 @@ def _summary(
     plans: list[PhasePlan],
     records: list[RequestRecord],
     info: RunInfo,
-    crew: list[Worker],
+    workers: list[Worker],
     began: RunClock,
     stop: asyncio.Event,
 ) -> Summary:
@@ -195,7 +195,7 @@ def _summary(
     # Sessions go on after their phase; then the time of sending is not the phases'.
     if any(visit.thinks for plan in plans for visit in plan.visits):
         sending = None
-    ended = [worker.finished for worker in crew if worker.finished is not None]
+    ended = [worker.finished for worker in workers if worker.finished is not None]
     return summarise(
         records,
         info,
@@ -206,27 +206,27 @@ def _summary(
         cpu_share=max((done.cpu_share for done in ended), default=0.0),
         at_once=frozenset(p.phase.name for p in plans if isinstance(p.phase.arrivals, AtOnce)),
         faults=sorted(began.marks, key=lambda mark: mark.t),
-        reasons=[*began.spoilt, *(["a client process died"] if len(ended) < len(crew) else [])],
+        reasons=[*began.spoilt, *(["a client process died"] if len(ended) < len(workers) else [])],
     )
 
 
 async def _until_done(
-    crew: list[Worker], options: RunOptions, began: RunClock, stop: asyncio.Event
+    workers: list[Worker], options: RunOptions, began: RunClock, stop: asyncio.Event
 ) -> None:
     def show() -> None:
         if options.on_progress is not None:
-            options.on_progress([worker.progress for worker in crew])
+            options.on_progress([worker.progress for worker in workers])
 
     def meet() -> None:
         """All running workers wait for the next phase, and begin it together."""
-        running = [worker for worker in crew if not worker.over]
+        running = [worker for worker in workers if not worker.over]
         if all(worker.waiting for worker in running):
             start = clock() + _MEET_S + (_FAR_S if options.ray else 0)
             for worker in running:
                 worker.waiting = False
                 worker.go(start)
 
-    waits = [asyncio.create_task(worker.listen(show, meet)) for worker in crew]
+    waits = [asyncio.create_task(worker.listen(show, meet)) for worker in workers]
     stopped: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
     beside = None
     if options.beside is not None:
@@ -235,7 +235,7 @@ async def _until_done(
         everyone: asyncio.Future[Any] = asyncio.gather(*waits)
         await asyncio.wait([everyone, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not everyone.done():
-            for worker in crew:
+            for worker in workers:
                 worker.connection.stop()
         await everyone
         if beside is not None and beside.done():

@@ -34,7 +34,7 @@ Make = Callable[[], KernelWork]
 cuda = kernels_for("cuda")
 
 
-# Keys of each entry, and the least share of copy bandwidth that issue 3 asks for.
+# Keys of each entry, and the least share of copy bandwidth that is promised.
 DECODES: dict[str, tuple[list[int], float | None]] = {
     "64 x 4096": ([4096] * 64, 0.9),
     "256 x 1024": ([1024] * 256, 0.9),
@@ -45,7 +45,7 @@ DECODES: dict[str, tuple[list[int], float | None]] = {
     "256 x 100..1948": ([100 + 1848 * i // 255 for i in range(256)], None),
     "32768 + 31 x 1024": ([32768] + [1024] * 31, None),
 }
-# Of these over codes, and the least share of copy bandwidth for fp8 that issue 18 asks for.
+# Of these over codes, and the least share of copy bandwidth that is promised for fp8.
 CODED: dict[str, float | None] = {
     "64 x 4096": 0.85,
     "256 x 1024": 0.85,

@@ -2,8 +2,8 @@
 time, before simulated engines whose steps are as long as those of a CPU.
 
 Everything between a request and its engine is the service's own code: admission, queue, routing,
-channel, relay. So what an engine that is busy for a second at a time makes of them can be seen in
-seconds, and the same way each time.
+channel, replica server. So what an engine that is busy for a second at a time makes of them can be
+seen in seconds, and the same way each time.
 """
 
 import asyncio

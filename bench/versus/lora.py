@@ -246,10 +246,10 @@ def run_vllm(model: str, adapters: Path, count: int) -> None:
 
 def run_loads(model: str, adapters: Path, count: int, cpu: bool) -> None:
     """One process; prints the percentiles of the times between tokens."""
-    streams, tokens, pace = (4, 64, 0.0) if cpu else (STREAMS, STREAM_TOKENS, LOAD_SECONDS)
+    streams, tokens, interval = (4, 64, 0.0) if cpu else (STREAMS, STREAM_TOKENS, LOAD_SECONDS)
     prompts = [ids for ids, _ in build_requests(cpu)][:streams]
     config = engine_config(cpu) | {"max_loras": lora_loads.SLOTS, "max_lora_rank": RANK}
-    found = lora_loads.measure(model, config, prompts, tokens, adapters, count, pace)
+    found = lora_loads.measure(model, config, prompts, tokens, adapters, count, interval)
     _print(side="loads", adapters=count, config=config, **found)
 
 

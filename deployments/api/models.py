@@ -112,7 +112,7 @@ def _changes(api: "Api") -> ModelChanges:
 
 
 def _may_change(api: "Api", exchange: HttpExchange) -> bool:
-    """Where users need no key, nobody has looked yet for the key of an admin."""
+    """Where users need no key, the key of an admin has not been looked for yet."""
     try:
         authenticate(exchange, api.options, admin=True)
     except ApiError:

@@ -149,7 +149,7 @@ class ReplicaServer:
 
     def hand_over(self) -> None:
         """Give running requests, and those that still come, back to the routers, which go on with
-        them elsewhere. A broken connection would do the same, but blame the requests."""
+        them elsewhere. A broken connection would do the same, but make the requests suspects."""
         self.refuse_new()
         self._leaving = True
         for router in list(self._routers.values()):

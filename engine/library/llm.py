@@ -134,7 +134,7 @@ class LLM(RequestManager):
         only the first elements, of models that were trained for it. truncate: a text that is too
         long is cut at its end. Raises InvalidRequest, EngineDead, RequestFailed.
         """
-        # NumPy and torch, for those alone who ask for vectors
+        # NumPy and torch, for programs alone that ask for vectors
         from engine.pooled_checkpoint import read_pooling
         from engine.pooling import as_array
 

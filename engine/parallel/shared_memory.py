@@ -214,7 +214,7 @@ class SharedMemoryGroup(TensorParallelGroup):
     # ---- after a step that failed
 
     def fail(self) -> None:
-        """This rank's step has failed: let those who wait for it know."""
+        """This rank's step has failed: let the ranks that wait for it know."""
         assert self.state is not None
         self.state.words[FAILED_ON] = self.rank
         self.state.words[FAILED] = self.state.round + 1

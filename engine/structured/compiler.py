@@ -195,12 +195,12 @@ class Compiler:
         matcher = llg.LLMatcher(self.vocabulary.tokens, native, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             # Some are too large for their first step, some allow nothing at all.
-            trial = matcher.deep_copy()
-            trial.compute_bitmask()
+            probe = matcher.deep_copy()
+            probe.compute_bitmask()
             for begin in '{"':
-                trial.try_consume_tokens(self.vocabulary.tokens.tokenize_str(begin))
-            if trial.is_error():
-                matcher = trial
+                probe.try_consume_tokens(self.vocabulary.tokens.tokenize_str(begin))
+            if probe.is_error():
+                matcher = probe
         return matcher, _words(matcher.get_error()) if matcher.is_error() else ""
 
     def _explained(self, grammar: Grammar, error: str) -> InvalidRequest:

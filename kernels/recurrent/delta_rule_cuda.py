@@ -125,7 +125,7 @@ def _tail_kernel(
     x, tail, rows, query_start, kv_len, counts, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the convolutions of an entry's next tokens will read, once nobody reads the old."""
+    """What the convolutions of an entry's next tokens will read, once no program reads the old."""
     entry = tl.program_id(0)
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)

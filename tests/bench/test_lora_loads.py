@@ -64,7 +64,7 @@ def test_both_kinds_of_turns_take_as_long(tmp_path: Path) -> None:
         10_000,
         tmp_path,
         count=4,
-        pace=0.1,
+        interval=0.1,
     )
     assert found["loads"] > 4 and found["slowest_load_ms"] < 100
     quiet, loading = found["gaps"]["quiet"], found["gaps"]["loading"]

@@ -5,10 +5,10 @@
 Real processes, sockets, uvicorn and channel, as behind haproxy; the engine only counts.
 Microseconds of CPU a chunk, for each process on the path, and the router's as a ratio to a null
 path in the same run: uvicorn with an application that sends bytes which are there. The engine side
-is relay and engine process without `core`, what the counting itself takes. CPU time and not time by
-the clock, because client, routers and engine share the cores here. Time still depends on the caches
-that they share: a quarter between two runs of one commit. `calls` does not: the calls of functions
-a chunk, Python's and C's, in a router and in a relay.
+is replica server and engine process without `core`, what the counting itself takes. CPU time and
+not time by the clock, because client, routers and engine share the cores here. Time still depends
+on the caches that they share: a quarter between two runs of one commit. `calls` does not: the calls
+of functions a chunk, Python's and C's, in a router and in a replica server.
 
 What two routers carry, of what one does: they share nothing but the replica, so it is 2 x (cost
 with one) / (cost with two), each with as many streams. `stream scale` says it of chunks at a step
@@ -362,14 +362,14 @@ def measure(
                 "null": 2 * nothing.cpu[0] / nothing.chunks,
                 "router": router,
                 "router, of two": sum(two.cpu) / two.chunks,
-                "relay": replica_server,
+                "replica server": replica_server,
                 "engine process": engine,
                 "core": core_cost(streams),
             }
             late = max(spent.tokens / spent.chunks for spent in (one, two))
             for name, cost in found.items():
                 best[name] = min(best.get(name, 1.0), cost)
-            engine_side = best["relay"] + best["engine process"] - best["core"]
+            engine_side = best["replica server"] + best["engine process"] - best["core"]
             fewest = min(late, result.get("tokens a chunk", late))
             result = {name: round(cost * 1e6, 1) for name, cost in best.items()}
             result["engine side"] = round(engine_side * 1e6, 1)
@@ -377,7 +377,8 @@ def measure(
             result["engine ratio"] = round(engine_side / best["null"], 2)
             result["stream scale"] = round(2 * best["router"] / best["router, of two"], 2)
             result["tokens a chunk"] = round(fewest, 2)
-            result["router's calls"], result["relay's calls"] = (round(count, 2) for count in calls)
+            of_router, of_replica = (round(count, 2) for count in calls)
+            result |= {"router's calls": of_router, "replica's calls": of_replica}
             if number and good(result):
                 break
     return result

@@ -116,7 +116,7 @@ class BatchFolder:
         _write(self._batches / f"{entry.told['id']}.json", entry)
 
     def open_batches(self, ended: set[str]) -> list[Entry]:
-        """Everybody's, the oldest first. ended: ids that need not be read; more are added."""
+        """Those of all keys, the oldest first. ended: ids that need not be read; more are added."""
         found = []
         for path in self._batches.glob("*.json"):
             if path.stem not in ended and (entry := _load(path)) is not None:

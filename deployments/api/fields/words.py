@@ -61,7 +61,7 @@ def _range(schema: Schema) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Powers of two as such: nobody reads 9223372036854775807."""
+    """Powers of two as such: 9223372036854775807 is hard to read."""
     if isinstance(value, int) and abs(value) > 2**20:
         for power in (31, 63):
             for number, sign in ((2**power, ""), (-(2**power), "-")):

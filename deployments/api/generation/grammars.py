@@ -15,7 +15,7 @@ from deployments.backend import ModelCard
 from engine.errors import InvalidRequest, Overloaded
 from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, without
-from engine.structured.trial import CHILDREN, Trials
+from engine.structured.sandbox import CHILDREN, GrammarSandbox
 from engine.text.tokenizer import Tokenizer
 
 SECONDS = 5.0  # that one may take; most take milliseconds
@@ -29,10 +29,10 @@ _pool = ThreadPoolExecutor(CHILDREN, thread_name_prefix="grammars")
 
 
 @functools.lru_cache(maxsize=4)
-def trials_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) -> Trials:
+def sandbox_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) -> GrammarSandbox:
     """For one model."""
     special = {i: tokenizer.token_text(i) for i in tokenizer.special_ids}
-    return Trials(special, num_tokens, end_ids)
+    return GrammarSandbox(special, num_tokens, end_ids)
 
 
 async def grammar_of(
@@ -42,8 +42,8 @@ async def grammar_of(
 
     Raises ApiError 400 naming the field, and in it the keyword by a JSON pointer; Overloaded.
     """
-    trials = trials_of(tokenizer, card.vocab_size, card.eos_token_ids)
-    grammar, left_out = await _waited(_pool.submit(_explained, constraint, trials))
+    sandbox = sandbox_of(tokenizer, card.vocab_size, card.eos_token_ids)
+    grammar, left_out = await _waited(_pool.submit(_explained, constraint, sandbox))
     return grammar, constraint.ignored + name_fields(left_out, f"{constraint.where}#")
 
 
@@ -51,13 +51,13 @@ async def output_grammar_of(
     plan: OutputPlan, constraint: RequestedGrammar | None, card: ModelCard
 ) -> tuple[Grammar, list[str]]:
     """The same for an answer with tools or reasoning in it."""
-    trials = trials_of(plan.tokenizer, card.vocab_size, card.eos_token_ids)
+    sandbox = sandbox_of(plan.tokenizer, card.vocab_size, card.eos_token_ids)
     where = "tools" if constraint is None else constraint.where
 
     def work() -> tuple[Grammar, list[str]]:
         try:
-            grammar, ignored = plan.grammar(constraint, lambda one: _explained(one, trials))
-            trials.check(grammar, SECONDS)
+            grammar, ignored = plan.grammar(constraint, lambda one: _explained(one, sandbox))
+            sandbox.check(grammar, SECONDS)
         except InvalidRequest as error:
             raise invalid(f"{where}: {error.message}", where, error.code) from None
         return grammar, ignored
@@ -73,10 +73,10 @@ async def _waited(work: Future[tuple[Grammar, list[str]]]) -> tuple[Grammar, lis
         raise Overloaded("too many grammars are being compiled") from None
 
 
-def _explained(constraint: RequestedGrammar, trials: Trials) -> tuple[Grammar, list[str]]:
+def _explained(constraint: RequestedGrammar, sandbox: GrammarSandbox) -> tuple[Grammar, list[str]]:
     where = constraint.where
     try:
-        return _compiled(constraint, trials)
+        return _compiled(constraint, sandbox)
     except UnsupportedSchema as error:
         at = f"{where}#{error.pointer}" if error.pointer else where
         raise invalid(f"{where}: {error.message}", at, error.code) from None
@@ -84,11 +84,11 @@ def _explained(constraint: RequestedGrammar, trials: Trials) -> tuple[Grammar, l
         raise invalid(f"{where}: {error.message}", where, error.code) from None
 
 
-def _compiled(constraint: RequestedGrammar, trials: Trials) -> tuple[Grammar, list[str]]:
+def _compiled(constraint: RequestedGrammar, sandbox: GrammarSandbox) -> tuple[Grammar, list[str]]:
     grammar, left_out = constraint.grammar()
     for _ in range(_MOST_LEFT_OUT):
         try:
-            trials.check(grammar, SECONDS)
+            sandbox.check(grammar, SECONDS)
             return grammar, left_out
         except UnsupportedSchema as error:
             name = error.pointer.rpartition("/")[2]
@@ -97,5 +97,5 @@ def _compiled(constraint: RequestedGrammar, trials: Trials) -> tuple[Grammar, li
             schema = without(msgspec.json.decode(grammar.text), error.pointer)
             grammar = Grammar("json_schema", msgspec.json.encode(schema).decode())
             left_out.append(error.pointer)
-    trials.check(grammar, SECONDS)
+    sandbox.check(grammar, SECONDS)
     return grammar, left_out

@@ -34,7 +34,7 @@ class KeyFiles:
 
     def look(self) -> bool:
         """Read the files that have changed. Whether the keys have. A file that is gone or has a
-        fault leaves the keys as they were: a slip of the pen must not lock everybody out."""
+        fault leaves the keys as they were: a slip of the pen must not lock all users out."""
         changed = False
         for name, path in self._files.items():
             try:

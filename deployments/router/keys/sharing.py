@@ -33,8 +33,8 @@ class SharedCounts:
             store("put", self._folder + place, msgspec.msgpack.encode(counts), overwrite=False)
 
     def exchange(self, counts: _Counts, periods: Collection[str]) -> dict[str, _Counts]:
-        """Tell the own counts; all the others'. periods: the current ones; who has counted nothing
-        in them is forgotten."""
+        """Tell the own counts; all the others'. periods: the current ones; a router that
+        has counted nothing in them is forgotten."""
         data = msgspec.msgpack.encode(counts)
         if data != self._put:
             store("put", self._own, data)

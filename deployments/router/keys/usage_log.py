@@ -144,7 +144,7 @@ def _lines(path: Path, since: float) -> Iterator[UsageLine]:
                 try:
                     line = msgspec.json.decode(raw, type=UsageLine)
                 except msgspec.MsgspecError:
-                    continue  # somebody else's
+                    continue  # no line of ours
                 if line.at >= since and line.key_id:
                     yield line
     except OSError:

@@ -71,7 +71,7 @@ class ModelKeeper:
         self._mark = b""
         self._looked = 0.0
         self._task: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()  # nobody else holds them
+        self._ending: set[asyncio.Task[None]] = set()  # no other reference keeps them alive
         self._find: FindModels = lambda app: {}
         self._looking = asyncio.Lock()
 

@@ -114,7 +114,7 @@ def _handlers(service: str, implementation: Any) -> Any:
 
 
 def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
-    """Of the HTTP request that a call becomes: what says who asks, and how."""
+    """Of the HTTP request that a call becomes: what says which client asks, and how."""
     return [
         (key.encode(), value.encode("utf-8", "replace"))
         for key, value in metadata or ()

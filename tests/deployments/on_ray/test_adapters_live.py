@@ -1,4 +1,4 @@
-"""Issue 6 on a running server: two routers, two engines with the default model, HTTP. 500 requests
+"""Adapters on a running server: two routers, two engines with the default model, HTTP. 500 requests
 over 40 adapters that come, go, change and break meanwhile; and where the traffic of each goes.
 `python -m tests.deployments.on_ray.adapters_live` keeps what they saw."""
 

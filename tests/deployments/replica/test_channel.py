@@ -105,11 +105,11 @@ def test_both_sides_prove_the_secret_and_messages_go_both_ways():
             request = EngineRequest(
                 3, list(range(70_000)), 9, SamplingParams(seed=-1), seed=-(2**63)
             )
-            end.send(Submit(request, b"links"))
+            end.send(Submit(request, b"hashes"))
             deltas = [Delta(1, [2, 3], "stop", stop_token=3, cached=7), Delta(2, [], "error")]
             replica.opened[0].send(StepFrame(EngineStats(step=5), deltas))
             await until(lambda: bool(replica.messages and router.frames))
-            assert replica.messages == [Submit(request, b"links")]
+            assert replica.messages == [Submit(request, b"hashes")]
             assert router.frames == [StepFrame(EngineStats(step=5), deltas)]
             assert replica.opened[0].router == "router"
             end.close("enough")

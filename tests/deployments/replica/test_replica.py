@@ -197,7 +197,7 @@ def test_an_engine_that_makes_no_step_is_unhealthy_but_an_idle_one_is_not():
     run(case())
 
 
-def test_a_real_engine_process_behind_the_relay_and_its_sudden_end():
+def test_a_real_engine_process_behind_a_replica_server_and_its_sudden_end():
     """A replica server that only works with the tests' engine; a killed process that nobody
     notices."""
 

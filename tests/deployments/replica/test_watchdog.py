@@ -75,7 +75,7 @@ def test_a_long_step_of_the_host_is_not_a_hang_and_counts_from_its_own_begin() -
         assert not engine.tick(doing="device")
 
 
-def test_what_the_relay_missed_itself_is_not_held_against_the_engine() -> None:
+def test_what_the_replica_missed_itself_is_not_held_against_the_engine() -> None:
     """Bug: the replica's own process is stopped for a minute, or starved, and then kills a healthy
     engine: seconds passed, but not one look."""
     engine = Engine()

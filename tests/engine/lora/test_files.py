@@ -167,7 +167,7 @@ def test_another_base_model(
     ["", ".", "..", "...", "a/b", "a\\b", "../a", "/etc/passwd", "a\0", "a b", "a\n", "a@b", "a:b"],
 )
 def test_names(name: str) -> None:
-    """D12: a name that could leave the adapters' folder, or forge a log line."""
+    """Bug: a name that could leave the adapters' folder, or forge a log line."""
     with pytest.raises(AdapterError):
         check_name(name)
     for name in ("%2e%2e", "é", "a" * 129, "//host/share", "~", "$HOME"):

@@ -291,8 +291,8 @@ def steps_of(core: EngineCore, runner: object, names: list[str]) -> int:
 
 
 def test_split_batches_collapse_when_adapters_alternate() -> None:
-    """W20: with one adapter a batch, alternating requests run one by one; mixed batches do not
-    care. In blocks of 16 both are alike."""
+    """Bug: split batches mix adapters, or mixed batches wait for each other: with one adapter a
+    batch, alternating requests run one by one, and with all in one they do not."""
     steps = {}
     for batching in ("mixed", "split"):
         for name, order in (("blocks", "a" * 16 + "b" * 16), ("alternating", "ab" * 16)):
@@ -306,8 +306,8 @@ def test_split_batches_collapse_when_adapters_alternate() -> None:
 
 
 def test_split_takes_in_order_and_resumes_at_any_end() -> None:
-    """Q13 to Q15: taking stops at another adapter, at max_num_seqs and where memory ends; it
-    resumes when anyone has ended; nobody is overtaken."""
+    """Bug: a split batch takes another adapter's request, or lets one overtake: taking stops at
+    another adapter, at max_num_seqs and where memory ends, and resumes when a request has ended."""
     core, _ = make_core(adapters=make_store("ab"), batching="split", max_num_seqs=2)
     for number, (name, tokens) in enumerate([("a", 3), ("a", 6), ("a", 3), ("b", 2), ("a", 2)]):
         core.add(make_request(number, 4, adapter=name, max_tokens=tokens, ignore_eos=True))

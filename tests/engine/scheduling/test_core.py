@@ -223,7 +223,7 @@ def test_abort_frees_within_one_step() -> None:
 
 
 def test_what_is_reserved_and_what_is_used() -> None:
-    """Q16. Bug: a shorter max_tokens lets no more requests in where length is reserved; or what is
+    """Bug: a shorter max_tokens lets no more requests in where length is reserved; or what is
     reserved is told as what is used, and nobody sees that max_tokens is what holds others up."""
     seen = {}
     for max_tokens in (33, 9):

@@ -1,4 +1,4 @@
-"""Trials: grammars of strangers are compiled in a process of its own first.
+"""GrammarSandbox: a grammar that comes in a request is compiled in a process of its own first.
 
 A compilation cannot be stopped, takes minutes for some grammars of a few kilobytes, and overflows
 the stack for a long chain of rules, which ends the process. So a child does it, with an alarm clock
@@ -49,7 +49,7 @@ class _Outcome(msgspec.Struct):
     pointer: str | None = None
 
 
-class Trials:
+class GrammarSandbox:
     """For one vocabulary; see `Vocabulary.outline`. Thread-safe."""
 
     def __init__(self, special: Mapping[int, str], num_tokens: int, end_ids: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ class _Child:
 
     def __init__(self, setup: _Setup) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.structured.trial"],
+            [sys.executable, "-m", "engine.structured.sandbox"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
