@@ -186,6 +186,7 @@ def _routers(
             cors_origins=tuple(http.cors_origins),
             keepalive_seconds=http.keepalive_seconds,
             store_bytes=http.store_bytes,
+            page=http.page,
             share_by=config.limits.share_by,
             deadline_seconds=config.limits.deadline_seconds,
             log_level=config.log.level,

@@ -53,6 +53,7 @@ from deployments.api.http.exchange import (
 from deployments.api.http.json_body import parse_json
 from deployments.api.models import changes_models
 from deployments.api.options import ApiOptions
+from deployments.api.page.routes import FILES
 from deployments.api.routes import OPEN, find
 from deployments.backend import Backend, ModelCard, RecalledChoice
 from engine.errors import MantaError, short_traceback
@@ -100,7 +101,7 @@ class Api:
                     await answer_preflight(exchange, origins)
                     status = 200
                     return
-                if path not in OPEN:
+                if path not in OPEN and not path.startswith(FILES):
                     admin = path == adapters.PATH or path.startswith(_ADAPTERS)
                     admin |= changes_models(exchange.method, path)
                     exchange.caller = scope.get(CALLER) or authenticate(

@@ -45,6 +45,7 @@ class ApiOptions:
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
     store_bytes: of answers of /v1/responses that are kept for later turns; 0: none are.
+    page: the page at /page is served.
     batches: where /v1/files and /v1/batches keep theirs; None: there are none.
     models: changes what is served; None where there is one model for good.
     event_secret: signs the ids of events; the same for all routers of an application, at most 64
@@ -76,6 +77,7 @@ class ApiOptions:
         )
     )
     store_bytes: int = 0
+    page: bool = False
     batches: BatchFolder | None = None
     models: "ModelChanges | None" = None
     event_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)

@@ -25,6 +25,7 @@ from deployments.api.http.errors import (
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
+from deployments.api.page import routes as web
 from deployments.api.requests_route import REQUESTS, explain_request
 from deployments.api.rerank import classify, rerank, score
 from deployments.api.tokenize_routes import detokenize, tokenize
@@ -41,12 +42,13 @@ READS = (400, 408, 413, 415)  # it reads a body
 NAMES = (403, 404)  # it names something
 QUEUES = (*READS, *NAMES, 409, 422, 429, 499, 503)  # it is work for a replica
 
-JSON, EVENTS, PLAIN, HTML, BYTES = (
+JSON, EVENTS, PLAIN, HTML, BYTES, ANY = (
     "application/json",
     "text/event-stream",
     "text/plain",
     "text/html",
     "application/octet-stream",
+    "*/*",
 )
 
 
@@ -301,6 +303,18 @@ ROUTES: tuple[Route, ...] = (
     Route("/version", _version, get=Operation("Of Manta", answer=("version",))),
     Route("/openapi.json", _openapi, get=Operation("This document", answer=("openapi",))),
     Route("/docs", _docs, get=Operation("This document as a page", kinds=(HTML,))),
+    Route(
+        web.PAGE,
+        web.page,
+        get=Operation("A page to talk to it and look into it", (404,), kinds=(HTML,)),
+        open=True,
+    ),
+    Route(
+        f"{web.FILES}{{id}}",
+        web.page,
+        get=Operation("Its scripts and styles", (404,), kinds=(ANY,)),
+        open=True,
+    ),
     Route(
         f"{responses.PATH}/{{id}}",
         responses.one,

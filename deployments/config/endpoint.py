@@ -160,6 +160,12 @@ class HttpConfig(Section):
         "`router.replicas: 1`: routers do not share them, and they end with their router. 0: "
         "none are kept, and clients send the whole conversation.",
     )
+    page: bool = Field(
+        True,
+        description="Serve a page at /page to talk to models and to look at requests. Its files "
+        "are the same for everyone; what it asks for needs the keys that all clients need. See "
+        "docs/page.md. Off: 404.",
+    )
     tls: TlsConfig = Field(default_factory=TlsConfig)
     connections: int = Field(
         16384,

@@ -79,6 +79,7 @@ class RouterSettings:
     cors_origins: tuple[str, ...] = ()
     keepalive_seconds: float = 5.0
     store_bytes: int = 0
+    page: bool = False
     log_level: str = "info"
     stream_seconds: float = 3600.0
     grpc: GrpcSettings | None = None
@@ -146,6 +147,7 @@ class Router:
             cors_origins=frozenset(settings.cors_origins),
             keepalive_s=settings.keepalive_seconds,
             store_bytes=settings.store_bytes,
+            page=settings.page,
             event_secret=secret,
             metrics=self._application_metrics.text,
             explain=self._explain,

@@ -1,0 +1,54 @@
+"""PageFile, page_file: the page's files, which are read once, and the headers that keep it to its
+own host."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from deployments.api.http.errors import Headers
+
+# Everything is a file of this host: no inline script or style, no frame around it, no form.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Headers = (
+    ("content-security-policy", POLICY),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("cache-control", "no-cache"),  # asked for each time, and not sent again if it is the same
+)
+_TYPES = {
+    "html": b"text/html; charset=utf-8",
+    "js": b"text/javascript; charset=utf-8",
+    "css": b"text/css; charset=utf-8",
+    "svg": b"image/svg+xml",
+}
+INDEX = "index.html"
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """tag: of this content, as in an ETag header."""
+
+    content: bytes
+    content_type: bytes
+    tag: str
+
+    @property
+    def headers(self) -> Headers:
+        return (*_HEADERS, ("etag", self.tag))
+
+
+@cache
+def page_files() -> dict[str, PageFile]:
+    """All of them, by name. A request's path is looked up here and never on disk."""
+    found = {}
+    for entry in files("deployments.api.page").joinpath("static").iterdir():
+        kind = _TYPES.get(entry.name.rpartition(".")[2])
+        if kind is not None:
+            content = entry.read_bytes()
+            tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[entry.name] = PageFile(content, kind, tag)
+    return found

@@ -1,0 +1,29 @@
+"""GET /page: the page; GET /page/{name}: its scripts and styles. Both need no key, because they
+are the same for everyone and say nothing of what is served; what the page asks for needs one."""
+
+from typing import TYPE_CHECKING
+
+from deployments.api.http.errors import NOT_FOUND, ApiError, shown
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.page.files import INDEX, page_files
+
+if TYPE_CHECKING:
+    from deployments.api.app import Api
+
+PAGE = "/page"
+FILES = f"{PAGE}/"
+
+
+async def page(api: "Api", exchange: HttpExchange) -> None:
+    """Raises ApiError 404: there is no such file, or the page is off."""
+    if not api.options.page:
+        message = "the page is off; http.page in the configuration turns it on"
+        raise ApiError(404, "not_found", message, kind=NOT_FOUND)
+    name = exchange.path[len(FILES) :] or INDEX
+    file = page_files().get(name)
+    if file is None:
+        message = f"the page has no file {shown(name)}; it is at {PAGE}"
+        raise ApiError(404, "not_found", message, kind=NOT_FOUND)
+    same = exchange.values(b"if-none-match") == [file.tag.encode()]
+    body = b"" if same else file.content
+    await exchange.answer(304 if same else 200, body, file.content_type, file.headers)

@@ -1,0 +1,234 @@
+"""The page in a headless Chromium, before a server without a model.
+
+    MANTA_SCREENSHOTS=1 pytest tests/deployments/page/test_browser.py
+
+also writes what it looks like to docs/img.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deployments.api.app import build_asgi
+from deployments.api.options import ApiOptions
+from tests.deployments.api.server import serve
+from tests.deployments.fake_backend import MODEL, FakeBackend
+from tests.deployments.page.browser import Tab, chromium, find_chromium
+from tests.deployments.page.xss import CORPUS
+
+BINARY = find_chromium()
+IMAGES = Path(__file__).parents[3] / "docs" / "img"
+KEYS = frozenset({hashlib.sha256(b"key").digest()})
+PAINT = 100.0  # milliseconds
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BINARY is None, reason="no Chromium: apt-get install chromium"),
+]
+OPTIONS = ApiOptions(page=True)
+ANSWER = (
+    "A *short* answer with **weight**, `code` and [a link](https://example.com/).\n\n"
+    "- one\n- two\n  - deeper\n\n```python\nprint('hello')\n```\n\n"
+    "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+)
+
+
+@pytest.fixture(scope="module")
+def new_tab() -> Iterator[Callable[[], Tab]]:
+    assert BINARY is not None
+    with chromium(BINARY) as new:
+        yield new
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    made = FakeBackend()
+    made.script = ANSWER
+    made.pause = 0.002
+    made.cards[MODEL] = replace(made.cards[MODEL], max_model_len=32_768)
+    return made
+
+
+@pytest.fixture
+def tab(new_tab: Callable[[], Tab], backend: FakeBackend) -> Iterator[Tab]:
+    with serve(build_asgi(backend, OPTIONS)) as port:
+        made = new_tab()
+        made.size(1200, 800)
+        made.open(f"http://127.0.0.1:{port}/page")
+        made.until("document.querySelector('#chat select')?.value")
+        yield made
+        assert not made.dialogs and not made.console, made.console
+        here = (f"http://127.0.0.1:{port}/", "data:")
+        assert not [url for url in made.requested if not url.startswith(here)]
+
+
+def say(tab: Tab, text: str) -> None:
+    """In the chat, and wait for the whole answer."""
+    before = tab.run(ANSWERS)
+    tab.run("document.querySelector('.composer textarea').focus()")
+    tab.type(text)
+    tab.press("Enter")
+    tab.until(f"{ANSWERS} > {before} && {IDLE}")
+
+
+ANSWERS = "document.querySelectorAll('article.assistant').length"
+IDLE = "document.querySelector('.composer button').textContent === 'Send'"
+LAST = "[...document.querySelectorAll('article.assistant')].at(-1)"
+
+
+def keep(tab: Tab, name: str) -> None:
+    """Write a screenshot, if it was asked for; that one can be made is always tried."""
+    image = tab.screenshot()
+    assert image.startswith(b"\x89PNG") and len(image) > 5_000
+    if os.environ.get("MANTA_SCREENSHOTS"):
+        (IMAGES / f"page-{name}.png").write_bytes(image)
+
+
+def test_a_chat_streams(tab: Tab, backend: FakeBackend) -> None:
+    """Bug: nothing comes until the answer has ended; Markdown that is shown as marks."""
+    backend.pause = 0.02
+    tab.run("document.querySelector('.composer textarea').focus()")
+    tab.type("hello")
+    tab.press("Enter")
+    tab.until(f"{LAST}?.innerText.includes('short')")
+    assert not tab.run(IDLE), "the first words are shown while the rest comes"
+    tab.until(IDLE)
+    shown = tab.run(f"[...{LAST}.querySelectorAll('em,strong,li,pre,td,a')].map(e => e.innerText)")
+    assert {"short", "weight", "deeper", "print('hello')", "2", "a link"} <= set(shown)
+    assert "tokens/s" in tab.run(f"{LAST}.querySelector('.figures').textContent")
+    keep(tab, "chat")
+
+
+def test_branches(tab: Tab) -> None:
+    """Bug: an edit or another answer loses what was there, or is sent with it."""
+    say(tab, "one")
+    tab.run(f"[...{LAST}.querySelectorAll('button')].find(b => b.textContent === 'Again').click()")
+    tab.until(f"{IDLE} && {LAST}.innerText.includes('2/2')")
+    tab.run(f"[...{LAST}.querySelectorAll('button')].find(b => b.textContent === '‹').click()")
+    assert tab.run(f"{LAST}.innerText.includes('1/2')")
+    tab.press("ArrowUp")  # nothing: the focus is elsewhere
+    tab.run("document.querySelector('.composer textarea').focus()")
+    tab.press("ArrowUp")
+    tab.until("document.activeElement.ariaLabel === 'Edit'")
+    tab.type(" more")
+    tab.press("Enter")
+    tab.until(f"{IDLE} && document.querySelector('.user').innerText.includes('2/2')")
+    assert "one more" in tab.run("document.querySelector('.user').innerText")
+    tab.reload()
+    tab.until("document.querySelector('.user')?.innerText.includes('2/2')")
+
+
+def test_stop(tab: Tab, backend: FakeBackend) -> None:
+    """Bug: Stop hides what comes, and the replica goes on with it."""
+    backend.pause = 0.2
+    tab.run("document.querySelector('.composer textarea').focus()")
+    tab.type("hello")
+    tab.press("Enter")
+    tab.until(f"{LAST}?.querySelector('.answer > .text').innerText")
+    tab.press("Escape")
+    tab.until(IDLE)
+    assert tab.run(f"{LAST}.querySelector('.answer > .text').innerText.length") < len(ANSWER) / 2
+    tab.run("new Promise(done => setTimeout(done, 500))")
+    assert len(backend.aborts) == 1 and not backend.live
+
+
+@pytest.mark.parametrize("colours", [False, True])
+def test_what_a_model_writes_runs_nothing(tab: Tab, backend: FakeBackend, colours: bool) -> None:
+    """Bug: an answer becomes HTML: a script of whoever wrote what the model read."""
+    if colours:
+        tab.run("document.querySelector('#chat .check input').click()")
+        tab.run("document.querySelector('#chat .parameters').open = true")
+    backend.pause = 0
+    before = tab.run("document.querySelectorAll('script').length")
+    whole = "\n\n".join(CORPUS)
+    for part in [*(CORPUS[at : at + 4] for at in range(0, len(CORPUS), 4))]:
+        backend.script = "\n\n".join(part)
+        say(tab, backend.script.replace("\x00", ""))
+    assert tab.run("document.querySelectorAll('script').length") == before
+    bad = "script, img, iframe, object, embed, form, style, base, meta, svg, link, template, input"
+    assert tab.run(f"document.querySelectorAll('.log :is({bad})').length") == 0
+    links = tab.run(
+        "[...document.querySelectorAll('.log a[target]')].map(a => [a.protocol, a.rel])"
+    )
+    assert all(protocol in ("http:", "https:") and "noopener" in rel for protocol, rel in links), (
+        links
+    )
+    attributes = "[...document.querySelectorAll('.log *')].flatMap(e => e.getAttributeNames())"
+    assert not [name for name in tab.run(attributes) if name.startswith("on") or name == "style"]
+    assert whole.count("alert") > 30
+
+
+def test_token_colours(tab: Tab) -> None:
+    """Bug: tokens without their colour, or a text that is not the answer's."""
+    tab.run("document.querySelector('#chat .check input').click()")
+    say(tab, "hello")
+    tokens = tab.run(f"[...{LAST}.querySelectorAll('.tokens span')].map(e => e.textContent)")
+    assert "".join(tokens) == ANSWER
+    assert tab.run(f"{LAST}.querySelector('.tokens span').title").startswith("22.3 %")
+
+
+def test_a_key_is_asked_for_and_stays_in_the_tab(
+    new_tab: Callable[[], Tab], backend: FakeBackend
+) -> None:
+    """Bug: a key in localStorage or a cookie, where every later page of the host finds it."""
+    with serve(build_asgi(backend, ApiOptions(page=True, api_keys=KEYS))) as port:
+        tab = new_tab()
+        tab.open(f"http://127.0.0.1:{port}/page")
+        tab.until("document.querySelector('dialog input') === document.activeElement")
+        tab.type("key")
+        tab.press("Enter")
+        tab.until("document.querySelector('#chat select').value === 'tiny'")
+        say(tab, "hello")
+        assert tab.run("sessionStorage.getItem('manta-key')") == "key"
+        kept = tab.run("JSON.stringify(localStorage) + document.cookie + location.href")
+        assert "key" not in json.loads(json.dumps(kept)).replace("manta-key", "")
+        only = [line for line in tab.console if "401" not in line]
+        assert not only and not tab.dialogs
+
+
+def test_first_paint(new_tab: Callable[[], Tab], backend: FakeBackend) -> None:
+    """Bug: the page waits for something before it shows anything."""
+    with serve(build_asgi(backend, OPTIONS)) as port:
+        times = []
+        for _ in range(5):
+            tab = new_tab()
+            tab.open(f"http://127.0.0.1:{port}/page")
+            times.append(tab.first_paint())
+        print(f"first paint: {times} ms")
+        assert min(times) <= PAINT
+
+
+def test_views_by_keyboard(tab: Tab) -> None:
+    """Bug: a view that a mouse alone can reach; columns that do not answer."""
+    tab.press("2", "Digit2", 1)
+    tab.until("!document.getElementById('completions').hidden")
+    tab.run("document.querySelector('#completions select').value")
+    tab.type("The sea")
+    tab.press("Enter", modifiers=2)
+    tab.until("document.querySelector('#completions .figures').innerText.includes('tokens')")
+    assert "short" in tab.run("document.querySelector('#completions .plain').innerText")
+    tab.press("3", "Digit3", 1)
+    tab.until("!document.getElementById('compare').hidden")
+    tab.type("hello")
+    tab.press("Enter")
+    figures = "[...document.querySelectorAll('.compare .figures')]"
+    tab.until(f"{figures}.every(f => f.innerText.includes('tokens'))")
+    assert tab.run("document.querySelectorAll('.compare .answer li').length") == 6
+    keep(tab, "compare")
+
+
+def test_a_phone_in_the_dark(tab: Tab) -> None:
+    """Bug: a page wider than a phone, or black on black."""
+    tab.size(390, 780, dark=True, phone=True)
+    tab.reload()
+    tab.until("document.querySelector('#chat select')?.value")
+    say(tab, "hello")
+    assert tab.run("document.documentElement.scrollWidth") <= 390
+    luminance = "getComputedStyle(document.body).{}.match(/[\\d.]+/g).slice(0, 3).map(Number)"
+    text, back = tab.run(luminance.format("color")), tab.run(luminance.format("backgroundColor"))
+    assert sum(text) > sum(back) + 300
+    keep(tab, "phone")
