@@ -139,17 +139,52 @@ def test_http_page_names_every_error() -> None:
     assert "`suffix`" in refused and "`suffix`" not in taken
 
 
+def results_named() -> Iterator[tuple[str, str]]:
+    """(page, name) of each result that a page names; <date> is any."""
+    speeds = ROOT / "deployments" / "configs" / "speeds.yaml"
+    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", speeds, *DOCS.glob("*.md")):
+        text = page.read_text("utf-8")
+        for name in re.findall(r"([\w.-]+-(?:\d{4}-\d\d-\d\d|<date>)(?:\.\w+)?)", text):
+            yield page.name, name if "." in name.rpartition("-")[2] else f"{name}.json"
+
+
 def test_figures_name_files_that_exist() -> None:
     """A figure whose file is gone, or was never committed, is a claim that nobody can check."""
     there = [path.name for folder in (RESULTS, DOCS / "img") for path in folder.iterdir()]
-    named, missing = 0, []
-    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")):
-        text = page.read_text("utf-8")
-        for name in re.findall(r"([\w.-]+-(?:\d{4}-\d\d-\d\d|<date>)\.\w+)", text):
-            named += 1
-            if not fnmatch.filter(there, name.replace("<date>", "*")):
-                missing.append(f"{page.name}: {name}")
-    assert named > 20 and not missing
+    named = list(results_named())
+    missing = [(page, name) for page, name in named if not matching(there, name)]
+    assert len(named) > 20 and not missing
+
+
+def matching(there: list[str], name: str) -> list[str]:
+    return fnmatch.filter(there, name.replace("<date>", "*"))
+
+
+def test_results_are_named_by_their_figures() -> None:
+    """Costs of routing stood in a table that named the command alone: which file they are from,
+    and so of which commit and machine, was for the reader to guess."""
+    there = [path.name for path in RESULTS.glob("*.json")]
+    named = {found for _, name in results_named() for found in matching(there, name)}
+    assert sorted(named) == sorted(there)
+
+
+# Figures of a page are from a result, from a command that measures them, or held by a test.
+FIGURE = re.compile(r"\d[\d,.]* (?:ms|us|tokens/s|requests/s|GB/s|times)\b")
+SOURCE = re.compile(r"-(?:\d{4}-\d\d-\d\d|<date>)\b|python -m (?:bench|tests)\.|\btest_\w+")
+
+
+def test_sections_with_figures_say_where_they_are_from() -> None:
+    """A table of times without a file, a command or a test is true for ever or never."""
+    pages = ("architecture", "lora", "parallel", "performance", "reliability", "routing")
+    unfounded, founded = [], 0
+    for page in pages:
+        text = (DOCS / f"{page}.md").read_text("utf-8")
+        for section in re.split(r"^(?=##+ )", text, flags=re.MULTILINE):
+            if len(FIGURE.findall(section)) >= 3:
+                founded += 1
+                if not SOURCE.search(section):
+                    unfounded.append(f"{page}: {section.splitlines()[0]}")
+    assert founded > 8 and not unfounded
 
 
 def commits(value: Any, key: str = "") -> Iterator[str]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from random import Random
 
 from bench.simulate.replica import Job, SimReplica
+from deployments.routing.decision import RoutingRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import FORWARDED_HASHES, STRIDE
-from deployments.routing.route import RoutingRequest, route
+from deployments.routing.route import route
 
 _NEWS = 0.05  # seconds: a router without tokens in a step hears of a replica this often
 _FRAME_GAP = 0.02  # seconds: closer frames are taken as one, to keep the simulation quick
