@@ -1,8 +1,8 @@
 """Rotation with the write of keys and values, and decode attention over paged keys: generated for
-one shape of heads. Keys are read where they lie: nothing is gathered, padded or masked."""
+one shape of heads. Keys are read where they lie: nothing is gathered, padded or masked, and those
+before a window or a chunk are not read at all."""
 
 import ctypes
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
+from kernels.cpu.scores import Numbers, Places, Scored, bits
 from kernels.metadata import AttentionMeta
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
@@ -19,7 +20,9 @@ _MANY = 64  # tokens from which the rotation is worth all threads
 
 # Words of args, after the two counters.
 _QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _TOKENS, _Q_NORM, _K_NORM, _EPS = range(2, 13)
-_OUT, _LENGTHS, _BLOCKS, _WIDTH, _SCALE, _SCORES, _ROOM, _WORDS = range(13, 21)
+_OUT, _LENGTHS, _BLOCKS, _WIDTH, _SCALE, _SCORES, _ROOM, _WINDOW, _CHUNK = range(13, 22)
+_NUMBERS, _WORDS = 22, 25  # of the scores, see scores.py
+_ALL = 1 << 40  # keys: a window, or a chunk, that is none
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,21 @@ def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
     return writer, "void @rotate(ptr %args)"
 
 
-def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
-    """For each entry and key head: scores of all keys, softmax, weighted sum of the values."""
+def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter, str]:
+    """For each entry and key head: scores of the keys that it sees, softmax, weighted sum of the
+    values."""
     writer = IRWriter(size)
     dim, group, kind = shape.head_dim, shape.num_heads // shape.num_kv_heads, writer.vector
     parts = dim // size
     names = (_Q, _KEYS, _VALUES, _OUT, _LENGTHS, _BLOCKS)
     q, keys, values, out, lengths, blocks = (writer.argument(name, "ptr") for name in names)
     width, room = writer.argument(_WIDTH), writer.argument(_ROOM)
+    window, chunk = writer.argument(_WINDOW), writer.argument(_CHUNK)
+    places = Places(writer, scored, _NUMBERS)
+
+    def most_of(a: Value, b: Value | int) -> Value:
+        return writer.call("i64", "llvm.smax.i64", [("i64", a), ("i64", str(b))])
+
     scale = writer.op(f"load float, ptr {writer.at('%args', _SCALE, 'i64')}")
     slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
     # [group, room] scores of this thread
@@ -136,6 +146,10 @@ def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
         kv_head = writer.op(f"urem i64 {item}, {shape.num_kv_heads}")
         length = writer.op(f"load i32, ptr {writer.at(lengths, entry, 'i32')}")
         length = writer.op(f"sext i32 {length} to i64")
+        last = writer.sub(length, 1)
+        piece = writer.mul(writer.op(f"sdiv i64 {last}, {chunk}"), chunk)
+        begin = most_of(most_of(writer.sub(length, window), piece), 0)
+        seen = writer.sub(length, begin)
         table = writer.at(blocks, writer.mul(entry, width), "i32")
         first = writer.mul(item, group * dim)  # = (entry * num_heads + kv_head * group) * dim
         query = [
@@ -145,7 +159,8 @@ def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
         inside = writer.mul(kv_head, shape.block_size * dim)
 
         def over_keys(cache: Value, carried: list[tuple[str, Value]], each) -> list[Value]:  # type: ignore[no-untyped-def]
-            """each(position, address of the key, *carried) for all keys, block by block."""
+            """each(number, address of the key, *carried) for all keys that are seen, of which the
+            number 0 is the first, block by block."""
 
             def in_block(start: Value, *held: Value) -> list[Value]:
                 number = writer.op(f"udiv i64 {start}, {shape.block_size}")
@@ -154,6 +169,8 @@ def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
                 size_of_block = shape.num_kv_heads * shape.block_size * dim
                 base = writer.add(writer.mul(block, size_of_block), inside)
                 left = writer.sub(length, start)
+                before = most_of(writer.sub(begin, start), 0)
+                passed = writer.sub(start, begin)
                 count = writer.call(
                     "i64", "llvm.smin.i64", [("i64", left), ("i64", str(shape.block_size))]
                 )
@@ -161,14 +178,15 @@ def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
                 def one(index: Value, *held: Value) -> list[Value]:
                     at = writer.add(base, writer.mul(index, dim))
                     address = writer.at(cache, at, shape.dtype)
-                    return each(writer.add(start, index), address, *held)
+                    return each(writer.add(passed, index), address, *held)
 
                 kinds = [kind for kind, _ in carried]
-                return writer.loop(0, count, list(zip(kinds, held, strict=True)), one)
+                return writer.loop(before, count, list(zip(kinds, held, strict=True)), one)
 
-            return writer.loop(0, length, carried, in_block, step=shape.block_size)
+            whole = writer.sub(begin, writer.op(f"urem i64 {begin}, {shape.block_size}"))
+            return writer.loop(whole, length, carried, in_block, step=shape.block_size)
 
-        def score(position: Value, address: Value) -> list[Value]:
+        def score(number: Value, address: Value) -> list[Value]:
             key = [
                 writer.load_as_float(writer.at(address, p * size, shape.dtype), shape.dtype)
                 for p in range(parts)
@@ -178,7 +196,7 @@ def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
                 for p in range(1, parts):
                     total = writer.fma(key[p], query[g][p], total)
                 value = writer.op(f"fmul float {writer.sum(total)}, {scale}")
-                place = writer.at(scores, writer.add(writer.mul(room, g), position))
+                place = writer.at(scores, writer.add(writer.mul(room, g), number))
                 writer.store(value, place, "float")
             return []
 
@@ -186,14 +204,27 @@ def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
         inverses = []
         for g in range(group):
             row = writer.at(scores, writer.mul(room, g))
+            head = writer.add(writer.mul(kv_head, group), g)
+            if not scored.plain:
+                slope = places.slope(head)
+
+                def change(at: Value, row: Value = row, slope: Value = slope) -> list[Value]:
+                    place, ahead = writer.at(row, at), writer.sub(writer.add(begin, at), last)
+                    writer.store(places.change(writer.load(place), slope, ahead), place)
+                    return []
+
+                writer.loop(0, seen, [], change, step=size)
             # Up to a whole vector: scores that add nothing.
-            writer.store(writer.all(-3e38), writer.at(row, length))
+            writer.store(writer.all(-3e38), writer.at(row, seen))
 
             def most(at: Value, best: Value, row: Value = row) -> list[Value]:
                 return [writer.maximum(writer.load(writer.at(row, at)), best)]
 
-            (best,) = writer.loop(0, length, [(kind, writer.all(-3e38))], most, step=size)
+            (best,) = writer.loop(0, seen, [(kind, writer.all(-3e38))], most, step=size)
             top = writer.spread(writer.largest(best))
+            sink = places.sink(head) if scored.sinks else ""
+            if sink:
+                top = writer.maximum(top, sink)
 
             def weigh(at: Value, total: Value, row: Value = row, top: Value = top) -> list[Value]:
                 place = writer.at(row, at)
@@ -201,20 +232,25 @@ def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
                 writer.store(weight, place)
                 return [writer.binary("fadd", total, weight)]
 
-            (total,) = writer.loop(0, length, [(kind, "zeroinitializer")], weigh, step=size)
+            (total,) = writer.loop(0, seen, [(kind, "zeroinitializer")], weigh, step=size)
+            weights = writer.sum(total)
+            if sink:
+                weight = writer.exp(writer.binary("fsub", sink, top))
+                weight = writer.op(f"extractelement {kind} {weight}, i64 0")
+                weights = writer.op(f"fadd float {weights}, {weight}")
             # An entry without keys is padding, whose result must be finite.
             tiny = ("float", "0x3810000000000000")
-            below = writer.call("float", "llvm.maxnum.f32", [("float", writer.sum(total)), tiny])
+            below = writer.call("float", "llvm.maxnum.f32", [("float", weights), tiny])
             inverses.append(writer.spread(writer.op(f"fdiv float 1.0, {below}")))
 
-        def mix(position: Value, address: Value, *sums: Value) -> list[Value]:
+        def mix(number: Value, address: Value, *sums: Value) -> list[Value]:
             value = [
                 writer.load_as_float(writer.at(address, p * size, shape.dtype), shape.dtype)
                 for p in range(parts)
             ]
             mixed = []
             for g in range(group):
-                place = writer.at(scores, writer.add(writer.mul(room, g), position))
+                place = writer.at(scores, writer.add(writer.mul(room, g), number))
                 weight = writer.spread(writer.load(place, "float"))
                 mixed += [writer.fma(value[p], weight, sums[g * parts + p]) for p in range(parts)]
             return mixed
@@ -230,21 +266,15 @@ def _decode(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
     return writer, "void @decode(ptr %args)"
 
 
-@lru_cache(maxsize=16)
-def _functions(shape: AttentionShape) -> dict[str, NativeFunction] | None:
-    """None where there is no compiler."""
-    try:
-        return compile_ir(module([_rotate(shape, lanes()), _decode(shape, lanes())]))
-    except CompilerUnavailable:
-        return None
-
-
 class CpuAttention:
-    """The two functions for one shape of heads, and their arguments."""
+    """The functions for one shape of heads, and their arguments. Raises CompilerUnavailable."""
 
-    def __init__(self, shape: AttentionShape, functions: dict[str, NativeFunction]) -> None:
+    def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
-        self._rotate, self._decode = functions["rotate"], functions["decode"]
+        plain = [_rotate(shape, lanes()), _decode(shape, Scored(), lanes())]
+        functions = compile_ir(module(plain))
+        self._rotate = functions["rotate"]
+        self._decodes: dict[Scored, NativeFunction] = {Scored(): functions["decode"]}
         self._args = (ctypes.c_int64 * _WORDS)()
 
     def rope_kv_write(
@@ -268,7 +298,7 @@ class CpuAttention:
         args[_TOKENS] = tokens
         if q_norm is not None and k_norm is not None:
             args[_Q_NORM], args[_K_NORM] = q_norm.data_ptr(), k_norm.data_ptr()
-            args[_EPS] = _bits(eps)
+            args[_EPS] = bits(eps)
         self._rotate(args, torch.get_num_threads() if tokens >= _MANY else 1)
         return q
 
@@ -280,23 +310,29 @@ class CpuAttention:
         scale: float,
         meta: AttentionMeta,
         out: Tensor,
+        numbers: Numbers,
     ) -> None:
         """The first meta.num_decodes rows of out [num_tokens, num_heads * head_dim]."""
         shape, args = self._shape, self._args
         threads = torch.get_num_threads()
-        room = meta.max_kv_len + 16  # scores are padded to a vector
+        window, chunk = 0 if meta.chunk else meta.window, meta.chunk
+        # A row of scores, padded to a vector.
+        room = min(meta.max_kv_len, window or chunk or meta.max_kv_len) + 16
         group = shape.num_heads // shape.num_kv_heads
         args[_Q], args[_OUT] = q.data_ptr(), out.data_ptr()
         args[_KEYS], args[_VALUES] = k_cache.data_ptr(), v_cache.data_ptr()
         args[_LENGTHS] = meta.kv_len.data_ptr()
         args[_BLOCKS], args[_WIDTH] = meta.block_table.data_ptr(), meta.block_table.stride(0)
-        args[_TOKENS], args[_SCALE] = meta.num_decodes, _bits(scale)
+        args[_TOKENS], args[_SCALE] = meta.num_decodes, bits(scale)
         args[_ROOM], args[_SCORES] = room, scratch(threads * group * room).data_ptr()
-        self._decode(args, threads)
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+        args[_WINDOW], args[_CHUNK] = window or _ALL, chunk or _ALL
+        numbers.put(args, _NUMBERS)
+        scored = numbers.scored
+        decode = self._decodes.get(scored)
+        if decode is None:
+            function = _decode(shape, scored, lanes())
+            decode = self._decodes[scored] = compile_ir(module([function]))["decode"]
+        decode(args, threads)
 
 
 @lru_cache(maxsize=16)
@@ -312,12 +348,12 @@ def attention_for(
     """None where heads do not fill vectors, for a float32 cache, or without a compiler."""
     try:
         size = lanes()
+        if head_dim % size or rotary_dim % (2 * size) or dtype not in _NAMES:
+            return None
+        return CpuAttention(
+            AttentionShape(
+                num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, _NAMES[dtype]
+            )
+        )
     except CompilerUnavailable:
         return None
-    if head_dim % size or rotary_dim % (2 * size) or dtype not in _NAMES:
-        return None
-    shape = AttentionShape(
-        num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, _NAMES[dtype]
-    )
-    functions = _functions(shape)
-    return None if functions is None else CpuAttention(shape, functions)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
+from kernels.cpu.scores import Numbers
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
 from kernels.kv.quantized import Cache
@@ -151,11 +152,11 @@ class Deterministic(PlannedByFirstLayer):
         slopes: Tensor | None = None,
     ) -> Tensor:
         plan = meta.plan
-        special = softcap or sinks is not None or slopes is not None or meta.window or meta.chunk
-        if plan.kernels is not None and not special:
+        if plan.kernels is not None:
             num_tokens, num_heads, head_dim = q.shape
             out = q.new_empty(num_tokens, num_heads * head_dim)
-            plan.kernels.decode(q, k_cache, v_cache, scale, plan.every, out)
+            numbers = Numbers(softcap, sinks, slopes)
+            plan.kernels.decode(q, k_cache, v_cache, scale, plan.every, out, numbers)
             return out
         attend = super().attention
         rows = [

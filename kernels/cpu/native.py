@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels.attention.reference import PrefillChunk, Scores, attend_chunk, plan_chunks
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.cpu.prefill import prefill_for
+from kernels.cpu.scores import Numbers
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
@@ -123,9 +124,7 @@ class Native(PlannedByFirstLayer):
         if meta.plan is None:
             meta.plan = _NativePlan(meta)
         plan, decodes = meta.plan, meta.num_decodes
-        # Generated decodes see all keys, and their scores are plain.
-        special = softcap or sinks is not None or slopes is not None or meta.window or meta.chunk
-        if plan.kernels is None or (decodes and special):
+        if plan.kernels is None:
             return super().attention(
                 q, k_cache, v_cache, scale, plan.reference,
                 softcap=softcap, sinks=sinks, slopes=slopes,
@@ -133,13 +132,13 @@ class Native(PlannedByFirstLayer):
         num_tokens, num_heads, head_dim = q.shape
         num_kv_heads, block_size = k_cache.shape[1:3]
         out = q.new_empty(num_tokens, num_heads * head_dim)
+        numbers = Numbers(softcap, sinks, slopes)
         if decodes:
-            plan.kernels.decode(q, k_cache, v_cache, scale, meta, out)
+            plan.kernels.decode(q, k_cache, v_cache, scale, meta, out, numbers)
         if decodes == num_tokens:
             return out
-        plain = not softcap and sinks is None and slopes is None
-        prefill = plain and prefill_for(
-            num_heads, num_kv_heads, head_dim, block_size, k_cache.dtype
+        prefill = prefill_for(
+            num_heads, num_kv_heads, head_dim, block_size, k_cache.dtype, numbers.scored
         )
         if prefill:
             end = decodes
@@ -147,6 +146,7 @@ class Native(PlannedByFirstLayer):
                 prefill(
                     q[chunk.begin : chunk.end], k_cache, v_cache, scale, chunk.table,
                     chunk.positions, chunk.first, chunk.length, out[chunk.begin : chunk.end],
+                    numbers,
                 )  # fmt: skip
                 end = chunk.end
             out[end:].zero_()  # padding

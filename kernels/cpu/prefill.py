@@ -8,7 +8,6 @@ prompt was cut into chunks: tiles of keys then begin at the prompt's.
 """
 
 import ctypes
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
+from kernels.cpu.scores import Numbers, Places, Scored, bits
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
 _KEYS_A_TILE = 64
@@ -27,7 +27,8 @@ _LEAST = -3e38  # a score that adds nothing
 
 # Words of args, after the two counters.
 _Q, _KEYS, _VALUES, _OUT, _TABLE, _POSITIONS, _FIRST = range(2, 9)
-_TOKENS, _LENGTH, _SCALE, _SCRATCH, _WORDS = range(9, 14)
+_TOKENS, _LENGTH, _SCALE, _SCRATCH = range(9, 13)
+_NUMBERS, _WORDS = 13, 16  # of the scores, see scores.py
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,14 @@ class PrefillShape:
         return tiles + _ROWS * _KEYS_A_TILE + self.rows * (2 * self.head_dim + 2 * size)
 
 
-def _prefill(shape: PrefillShape, size: int) -> tuple[IRWriter, str]:
+def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
     dim, group, kind, tile = shape.head_dim, shape.group, w.vector, _KEYS_A_TILE
     width = 4 if size == 16 else 2  # vectors of a block: with _ROWS rows they fill the registers
     names = (_Q, _KEYS, _VALUES, _OUT, _TABLE, _POSITIONS, _FIRST)
     q, keys, values, out, table, positions, firsts = (w.argument(name, "ptr") for name in names)
     tokens, length = w.argument(_TOKENS), w.argument(_LENGTH)
+    places = Places(w, scored, _NUMBERS)
     scale = w.spread(w.op(f"load float, ptr {w.at('%args', _SCALE, 'i64')}"))
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     own = w.at(w.argument(_SCRATCH, "ptr"), w.mul(thread, shape.floats(size)))
@@ -140,7 +142,9 @@ def _prefill(shape: PrefillShape, size: int) -> tuple[IRWriter, str]:
 
         return w.loop(0, inner, [(kind, value) for value in start], one)
 
-    def block(begin: Value, row: Value, token: Value, count: Value, masked: bool) -> None:
+    def block(
+        begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
+    ) -> None:
         """_ROWS rows from `row` on with a tile of keys that begins at `begin`."""
         rows = [w.at(query, w.mul(w.add(row, r), dim)) for r in range(_ROWS)]
         vectors = min(width, tile // size)
@@ -158,10 +162,16 @@ def _prefill(shape: PrefillShape, size: int) -> tuple[IRWriter, str]:
         for r in range(_ROWS):
             line = w.at(weights, r * tile)
             parts = [w.load(w.at(line, at)) for at in range(0, tile, size)]
-            if masked:
+            if masked or scored.slopes:
                 index = w.op(f"udiv i64 {w.add(row, r)}, {group}")
                 index = w.add(token, least(index, w.sub(count, 1)))
                 last = w.sub(number(positions, index), begin)
+            if not scored.plain:
+                slope = places.slope(head_of(head, w.add(row, r)))
+                for v, part in enumerate(parts):
+                    ahead = w.sub(v * size, last) if slope else ""
+                    parts[v] = places.change(part, slope, ahead)
+            if masked:
                 first = w.sub(number(firsts, index), begin)
                 bounds = [
                     w.spread(w.op(f"trunc i64 {bound} to i32"), "i32") for bound in (first, last)
@@ -208,6 +218,10 @@ def _prefill(shape: PrefillShape, size: int) -> tuple[IRWriter, str]:
 
         w.loop(0, dim, [], mix, step=wide * size)
 
+    def head_of(head: Value, row: Value) -> Value:
+        """The query head of a row."""
+        return w.add(w.mul(head, group), w.op(f"urem i64 {row}, {group}"))
+
     def work(item: Value) -> None:
         head = w.op(f"urem i64 {item}, {shape.num_kv_heads}")
         at = w.op(f"udiv i64 {item}, {shape.num_kv_heads}")
@@ -249,7 +263,7 @@ def _prefill(shape: PrefillShape, size: int) -> tuple[IRWriter, str]:
 
             def blocks(masked: bool) -> None:
                 def rows(row: Value) -> list[Value]:
-                    block(begin, row, token, count, masked)
+                    block(begin, row, token, count, head, masked)
                     return []
 
                 w.loop(0, filled, [], rows, step=_ROWS)
@@ -261,8 +275,14 @@ def _prefill(shape: PrefillShape, size: int) -> tuple[IRWriter, str]:
         w.loop(first, end, [], over, step=tile)
 
         def finish(row: Value) -> list[Value]:
-            total = w.sum(w.load(w.at(totals, w.mul(row, size))))
-            inverse = w.spread(w.op(f"fdiv float 1.0, {total}"))
+            total = w.spread(w.sum(w.load(w.at(totals, w.mul(row, size)))))
+            weight = w.all(1.0)
+            if scored.sinks:
+                sink, best = places.sink(head_of(head, row)), w.load(w.at(tops, w.mul(row, size)))
+                top = w.maximum(best, sink)
+                weight = w.exp(w.binary("fsub", best, top))
+                total = w.fma(total, weight, w.exp(w.binary("fsub", sink, top)))
+            inverse = w.binary("fdiv", weight, total)
             source, target = w.at(sums, w.mul(row, dim)), w.at(out, place(row))
             for d in range(0, dim, size):
                 w.store(w.binary("fmul", w.load(w.at(source, d)), inverse), w.at(target, d))
@@ -294,6 +314,7 @@ class CpuPrefill:
         first: Tensor,
         length: int,
         out: Tensor,
+        numbers: Numbers,
     ) -> None:
         """One entry's queries, into out.
 
@@ -307,14 +328,20 @@ class CpuPrefill:
         args[_KEYS], args[_VALUES] = k_cache.data_ptr(), v_cache.data_ptr()
         args[_TABLE], args[_POSITIONS] = table.data_ptr(), positions.data_ptr()
         args[_FIRST], args[_TOKENS], args[_LENGTH] = first.data_ptr(), len(q), length
-        args[_SCALE] = struct.unpack("<i", struct.pack("<f", scale))[0]
+        args[_SCALE] = bits(scale)
+        numbers.put(args, _NUMBERS)
         args[_SCRATCH] = scratch(threads * self._floats).data_ptr()
         self._function(args, threads)
 
 
 @lru_cache(maxsize=16)
 def prefill_for(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    scored: Scored,
 ) -> CpuPrefill | None:
     """None where heads do not fill vectors, for a float32 cache, or without a compiler."""
     try:
@@ -323,6 +350,6 @@ def prefill_for(
         if dtype not in _NAMES or head_dim % size or head_dim // size % max(1, width):
             return None
         shape = PrefillShape(num_heads, num_kv_heads, head_dim, block_size, _NAMES[dtype])
-        return CpuPrefill(shape, compile_ir(module([_prefill(shape, size)]))["prefill"])
+        return CpuPrefill(shape, compile_ir(module([_prefill(shape, scored, size)]))["prefill"])
     except CompilerUnavailable:
         return None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
 from kernels.cpu.prefill import prefill_for
+from kernels.cpu.scores import Numbers, Scored
 
 try:
     lanes()
@@ -35,7 +36,7 @@ def caches(
 
 def oracle(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, table: Tensor, at: Tensor,
-    first: Tensor,
+    first: Tensor, numbers: Numbers,
 ) -> Tensor:  # fmt: skip
     """[n, num_heads * head_dim] float64."""
     length = int(at[-1]) + 1
@@ -48,7 +49,16 @@ def oracle(
     score = torch.einsum("nkgd,ktd->nkgt", grouped, k) * scale
     key = torch.arange(length)
     seen = (key <= at[:, None]) & (key >= first[:, None])
-    weight = score.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    if numbers.softcap:
+        score = numbers.softcap * (score / numbers.softcap).tanh()
+    if numbers.slopes is not None:
+        ahead = (key - at[:, None])[:, None, None]
+        score = score + ahead * numbers.slopes.double().view(kv_heads, -1, 1)
+    score = score.masked_fill(~seen[:, None, None], -torch.inf)
+    if numbers.sinks is not None:
+        sinks = numbers.sinks.double().view(kv_heads, -1, 1).expand(*score.shape[:-1], 1)
+        score = torch.cat((score, sinks), -1)
+    weight = score.softmax(-1)[..., :length]
     return torch.einsum("nkgt,ktd->nkgd", weight, v).flatten(1)
 
 
@@ -59,6 +69,14 @@ HEADS = [
     ((5, 1), 256, 32),
     ((14, 2), 64, 128),
 ]
+# Beside scaled scores, of so many heads.
+OTHER = {
+    "plain": lambda heads: Numbers(),
+    "cap": lambda heads: Numbers(softcap=2.0),
+    "sinks": lambda heads: Numbers(sinks=torch.randn(heads) * 3),
+    "slopes": lambda heads: Numbers(slopes=torch.rand(heads)),
+    "all": lambda heads: Numbers(3.0, torch.randn(heads), torch.rand(heads)),
+}
 SEEN = [(101, 101, 0), (33, 300, 0), (1, 65, 0), (40, 40, 1), (50, 200, 33), (90, 250, 130)]
 
 
@@ -69,9 +87,10 @@ SEEN = [(101, 101, 0), (33, 300, 0), (1, 65, 0), (40, 40, 1), (50, 200, 33), (90
     ("heads", "dim", "size"), HEADS, ids=lambda x: str(x).strip("()").replace(", ", "-")
 )
 @pytest.mark.parametrize(("queries", "length", "window"), SEEN, ids=str)
+@pytest.mark.parametrize("other", OTHER)
 def test_prefill(
     queries: int, length: int, window: int, heads: tuple[int, int], dim: int, size: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype, other: str,
 ) -> None:  # fmt: skip
     """Bug: a mask off by one at either end, a tile in which a row sees nothing, a block that went
     back to others read, a row of one token taken for another's."""
@@ -84,12 +103,13 @@ def test_prefill(
     for each in (k_cache, v_cache):
         each[table[:gone].long()] = torch.nan
     q, out = torch.randn(queries, num_heads, dim), torch.full((queries, num_heads * dim), 7.0)
-    prefill = prefill_for(num_heads, kv_heads, dim, size, dtype)
+    numbers = OTHER[other](num_heads)
+    prefill = prefill_for(num_heads, kv_heads, dim, size, dtype, numbers.scored)
     assert prefill is not None
     known = table.clone()
     known[:gone] = 2**30  # not to be read at all
-    prefill(q, k_cache, v_cache, dim**-0.5, known, at, first, length, out)
-    want = oracle(q, k_cache, v_cache, dim**-0.5, table, at, first)
+    prefill(q, k_cache, v_cache, dim**-0.5, known, at, first, length, out, numbers)
+    want = oracle(q, k_cache, v_cache, dim**-0.5, table, at, first, numbers)
     error = (out - want).norm(dim=1) / want.norm(dim=1)
     assert out.isfinite().all() and float(error.max()) < 2e-6
 
@@ -101,7 +121,7 @@ def test_chunks_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(1)
     k_cache, v_cache, table = caches(333, 3, 64, 16, torch.bfloat16)
     q = torch.randn(333, 9, 64)
-    prefill = prefill_for(9, 3, 64, 16, torch.bfloat16)
+    prefill = prefill_for(9, 3, 64, 16, torch.bfloat16, Scored())
     assert prefill is not None
     texts = []
     for cuts in ([0, 333], [0, 7, 8, 100, 240, 333], [0, 64, 128, 333]):
@@ -109,15 +129,18 @@ def test_chunks_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> 
         for begin, end in pairwise(cuts):
             at = torch.arange(begin, end, dtype=torch.int32)
             first = torch.zeros_like(at)
-            prefill(q[begin:end], k_cache, v_cache, 0.125, table, at, first, end, out[begin:end])
+            prefill(
+                q[begin:end], k_cache, v_cache, 0.125, table, at, first, end, out[begin:end],
+                Numbers(),
+            )  # fmt: skip
         texts.append(out)
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     """A head that does not fill vectors would be read beside its memory; float32 stays exact."""
-    assert prefill_for(4, 2, 20, 16, torch.bfloat16) is None
-    assert prefill_for(4, 2, 64, 16, torch.float32) is None
+    assert prefill_for(4, 2, 20, 16, torch.bfloat16, Scored()) is None
+    assert prefill_for(4, 2, 64, 16, torch.float32, Scored()) is None
 
 
 @pytest.mark.slow

@@ -179,11 +179,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ids=["plain", "cap", "sinks", "slopes"],
 )
 @pytest.mark.parametrize("sees", [(0, 0), (6, 0), (0, 8)], ids=["all", "window", "chunk"])
-def test_what_is_not_generated(
+def test_what_layers_do_otherwise(
     sees: tuple[int, int], special: dict[str, Tensor | float], deterministic: bool
 ) -> None:
-    """Layers of one step that turn heads otherwise, and decodes that see a part of their keys: a
-    generated kernel taken that reads all of them, or that is another layer's."""
+    """Layers of one step that turn heads otherwise, and decodes that see a part of their keys or
+    change their scores: a generated kernel taken that reads all of them, or that is another
+    layer's."""
     entries = [((3, 1, 8, 9, 2), 17, 1), ((5,), 2, 1), ((4, 0, 7), 3, 8)]
     meta = lay_out(entries, BLOCK)
     meta.window, meta.chunk = sees

@@ -227,6 +227,17 @@ class IRWriter:
         bits = self.op(f"add {self.integers} {bits}, {self.whole(0x3F800000)}")
         return self.binary("fmul", p, self.op(f"bitcast {self.integers} {bits} to {kind}"))
 
+    def tanh(self, x: Value) -> Value:
+        """1 - 2 / (e^2x + 1), to 1e-7 of 1."""
+        above = self.binary("fadd", self.exp(self.binary("fadd", x, x)), self.all(1.0))
+        return self.binary("fsub", self.all(1.0), self.binary("fdiv", self.all(2.0), above))
+
+    def counted(self, begin: Value) -> Value:
+        """begin, an i64, and the whole numbers after it, as floats."""
+        numbers = ", ".join(f"float {constant(float(i))}" for i in range(self.lanes))
+        first = self.spread(self.op(f"sitofp i64 {begin} to float"))
+        return self.binary("fadd", first, f"<{numbers}>")
+
     def sigmoid(self, x: Value) -> Value:
         negative = self.op(f"fneg {self.vector} {x}")
         below = self.binary("fadd", self.exp(negative), self.all(1.0))

@@ -68,6 +68,7 @@ def answers(core: EngineCore) -> dict[int, list[Any]]:
     [
         ({}, {}),
         ({"architectures": ["Qwen3ForCausalLM"]}, {"quantization": "uint4-32"}),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 16}, {}),
     ],
 )
 def test_a_program_computes_what_its_calls_did(

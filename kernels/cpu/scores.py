@@ -1,0 +1,77 @@
+"""Scored: what a kernel does with the scores of queries and keys beyond scaling them, chosen when
+it is generated. `kernels.reference.Kernels.attention` says what it means."""
+
+import ctypes
+import struct
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.cpu.codegen.ir import IRWriter, Value
+
+
+@dataclass(frozen=True)
+class Scored:
+    softcap: bool = False
+    sinks: bool = False
+    slopes: bool = False
+
+    @property
+    def plain(self) -> bool:
+        return not (self.softcap or self.slopes)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Those of a layer. sinks, slopes [num_heads] float32, contiguous."""
+
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+
+    @property
+    def scored(self) -> Scored:
+        return Scored(self.softcap > 0, self.sinks is not None, self.slopes is not None)
+
+    def put(self, args: ctypes.Array[ctypes.c_int64], at: int) -> None:
+        """Into three words from `at` on, where `Places` looks for them."""
+        args[at] = bits(self.softcap)
+        for place, each in ((at + 1, self.sinks), (at + 2, self.slopes)):
+            args[place] = 0 if each is None else each.data_ptr()
+
+
+class Places:
+    """The numbers in a kernel: `Scored` says which there are."""
+
+    def __init__(self, writer: IRWriter, scored: Scored, at: int) -> None:
+        self._writer, self._scored = writer, scored
+        if scored.softcap:
+            cap = writer.op(f"load float, ptr {writer.at('%args', at, 'i64')}")
+            self._cap = writer.spread(cap)
+        self._sinks = writer.argument(at + 1, "ptr") if scored.sinks else ""
+        self._slopes = writer.argument(at + 2, "ptr") if scored.slopes else ""
+
+    def slope(self, head: Value) -> Value:
+        """In all lanes; "" if there are none."""
+        writer = self._writer
+        if not self._slopes:
+            return ""
+        return writer.spread(writer.load(writer.at(self._slopes, head), "float"))
+
+    def sink(self, head: Value) -> Value:
+        """In all lanes."""
+        writer = self._writer
+        return writer.spread(writer.load(writer.at(self._sinks, head), "float"))
+
+    def change(self, scores: Value, slope: Value, ahead: Value) -> Value:
+        """A vector of scores. ahead: the position of the first one's key less the query's."""
+        writer = self._writer
+        if self._scored.softcap:
+            turned = writer.tanh(writer.binary("fdiv", scores, self._cap))
+            scores = writer.binary("fmul", turned, self._cap)
+        return writer.fma(writer.counted(ahead), slope, scores) if slope else scores
+
+
+def bits(number: float) -> int:
+    """Of a float32, as an argument's word has them."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
