@@ -11,8 +11,9 @@ from torch import Tensor
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """[*shape] on the device."""
     # Zeroed: an attention tile may load a slot that was never written, and 0 * NaN is still NaN.
-    if device.type == "cpu":
+    size = math.prod(shape) * dtype.itemsize
+    if device.type == "cpu" and size:  # an empty array has no stride to be seen by
         # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
-        raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        raw = np.zeros(size, np.uint8)
         return torch.from_numpy(raw).view(dtype).view(*shape)
     return torch.zeros(*shape, dtype=dtype, device=device)

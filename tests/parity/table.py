@@ -1,6 +1,7 @@
 """`python -m tests.parity.table`: every architecture against transformers, or its nearest relative
 there, on tiny random checkpoints in float32: the largest difference of the logits, relative to the
-largest of them, whole, in chunks, in a batch, from the prefix cache and with an adapter."""
+largest of them, whole, in chunks, in a batch, from the prefix cache, after preemption and with an
+adapter."""
 
 import argparse
 import json

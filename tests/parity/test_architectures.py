@@ -42,6 +42,14 @@ def differences(case: Case, folder: Path) -> dict[str, float]:
     decode, rest = paged.run((IDS, chunked, 39), (OTHER, [*shared, 20, 21, 22], start))
     found["batch"] = relative(decode, want[39:])
     found["prefix"] = relative(rest, want_other[start:])
+    # It has lost its blocks in the middle of its text, which is computed again in those of the
+    # other request and of others before; then it goes on.
+    again = [shared[-1], 20, 21, 22, 3, 1, 9, 4, 8, 2]
+    parts = [
+        paged.run((IDS[:end], again, start))[0]
+        for start, end in ((0, 33), (33, 36), *((at, at + 1) for at in range(36, 40)))
+    ]
+    found["preempted"] = relative(torch.cat(parts), want)
     return found
 
 
