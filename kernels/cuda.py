@@ -14,7 +14,8 @@ from kernels.attention.paged import attend_chunks, attend_decodes
 from kernels.experts import few, topk
 from kernels.experts.few_route import few_route, few_route_fits
 from kernels.experts.grouped import grouped
-from kernels.experts.reference import ExpertWeights
+from kernels.experts.packed import packed_experts
+from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
 from kernels.gemm import cublaslt, fp8
 from kernels.gemm.cublaslt_tune import tune
@@ -276,6 +277,16 @@ class Cuda(Kernels):
         if 0 < x.shape[0] <= few.MOST:
             return few.few(x, weights, ids, stack, residual)
         return grouped(x, weights, ids, stack, residual)
+
+    def packed_experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        stack: PackedExperts,
+        residual: Tensor | None,
+    ) -> Tensor:
+        return packed_experts(x, weights, ids, stack, residual)
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         return lora.lora_add(y, x, layer, step)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kernels.attention.paged import attend_chunks
 from kernels.cuda import Cuda, _count
+from kernels.experts import packed as packed_module
 from kernels.experts.grouped import FIXED, grouped
-from kernels.experts.reference import ExpertWeights
+from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.gemm.deterministic import linear_fixed
 from kernels.gemm.packed_dot import expand
 from kernels.kv.quantized import Cache
@@ -67,6 +68,16 @@ class CudaDeterministic(Cuda):
         residual: Tensor | None,
     ) -> Tensor:
         return grouped(x, weights, ids, stack, residual, FIXED)
+
+    def packed_experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        stack: PackedExperts,
+        residual: Tensor | None,
+    ) -> Tensor:
+        return packed_module.packed_experts(x, weights, ids, stack, residual, packed_module.FIXED)
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
         _count(meta)

@@ -34,7 +34,7 @@ from kernels.attention.reference import (
     write_cache,
 )
 from kernels.experts import reference as mixture
-from kernels.experts.reference import ExpertWeights
+from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
 from kernels.kv.quantized import Cache, QuantizedKV, turned
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
@@ -370,6 +370,17 @@ class Kernels:
         """Each token's experts, weighted and summed: [num_tokens, hidden]; added to residual and
         written over it if there is one, which must not be x. weights, ids: of `route`."""
         return mixture.experts(x, weights, ids, stack, residual)
+
+    def packed_experts(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        stack: PackedExperts,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """As experts."""
+        return self.experts(x, weights, ids, stack.dense(x.dtype), residual)
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         """y [num_tokens, out], the layer's output for x [num_tokens, in], plus B (A x) of each

@@ -61,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bits with a scale a token. "fp8" rounds weights to 8-bit floats (e4m3) with a scale an
         output, and activations with a scale a token in steps of 32 tokens and more; "int4" rounds
         weights to 4 bits with a scale and an offset for 128 inputs, the head to 8 bits (both CUDA
-        only). There the experts of a mixture stay in 16 bits.
+        only).
         "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
         group of so many inputs, and activations to 8 bits with a scale for 32 (CPU only).
     kv_dtype: of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3) and "int4" keep them

@@ -248,11 +248,10 @@ def _modelopt(read: Reader) -> Rules:
 
 
 def _mxfp4(read: Reader) -> Rules:
-    raise read.error(
-        "quant_method",
-        "'mxfp4', all experts of a layer in one tensor, is not supported; take a checkpoint in "
-        "16 bits",
-    )
+    """gpt-oss: all experts of a layer in one tensor."""
+    scheme = Scheme("mxfp4", 4, 32, weight="_blocks", scale="_scales")
+    plain = modules(*_names(read, "modules_to_not_convert"), _HEAD)
+    return (plain, None), ((r".*\.experts\.(?:gate_up|down)_proj",), scheme)
 
 
 def _bitsandbytes(read: Reader) -> Rules:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.config.quantized import KEY, Scheme
 from engine.errors import ConfigError, TensorError
-from engine.quantization.layouts import Layout, paired
+from engine.quantization.layouts import Layout, joined, of_stack, paired
 from engine.weights.parameter import Parameter, Rows, Source, num_rows, take_rows
 from kernels.packed import BLOCK, E2M1, Decoded, Format
 
@@ -114,7 +114,6 @@ class FourBitFloats(Layout):
     """e2m1 codes, two a byte, low half first."""
 
     zero_scales = True
-    scale_name = "weight_scale"
 
     def __init__(
         self,
@@ -123,21 +122,25 @@ class FourBitFloats(Layout):
         shape: tuple[int, int],
         rows: Rows,
         device: torch.device,
+        stack: tuple[int, int] | None = None,
     ) -> None:
         count, width = num_rows(rows), shape[1]
         super().__init__(name, count, width)
         if width % BLOCK:
             raise ConfigError(
-                f"tensor {name}.{scheme.weight}: rows of {width} inputs are not supported, only "
-                f"multiples of {BLOCK}",
+                f"tensor {joined(name, scheme.weight)}: rows of {width} inputs are not supported, "
+                f"only multiples of {BLOCK}",
                 param=KEY,
             )
         self._scheme, group = scheme, scheme.group
+        self.scale_name = scheme.scale
         self.form = Format(4, group, torch.float32, zero=E2M1[0], table=E2M1)
         self.parameters = {}
-        source = Source(f"{name}.{scheme.weight}", (shape[0], width // 2), rows)
+        key = joined(name, scheme.weight)
+        source = of_stack(Source(key, (shape[0], width // 2), rows), stack)
         self._codes = self.add(scheme.weight, torch.uint8, source, (count, width // 2), device)
-        grid = Source(f"{name}.{scheme.scale}", (shape[0], width // group), rows)
+        key = joined(name, scheme.scale)
+        grid = of_stack(Source(key, (shape[0], width // group), rows), stack)
         kept = (count, width // group)
         if scheme.kind == "nvfp4":
             self._scale = self.add(scheme.scale, torch.float8_e4m3fn, grid, kept, device, 1.0)

@@ -7,6 +7,7 @@ here or in `byte_layouts`, and choose it in `stored.layout_of`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -46,10 +47,10 @@ class Layout(ABC):
             for part in (scale, offset):
                 if part is not None and not bool(part.isfinite().all()):
                     raise TensorError(
-                        f"{self.name}.{self.scale_name}", "a scale is NaN or infinity"
+                        joined(self.name, self.scale_name), "a scale is NaN or infinity"
                     )
             if not self.zero_scales and not bool(scale.all()):
-                raise TensorError(f"{self.name}.{self.scale_name}", "a scale is zero")
+                raise TensorError(joined(self.name, self.scale_name), "a scale is zero")
             yield codes, scale, offset
 
     def add(
@@ -65,9 +66,22 @@ class Layout(ABC):
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if isinstance(fill, float):
             fill = partial(_fill_with, tensor, fill)
-        name = f"{self.name}{key}" if key.startswith("_") else f"{self.name}.{key}"
+        name = joined(self.name, key)
         self.parameters[key] = Parameter(name, tensor, (source,), fill=fill)
         return tensor
+
+
+def joined(name: str, key: str) -> str:
+    """The tensor's name of a matrix's: keys that begin with _ have no point before them."""
+    return f"{name}{key}" if key.startswith("_") else f"{name}.{key}"
+
+
+def of_stack(source: Source, stack: tuple[int, int] | None) -> Source:
+    """source: as if the matrix had tensors of its own. stack: see Part."""
+    if stack is None:
+        return source
+    number, count = stack
+    return replace(source, shape=(count, *source.shape), at=number)
 
 
 def _fill_with(tensor: Tensor, value: float, generator: torch.Generator) -> None:

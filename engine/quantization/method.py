@@ -37,6 +37,8 @@ class Part:
     rows: Rows
     columns: tuple[int, int]
     transposed: bool = False  # the checkpoint has [in, out]
+    # (its number, how many): the checkpoint keeps so many in one tensor
+    stack: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine.quantization.method import DenseCuda, DenseState, LinearSpec
+from engine.quantization.method import DenseCuda, DenseState, ExpertsSpec, LinearSpec
 from kernels.dispatch import Kernels
+from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.packed import BLOCK, Decoded, Format, PackedWeight
 
 _STEP = 4096  # rows that are rounded at once
@@ -43,6 +44,13 @@ class PackedCuda(DenseCuda):
         if isinstance(state, PackedWeight):
             return self.kernels.packed_linear(x, state, residual=residual)
         return super().apply_add(state, x, residual)
+
+    def apply_experts(
+        self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        if isinstance(state, PackedExperts):
+            return self.kernels.packed_experts(x, weights, ids, state, residual)
+        return super().apply_experts(state, x, weights, ids, residual)
 
     def tune(self, states: Any, sizes: Any, add: bool) -> None:
         if not any(isinstance(state, PackedWeight) for state in states):
@@ -75,13 +83,43 @@ class RoundedCuda(PackedCuda):
         return PackedWeight.num_bytes(form, *shape) + spec.dtype.itemsize * spec.bias * shape[0]
 
     def finish(self, state: DenseState) -> Any:
-        outputs, width = state.weight.shape
-        form = self.form(state.name, width)
+        form = self.form(state.name, state.weight.shape[1])
         if form is None:
             return super().finish(state)
-        packed = PackedWeight(form, outputs, width, state.bias, state.weight.device)
-        steps = (state.weight[at : at + _STEP] for at in range(0, outputs, _STEP))
-        return packed.fill_all(rounded(form, each) for each in steps)
+        return _packed(form, state.weight, state.bias)
+
+    def _expert_forms(self, size: int, hidden: int) -> tuple[Format, Format] | None:
+        forms = self.form("experts", hidden), self.form("experts", size)
+        return None if forms[0] is None or forms[1] is None else (forms[0], forms[1])
+
+    def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
+        forms = self._expert_forms(spec.size, spec.hidden)
+        if forms is None:
+            return super().packed_experts_bytes(spec)
+        total = 0
+        for form, one in zip(forms, (spec.one_gate_up, spec.one_down), strict=True):
+            rows = spec.count * one.out_features
+            total += PackedWeight.num_bytes(form, rows, one.in_features)
+            total += spec.dtype.itemsize * rows * one.bias
+        return total
+
+    def finish_experts(self, state: ExpertWeights) -> Any:
+        hidden, size = state.down.shape[1:]
+        forms = self._expert_forms(size, hidden)
+        if forms is None:
+            return super().finish_experts(state)
+        gate_up, down = (
+            _packed(form, weight.flatten(0, 1), None)
+            for form, weight in zip(forms, (state.gate_up, state.down), strict=True)
+        )
+        biases = state.gate_up_bias, state.down_bias
+        return PackedExperts(gate_up, down, *biases, state.act, state.limit, state.weigh_input)
+
+
+def _packed(form: Format, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+    packed = PackedWeight(form, *weight.shape, bias, weight.device)
+    steps = (weight[at : at + _STEP] for at in range(0, weight.shape[0], _STEP))
+    return packed.fill_all(rounded(form, each) for each in steps)
 
 
 def rounded(form: Format, weight: Tensor) -> Decoded:

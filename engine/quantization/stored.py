@@ -37,7 +37,15 @@ STEP = 4096  # rows that are decoded at once, a multiple of 64
 def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout | None:
     """Of a matrix in fewer bits; None where its kind cannot be cut like this."""
     shape = (part.out_features, part.in_features)
-    if part.columns != (0, part.in_features) or part.transposed:
+    if part.columns != (0, part.in_features):
+        return None
+    if part.stack is not None:
+        # Blocks are of inputs, even where experts in 16 bits have [in, out].
+        scheme = None if quantized.method == "gguf" else quantized.scheme(part.name)
+        if scheme is None or scheme.kind != "mxfp4":
+            return None
+        return FourBitFloats(part.name, scheme, shape, part.rows, device, part.stack)
+    if part.transposed:
         return None
     if quantized.method == "gguf":
         rows = Source("", shape, part.rows).num_rows
@@ -149,7 +157,8 @@ class Stored(LinearMethod):
         found = layout_of(quantized, part, device)
         if found is None:
             raise ConfigError(
-                f"{part.name}: {quantized.name} weights cannot be divided or put in another order",
+                f"{part.name}: {quantized.name} weights cannot be divided or put in another order, "
+                "nor be those of all experts in one tensor but for MXFP4",
                 param=KEY,
             )
         return found
@@ -172,6 +181,18 @@ class Stored(LinearMethod):
             piece.layouts = []
         state.bias = None
         return state
+
+    def expanded(self, state: StoredState) -> Tensor:
+        """All rows of a layer in the model's dtype, where they cannot be packed together."""
+        found = []
+        for piece in state.pieces:
+            if piece.layouts:
+                self._say_expanded(piece)
+                found.append(_expanded(piece.layouts, piece.spec.dtype))
+            else:
+                found.append(piece.state.weight)
+            piece.layouts, piece.state = [], None
+        return torch.cat(found)
 
     def _say_expanded(self, piece: LinearPiece) -> None:
         """Once a format: the memory that its weights take is not the file's."""

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from engine.config.quantized import Quantized
+from engine.quantization import stored_experts
 from engine.quantization.experts import ExpertsApart, apply_apart
-from engine.quantization.method import DenseCpu, ExpertsSpec, LinearSpec, Part
+from engine.quantization.method import DenseCpu, ExpertsSpec
 from engine.quantization.stored import STEP, LinearPiece, Stored, StoredState
-from engine.weights.parameter import Parameter, Source
+from engine.weights.parameter import Parameter
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks
 from kernels.cpu.panels import GATES
@@ -36,43 +37,16 @@ class StoredCpu(Stored):
     # ---- Experts: each has layers of its own
 
     def create_experts(self, spec: ExpertsSpec) -> tuple[ExpertsApart, Sequence[Parameter]]:
-        both = self._experts(spec)
-        if both is None:
-            return super().create_experts(spec)
-        parameters: list[Parameter] = []
-        gate_up: list[Any] = []
-        down: list[Any] = []
-        for states, layers in zip((gate_up, down), both, strict=True):
-            for layer in layers:
-                state, filled = self.create(layer)
-                states.append(state)
+        found, filled = stored_experts.biases(spec)
+        parameters = list(filled)
+        states: tuple[list[Any], list[Any]] = ([], [])
+        for number, both in enumerate(stored_experts.each_expert(spec)):
+            for mine, layer, bias in zip(states, both, found, strict=True):
+                state, filled = self.create(stored_experts.apart(layer))
+                state.bias = None if bias is None else bias[number]
+                mine.append(state)
                 parameters += filled
-        return ExpertsApart(gate_up, down, spec.act, spec.limit, spec.weigh_input), parameters
-
-    def _experts(self, spec: ExpertsSpec) -> list[list[LinearSpec]] | None:
-        """Of gate and up, and of down. None: the checkpoint keeps all experts in one tensor."""
-        found = []
-        for name, sources, bias in (
-            ("gate_up", spec.gate_up, spec.gate_up_bias),
-            ("down", spec.down, spec.down_bias),
-        ):
-            if any(source.at is not None for source in sources):
-                return None
-            parts = [_part(source) for source in sources]
-            each = len(parts) // spec.count
-            found.append(
-                [
-                    LinearSpec(
-                        f"{spec.name}.{number}.{name}",
-                        tuple(parts[number * each : (number + 1) * each]),
-                        bool(bias),
-                        spec.dtype,
-                        spec.device,
-                    )
-                    for number in range(spec.count)
-                ]
-            )
-        return found
+        return ExpertsApart(*states, spec.act, spec.limit, spec.weigh_input), parameters
 
     def finish_experts(self, state: ExpertsApart) -> ExpertsApart:
         for layers in (state.gate_up, state.down):
@@ -80,7 +54,8 @@ class StoredCpu(Stored):
         return state
 
     def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
-        sizes = [self.packed_bytes(layer) for both in self._experts(spec) or () for layer in both]
+        layers = (layer for both in stored_experts.each_expert(spec) for layer in both)
+        sizes = [self.packed_bytes(layer) for layer in layers]
         return sum(size for size in sizes if size is not None)
 
     def apply_experts(
@@ -135,18 +110,6 @@ class StoredCpu(Stored):
                 return packed.add(x, residual)
             return self._dense.apply_add(packed, x, residual)
         return super().apply_add(state, x, residual)
-
-
-def _part(source: Source) -> Part:
-    out, width = source.shape[::-1] if source.transpose else source.shape
-    return Part(
-        source.name.removesuffix(".weight"),
-        out,
-        width,
-        (0, out) if source.rows is None else source.rows,
-        source.columns or (0, width),
-        source.transpose,
-    )
 
 
 def _packed(piece: LinearPiece, bias: Tensor | None) -> PackedBlocks:

@@ -1,16 +1,21 @@
 """Stored weights on CUDA."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.config.quantized import Quantized
+from engine.quantization import stored_experts
+from engine.quantization.method import ExpertsSpec
 from engine.quantization.rounded_cuda import PackedCuda
 from engine.quantization.stored import STEP, LinearPiece, Stored, StoredState
+from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
-from kernels.packed import Decoded, Format, PackedWeight
+from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.packed import BLOCK, E2M1, Decoded, Format, PackedWeight
 
 
 class StoredCuda(Stored):
@@ -37,9 +42,52 @@ class StoredCuda(Stored):
             return packed.fill_all(_decoded(piece))
 
     def _kept(self, form: Format, width: int) -> Format:
-        """Integers by group of GPTQ and its like have 16-bit scales; others are float32 numbers."""
+        """Integers by group of GPTQ and its like, and MXFP4, have scales of 16 bits; others have
+        float32 numbers."""
         integers = self._quantized.method != "gguf" and form.code == "int" and not form.table
-        return replace(form, scale=torch.float16) if integers and form.group < width else form
+        if integers and form.group < width:
+            return replace(form, scale=torch.float16)
+        # MXFP4's are powers of two.
+        powers = form.table == E2M1 and form.group == BLOCK
+        return replace(form, scale=torch.bfloat16) if powers else form
+
+    # ---- Experts: all of a layer in one matrix
+
+    def create_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
+        found, parameters = stored_experts.biases(spec)
+        gate_up, down = stored_experts.all_experts(spec)
+        first, filled = self.create(gate_up)
+        second, more = self.create(down)
+        return _Loading(spec, first, second, *found), (*parameters, *filled, *more)
+
+    def _packs_all(self, *pieces: list[LinearPiece]) -> bool:
+        """Else all are expanded: there is a product for experts of one format."""
+        return all(len(each) == 1 and self.packs(each[0]) for each in pieces)
+
+    def packed_experts_bytes(self, spec: ExpertsSpec) -> int:
+        layers = stored_experts.all_experts(replace(spec, device=torch.device("meta")))
+        total = stored_experts.biases_bytes(spec)
+        if self._packs_all(*(self._pieces(layer) for layer in layers)):
+            return total + sum(self.packed_bytes(layer) or 0 for layer in layers)
+        return total + spec.dtype.itemsize * sum(layer.num_parameters for layer in layers)
+
+    def finish_experts(self, state: "_Loading") -> ExpertWeights | PackedExperts:
+        spec, both = state.spec, (state.gate_up, state.down)
+        rest = (state.gate_up_bias, state.down_bias, spec.act, spec.limit, spec.weigh_input)
+        if self._packs_all(*(each.pieces for each in both)):
+            gate_up, down = (self.finish(each).pieces[0].state for each in both)
+            return PackedExperts(gate_up, down, *rest)
+        gate_up, down = (
+            self.expanded(each).unflatten(0, (spec.count, -1)).contiguous() for each in both
+        )
+        return ExpertWeights(gate_up, down, *rest)
+
+    def apply_experts(
+        self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        return self._dense.apply_experts(state, x, weights, ids, residual)
+
+    # ---- Products
 
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
         return self._dense.apply(piece.state, x)
@@ -60,6 +108,17 @@ class StoredCuda(Stored):
         if len(state.pieces) == 1:
             return self._dense.apply_add(state.pieces[0].state, x, residual)
         return super().apply_add(state, x, residual)
+
+
+@dataclass(slots=True)
+class _Loading:
+    """Experts until finish_experts."""
+
+    spec: ExpertsSpec
+    gate_up: StoredState
+    down: StoredState
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
 
 
 class _Rounds(Exception):

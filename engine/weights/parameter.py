@@ -55,7 +55,8 @@ class Source:
     transpose: the checkpoint keeps [in, out] where we keep [out, in].
     flat: of any shape on disk, its elements are taken as a vector, of which rows are.
     at: the checkpoint keeps several like this in one tensor, along its first axis: this one's
-        number. shape is the whole tensor's, whose first two axes may be one on disk.
+        number. shape is the whole tensor's, whose first two axes may be one on disk, and whose
+        last one may be two.
     shorter: bytes of which there may be fewer on disk; the others are not written.
     """
 
@@ -84,8 +85,12 @@ class Source:
             return math.prod(stored) <= math.prod(self.shape)
         if self.flat:
             return math.prod(stored) == math.prod(self.shape)
+        if self.at is None:
+            return stored == self.shape
         joined = (math.prod(self.shape[:2]), *self.shape[2:])
-        return stored == self.shape or (self.at is not None and stored == joined)
+        # Rows may be cut into blocks.
+        blocks = (*stored[:2], math.prod(stored[2:]))
+        return stored in (self.shape, joined) or (len(stored) > 3 and blocks == self.shape)
 
     @property
     def num_rows(self) -> int:

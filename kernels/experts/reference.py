@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu
 
 from kernels.experts.routing import CLAMPED, Routing
+from kernels.packed import PackedWeight
 
 CLAMPED_ALPHA = 1.702
 
@@ -27,6 +28,36 @@ class ExpertWeights:
     act: str = "silu"
     limit: float = 0.0
     weigh_input: bool = False
+
+
+@dataclass(slots=True)
+class PackedExperts:
+    """The experts of one layer in fewer bits, one below the other; the rest as in
+    `ExpertWeights`."""
+
+    gate_up: PackedWeight  # [experts * 2 * size, hidden], without bias
+    down: PackedWeight  # [experts * hidden, size], without bias
+    gate_up_bias: Tensor | None  # [experts, 2 * size]
+    down_bias: Tensor | None  # [experts, hidden]
+    act: str = "silu"
+    limit: float = 0.0
+    weigh_input: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.down.shape[0] // self.gate_up.shape[1]
+
+    def dense(self, dtype: torch.dtype) -> ExpertWeights:
+        """What the codes stand for."""
+        return ExpertWeights(
+            self.gate_up.dense(dtype).unflatten(0, (self.count, -1)),
+            self.down.dense(dtype).unflatten(0, (self.count, -1)),
+            self.gate_up_bias,
+            self.down_bias,
+            self.act,
+            self.limit,
+            self.weigh_input,
+        )
 
 
 def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:

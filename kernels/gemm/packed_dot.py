@@ -44,6 +44,93 @@ def _pairs(words, HOW: tl.constexpr):
 
 
 @triton.jit
+def add_step(
+    acc,  # [ROWS, TOKENS] float32
+    start,  # the first column
+    at,  # [ROWS, WIDTH]: where the codes of column 0 are
+    x_at,  # [WIDTH, TOKENS]: the same of x
+    columns,
+    row_mask,
+    token_mask,
+    groups,  # [ROWS]: the first scale of each row
+    scale,
+    offset,
+    table,
+    BITS: tl.constexpr,
+    CODE: tl.constexpr,
+    BASE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    QUICK: tl.constexpr,
+    HOW0: tl.constexpr,
+    HOW1: tl.constexpr,
+    HOW2: tl.constexpr,
+    HOW3: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """acc plus the product of WIDTH words, or codes, of each row with x. 8 bits that are QUICK come
+    without their scale."""
+    FIELDS: tl.constexpr = 4 if BITS == 4 else 1
+    RUN: tl.constexpr = SPAN // 4
+    STEP: tl.constexpr = WIDTH * FIELDS
+    element = tl.arange(0, WIDTH)
+    exists = row_mask[:, None]
+    x_mask = token_mask[None, :]
+    if not EVEN:
+        inside = start + element * FIELDS < columns
+        exists = exists & inside[None, :]
+        x_mask = x_mask & inside[:, None]
+    w = tl.load(at + start // FIELDS, mask=exists, other=0)
+    if GROUP % STEP == 0:
+        group = groups[:, None] + start // GROUP
+        has = row_mask[:, None]
+    else:
+        group = groups[:, None] + ((start + element * FIELDS) // GROUP)[None, :]
+        has = exists
+    if QUICK and BITS == 4:
+        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+        part = tl.zeros(acc.shape, tl.float32)
+        total = tl.zeros(acc.shape, tl.float32)
+        ones = tl.full(w.shape, 1.0, tl.bfloat16)
+        for field in tl.static_range(4):
+            other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
+            if field == 0:
+                value = _pairs(w, HOW0)
+            elif field == 1:
+                value = _pairs(w, HOW1)
+            elif field == 2:
+                value = _pairs(w, HOW2)
+            else:
+                value = _pairs(w, HOW3)
+            part = tl.dot(value, other, part)
+            if OFFSET != 0:  # the sum of x, in every row
+                total = tl.dot(ones, other, total)
+        acc += part * s
+        if OFFSET != 0:
+            acc += total * added
+    elif QUICK:
+        value = tl.inline_asm_elementwise(
+            HOW0, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+        acc = tl.dot(value, tl.load(x_at + start, mask=x_mask, other=0.0), acc)
+    elif BITS == 4:
+        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+        for field in tl.static_range(4):
+            value = nibble(w, table, field, CODE) * s + added
+            other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
+            acc = tl.dot(value.to(other.dtype), other, acc, input_precision=PRECISION)
+    else:
+        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+        value = eight_bits(w, CODE) * s + added
+        other = tl.load(x_at + start, mask=x_mask, other=0.0)
+        acc = tl.dot(value.to(other.dtype), other, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def _packed_dot_kernel(
     x,  # [tokens, columns]
     codes,  # [rows, columns / 4] int16, or [rows, columns]
@@ -104,56 +191,11 @@ def _packed_dot_kernel(
         gdc_wait()
         gdc_launch_dependents()
     for start in range(begin, end, STEP):
-        exists = row_mask[:, None]
-        x_mask = token_mask[None, :]
-        if not EVEN:
-            inside = start + element * FIELDS < columns
-            exists = exists & inside[None, :]
-            x_mask = x_mask & inside[:, None]
-        w = tl.load(at + start // FIELDS, mask=exists, other=0)
-        if GROUP % STEP == 0:
-            group = groups[:, None] + start // GROUP
-            has = row_mask[:, None]
-        else:
-            group = groups[:, None] + ((start + element * FIELDS) // GROUP)[None, :]
-            has = exists
-        if QUICK and BITS == 4:
-            s, added = _scales(scale, offset, group, has, BASE, OFFSET)
-            part = tl.zeros([ROWS, TOKENS], tl.float32)
-            total = tl.zeros([ROWS, TOKENS], tl.float32)
-            ones = tl.full([ROWS, WIDTH], 1.0, tl.bfloat16)
-            for field in tl.static_range(4):
-                other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
-                if field == 0:
-                    value = _pairs(w, HOW0)
-                elif field == 1:
-                    value = _pairs(w, HOW1)
-                elif field == 2:
-                    value = _pairs(w, HOW2)
-                else:
-                    value = _pairs(w, HOW3)
-                part = tl.dot(value, other, part)
-                if OFFSET != 0:  # the sum of x, in every row
-                    total = tl.dot(ones, other, total)
-            acc += part * s
-            if OFFSET != 0:
-                acc += total * added
-        elif QUICK:
-            value = tl.inline_asm_elementwise(
-                HOW0, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
-            )
-            acc = tl.dot(value, tl.load(x_at + start, mask=x_mask, other=0.0), acc)
-        elif BITS == 4:
-            s, added = _scales(scale, offset, group, has, BASE, OFFSET)
-            for field in tl.static_range(4):
-                value = nibble(w, table, field, CODE) * s + added
-                other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
-                acc = tl.dot(value.to(other.dtype), other, acc, input_precision=PRECISION)
-        else:
-            s, added = _scales(scale, offset, group, has, BASE, OFFSET)
-            value = eight_bits(w, CODE) * s + added
-            other = tl.load(x_at + start, mask=x_mask, other=0.0)
-            acc = tl.dot(value.to(other.dtype), other, acc, input_precision=PRECISION)
+        acc = add_step(
+            acc, start, at, x_at, columns, row_mask, token_mask, groups, scale, offset, table,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WIDTH, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
+            PRECISION,
+        )  # fmt: skip
     if QUICK and BITS == 8:
         acc *= tl.load(scale + row, mask=row_mask, other=0.0)[:, None]
     place = token.to(tl.int64)[None, :] * rows + row[:, None]

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu import blocks, compiler
+from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks
+from kernels.cpu.codegen import compiler
 from kernels.cpu.panels import GATES
 from kernels.packed import BLOCK, Format
 from kernels.reference import Kernels

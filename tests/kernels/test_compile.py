@@ -36,9 +36,10 @@ from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.batch import apply_updates, assemble  # noqa: E402
 from kernels.experts import grouped as moe  # noqa: E402
+from kernels.experts import packed as packed_moe  # noqa: E402
 from kernels.experts.few import few  # noqa: E402
 from kernels.experts.few_route import few_route  # noqa: E402
-from kernels.experts.reference import ExpertWeights  # noqa: E402
+from kernels.experts.reference import ExpertWeights, PackedExperts  # noqa: E402
 from kernels.experts.routing import CLAMPED, Routing  # noqa: E402
 from kernels.experts.topk import topk  # noqa: E402
 from kernels.gemm.deterministic import TILES, product  # noqa: E402
@@ -393,6 +394,35 @@ def experts(d: Dims) -> None:
             moe.grouped(x.float(), scale, ids, stack(torch.float32), None, tiles)
 
 
+def experts_in_fewer_bits(d: Dims) -> None:
+    """Of each way to decode: with PTX for pairs of codes, without, a scale a block."""
+    (count, chosen, size, hidden) = next(
+        sizes for name, sizes in MIXTURES.items() if MODELS[name] == d
+    )
+    biased = size == hidden
+    forms = [
+        Format(4, 32, torch.bfloat16, zero=12, table=E2M1),
+        *([] if size % 128 else [Format(4, 128, offset="add")]),
+        *([] if size % 128 else [Format(8, 128, torch.float32, code="e4m3", rows=128)]),
+        None,
+    ]
+    x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
+    for form in forms:
+        row = [Format(8, width, torch.float32, code="e4m3") for width in (hidden, size)]
+        up, down = row if form is None else (form, form)
+        stack = PackedExperts(
+            PackedWeight(up, count * 2 * size, hidden, None, torch.device("cpu")),
+            PackedWeight(down, count * hidden, size, None, torch.device("cpu")),
+            bf16(count, 2 * size) if biased else None,
+            bf16(count, hidden) if biased else None,
+            CLAMPED if biased else "silu",
+            7.0,
+        )
+        packed_moe.packed_experts(x[:1], scale[:1], ids[:1], stack, x[:1])
+        for tile in (tile for _, tile in packed_moe.TILES[1:] if form is forms[0]):
+            packed_moe.packed_experts(x, scale, ids, stack, None, tile)
+
+
 # Heads, and elements of a head that do not turn: DeepSeek-V3, GLM-4.7-Flash, DeepSeek-V2-Lite.
 LATENTS = {"llama-8b": (128, 128), "qwen3-0.6b": (20, 192), "smollm2-135m": (16, 128)}
 
@@ -441,7 +471,7 @@ PARTS = {
     part.__name__: part
     for part in (
         *(layers, packed, plain, attention, quantized_attention, latent, delta),
-        *(sampling, assembly, adapters, experts),
+        *(sampling, assembly, adapters, experts, experts_in_fewer_bits),
     )
 }
 

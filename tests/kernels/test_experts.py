@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.experts import packed as packed_module
 from kernels.experts import reference
 from kernels.experts.few import MOST, few
 from kernels.experts.few_route import few_route
 from kernels.experts.grouped import FIXED, TILES, Tiles, grouped, sort
-from kernels.experts.reference import ExpertWeights
+from kernels.experts.packed import packed_experts
+from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.experts.topk import topk
+from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
 
@@ -124,6 +127,81 @@ def test_a_row_is_a_row() -> None:
     some = torch.tensor([3, 50, 89], device=DEVICE)
     part = grouped(x[some], scale[some], ids[some], weights, None, FIXED)
     assert torch.equal(part, whole[some])
+
+
+F32 = torch.float32
+# Of gate_up, of down; hidden; size. Blocks of 64 divide both, other sizes fill no step.
+PACKED = {
+    "mxfp4": (Format(4, 32, F32, zero=12, table=E2M1), None, 96, 160),
+    "e4m3-block": (Format(8, 64, F32, code="e4m3", rows=64), None, 192, 64),
+    "int4-64": (Format(4, 64, offset="add"), None, 192, 64),
+    "int8-row": (Format(8, 96, F32, zero=128), Format(8, 32, F32, zero=128), 96, 32),
+    "e4m3-row": (Format(8, 96, F32, code="e4m3"), Format(8, 160, F32, code="e4m3"), 96, 160),
+    "nvfp4": (Format(4, 16, F32, zero=12, table=E2M1), None, 96, 32),
+}
+QUICK = ("mxfp4", "e4m3-block")
+
+
+def packed(name: str, experts: int, act: str = "silu", *, weigh: bool = False) -> PackedExperts:
+    up, down, hidden, size = PACKED[name]
+    biased = act == CLAMPED
+
+    def weight(form: Format, rows: int, width: int) -> PackedWeight:
+        codes = torch.randint(0, 256, (rows, width * form.bits // 8), dtype=torch.uint8)
+        if form.code == "e4m3":
+            codes &= 0xBF  # at most 1.875
+        scale = (0.5 + torch.rand(rows // form.rows, width // form.group)) / width**0.5
+        scale /= {"e4m3": 1, "int": 8 if form.bits == 4 else 128}[form.code]
+        offset = -8 * scale if form.offset == "add" else None
+        found = PackedWeight(form, rows, width, None, torch.device(DEVICE))
+        found.fill(
+            0, (codes.to(DEVICE), scale.to(DEVICE), offset if offset is None else offset.to(DEVICE))
+        )
+        return found
+
+    return PackedExperts(
+        weight(up, experts * 2 * size, hidden),
+        weight(down or up, experts * hidden, size),
+        random(experts, 2 * size, dtype=F32) if biased else None,
+        random(experts, hidden, dtype=F32) if biased else None,
+        act,
+        0.7 if biased else 0.0,
+        weigh,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PACKED]
+)
+def test_packed(name: str, dtype: torch.dtype) -> None:
+    """A scale of the expert before, gate's codes for up's, blocks of outputs counted from the
+    expert's first row, a pair that is another expert's, experts without tokens."""
+    torch.manual_seed(0)
+    hidden = PACKED[name][2]
+    for tokens, act, weigh in ((1, CLAMPED, False), (21, "silu", True)):
+        stack = packed(name, 5, act, weigh=weigh)
+        x, before = random(tokens, hidden, dtype=dtype), random(tokens, hidden, dtype=dtype)
+        scale, ids = chosen(tokens, 5, 2, skewed=tokens > 1)
+        want = reference.experts(
+            x.double(), scale.double(), ids, double(stack.dense(torch.float64)), before.double()
+        )
+        assert packed_experts(x, scale, ids, stack, before) is before
+        assert row_error(before, want) < 4 * BOUND[dtype]
+
+
+@pytest.mark.slow
+def test_packed_rows_are_rows() -> None:
+    """Deterministic mode, and each tile."""
+    stack = packed("mxfp4", 3)
+    x, (scale, ids) = random(150, 96, dtype=DTYPES[0]), chosen(150, 3, 2)
+    whole = packed_experts(x, scale, ids, stack, None, packed_module.FIXED)
+    some = torch.tensor([3, 50, 149], device=DEVICE)
+    part = packed_experts(x[some], scale[some], ids[some], stack, None, packed_module.FIXED)
+    assert torch.equal(part, whole[some])
+    for _, tile in packed_module.TILES:
+        other = packed_experts(x, scale, ids, stack, None, tile)
+        assert row_error(other, whole.double()) < 4 * BOUND[DTYPES[0]]
 
 
 def test_sort() -> None:

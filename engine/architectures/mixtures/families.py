@@ -263,7 +263,7 @@ ARCHITECTURES = (
             "experts_down": CheckpointTensor((f"{LAYER}mlp.experts.down_proj",), transposed=True),
             "experts_down_bias": CheckpointTensor((f"{LAYER}mlp.experts.down_proj_bias",)),
         },
-        models="gpt-oss (experts in 16 bits)",
+        models="gpt-oss",
         model_type="gpt_oss",
         keys=_LOCAL,
         defaults={"head_dim": 64, "attention_bias": True, "rms_norm_eps": 1e-5},

@@ -429,7 +429,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "bnb_4bit_quant_type.*fp4",
     ),
     ({"quant_method": "bitsandbytes"}, "load_in_4bit: neither"),
-    ({"quant_method": "mxfp4"}, "quant_method: 'mxfp4'.* in 16 bits"),
     (
         {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllamav2"},
         "packing_format.*exllamav2",

@@ -1,0 +1,87 @@
+"""Experts that the checkpoint keeps in fewer bits, as linear layers: one an expert, or all of a
+layer one below the other."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.quantization.method import ExpertsSpec, LinearSpec, Part
+from engine.weights.parameter import Parameter, Source
+
+
+class TwoLinears(NamedTuple):
+    """Of gate and up, and of down."""
+
+    gate_up: LinearSpec
+    down: LinearSpec
+
+
+def each_expert(spec: ExpertsSpec) -> list[TwoLinears]:
+    """A linear layer with its bias for each."""
+    all_of = (
+        (spec.gate_up, bool(spec.gate_up_bias), "gate_up"),
+        (spec.down, bool(spec.down_bias), "down"),
+    )
+    found = []
+    for number in range(spec.count):
+        both = []
+        for sources, bias, what in all_of:
+            each = len(sources) // spec.count
+            parts = tuple(_part(one) for one in sources[number * each : (number + 1) * each])
+            name = f"{spec.name}.{number}.{what}"
+            both.append(LinearSpec(name, parts, bias, spec.dtype, spec.device))
+        found.append(TwoLinears(*both))
+    return found
+
+
+def all_experts(spec: ExpertsSpec) -> TwoLinears:
+    """Without biases."""
+    up, down = (tuple(_part(source) for source in sources) for sources in (spec.gate_up, spec.down))
+    return TwoLinears(
+        LinearSpec(f"{spec.name}.gate_up", up, False, spec.dtype, spec.device),
+        LinearSpec(f"{spec.name}.down", down, False, spec.dtype, spec.device),
+    )
+
+
+def biases(
+    spec: ExpertsSpec,
+) -> tuple[tuple[Tensor | None, Tensor | None], Sequence[Parameter]]:
+    """[experts, rows] of gate and up, and of down."""
+    found: list[Tensor | None] = []
+    parameters = []
+    for what, sources in (("gate_up_bias", spec.gate_up_bias), ("down_bias", spec.down_bias)):
+        if not sources:
+            found.append(None)
+            continue
+        rows = 2 * spec.size if what == "gate_up_bias" else spec.hidden
+        tensor = torch.empty(spec.count, rows, dtype=spec.dtype, device=spec.device)
+        parameters.append(Parameter(f"{spec.name}.{what}", tensor.flatten(), sources))
+        found.append(tensor)
+    return (found[0], found[1]), parameters
+
+
+def biases_bytes(spec: ExpertsSpec) -> int:
+    rows = 2 * spec.size * bool(spec.gate_up_bias) + spec.hidden * bool(spec.down_bias)
+    return spec.count * rows * spec.dtype.itemsize
+
+
+def apart(spec: LinearSpec) -> LinearSpec:
+    """The same layer, whose bias is loaded apart."""
+    return replace(spec, bias=False)
+
+
+def _part(source: Source) -> Part:
+    shape = source.shape if source.at is None else source.shape[1:]
+    out, width = shape[::-1] if source.transpose else shape
+    return Part(
+        source.name.removesuffix(".weight"),
+        out,
+        width,
+        (0, out) if source.rows is None else source.rows,
+        source.columns or (0, width),
+        source.transpose,
+        None if source.at is None else (source.at, source.shape[0]),
+    )

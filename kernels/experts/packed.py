@@ -1,0 +1,321 @@
+"""Experts with packed weights: as `grouped`, whatever the number of tokens, but codes become 16-bit
+numbers on their way to the matrix units, as in `kernels.gemm.packed_dot`.
+
+The weight is the left operand, so that the few pairs of an expert fill the short side of the units'
+tiles.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.experts.gate import code, gated
+from kernels.experts.grouped import Sorted, _find, sort, sum_experts
+from kernels.experts.reference import PackedExperts
+from kernels.gemm.packed_codes import constants
+from kernels.gemm.packed_dot import add_step, quick
+from kernels.packed import PackedWeight
+from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+
+class Tile(NamedTuple):
+    pairs: int  # of one expert
+    outs: int  # rows of the weight; of gate_up so many of the gate's and as many of the up's
+    num_warps: int
+    num_stages: int
+
+
+# The pairs that an expert has on average -> its tile, the first that fits.
+TILES: tuple[tuple[float, Tile], ...] = (
+    (16, Tile(16, 32, 2, 3)),
+    (48, Tile(32, 64, 4, 3)),
+    (float("inf"), Tile(64, 64, 4, 3)),
+)
+FIXED = Tile(32, 64, 4, 3)  # where a row's numbers may not depend on how many rows there are
+
+
+@triton.jit
+def _packed_up_kernel(
+    x,  # [tokens, WIDTH]
+    weights,  # [pairs]
+    order,
+    starts,
+    codes,  # of PackedWeight [EXPERTS * 2 * SIZE, WIDTH]
+    scale,
+    offset,
+    table,
+    bias,  # [EXPERTS, 2 * SIZE]
+    inner,  # [pairs, SIZE], in sorted order
+    limit,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ACT: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGH: tl.constexpr,
+    BITS: tl.constexpr,
+    CODE: tl.constexpr,
+    BASE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    BAND: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two, at least EXPERTS
+    PAIRS: tl.constexpr,
+    OUTS: tl.constexpr,
+    WORDS: tl.constexpr,  # words or codes of a row at a time
+    EVEN: tl.constexpr,
+    QUICK: tl.constexpr,
+    HOW0: tl.constexpr,
+    HOW1: tl.constexpr,
+    HOW2: tl.constexpr,
+    HOW3: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    FIELDS: tl.constexpr = 4 if BITS == 4 else 1
+    RUN: tl.constexpr = SPAN // 4
+    tiles: tl.constexpr = (SIZE + OUTS - 1) // OUTS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, PAIRS)
+    if expert == EXPERTS:
+        return
+    row = place + tl.arange(0, PAIRS)
+    exists = row < behind
+    pair = tl.load(order + row, mask=exists, other=0)
+    out = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
+    has = out < SIZE
+    source = expert.to(tl.int64) * (2 * SIZE) + out
+    element = tl.arange(0, WORDS)
+    if BITS == 4:
+        column = element // RUN * SPAN + element % RUN
+        column = tl.multiple_of(tl.max_contiguous(column, RUN), RUN)
+    else:
+        column = element
+    x_at = x + (pair // CHOSEN).to(tl.int64)[None, :] * WIDTH + column[:, None]
+    gate_at = codes + source[:, None] * (WIDTH // FIELDS) + element[None, :]
+    up_at = gate_at + SIZE * (WIDTH // FIELDS)
+    gate_groups = source // BAND * (WIDTH // GROUP)
+    up_groups = (source + SIZE) // BAND * (WIDTH // GROUP)
+    gate = tl.zeros([OUTS, PAIRS], tl.float32)
+    up = tl.zeros([OUTS, PAIRS], tl.float32)
+    for start in range(0, WIDTH, WORDS * FIELDS):
+        gate = add_step(
+            gate, start, gate_at, x_at, WIDTH, has, exists, gate_groups, scale, offset, table,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
+            PRECISION,
+        )  # fmt: skip
+        up = add_step(
+            up, start, up_at, x_at, WIDTH, has, exists, up_groups, scale, offset, table,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
+            PRECISION,
+        )  # fmt: skip
+    if QUICK and BITS == 8:
+        gate *= tl.load(scale + source, mask=has, other=0.0)[:, None]
+        up *= tl.load(scale + source + SIZE, mask=has, other=0.0)[:, None]
+    if WEIGH:
+        weight = tl.load(weights + pair, mask=exists, other=0.0)[None, :]
+        gate *= weight
+        up *= weight
+    if BIAS:
+        gate += tl.load(bias + source, mask=has, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + source + SIZE, mask=has, other=0.0).to(tl.float32)[:, None]
+    value = gated(gate, up, limit, ACT).to(inner.dtype.element_ty)
+    at = row.to(tl.int64)[None, :] * SIZE + out[:, None]
+    tl.store(inner + at, value, mask=has[:, None] & exists[None, :])
+
+
+@triton.jit
+def _packed_down_kernel(
+    inner,  # [pairs, SIZE], in sorted order
+    weights,  # [pairs]
+    order,
+    starts,
+    codes,  # of PackedWeight [EXPERTS * WIDTH, SIZE]
+    scale,
+    offset,
+    table,
+    bias,  # [EXPERTS, WIDTH]
+    given,  # [pairs, WIDTH]
+    EXPERTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGH: tl.constexpr,
+    BITS: tl.constexpr,
+    CODE: tl.constexpr,
+    BASE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,
+    BAND: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OUTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    EVEN: tl.constexpr,
+    QUICK: tl.constexpr,
+    HOW0: tl.constexpr,
+    HOW1: tl.constexpr,
+    HOW2: tl.constexpr,
+    HOW3: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    FIELDS: tl.constexpr = 4 if BITS == 4 else 1
+    RUN: tl.constexpr = SPAN // 4
+    tiles: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
+    # Sorted before the launch before this one.
+    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, PAIRS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if expert == EXPERTS:
+        return
+    row = place + tl.arange(0, PAIRS)
+    exists = row < behind
+    out = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
+    has = out < WIDTH
+    source = expert.to(tl.int64) * WIDTH + out
+    element = tl.arange(0, WORDS)
+    if BITS == 4:
+        column = element // RUN * SPAN + element % RUN
+        column = tl.multiple_of(tl.max_contiguous(column, RUN), RUN)
+    else:
+        column = element
+    x_at = inner + row.to(tl.int64)[None, :] * SIZE + column[:, None]
+    at = codes + source[:, None] * (SIZE // FIELDS) + element[None, :]
+    groups = source // BAND * (SIZE // GROUP)
+    acc = tl.zeros([OUTS, PAIRS], tl.float32)
+    for start in range(0, SIZE, WORDS * FIELDS):
+        acc = add_step(
+            acc, start, at, x_at, SIZE, has, exists, groups, scale, offset, table,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
+            PRECISION,
+        )  # fmt: skip
+    if QUICK and BITS == 8:
+        acc *= tl.load(scale + source, mask=has, other=0.0)[:, None]
+    if BIAS:
+        acc += tl.load(bias + source, mask=has, other=0.0).to(tl.float32)[:, None]
+    pair = tl.load(order + row, mask=exists, other=0)
+    if not WEIGH:
+        acc *= tl.load(weights + pair, mask=exists, other=0.0)[None, :]
+    place_out = pair.to(tl.int64)[None, :] * WIDTH + out[:, None]
+    mask = has[:, None] & exists[None, :]
+    tl.store(given + place_out, acc.to(given.dtype.element_ty), mask=mask)
+
+
+def tile_for(pairs: int, experts: int) -> Tile:
+    return next(tile for most, tile in TILES if pairs / experts <= most)
+
+
+def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[str, Any]:
+    four = weight.form.bits == 4
+    words = 32 if four else 128
+    step = 4 * words if four else words
+    how = quick(x, weight, words)
+    # A scale and an offset for each code are on their way too.
+    stages = 2 if not how and weight.form.group % step else tile.num_stages
+    return {
+        "BLOCK": triton.next_power_of_2(experts),
+        "PAIRS": tile.pairs,
+        "OUTS": tile.outs,
+        "WORDS": words,
+        "EVEN": weight.shape[1] % step == 0,
+        "QUICK": bool(how),
+        **{f"HOW{i}": how[i] if how else "" for i in range(4)},
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "num_warps": tile.num_warps,
+        "num_stages": stages,
+        **constants(weight),
+        **pdl(x.device),
+    }
+
+
+def _grid(pairs: int, experts: int, tile: Tile, outs: int) -> tuple[int]:
+    """An expert that is met has at most one block that is not full."""
+    return ((min(pairs, experts) + pairs // tile.pairs) * triton.cdiv(outs, tile.outs),)
+
+
+def packed_up(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+) -> Tensor:
+    """act(gate) * up of each pair: [pairs, size], in sorted order."""
+    weight = stack.gate_up
+    experts, size, width = stack.count, stack.down.shape[1], weight.shape[1]
+    inner = x.new_empty((ids.numel(), size))
+    _packed_up_kernel[_grid(ids.numel(), experts, tile, size)](
+        x,
+        weights,
+        pairs.order,
+        pairs.starts,
+        weight.codes,
+        weight.scale,
+        weight.offset,
+        weight.table,
+        stack.gate_up_bias,
+        inner,
+        stack.limit,
+        EXPERTS=experts,
+        CHOSEN=ids.shape[1],
+        SIZE=size,
+        WIDTH=width,
+        ACT=code(stack.act),
+        BIAS=stack.gate_up_bias is not None,
+        WEIGH=stack.weigh_input,
+        **_options(x, weight, tile, experts),
+    )
+    return inner
+
+
+def packed_down(
+    inner: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+) -> Tensor:
+    """inner of `packed_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
+    order of ids."""
+    weight = stack.down
+    experts, size, width = stack.count, weight.shape[1], stack.gate_up.shape[1]
+    given = inner.new_empty((ids.numel(), width))
+    _packed_down_kernel[_grid(ids.numel(), experts, tile, width)](
+        inner,
+        weights,
+        pairs.order,
+        pairs.starts,
+        weight.codes,
+        weight.scale,
+        weight.offset,
+        weight.table,
+        stack.down_bias,
+        given,
+        EXPERTS=experts,
+        SIZE=size,
+        WIDTH=width,
+        BIAS=stack.down_bias is not None,
+        WEIGH=stack.weigh_input,
+        **_options(inner, weight, tile, experts),
+    )
+    return given
+
+
+def packed_experts(
+    x: Tensor,  # [tokens, hidden], any number of them
+    weights: Tensor,
+    ids: Tensor,
+    stack: PackedExperts,
+    residual: Tensor | None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """See `kernels.reference.Kernels.packed_experts`."""
+    if not x.shape[0]:
+        return torch.empty_like(x) if residual is None else residual
+    tile = tile or tile_for(ids.numel(), stack.count)
+    pairs = sort(ids, stack.count)
+    inner = packed_up(x, weights, ids, stack, pairs, tile)
+    given = packed_down(inner, weights, ids, stack, pairs, tile)
+    return sum_experts(given, ids.shape[1], residual)

@@ -1,0 +1,227 @@
+"""Experts of mixtures in fewer bits: files that keep them so, and weights rounded at load."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from engine.config.model_config import ModelConfig
+from engine.errors import ConfigError
+from engine.models.registry import Model, build_model
+from engine.quantization.experts import ExpertsApart
+from engine.weights import load_weights
+from kernels.cpu.blocks import PackedBlocks
+from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.reference import Kernels
+from tests.engine.test_memory import held
+from tests.engine.weights.quantized_files import FILES, matrix
+from tests.engine.weights.test_stored_weights import build_on, logits
+from tests.kernels.test_generated import able
+
+COMMON = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 192, "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN = {
+    **COMMON, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}  # fmt: skip
+GPT_OSS = {
+    **COMMON, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4,
+    "num_experts_per_tok": 2, "intermediate_size": 96,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}  # fmt: skip
+
+
+def config_of(folder: Path, values: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return ModelConfig.from_folder(folder)
+
+
+def plain(config: ModelConfig) -> Model:
+    """In float32, with the plain kernels."""
+    return build_model(
+        replace(config, quantized=None), torch.float32, "cpu", Kernels(), runs_on="cuda"
+    )
+
+
+def fill(model: Model, exact: dict[str, Tensor]) -> Model:
+    for parameter in model.parameters():
+        at = 0
+        for source in parameter.sources:
+            whole = exact[source.name]
+            part = source.take(whole if source.at is None else whole[source.at])
+            parameter.tensor[at : at + source.num_rows] = part
+            at += source.num_rows
+    model.finish()
+    return model
+
+
+def kinds(model: Model) -> set[type]:
+    found: set[type] = set()
+    for stack in model._stacks():
+        found.add(type(stack.state))
+        if isinstance(stack.state, ExpertsApart):
+            found |= {type(each.pieces[0].state) for each in stack.state.gate_up}
+    return found
+
+
+def agrees(config: ModelConfig, folder: Path, exact: dict[str, Tensor], runs_on: str) -> Model:
+    """The model of the folder's files gives what its exact weights give."""
+    want = logits(fill(plain(config), exact))
+    made_up = build_on(runs_on, config)
+    load_weights(made_up, None)
+    assert logits(made_up).isfinite().all()
+    model = build_on(runs_on, config)
+    load_weights(model, folder)
+    got = logits(model)
+    # On the CPU activations take 8 bits.
+    bound = 2e-3 if runs_on == "cuda" else 0.15
+    assert (got - want).norm() < bound * want.norm()
+    assert model.num_bytes == held(model)
+    return model
+
+
+@pytest.mark.parametrize("runs_on", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8-block",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("compressed-mxfp4", "compressed-nvfp4", "gptq-ordered", "nf4")
+        ),
+    ],
+)
+def test_a_tensor_for_each(name: str, runs_on: str, tmp_path: Path) -> None:
+    """Bug: up's codes after the next expert's gate, scales of the expert before, experts that no
+    product takes left unfinished, a sum of memory that counts 16 bits."""
+    config = config_of(tmp_path, {**QWEN, "quantization_config": FILES[name]})
+    assert config.quantized is not None
+    torch.manual_seed(1)
+    tensors: dict[str, Tensor] = {}
+    exact: dict[str, Tensor] = {}
+    for parameter in plain(config).parameters():
+        for source in parameter.sources:
+            ours = source.name.removesuffix(".weight")
+            scheme = config.quantized.scheme(ours)
+            if (
+                len(source.shape) == 1
+                or scheme is None
+                or "embed" in ours
+                or ours[-8:] == "mlp.gate"
+            ):
+                weight = torch.randn(source.shape) / source.shape[-1] ** 0.5
+                tensors[source.name] = exact[source.name] = weight.bfloat16().float()
+            else:
+                made, weight = matrix(scheme, ours, *source.shape)
+                # Sizes that a trained model has: else each rounding decides what a softmax chooses.
+                exact[source.name] = weight
+                tensors |= {key: tensor.contiguous() for key, tensor in made.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = agrees(config, tmp_path, exact, runs_on)
+    if runs_on == "cuda":
+        assert kinds(model) == {ExpertWeights if name == "gptq-ordered" else PackedExperts}
+    elif able() and name not in ("gptq-ordered", "nf4", "fp8-block"):
+        assert kinds(model) == {ExpertsApart, PackedBlocks}
+
+
+def gpt_oss(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Tensor]]:
+    """Configuration, tensors as the files have them, and the exact weights by transformers."""
+    config = config_of(folder, GPT_OSS)
+    torch.manual_seed(1)
+    tensors: dict[str, Tensor] = {}
+    exact: dict[str, Tensor] = {}
+    for parameter in plain(config).parameters():
+        for source in parameter.sources:
+            if source.name in exact:
+                continue
+            if source.at is not None and not source.name.endswith("_bias"):
+                count, width, rows = source.shape
+                blocks = torch.randint(0, 256, (count, rows, width // 32, 16), dtype=torch.uint8)
+                scales = torch.randint(121, 124, (count, rows, width // 32)).to(torch.uint8)
+                tensors |= {f"{source.name}_blocks": blocks, f"{source.name}_scales": scales}
+                exact[source.name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            else:
+                weight = (torch.randn(source.shape) / source.shape[-1] ** 0.5).bfloat16()
+                tensors[source.name], exact[source.name] = weight, weight.float()
+    save_file(tensors, folder / "model.safetensors")
+    return config, tensors, exact
+
+
+@pytest.mark.parametrize("runs_on", ["cpu", "cuda"])
+def test_all_experts_in_one_tensor(runs_on: str, tmp_path: Path) -> None:
+    """gpt-oss: rows of gate and up that stay in turns, blocks read as [in, out], the high half
+    first, biases of another expert."""
+    config, _, exact = gpt_oss(tmp_path)
+    model = agrees(config, tmp_path, exact, runs_on)
+    if runs_on == "cuda":
+        assert kinds(model) == {PackedExperts}
+    elif able():
+        assert kinds(model) == {ExpertsApart, PackedBlocks}
+    in_16 = build_model(replace(config, quantized=None), torch.bfloat16, "cpu", Kernels())
+    experts, dense = (sum(stack.num_bytes for stack in each._stacks()) for each in (model, in_16))
+    assert experts < 0.4 * dense
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda key, tensor: tensor[:, :-1], "has shape"),
+        (lambda key, tensor: tensor.view(torch.int8), "dtype I8, config.json implies U8"),
+        (lambda key, tensor: None, "is missing"),
+        (
+            lambda key, tensor: (
+                tensor.index_fill(0, torch.tensor(2), 255) if "scales" in key else tensor
+            ),
+            r"gate_up_proj_scales: a scale is NaN",
+        ),
+    ],
+)
+def test_broken_stacks_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    """Bug: a reshape of another's bytes, or logits that are NaN."""
+    config, tensors, _ = gpt_oss(tmp_path)
+    for key in ("gate_up_proj_blocks", "gate_up_proj_scales"):
+        name = f"model.layers.1.mlp.experts.{key}"
+        broken = change(key, tensors[name])
+        kept = {each: tensor for each, tensor in tensors.items() if each != name}
+        if broken is tensors[name]:
+            continue
+        if broken is not None:
+            kept[name] = broken.contiguous()
+        save_file(kept, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=rf"{key}.*{message}|{message}"):
+            load_weights(build_on("cuda", config), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_rounded_at_load(name: str, tmp_path: Path) -> None:
+    """Bug: experts, nearly all of a mixture's weights, stay in 16 bits."""
+    config = config_of(tmp_path, QWEN)
+    dense = build_model(config, torch.float32, "cpu", Kernels(), runs_on="cuda")
+    model = build_model(config, torch.float32, "cpu", Kernels(), quantization=name, runs_on="cuda")
+    for each in (dense, model):
+        load_weights(each, None, seed=3)
+    assert kinds(dense) == {ExpertWeights}
+    assert kinds(model) == {PackedExperts}
+    assert model.num_bytes == held(model)
+    for mine, full in zip(model._stacks(), dense._stacks(), strict=True):
+        assert isinstance(mine.state, PackedExperts)
+        expanded = mine.state.dense(torch.float32)
+        for what in ("gate_up", "down"):
+            want = getattr(full.state, what)
+            off = (getattr(expanded, what) - want).norm() / want.norm()
+            assert off < (0.11 if name == "int4" else 0.03)
