@@ -53,6 +53,7 @@ from deployments.api.http.exchange import (
 from deployments.api.http.json_body import parse_json
 from deployments.api.models import changes_models
 from deployments.api.options import ApiOptions
+from deployments.api.page.live import LIVE
 from deployments.api.page.routes import FILES
 from deployments.api.routes import OPEN, find
 from deployments.backend import Backend, ModelCard, RecalledChoice
@@ -103,7 +104,7 @@ class Api:
                     return
                 if path not in OPEN and not path.startswith(FILES):
                     admin = path == adapters.PATH or path.startswith(_ADAPTERS)
-                    admin |= changes_models(exchange.method, path)
+                    admin |= path == LIVE or changes_models(exchange.method, path)
                     exchange.caller = scope.get(CALLER) or authenticate(
                         exchange, self.options, admin=admin
                     )

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
 # (id, owner or None for everyone's) -> how many prompts were stopped.
 Stop = Callable[[str, str | None], Awaitable[int]]
+# -> one for each router.
+Live = Callable[[], Awaitable[list[dict[str, Any]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class ApiOptions:
     template_kwargs: names that chat_template_kwargs may set; others could change what the template
         means.
     store_bytes: of answers of /v1/responses that are kept for later turns; 0: none are.
-    page: the page at /page is served.
+    page: the page at /page is served, and /v1/live for it.
     batches: where /v1/files and /v1/batches keep theirs; None: there are none.
     models: changes what is served; None where there is one model for good.
     event_secret: signs the ids of events; the same for all routers of an application, at most 64
@@ -54,6 +56,7 @@ class ApiOptions:
     metrics: gives the text of /metrics (Prometheus exposition format).
     explain: what routers know of a request, for /v1/requests/{id}; see router/request_trace.py.
     stop: ends the requests of an id that are live at any router, for /stop_generate.
+    live: what all routers know at this moment, for /v1/live; see router/live.
     observe: called after each request with (route, status, seconds); route is one of a fixed set.
     """
 
@@ -85,6 +88,7 @@ class ApiOptions:
     metrics: Callable[[], Awaitable[str]] | None = None
     explain: Explain | None = None
     stop: Stop | None = None
+    live: Live | None = None
     observe: Callable[[str, int, float], None] | None = None
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from deployments.api.http.exchange import HttpExchange
 from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
 from deployments.api.page import routes as web
+from deployments.api.page.live import LIVE, live
 from deployments.api.requests_route import REQUESTS, explain_request
 from deployments.api.rerank import classify, rerank, score
 from deployments.api.tokenize_routes import detokenize, tokenize
@@ -300,6 +301,11 @@ ROUTES: tuple[Route, ...] = (
         open=True,
     ),
     Route("/metrics", _metrics, get=Operation("Prometheus text", kinds=(PLAIN,))),
+    Route(
+        LIVE,
+        live,
+        get=Operation("What routers know now", NAMES, answer=("object", "key_names", "routers")),
+    ),
     Route("/version", _version, get=Operation("Of Manta", answer=("version",))),
     Route("/openapi.json", _openapi, get=Operation("This document", answer=("openapi",))),
     Route("/docs", _docs, get=Operation("This document as a page", kinds=(HTML,))),

@@ -162,7 +162,7 @@ class HttpConfig(Section):
     )
     page: bool = Field(
         True,
-        description="Serve a page at /page to talk to models and to look at requests. Its files "
+        description="Serve a page at /page to talk to models and to see what runs. Its files "
         "are the same for everyone; what it asks for needs the keys that all clients need. See "
         "docs/page.md. Off: 404.",
     )

@@ -32,6 +32,7 @@ from deployments.router.keys.keeper import KeyKeeper
 from deployments.router.keys.key_files import KeySettings
 from deployments.router.keys.sharing import SharedCounts
 from deployments.router.keys.usage_log import UsageLog
+from deployments.router.live.application_view import ApplicationView
 from deployments.router.models.changes import ChangeModels, RouterChanges
 from deployments.router.models.front import ModelFront
 from deployments.router.models.keeper import FindModels, ModelKeeper
@@ -123,6 +124,7 @@ class Router:
             lambda: front.state().replicas,
             partial(self._peers.ask, _FIGURES_SECONDS, "figures"),
         )
+        live = ApplicationView(front.live, partial(self._peers.ask, _FIGURES_SECONDS, "live"))
         keeper = self._keeper = KeyKeeper(
             settings.keys,
             UsageLog(Path(settings.usage_file), settings.usage_bytes, settings.usage_files)
@@ -152,6 +154,7 @@ class Router:
             metrics=self._application_metrics.text,
             explain=self._explain,
             stop=self._stop,
+            live=live.routers,
             models=None
             if settings.change_models is None
             else RouterChanges(settings.change_models, front, self._models),
@@ -261,6 +264,10 @@ class Router:
         async with self._peer_calls:
             answers = await self._peers.ask(_ASK_SECONDS, "explain", request_id, owner)
         return [part for answer in answers for part in answer]
+
+    async def live(self) -> dict[str, Any]:
+        """What this router knows at this moment; see live/model_view.py."""
+        return self._front.live()
 
     async def stop(self, request_id: str, owner: str | None = None) -> int:
         """End this router's live requests of an id; how many prompts these were. owner: of

@@ -33,6 +33,7 @@ from deployments.router.failover.displaced import DisplacedChoices
 from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.failover.recall import recall
 from deployments.router.inflight import InflightChoice, InflightRequest
+from deployments.router.live.model_view import ReplicaEvents, view_of_model
 from deployments.router.model_cards import ModelCards
 from deployments.router.placement import Placement
 from deployments.router.replica_calls import ReplicaCalls
@@ -90,7 +91,8 @@ class Dispatcher:
         )
         self._fleet = Fleet()
         self._rates = CounterRates(time.monotonic())
-        self._requests: set[InflightRequest] = set()
+        self._requests: dict[InflightRequest, None] = {}  # in the order of arrival
+        self._events = ReplicaEvents()
         self._random = Random()
         self.on_end: list[Callable[[InflightRequest], None]] = []  # of each prompt
         self.on_models: Callable[[], None] = lambda: None  # `models` has changed
@@ -174,7 +176,7 @@ class Dispatcher:
             self._placement.take_off,
             self._placement.bring_back,
         )
-        self._requests.add(inflight)
+        self._requests[inflight] = None
         self.metrics.prompt_tokens.add(len(request.token_ids))
         if not request.params.pooled:
             self.metrics.prompt_size.observe(len(request.token_ids))
@@ -223,6 +225,12 @@ class Dispatcher:
         unfinished = (inflight.trace for inflight in self._requests)
         now = time.monotonic()
         return [trace.tell(self.name, now) for trace in self._traces.find(id, owner, unfinished)]
+
+    def live(self) -> dict[str, Any]:
+        """What is known at this moment; see live/model_view.py."""
+        return view_of_model(
+            self._clients, self._fleet, self._queue, self._requests, self._traces, self._events
+        )
 
     def stop(self, id: str, owner: str | None) -> int:
         """End the live requests with this id, and tell how many prompts these were. owner: of
@@ -326,7 +334,7 @@ class Dispatcher:
         self._clients.close()
 
     def _ended(self, inflight: InflightRequest) -> None:
-        self._requests.discard(inflight)
+        self._requests.pop(inflight, None)
         self._traces.add(inflight.trace)
         log_trace(inflight.trace)
         for tell in self.on_end:
@@ -338,6 +346,7 @@ class Dispatcher:
     def _on_open(self, client: ReplicaClient) -> None:
         logger.info("replica %s is connected", client.replica)
         self.metrics.channels.add()
+        self._events.add("joined", client.replica)
         self.waking.opened(client.endpoint.start_seconds)
         self.adapters.replica_came()
         self._cards.learn(client.endpoint)
@@ -360,6 +369,7 @@ class Dispatcher:
         self._queue.news(client.state)
 
     def _on_lost(self, client: ReplicaClient, lost: list[InflightChoice], reason: str) -> None:
+        self._events.add("lost", client.replica, f"{reason}; {len(lost)} choices move")
         self._replica_calls.lost(client)
         self._clients.closing.discard(client)
         self._losses.lost(client, lost, reason)

@@ -9,7 +9,8 @@ of traces are a few megabytes.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from deployments.backend import GenerationRequest
@@ -121,6 +122,16 @@ class RequestTrace:
     # -- for operators
 
     @property
+    def placements(self) -> Sequence[tuple[float, RoutingDecision, int]]:
+        """The last ones: when, the decision, the tokens emitted before."""
+        return self._placements
+
+    @property
+    def moves_made(self) -> Sequence[tuple[float, str, str]]:
+        """The last ones: when, the replica that was left, why."""
+        return self._moves
+
+    @property
     def moved(self) -> bool:
         return bool(self._moves)
 
@@ -208,6 +219,10 @@ class RequestTraces:
 
     def add(self, trace: RequestTrace) -> None:
         self._ended.append(trace)
+
+    def last(self, count: int) -> Iterator[RequestTrace]:
+        """The newest ones, the newest first."""
+        return islice(reversed(self._ended), count)
 
     def find(
         self, id: str, owner: str | None, unfinished: Iterable[RequestTrace] = ()

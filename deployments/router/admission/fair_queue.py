@@ -19,7 +19,7 @@ than a slow one, and nothing is tuned by hand.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nlargest
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -170,6 +170,13 @@ class FairQueue(Generic[T]):
     def keys(self) -> int:
         """For tests: keys that are remembered."""
         return len(self._keys)
+
+    def longest(self, count: int) -> list[tuple[str, int, float]]:
+        """The keys with the most tokens waiting, the longest queue first: the key, its requests and
+        their tokens."""
+        waiting = ((one.tokens, key, one) for key, one in self._keys.items() if one.waiting)
+        most = nlargest(count, waiting, key=lambda found: found[0])
+        return [(key, one.waiting, tokens) for tokens, key, one in most]
 
     # -- in
 

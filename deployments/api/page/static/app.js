@@ -5,10 +5,11 @@ import { Chat } from "./chat.js";
 import { Compare } from "./compare.js";
 import { Completions } from "./completions.js";
 import { button, element } from "./dom.js";
+import { Live } from "./live.js";
 import { refresh } from "./models.js";
 import { Timeline } from "./timeline.js";
 
-const VIEWS = { chat: Chat, completions: Completions, compare: Compare, request: Timeline };
+const VIEWS = { chat: Chat, completions: Completions, compare: Compare, live: Live, request: Timeline };
 const NAMES = Object.keys(VIEWS);
 const made = {}; // by name: a view is made when it is first looked at
 const THEME = "manta-theme";
@@ -91,7 +92,7 @@ const KEYS = [
   ["Enter", "send; Shift and Enter begin a line"],
   ["Esc", "stop what is coming"],
   ["↑", "edit the last message, in an empty box"],
-  ["Alt 1 to 4", "the views"],
+  ["Alt 1 to 5", "the views"],
   ["/", "go to the box"],
   ["?", "this list"],
 ];

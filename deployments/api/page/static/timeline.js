@@ -64,7 +64,7 @@ function showPart(part) {
   const { timing_ms: timing, route, moves } = part;
   const total = Math.max(timing.total ?? 0, 0.001);
   const at = (value) => (WIDTH * Math.min(value, total)) / total;
-  const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} 64`, class: "timeline", role: "img" });
+  const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} 64`, preserveAspectRatio: "none", class: "timeline", role: "img" });
   let begun = 0;
   for (const [name, what] of PHASES) {
     const length = timing[name];

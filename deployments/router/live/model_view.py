@@ -1,0 +1,150 @@
+"""view_of_model: what one router knows of one model, as JSON for GET /v1/live.
+
+Everything is read from what routing, queue and traces have anyway, when somebody asks, and in
+bounded time however much is in flight. Nothing is written down for it, so it costs requests
+nothing.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any
+
+import msgspec
+
+from deployments.router.admission.request_queue import RequestQueue
+from deployments.router.inflight import InflightRequest
+from deployments.router.replica_client import ReplicaClient
+from deployments.router.request_trace import RequestTrace, RequestTraces
+from deployments.routing.fleet import DECODE, FIXED, TOKEN, Fleet
+
+_REQUESTS = 256  # in flight, the oldest: those that run
+_NEWEST = 64  # of these in flight, and of those that have ended, choices and moves are told
+_CHOICES = 50
+_EVENTS = 50
+_QUEUES = 32
+
+
+class ReplicaEvents:
+    """The last replicas that came and went. There are few of these, so all are noted."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, str, str, str]] = deque(maxlen=_EVENTS)
+
+    def add(self, kind: str, replica: str, why: str = "") -> None:
+        """kind: "joined" or "lost"."""
+        self._last.append((time.monotonic(), kind, replica, why))
+
+    def told(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        for at, kind, replica, why in self._last:
+            yield at, {"kind": kind, "replica": replica, "request": None, "why": why}
+
+
+def view_of_model(
+    clients: Mapping[str, ReplicaClient],
+    fleet: Fleet,
+    queue: RequestQueue,
+    requests: dict[InflightRequest, None],
+    traces: RequestTraces,
+    events: ReplicaEvents,
+) -> dict[str, Any]:
+    """requests: in flight, in the order of arrival. Moments are seconds ago, and spans are
+    milliseconds, because the clocks of two routers differ; null is not known, or not yet."""
+    now = time.monotonic()
+    newest = [inflight.trace for inflight in islice(reversed(requests), _NEWEST)]
+    known = list(chain(newest, traces.last(_NEWEST)))
+    moved = chain(events.told(), *(_moves(trace) for trace in known))
+    return {
+        "in_flight": len(requests),
+        "queued": queue.choices,
+        "queued_tokens": queue.tokens,
+        "queues": [
+            {"key": key, "requests": waiting, "tokens": int(tokens)}
+            for key, waiting, tokens in queue.longest(_QUEUES)
+        ],
+        "replicas": [_replica(client, fleet, now) for client in clients.values()],
+        "requests": [_request(one, now) for one in islice(requests, _REQUESTS)],
+        "choices": _last(chain.from_iterable(map(_choices, known)), _CHOICES, now),
+        "events": _last(moved, _EVENTS, now),
+    }
+
+
+def _last(
+    found: Iterable[tuple[float, dict[str, Any]]], count: int, now: float
+) -> list[dict[str, Any]]:
+    """The newest, the newest one first."""
+    newest = sorted(found, key=lambda pair: pair[0], reverse=True)[:count]
+    return [{"ago_s": round(now - at, 3), **told} for at, told in newest]
+
+
+def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
+    """cost: what the next request would be charged; see routing/route.py."""
+    state, row = client.state, client.state.row
+    fixed = fleet.terms[FIXED, row] if row >= 0 else math.inf
+    return {
+        "name": client.replica,
+        "connected": client.connection is not None,
+        "available": client.available,
+        "seen_ago_s": round(now - state.seen, 3) if state.seen else None,
+        "stats": msgspec.structs.asdict(state.stats),
+        "ours": state.held,
+        "room": state.room() if client.available else 0,
+        "tokens_per_second": _finite(state.rate()),
+        "cost": {
+            "wait_ms": _ms(fixed),
+            "prompt_token_ms": _ms(fleet.terms[TOKEN, row] if row >= 0 else math.inf),
+            "output_token_ms": _ms(fleet.terms[DECODE, row] if row >= 0 else math.inf),
+        },
+    }
+
+
+def _request(inflight: InflightRequest, now: float) -> dict[str, Any]:
+    """One prompt. replicas: where its choices are. tokens: prompt and output, all choices."""
+    trace, choices = inflight.trace, inflight.choices
+    return {
+        "id": trace.id,
+        "model": trace.model,
+        "key": inflight.request.key,
+        "state": trace.state,
+        "replicas": sorted({choice.place for choice in choices if not choice.done} - {""}),
+        "prompt_tokens": trace.prompt_tokens,
+        "cached_tokens": trace.cached,
+        "output_tokens": sum(len(choice.emitted) for choice in choices),
+        "max_tokens": trace.max_tokens,
+        "age_s": round(now - trace.arrived, 3),
+        "first_token_ms": _ms(trace.first - trace.arrived) if trace.first else None,
+    }
+
+
+def _choices(trace: RequestTrace) -> Iterator[tuple[float, dict[str, Any]]]:
+    """first_token_ms: what came of expected_ms, of the placement that the first token came from."""
+    for at, decision, emitted in trace.placements:
+        first = trace.first - at if trace.first > at and not emitted else None
+        yield (
+            at,
+            {
+                "request": trace.id,
+                "replica": decision.replica,
+                "reason": decision.reason,
+                "prompt_tokens": trace.prompt_tokens,
+                "expected_cached_tokens": decision.cached,
+                "expected_ms": _ms(decision.seconds),
+                "first_token_ms": _ms(first),
+                "emitted_tokens": emitted,
+            },
+        )
+
+
+def _moves(trace: RequestTrace) -> Iterator[tuple[float, dict[str, Any]]]:
+    for at, replica, why in trace.moves_made:
+        yield at, {"kind": "moved", "replica": replica, "request": trace.id, "why": why}
+
+
+def _finite(value: float) -> float | None:
+    return round(float(value), 3) if math.isfinite(value) else None
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else _finite(1000 * seconds)
