@@ -52,6 +52,8 @@ from deployments.api.http.exchange import (
 )
 from deployments.api.http.json_body import parse_json
 from deployments.api.models import changes_models
+from deployments.api.ollama import routes as ollama
+from deployments.api.ollama.writer import error_body as ollama_error
 from deployments.api.options import ApiOptions
 from deployments.api.page.live import LIVE
 from deployments.api.page.routes import FILES
@@ -98,6 +100,8 @@ class Api:
                 path = exchange.path
                 if path.startswith(messages.PATH):
                     exchange.error_body = messages.error_body
+                elif path in ollama.PATHS:
+                    exchange.error_body = ollama_error
                 if origins and is_preflight(exchange):
                     await answer_preflight(exchange, origins)
                     status = 200

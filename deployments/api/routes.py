@@ -13,6 +13,7 @@ from deployments.api.batches import routes as batches
 from deployments.api.embeddings import embeddings
 from deployments.api.fields import agents, generation, others, pooled
 from deployments.api.fields import liteqwen as lq
+from deployments.api.fields import ollama as ollama_fields
 from deployments.api.fields.schema import TEXT, Body, Schema, integer
 from deployments.api.http.errors import (
     INVALID,
@@ -23,6 +24,7 @@ from deployments.api.http.errors import (
     shown,
 )
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.ollama import routes as ollama
 from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
 from deployments.api.page import routes as web
@@ -43,9 +45,10 @@ READS = (400, 408, 413, 415)  # it reads a body
 NAMES = (403, 404)  # it names something
 QUEUES = (*READS, *NAMES, 409, 422, 429, 499, 503)  # it is work for a replica
 
-JSON, EVENTS, PLAIN, HTML, BYTES, ANY = (
+JSON, EVENTS, LINES, PLAIN, HTML, BYTES, ANY = (
     "application/json",
     "text/event-stream",
+    "application/x-ndjson",
     "text/plain",
     "text/html",
     "application/octet-stream",
@@ -59,6 +62,7 @@ class Operation:
 
     answer: keys that the JSON of a 200 always has. kinds: media types that it may have.
     form: the schema of a multipart body, in the place of one in JSON.
+    texts: `error` of a failure is its message, and what is an object elsewhere stands beside it.
     """
 
     summary: str
@@ -68,6 +72,7 @@ class Operation:
     kinds: tuple[str, ...] = (JSON,)
     query: Mapping[str, Schema] = field(default_factory=dict)
     form: Schema | None = None
+    texts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +227,28 @@ ROUTES: tuple[Route, ...] = (
         "/stop_generate",
         liteqwen.stop,
         post=Operation("End a request by its id", (*READS, *NAMES), lq.STOP, ("stopped",)),
+    ),
+    Route(
+        ollama.CHAT,
+        ollama.chat,
+        post=Operation(
+            "A chat, as Ollama has it",
+            QUEUES,
+            ollama_fields.CHAT,
+            ("model", "created_at", "message", "done"),
+            (JSON, LINES),
+            texts=True,
+        ),
+    ),
+    Route(
+        ollama.TAGS,
+        ollama.tags,
+        get=Operation("What is served, as Ollama lists it", (503,), answer=("models",), texts=True),
+    ),
+    Route(
+        ollama.VERSION,
+        _version,
+        get=Operation("Of Manta, for Ollama's clients", answer=("version",), texts=True),
     ),
     Route(
         models.PATH,

@@ -126,6 +126,8 @@ class _WrittenChoice(ParsedChoice):
 class ItemAnswer:
     """The answer to one call with one choice. ids, past: as of OpenAIResponse."""
 
+    media_type = EVENT_STREAM  # of a stream
+
     def __init__(
         self,
         call: OpenAIRequest,
@@ -174,7 +176,7 @@ class ItemAnswer:
                 if not deltas:
                     raise _ended_early()
             if not exchange.started:
-                await exchange.start(EVENT_STREAM, STREAM_HEADERS)
+                await exchange.start(self.media_type, STREAM_HEADERS)
             spoke = time.monotonic()
             while True:
                 for delta in deltas:

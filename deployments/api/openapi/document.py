@@ -48,6 +48,11 @@ _ERROR: Schema = {
     },
     "required": ["error"],
 }
+_ERROR_TEXT: Schema = {
+    "type": "object",
+    "properties": {"error": TEXT, "code": TEXT, "param": {"type": ["string", "null"]}},
+    "required": ["error"],
+}
 _HEADERS: tuple[tuple[str, str, Schema], ...] = (
     (
         DEADLINE_HEADER,
@@ -68,7 +73,7 @@ def document(routes: Iterable["Route"], options: "ApiOptions", root: str = "") -
         "info": {"title": "Manta", "version": installed_version()},
         "servers": [{"url": root or "/"}],
         "paths": {route.path: _path(route, options, keyed) for route in routes},
-        "components": {"schemas": {"Error": _ERROR}},
+        "components": {"schemas": {"Error": _ERROR, "ErrorText": _ERROR_TEXT}},
     }
     if keyed:
         made["components"]["securitySchemes"] = {
@@ -97,7 +102,8 @@ def _operation(route: "Route", method: str, options: "ApiOptions", keyed: bool) 
     replies: dict[str, Any] = {
         "200": {"description": _MEANINGS[200], **({} if bare else _answer(operation))}
     }
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    name = "ErrorText" if operation.texts else "Error"
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     for status in sorted(statuses):
         replies[str(status)] = {
             "description": _MEANINGS[status],

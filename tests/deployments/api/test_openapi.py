@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from deployments.api.app import build_asgi
-from deployments.api.fields import agents, generation, liteqwen, others, pooled
+from deployments.api.fields import agents, generation, liteqwen, ollama, others, pooled
 from deployments.api.fields.schema import NEVER, Body, Schema
 from deployments.api.openapi.document import document
 from deployments.api.options import ApiOptions
@@ -40,6 +40,7 @@ BASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "/v1/score": (pooled.SCORE, {"model": MODEL, "text_1": "a", "text_2": "b"}),
     "/v1/classify": (pooled.CLASSIFY, {"model": MODEL, "input": "hello"}),
     "/chat": (liteqwen.CHAT, {"query": "hello", "gen_kwargs": {"max_new_tokens": 2}}),
+    "/api/chat": (ollama.CHAT, {"model": MODEL, "messages": TURN, "options": {"num_predict": 2}}),
     "/tokenize": (others.TOKENIZE, {"messages": TURN}),
     "/detokenize": (others.DETOKENIZE, {"tokens": [5]}),
 }
@@ -136,7 +137,8 @@ def test_the_schemas_say_what_the_checks_do(path: str) -> None:
         valid = whole.is_valid(asked)
         reply = await client.request("POST", path, json.dumps(asked).encode())
         assert reply.status < 500, (asked, reply.body)
-        error = {} if reply.status == 200 else json.loads(reply.body.split(b"\n\n")[0])["error"]
+        told = {} if reply.status == 200 else json.loads(reply.body.split(b"\n\n")[0])
+        error = told if isinstance(told.get("error"), str) else told.get("error", {})
         param = str(error.get("param") or "")
         refused = reply.status == 400 and re.split(r"[.\[#]", param)[0] == name
         if refused and error["code"] in SEMANTIC:
