@@ -42,6 +42,7 @@ def environment(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("OPENAI_BASE_URL", f"{root}/v1"),
         ("OPENAI_API_KEY", "none"),
         ("OPENAI_AGENTS_DISABLE_TRACING", "1"),
+        ("LITELLM_LOCAL_MODEL_COST_MAP", "True"),  # it asks the network for prices otherwise
     ):
         monkeypatch.setenv(name, value)
 
@@ -135,3 +136,21 @@ def test_langchain(responses: bool) -> None:
     for part in parts[1:]:
         total = total + part
     assert total.tool_calls[0]["args"] == {"city": "Paris"}
+
+
+def test_litellm(root: str) -> None:
+    """Chunks that its builder does not add up, or a result that the next turn does not tell."""
+    litellm = pytest.importorskip("litellm", reason="pip install litellm mcp")
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "weather", "description": "Of a city.", "parameters": schema}
+    messages: list[Any] = [{"role": "user", "content": USER}]
+    sent: Any = {"model": f"openai/{MODEL}", "api_base": f"{root}/v1", "api_key": "none"}
+    sent |= {"messages": messages, "tools": [{"type": "function", "function": function}]}
+    chunks = list(litellm.completion(**sent, stream=True))
+    for answer in (litellm.completion(**sent), litellm.stream_chunk_builder(chunks)):
+        message = answer.choices[0].message
+        (call,) = message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
+    messages += [message.model_dump(exclude_none=True)]
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "sun"}]
+    assert litellm.completion(**sent).choices[0].message.content == ANSWER
