@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deployments.backend import BackendState
 from deployments.cli import status
@@ -74,6 +75,30 @@ def test_the_dashboard_asks_for_what_we_export() -> None:
     text = "".join(path.read_text() for path in (serve / "_private").glob("*.py"))
     for name in names - ours:
         assert f'"{name.removeprefix("ray_")}"' in text, name
+
+
+def test_the_alerts_ask_for_what_we_export() -> None:
+    """A renamed metric, or a label that it does not have, is an alert that never rings."""
+    loaded = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())
+    assert set(loaded) == {"groups"}
+    (group,) = loaded["groups"]
+    assert set(group) == {"name", "rules"} and len(group["rules"]) > 5
+    labels = {"model_name", "le", "code", "route", "status"}
+    labels |= {"application", "pool", "direction", "deployment"}
+    for rule in group["rules"]:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}, rule
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        expr = rule["expr"]
+        for a, b in ("()", "{}", "[]"):
+            assert expr.count(a) == expr.count(b), expr
+        names = set(re.findall(r"\b(?:ray_)?manta_\w+", expr))
+        assert names and names <= served() | exported(), names - served() - exported()
+        grouped = re.findall(r"by \(([^)]*)\)", expr)
+        used = {label.strip() for found in grouped for label in found.split(",")}
+        used |= set(re.findall(r"(\w+)=~?!?\"", expr)) | set(re.findall(r"(\w+)!=\"", expr))
+        assert used <= labels, used - labels
+        told = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert all(told <= {one.strip() for one in found.split(",")} | {"le"} for found in grouped)
 
 
 def test_the_dashboard_is_one_that_grafana_takes() -> None:

@@ -1,7 +1,9 @@
 """`manta build --kubernetes`: a RayService of a configuration, as KubeRay takes it."""
 
+import hashlib
 import json
 import math
+import re
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -23,28 +25,26 @@ CACHE = "/cache"  # of models, kernels and the hub's client: where deploy/Docker
 _EDGE = "/usr/local/bin/manta-haproxy"  # of deploy/Dockerfile
 _EDGE_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _MARGIN = 20  # seconds between the end of a drain, that of its hook and that of its pod
+_NAME = 40  # letters of a model in the name of a group; a pod's name has 63 in all
 _WRITTEN = {"tmp": "/tmp", "home": "/home/ray", "cache": CACHE}
 
 
 def rayservice(
     config: MantaConfig, image: str = IMAGE, memory: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The manifest. One pod is one replica; a pool is a worker group of the same name.
+    """The manifest. One pod is one replica; a pool is a worker group of the same name, or of the
+    name MODEL-POOL where there are several models.
 
-    memory: of a pod by group ("head", "gpu", "cpu"), in Kubernetes' units. Raises ConfigError.
+    memory: of a pod by group, or by "head", "gpu" and "cpu", in Kubernetes' units. Raises
+    ConfigError.
     """
-    if config.models:
-        raise ConfigError(
-            "models: a manifest has worker groups for the pools of one model. Build Serve's file "
-            "(without --kubernetes) and give the cluster the nodes that its models need",
-            param="models",
-        )
-    if "cpu" in config.pools and config.pools["cpu"].num_cpus is None:
-        raise ConfigError(
-            "pools.cpu.num_cpus must be there: how many cores a pod has is not known here",
-            param="pools.cpu.num_cpus",
-        )
-    memory = {**MEMORY, **(memory or {})}
+    config = _labelled(config)
+    groups = {
+        _group_name(config, model, kind): (kind, pool)
+        for model, one in config.each().items()
+        for kind, pool in pools(one, NodeCapacity.here()).items()
+    }
+    memory = _memory(groups, memory or {})
     # The image has haproxy, whatever this machine has.
     http = config.http.model_copy(update={"proxy": "haproxy"})
     env = [
@@ -58,7 +58,7 @@ def rayservice(
     ]
     drain = math.ceil(config.limits.drain_seconds)
     workers = []
-    for name, pool in pools(config, NodeCapacity.here()).items():
+    for name, (_, pool) in groups.items():
         workers.append(_group(name, pool, image, env, memory[name], drain))
     schema = serve_config(config)
     return {
@@ -89,6 +89,61 @@ def rayservice(
             },
         },
     }
+
+
+def _labelled(config: MantaConfig) -> MantaConfig:
+    """The same, in which the pools of several models ask for pods of their own, where they ask for
+    none. Raises ConfigError: how large a pod is to be is not said."""
+    for model, one in config.each().items():
+        before = f"models.{model}." if config.models else ""
+        if config.models and not one.pools:
+            raise ConfigError(
+                f"{before}pools must be there: a pool is a group of pods, and what a pod of "
+                f"{model} has is not known here",
+                param=f"{before}pools",
+            )
+        if "cpu" in one.pools and one.pools["cpu"].num_cpus is None:
+            raise ConfigError(
+                f"{before}pools.cpu.num_cpus must be there: how many cores a pod has is not known "
+                "here",
+                param=f"{before}pools.cpu.num_cpus",
+            )
+    models = {}
+    for model, own in config.models.items():
+        labelled = {
+            kind: pool.model_copy(
+                update={"labels": pool.labels or {"pool": _group_name(config, model, kind)}}
+            )
+            for kind, pool in own.pools.items()
+        }
+        models[model] = own.model_copy(update={"pools": labelled})
+    return config.model_copy(update={"models": models}) if models else config
+
+
+def _group_name(config: MantaConfig, model: str, pool: str) -> str:
+    """Of letters that names of pods may have; two models stay two."""
+    if not config.models:
+        return pool
+    plain = re.sub(r"[^a-z0-9]+", "-", model.lower())[:_NAME].strip("-")
+    if plain != model:
+        plain += "-" + hashlib.blake2b(model.encode(), digest_size=3).hexdigest()
+    return f"{plain}-{pool}" if plain[0].isalpha() else f"m{plain}-{pool}"
+
+
+def _memory(
+    groups: Mapping[str, tuple[str, PoolConfig]], given: Mapping[str, str]
+) -> dict[str, str]:
+    """Of a pod by group. Raises ConfigError."""
+    for name in given:
+        if name not in MEMORY and name not in groups:
+            known = ", ".join(dict.fromkeys((*MEMORY, *groups)))
+            raise ConfigError(
+                f"--memory {name}={given[name]}: there is no group of this name; groups: {known}",
+                param="--memory",
+            )
+    kinds = {**MEMORY, **given}
+    of_groups = {name: given.get(name, kinds[kind]) for name, (kind, _) in groups.items()}
+    return {**of_groups, "head": kinds["head"]}
 
 
 def _environment(config: MantaConfig) -> dict[str, str]:
@@ -187,10 +242,9 @@ def memory_of(options: list[str]) -> dict[str, str]:
     found = {}
     for option in options:
         name, equals, amount = option.partition("=")
-        if name not in MEMORY or not equals or not amount:
-            known = ", ".join(MEMORY)
+        if not name or not equals or not amount:
             raise ConfigError(
-                f"--memory {option}: it must be GROUP=AMOUNT, such as cpu=48Gi; groups: {known}",
+                f"--memory {option}: it must be GROUP=AMOUNT, such as cpu=48Gi",
                 param="--memory",
             )
         found[name] = amount

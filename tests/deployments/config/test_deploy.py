@@ -313,8 +313,61 @@ def test_pods_are_what_kubernetes_takes() -> None:
     assert gpus == "1"
     with pytest.raises(ConfigError, match="num_cpus"):
         rayservice(parse_config({"model": "org/name", "pools": {"cpu": {}}}, {}))
-    with pytest.raises(ConfigError, match="--memory all=1Gi"):
-        memory_of(["all=1Gi"])
+    with pytest.raises(ConfigError, match=r"--memory all=1Gi: .*; groups: head, gpu, cpu"):
+        rayservice(config, memory=memory_of(["all=1Gi"]))
+    with pytest.raises(ConfigError, match="--memory cpu: "):
+        memory_of(["cpu"])
+
+
+def test_several_models_have_groups_of_their_own() -> None:
+    """Pods of one model that the other's replicas take; two groups of one name, or of one that
+    Kubernetes refuses; a model whose pods are as large as the machine that built the file."""
+    import kubernetes_validate
+    from ray.serve.schema import ServeDeploySchema
+
+    gpu = {"gpu": {"min_replicas": 0, "max_replicas": 3}}
+    config = parse_config(
+        {
+            "models": {
+                "llama": {"model": "org/a", "pools": gpu},
+                "Qwen/Qwen3-4B": {"model": "org/b", "pools": {"cpu": {"num_cpus": 6}}},
+                "mine": {"model": "org/c", "pools": {"gpu": {"labels": {"team": "x"}}}},
+            }
+        },
+        {},
+    )
+    built = rayservice(config, "me/manta:1", {"llama-gpu": "99Gi", "cpu": "8Gi"})
+    groups = built["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    names = [group["groupName"] for group in groups]
+    assert names == ["llama-gpu", "qwen-qwen3-4b-c55853-cpu", "mine-gpu"]
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) for name in names)
+    assert [(group["minReplicas"], group["maxReplicas"]) for group in groups] == [
+        (0, 3),
+        (1, 1),
+        (1, 1),
+    ]
+    requests = [
+        group["template"]["spec"]["containers"][0]["resources"]["requests"] for group in groups
+    ]
+    assert [one["memory"] for one in requests] == ["99Gi", "8Gi", "32Gi"]
+    for template in pods(built):
+        whole = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}}
+        kubernetes_validate.validate({**whole, "template": template}, "1.34", strict=True)
+    schema = built["spec"]["serveConfigV2"]
+    ServeDeploySchema.model_validate(schema)
+    routers, *models = schema["applications"]
+    assert routers["name"] == "manta" and len(models) == 3
+    for group, model in zip(groups, models, strict=True):
+        (pool,) = model["args"]["config"]["pools"].values()
+        assert pool["labels"] == group["labels"], "a replica goes to its own pods"
+    assert groups[2]["labels"] == {"team": "x"}
+    with pytest.raises(ConfigError, match=r"models\.a\.pools must be there"):
+        rayservice(parse_config({"models": {"a": {"model": "org/a"}}}, {}))
+    with pytest.raises(ConfigError, match=r"models\.a\.pools\.cpu\.num_cpus must be there"):
+        one = {"model": "org/a", "pools": {"cpu": {}}}
+        rayservice(parse_config({"models": {"a": one}}, {}))
+    with pytest.raises(ConfigError, match="groups: head, gpu, cpu, llama-gpu, "):
+        rayservice(config, memory={"lama-gpu": "1Gi"})
 
 
 # -- containers

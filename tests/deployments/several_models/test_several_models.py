@@ -15,7 +15,6 @@ from deployments.app import build, deploy, serve_config
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.catalog import entries, model_app
 from deployments.cli import status
-from deployments.cli.building.kubernetes import rayservice
 from deployments.cli.models import served
 from deployments.cli.target import engine_config
 from deployments.config.load import load_config, parse_config
@@ -160,9 +159,9 @@ def test_deploying_a_file_leaves_what_is_not_its_own() -> None:
 
 
 def test_what_takes_one_model_says_so() -> None:
-    """The first of several models converted, verified or built into a manifest without a word."""
+    """The first of several models converted or verified without a word."""
     config = parse_config({"models": {"a": {}, "b": {}}}, {}, check_model=False)
-    for call in (build, engine_config, rayservice):
+    for call in (build, engine_config):
         with pytest.raises(ConfigError, match="models: "):
             call(config)
 
