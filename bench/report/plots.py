@@ -34,7 +34,7 @@ MADE_BY = {
     "faults-neighbours": "`python -m tests.faults.neighbours`: streams beside dear requests",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
     "embeddings": "`python -m bench.embeddings`: vectors of texts against transformers",
-    "operate": "`python -m bench.operate`: from a wheel to the first token",
+    "operate": "`python -m bench.operate`: a wheel, a second model, a model that is added",
     "first-start": "`python -m bench.versus.engine --side manta`, TRITON_CACHE_DIR empty",
     "gpu-checks": "`python -m bench.gpu_checks`: the tests that need a GPU, what they measured",
     "kernels": "`python -m bench.kernels.table`: each kernel against the device and libraries",

@@ -22,6 +22,7 @@ a third.
 import argparse
 import asyncio
 import cProfile
+import itertools
 import json
 import os
 import subprocess
@@ -101,6 +102,31 @@ async def _router(replica: dict[str, Any]) -> dict[str, Any]:
     return {"port": await _serve(build_asgi(dispatcher, options))}
 
 
+async def _front(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A router of several models. models: a replica of each."""
+    from deployments.api.app import build_asgi
+    from deployments.api.options import ApiOptions
+    from deployments.backend import ModelCard
+    from deployments.observe.metrics import render
+    from deployments.router.dispatcher import Dispatcher, DispatchLimits
+    from deployments.router.models.front import ModelFront
+    from tests.deployments.fake_backend import tiny_tokenizer
+
+    front = ModelFront("router", several=True)
+    for name, replica in models.items():
+        card = ModelCard(name, 8192, 250, (2,), 0)
+        dispatcher = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router")
+        front.put(name, dispatcher, 0.0)
+        dispatcher.set_replicas({"r0": replica})
+        while not dispatcher.ready():
+            await asyncio.sleep(0.01)
+
+    async def metrics() -> str:
+        return render(front.figures(), "")
+
+    return {"port": await _serve(build_asgi(front, ApiOptions(metrics=metrics)))}
+
+
 async def _null() -> dict[str, Any]:
     """The same sends at the same pace: all streams in one turn of the loop, once a step."""
     turn = asyncio.get_running_loop().create_future()
@@ -128,7 +154,7 @@ async def _null() -> dict[str, Any]:
 _background: list[Any] = []
 _children: dict[int, subprocess.Popen[bytes]] = {}  # by pid
 COUNT = "count\n"  # a parent's word to a child: begin, and end, to count the calls of functions
-ROLES = {"replica": _replica, "router": _router, "null": _null}
+ROLES = {"replica": _replica, "router": _router, "front": _front, "null": _null}
 
 
 async def _play(role: str, argument: str) -> None:
@@ -233,7 +259,7 @@ def _tokens(ports: list[int]) -> float:
     return total
 
 
-async def _spent(
+async def spend(
     ports: list[int],
     streams: int,
     seconds: float,
@@ -241,24 +267,28 @@ async def _spent(
     tokens: int = TOKENS,
     routers: bool = True,
     counting: Sequence[int] = (),
+    models: Sequence[str] = ("m",),
 ) -> Spent:
     """While so many streams of so many tokens run; short ones again and again. counting: pids of
-    those that count their calls meanwhile, which triples what they take."""
-    body = json.dumps(
+    those that count their calls meanwhile, which triples what they take. models: asked in turn."""
+    bodies = [
         {
-            "model": "m",
+            "model": model,
             "messages": [{"role": "user", "content": "the answer"}],
             "max_tokens": tokens,
             "ignore_eos": True,
             "stream": True,
         }
-    ).encode()
+        for model in models
+    ]
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
-    request = (head + b"Content-Type: application/json\r\n\r\n") % len(body) + body
+    head += b"Content-Type: application/json\r\n\r\n"
+    texts = [json.dumps(body).encode() for body in bodies]
+    requests = itertools.cycle([head % len(text) + text for text in texts])
     loop = asyncio.get_running_loop()
     again = tokens < TOKENS
     open_ = [
-        (await loop.create_connection(lambda: _Stream(request, again), "127.0.0.1", port))[1]
+        (await loop.create_connection(lambda: _Stream(next(requests), again), "127.0.0.1", port))[1]
         for number in range(streams)
         for port in [ports[number % len(ports)]]
     ]
@@ -343,7 +373,7 @@ def measure(
         null = stack.enter_context(process("null"))
 
         def run(ports: list[int], pids: list[int], count: int = streams, **more: Any) -> Spent:
-            spent = asyncio.run(_spent(ports, count, seconds, pids, **more))
+            spent = asyncio.run(spend(ports, count, seconds, pids, **more))
             time.sleep(0.3)  # until the aborted streams are gone
             return spent
 
@@ -403,7 +433,7 @@ def carried(
 
         async def beside(loaded: list[dict[str, Any]]) -> Spent:
             """What the first spends, while all of these have the same load."""
-            work = [_spent([one["port"]], streams, seconds, [one["pid"]], SHORT) for one in loaded]
+            work = [spend([one["port"]], streams, seconds, [one["pid"]], SHORT) for one in loaded]
             return (await asyncio.gather(*work))[0]
 
         for number in range(rounds):

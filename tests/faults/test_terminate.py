@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.operate import PACKAGES, build_wheel, environment, install
+from bench.operate.wheel import PACKAGES, build_wheel, environment, install
 from loadtest.chaos.server_processes import instance_at
 from tests.deployments.on_ray.live import ROOT
 from tests.deployments.on_ray.serve_cluster import end_server, free_port, tiny_model

@@ -1,7 +1,5 @@
-"""What operating costs: `wheel/first-token`, from a wheel and an empty environment to the first
-token of a streamed answer of the default model.
-
-    python -m bench.operate --out bench/results
+"""`wheel/first-token`: from a wheel and an empty environment to the first token of a streamed
+answer of the default model.
 
 A round makes a virtual environment, installs Manta's wheel into it, starts `manta serve` there in
 an empty folder, with a cache of its own, and asks. Not in the figure is what is downloaded: the
@@ -9,7 +7,6 @@ dependencies, which the environment takes from this process's, and the default m
 fetched and unpacked before the clock starts. The peer is the promise.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -22,11 +19,12 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
-from bench.report.result_file import Line, print_ratios, write
+from bench.report.result_file import Line
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("deployments", "engine", "kernels", "loadtest")
 PROMISE_S = 60.0
 READY_S = 180.0
@@ -135,12 +133,8 @@ def _ask(port: int) -> tuple[str, float]:
     return text, first
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    args = parser.parse_args()
-    lines: list[Line] = []
+def lines(rounds: int) -> Iterator[Line]:
+    """A line a round."""
     with tempfile.TemporaryDirectory(prefix="op") as text:
         folder = Path(text)
         (folder / "build").mkdir()
@@ -149,26 +143,14 @@ def main() -> int:
         cache = folder / "cache"
         fetch = (str(manta.with_name("python")), "-m", "deployments.cli.models.fetch", "default")
         _run(*fetch, env=environment(MANTA_CACHE=str(cache)), cwd=text)
-        for number in range(args.rounds):
+        for number in range(rounds):
             (folder / str(number)).mkdir()
-            line = round_(wheel, folder / str(number), cache)
-            print(json.dumps(line), flush=True)
-            lines.append({"case": "wheel/first-token", **line})
+            yield {"case": "wheel/first-token", **round_(wheel, folder / str(number), cache)}
+
+
+def rows(lines: list[Line]) -> list[Line]:
     ours = round(statistics.median(line["first_token_s"] for line in lines), 2)
-    rows = [
-        {
-            "case": "wheel/first-token",
-            "ours": ours,
-            "peer": PROMISE_S,
-            "unit": "s",
-            "ratio": round(ours / PROMISE_S, 3),
-        }
+    ratio = round(ours / PROMISE_S, 3)
+    return [
+        {"case": "wheel/first-token", "ours": ours, "peer": PROMISE_S, "unit": "s", "ratio": ratio}
     ]
-    config = {"ours": {"model": "default", "rounds": args.rounds}, "peers": {"the promise": {}}}
-    write(args.out, "operate", config, rows, lines, f"{os.cpu_count()} CPU cores")
-    print_ratios(rows)
-    return int(ours > PROMISE_S)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

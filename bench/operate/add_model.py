@@ -1,0 +1,211 @@
+"""`add-model/itl_p99`: the times between the tokens of one model while another is added beside it.
+
+`manta serve` with one model, and streams to it that never pause. A round takes the gaps between
+their chunks for some seconds, then while a model is added over HTTP and until it is ready, and
+removes it again. Ours is the p99 of the second, the peer that of the first; failed streams are
+counted, and there may be none. Each model has its own cores: the first one's engine, the routers
+and the client have a core to themselves, Ray and what is added have the others. With fewer cores
+than that a start takes time from whatever runs beside it, and that is the machine's doing.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from bench.report.result_file import Line
+
+STREAMS = 4
+BEFORE_S = 10.0
+READY_S = 180.0
+KEY = "key-of-the-measurement-0123456789"
+MODEL = {"model": "default", "pools": {"cpu": {"num_cpus": 0.5}}, "engine": {"max_num_seqs": 8}}
+
+
+class Streams:
+    """Threads that stream answers of model `one` without end. gaps: (when, seconds) of each chunk
+    after another of its stream; failed: what went wrong."""
+
+    def __init__(self, port: int) -> None:
+        self.gaps: list[tuple[float, float]] = []
+        self.failed: list[str] = []
+        self._port = port
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._one()
+            except (OSError, ValueError) as error:
+                self.failed.append(repr(error))
+                time.sleep(0.5)
+
+    def _one(self) -> None:
+        body = {"model": "one", "prompt": "The sea", "max_tokens": 1000, "ignore_eos": True}
+        last, ended = 0.0, False
+        with _ask(self._port, "POST", "/v1/completions", {**body, "stream": True}) as answer:
+            for line in answer:
+                if self._stop.is_set():
+                    return
+                if line.startswith(b"data: {"):
+                    if "error" in json.loads(line[6:]):
+                        raise ValueError(line.decode())
+                    now = time.monotonic()
+                    if last:
+                        self.gaps.append((now, now - last))
+                    last = now
+                ended |= line.startswith(b"data: [DONE]")
+        if not ended:
+            raise ValueError("the stream was cut")
+
+    def p99(self, began: float, ended: float) -> tuple[float, int]:
+        """Milliseconds, and of how many gaps."""
+        found = sorted(gap for when, gap in list(self.gaps) if began < when <= ended)
+        return round(found[int(0.99 * len(found))] * 1e3, 2), len(found)
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(10)
+
+
+def _ask(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers, method=method)
+    return urllib.request.urlopen(request, timeout=60)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[int, int]]:
+    """`manta serve` with one of several models; gives its port, and the process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    keys = folder / "admins"
+    keys.touch(0o600)
+    keys.write_text(KEY + "\n")
+    config = {
+        "models": {"one": MODEL},
+        "router": {"replicas": 1},
+        "http": {"port": port, "admin_keys_file": str(keys)},
+    }
+    path = folder / "manta.yaml"
+    path.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "deployments.cli.main", "serve", str(path)]
+    process = subprocess.Popen(
+        [*command, "--address", "local"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        said, began = "", time.monotonic()
+        while "Serving" not in said:
+            line = process.stdout.readline()
+            if not line or time.monotonic() - began > READY_S:
+                raise SystemExit(f"the server did not start:\n{said}")
+            said += line
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+        yield port, process.pid
+    finally:
+        for _ in range(2):  # the second does not wait for streams
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _pin(server: int) -> None:
+    """The replicas that run, with their engines, get the first core, all other processes of the
+    server the rest, and so what they start later."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    cores = os.sched_getaffinity(0)
+    first = {min(cores)}
+
+    def pin(pid: int, mine: bool) -> None:
+        with suppress(OSError):  # it has ended
+            mine |= b"ray::ServeReplica" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), first if mine else cores - first)
+        for child in children.get(pid, ()):
+            pin(child, mine)
+
+    if len(cores) > 1:
+        pin(server, False)
+        for task in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(task.name), first)
+
+
+def _wait(port: int, status: str | None) -> None:
+    """Until the added model has this status; None: until it is gone."""
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        try:
+            with _ask(port, "GET", "/v1/models/two") as answer:
+                found = json.load(answer)["status"]
+        except urllib.error.HTTPError as error:
+            found = None if error.code == 404 else str(error)
+        if found == status:
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"the added model is not {status or 'gone'} after {READY_S:.0f} s")
+
+
+def lines(rounds: int) -> Iterator[Line]:
+    """A line a round."""
+    with tempfile.TemporaryDirectory(prefix="op") as text, serving(Path(text)) as (port, server):
+        _pin(server)
+        streams = Streams(port)
+        time.sleep(BEFORE_S / 2)
+        for _ in range(rounds):
+            failed, began = len(streams.failed), time.monotonic()
+            time.sleep(BEFORE_S)
+            before, count = streams.p99(began, time.monotonic())
+            began = time.monotonic()
+            _ask(port, "POST", "/v1/models", {"name": "two", **MODEL}).close()
+            _wait(port, "ready")
+            ready = time.monotonic() - began
+            adding, meanwhile = streams.p99(began, time.monotonic())
+            _ask(port, "DELETE", "/v1/models/two").close()
+            _wait(port, None)
+            time.sleep(BEFORE_S / 2)
+            yield {
+                "case": "add-model/itl_p99",
+                "before_ms": before,
+                "adding_ms": adding,
+                "gaps": [count, meanwhile],
+                "ready_s": round(ready, 1),
+                "failed": len(streams.failed) - failed,
+            }
+        streams.stop()
+
+
+def rows(lines: list[Line]) -> list[Line]:
+    ours, peer = (min(line[name] for line in lines) for name in ("adding_ms", "before_ms"))
+    ratio = round(ours / peer, 3)
+    failed = sum(line["failed"] for line in lines)
+    return [
+        {"case": "add-model/itl_p99", "ours": ours, "peer": peer, "unit": "ms", "ratio": ratio},
+        {"case": "add-model/failed", "ours": failed, "peer": 0, "unit": "streams", "ratio": ""},
+    ]

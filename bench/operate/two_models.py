@@ -1,0 +1,30 @@
+"""`two-models/path`: what a chunk costs a router of two models, against a router of one. See
+tests/deployments/several_models/path_of_two.py; the ratios are of the least of the rounds."""
+
+from collections.abc import Iterator
+
+from bench.report.result_file import Line
+from tests.deployments.several_models.path_of_two import best, measure
+
+STREAMS = 128  # of a model
+SECONDS = 2.0
+
+
+def lines(rounds: int) -> Iterator[Line]:
+    """A line for each round, way and figure."""
+    for line in measure(STREAMS, SECONDS, rounds):
+        yield {"case": "two-models/path", **line}
+
+
+def rows(lines: list[Line]) -> list[Line]:
+    found = []
+    for figure, case, unit in (
+        ("calls", "two-models/path-calls", "calls"),
+        ("us", "two-models/path", "us"),
+    ):
+        least = best(lines, figure)
+        for way, name in (("two", case), ("beside", f"{case}, the other idle")):
+            ratio = round(least[way] / least["alone"], 3)
+            told = {"ours": least[way], "peer": least["alone"], "unit": unit, "ratio": ratio}
+            found.append({"case": name, **told})
+    return found

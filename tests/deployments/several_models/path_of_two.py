@@ -1,0 +1,86 @@
+"""What a streamed chunk costs a router of two models, and a router of one of them:
+
+    python -m tests.deployments.several_models.path_of_two
+
+Processes as in tests/deployments/path_cost.py. `alone`: one model and so many streams; `two`: two
+models, each with as many; `beside`: two models, of which one is asked. Microseconds of the router's
+CPU a chunk, the least of the rounds, in each of which all three take turns: other work on the
+machine only ever adds to them. And calls of functions a chunk, which are the same in each run but
+for what the window cuts off, 2 of 41.
+"""
+
+import argparse
+import asyncio
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from tests.deployments.path_cost import STEP, Spent, process, spend
+
+WAYS = ("alone", "two", "beside")
+
+
+def measure(streams: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """Lines with `way`, `streams`, `tokens` (a chunk) and either `calls` or `us`, as counting takes
+    time itself. rounds: none are timed if 0."""
+    lines = []
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(process("replica", STEP)) for _ in range(2))
+        alone = stack.enter_context(process("front", {"a": first}))
+        both = stack.enter_context(process("front", {"a": first, "b": second}))
+        ways = {
+            "alone": (alone, streams, ("a",)),
+            "two": (both, 2 * streams, ("a", "b")),
+            "beside": (both, streams, ("a",)),
+        }
+
+        def run(way: str, count: bool) -> Spent:
+            router, number, models = ways[way]
+            pids = [router["pid"]]
+            found = asyncio.run(
+                spend(
+                    [router["port"]],
+                    number,
+                    seconds,
+                    pids,
+                    counting=pids if count else (),
+                    models=models,
+                )
+            )
+            time.sleep(0.3)  # until the aborted streams are gone
+            return found
+
+        for count in (True, True, *[False, True] * rounds):
+            for way in WAYS:
+                found = run(way, count)
+                told = (
+                    {"calls": round(found.calls[0] / found.chunks, 2)}
+                    if count
+                    else {"us": round(found.cpu[0] / found.chunks * 1e6, 2)}
+                )
+                tokens = round(found.tokens / found.chunks, 3)
+                lines.append({"way": way, "streams": ways[way][1], **told, "tokens": tokens})
+    return lines
+
+
+def best(lines: list[dict[str, Any]], figure: str) -> dict[str, float]:
+    """The least of a figure by way."""
+    return {
+        way: min(line[figure] for line in lines if line["way"] == way and figure in line)
+        for way in WAYS
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CPU of a streamed chunk, with two models.")
+    parser.add_argument("--streams", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    lines = measure(options.streams, options.seconds, options.rounds)
+    for figure in ("us", "calls"):
+        print(figure, best(lines, figure))
+
+
+if __name__ == "__main__":
+    main()
