@@ -325,7 +325,9 @@ def build(
     image: Annotated[str, typer.Option(help="Of its pods: deploy/Dockerfile, built.")] = "",
     memory: Annotated[
         list[str] | None,
-        typer.Option(help="Of a group's pods: head, gpu, cpu, MODEL-POOL; as in cpu=48Gi. Repeatable."),
+        typer.Option(
+            help="Of a group's pods: head, gpu, cpu or MODEL-POOL, as in cpu=48Gi. Repeatable."
+        ),
     ] = None,
 ) -> None:
     """Serve's own config file of a configuration, for `serve deploy`; or a manifest for KubeRay."""
