@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import NewRow
-from engine.sampling import host
+from engine.sampling import cpu_sampler
 from engine.sampling.rows import (
     BANNED,
     BIASED,
@@ -235,10 +235,10 @@ class Sampler:
         if plan.edits:
             history = tokens.numpy()
             for s, row in enumerate(row_list):
-                host.edit(edited[s], self._rows, row, int(at[s]), history[row, : at[s]])
+                cpu_sampler.edit(edited[s], self._rows, row, int(at[s]), history[row, : at[s]])
         if masked is not None:
-            host.apply_masks(edited, masked.which.numpy(), masked.masks.numpy())
-        chosen, bad = host.choose(edited, self._rows, row_list, at)
+            cpu_sampler.apply_masks(edited, masked.which.numpy(), masked.masks.numpy())
+        chosen, bad = cpu_sampler.choose(edited, self._rows, row_list, at)
         sampled = Sampled(torch.from_numpy(chosen), torch.from_numpy(bad))
         if plan.logprobs >= 0:
             wanted = [self._rows.logprobs[row] for row in row_list]
@@ -261,7 +261,7 @@ class Sampler:
 
 
 def _host_logprobs(
-    raw: host.F32, tokens: list[int], wanted: list[int], k: int
+    raw: cpu_sampler.F32, tokens: list[int], wanted: list[int], k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     count = len(tokens)
     k = min(k, raw.shape[1])
@@ -273,8 +273,8 @@ def _host_logprobs(
     for s, want in enumerate(wanted):
         if want >= 0:
             n = min(want, k)
-            logprob[s], rank[s], top_ids[s, :n], top_logprobs[s, :n], total[s] = host.logprobs(
-                raw[s], tokens[s], n
+            logprob[s], rank[s], top_ids[s, :n], top_logprobs[s, :n], total[s] = (
+                cpu_sampler.logprobs(raw[s], tokens[s], n)
             )
     return (
         torch.from_numpy(logprob),

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.batch import NewRow
-from engine.sampling.host import apply_masks as host_masks
+from engine.sampling.cpu_sampler import apply_masks as cpu_masks
 from engine.sampling.rows import ParameterRows
 from engine.sampling.sampler import SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
@@ -238,7 +238,7 @@ def test_masks(vocab: int, dtype: torch.dtype) -> None:
             bits = -1 if m is None else 0 if token // 32 >= words else int(masks[m, token // 32])
             expected = before[s, token] if bits >> (token % 32) & 1 else -math.inf
             assert logits[s, token] == expected, (s, token)
-    host_masks(host, which.numpy(), masks.numpy())
+    cpu_masks(host, which.numpy(), masks.numpy())
     assert torch.equal(torch.from_numpy(host), logits.float().cpu())
 
 

@@ -197,7 +197,7 @@ def test_first_paint(new_tab: Callable[[], Tab], backend: FakeBackend) -> None:
         tab = new_tab()  # its process has started when it is looked at again
         tab.open(f"http://127.0.0.1:{port}/page")
         times = [tab.first_paint()]
-        while min(times) > PAINT and len(times) < 10 or len(times) < 4:
+        while (min(times) > PAINT and len(times) < 10) or len(times) < 4:
             tab.reload()
             times.append(tab.first_paint())
         print(f"first paint: {times} ms")

@@ -16,7 +16,7 @@ from engine.errors import AdapterError
 from engine.lora.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from engine.lora.virtual_tokens import VirtualTokensReader
 from engine.messages import EngineRequest
-from engine.sampling import host
+from engine.sampling import cpu_sampler
 from engine.sampling.rows import ParameterRows
 from engine.sampling_params import SamplingParams
 from tests.engine.lora.adapters import save_adapter, save_prompt
@@ -179,7 +179,7 @@ def test_penalties_see_words_alone() -> None:
     params = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5)
     rows.set(NewRow(0, [], 4, params, 0, 0, []))
     logits = np.ones(10, np.float32)
-    host.edit(logits, rows, 0, 5, np.array([12, 11, 3, 4, 4], np.int32))
+    cpu_sampler.edit(logits, rows, 0, 5, np.array([12, 11, 3, 4, 4], np.int32))
     assert logits.tolist() == [1, 1, 1, 0.5, 0.0, 1, 1, 1, 1, 1]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import NewRow
-from engine.sampling import host
+from engine.sampling import cpu_sampler
 from engine.sampling.rows import ParameterRows
 from engine.sampling.sampler import Sampled, SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
@@ -247,7 +247,7 @@ def test_large_nuclei_are_exact(spread: float, top_p: float) -> None:
     params = SamplingParams(top_p=top_p, min_p=0.001, temperature=0.7)
     row = ParameterRows(1, 20_000, CPU)
     row.set(new_row(0, params))
-    kept = sorted(host._allowed(x.numpy(), x.max()[None].numpy(), row.words[0]).tolist())
+    kept = sorted(cpu_sampler._allowed(x.numpy(), x.max()[None].numpy(), row.words[0]).tolist())
     expected = naive_kept(x, params)
     assert (
         len(set(kept) ^ set(expected)) <= len(expected) // 5000
