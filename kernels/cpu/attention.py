@@ -324,7 +324,7 @@ class CpuAttention:
         args[_LENGTHS] = meta.kv_len.data_ptr()
         args[_BLOCKS], args[_WIDTH] = meta.block_table.data_ptr(), meta.block_table.stride(0)
         args[_TOKENS], args[_SCALE] = meta.num_decodes, bits(scale)
-        args[_ROOM], args[_SCORES] = room, scratch(threads * group * room).data_ptr()
+        args[_ROOM], args[_SCORES] = room, scratch(threads * group * room)
         args[_WINDOW], args[_CHUNK] = window or _ALL, chunk or _ALL
         numbers.put(args, _NUMBERS)
         scored = numbers.scored

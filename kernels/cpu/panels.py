@@ -213,7 +213,7 @@ class Panels(ABC):
         """Before a product of so many rows, with args set: its scratch, and work before it."""
 
     def _need(self, num_bytes: int) -> None:
-        self._args[SCRATCH] = scratch(-(-num_bytes // 4)).data_ptr()
+        self._args[SCRATCH] = scratch(-(-num_bytes // 4))
 
     def _run(
         self,

@@ -330,7 +330,7 @@ class CpuPrefill:
         args[_FIRST], args[_TOKENS], args[_LENGTH] = first.data_ptr(), len(q), length
         args[_SCALE] = bits(scale)
         numbers.put(args, _NUMBERS)
-        args[_SCRATCH] = scratch(threads * self._floats).data_ptr()
+        args[_SCRATCH] = scratch(threads * self._floats)
         self._function(args, threads)
 
 

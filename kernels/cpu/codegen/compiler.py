@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 _INITIALISERS = ("TargetInfo", "Target", "TargetMC", "AsmPrinter")  # LLVM's C names
 _TRIPLE = "x86_64-unknown-linux-gnu"
@@ -60,14 +59,14 @@ def has_int8() -> bool:
 
 class _Recording(threading.local):
     calls: list[tuple[int, list[int]]] | None = None
-    kept: list[Tensor] | None = None
+    kept: list[object] | None = None
 
 
 _recording = _Recording()
 
 
 @contextlib.contextmanager
-def recording(calls: list[tuple[int, list[int]]], kept: list[Tensor]) -> Iterator[None]:
+def recording(calls: list[tuple[int, list[int]]], kept: list[object]) -> Iterator[None]:
     """Within, this thread's calls of native functions are noted, each with its address and its
     arguments, as they are made; and so is the memory that they must keep (`keep`)."""
     _recording.calls, _recording.kept = calls, kept
@@ -77,7 +76,7 @@ def recording(calls: list[tuple[int, list[int]]], kept: list[Tensor]) -> Iterato
         _recording.calls = _recording.kept = None
 
 
-def keep(memory: Tensor) -> None:
+def keep(memory: object) -> None:
     """A recording of the calls that are made keeps this, too."""
     if _recording.kept is not None:
         _recording.kept.append(memory)

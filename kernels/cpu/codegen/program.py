@@ -197,7 +197,7 @@ class Program:
         CompilerUnavailable."""
         self._function, give_way, team = _play()
         calls: list[tuple[int, list[int]]] = []
-        self._kept: list[Tensor] = []
+        self._kept: list[object] = []
         with ExitStack() as stack:
             stack.enter_context(compiler.recording(calls, self._kept))
             stack.enter_context(_Memory(buffers, rows))

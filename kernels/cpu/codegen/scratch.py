@@ -2,22 +2,23 @@
 
 import threading
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from kernels.cpu.codegen.compiler import keep
 
 
 class _Scratch(threading.local):
-    floats = torch.empty(0)
+    # Not torch's: while a step is recorded torch's allocations come from buffers that later steps
+    # use again (`kernels.cpu.codegen.program.Buffers`), and this memory outlasts the step.
+    floats = np.empty(0, np.float32)
 
 
 _scratch = _Scratch()
 
 
-def scratch(size: int) -> Tensor:
-    """At least `size` float32 numbers of no meaning, until the next call."""
-    if _scratch.floats.numel() < size:
-        _scratch.floats = torch.empty(size)
+def scratch(size: int) -> int:
+    """Where there are at least `size` float32 numbers of no meaning, until the next call."""
+    if len(_scratch.floats) < size:
+        _scratch.floats = np.empty(size, np.float32)
     keep(_scratch.floats)
-    return _scratch.floats
+    return int(_scratch.floats.ctypes.data)

@@ -16,6 +16,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore, EngineRequest
 from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
 from kernels.cpu.codegen.program import Buffers, NotRecordable, Program
+from kernels.cpu.codegen.scratch import _scratch, scratch
 from tests.engine.test_memory import SIZES
 
 SHAPES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -131,6 +132,25 @@ def test_buffers_are_shared_in_turns() -> None:
     assert len(set(seen)) <= 3 and buffers.num_bytes == 4 * 8 * 64
     with pytest.raises(NotRecordable, match="aten"):
         Program(lambda: torch.zeros(2).add_(1), buffers, 2, 1)
+
+
+@needs_compiler
+def test_scratch_is_no_buffer() -> None:
+    """Bug: a kernel's scratch that grows while a step is recorded lies in a buffer, where the next
+    program puts a tensor: two threads round one's rows over what the other still reads."""
+    buffers, places = Buffers(8), []
+    count = 2 * len(_scratch.floats) + 16
+
+    def body() -> Tensor:
+        places.append(scratch(count))
+        for _ in range(3):
+            places.append(torch.empty(2, count).data_ptr())
+        return torch.empty(2)
+
+    for _ in range(2):
+        with pytest.raises(NotRecordable, match="nothing was launched"):
+            Program(body, buffers, 2, 2)
+    assert places[0] == places[4] and places[0] not in places[5:]
 
 
 @needs_compiler
