@@ -2,12 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from engine import rounding
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
@@ -35,13 +37,11 @@ def convert(
     if config.quantization not in ("auto", "none", "gguf"):
         raise ConfigError(
             f"quantization {config.quantization!r} rounds weights when the engine starts, and is "
-            "not kept in a folder; convert without it, and start the folder with it",
+            "not kept in such a folder; convert without it, and start the folder with it, or take "
+            f"one of {', '.join(rounding.NAMES)}",
             param="quantization",
         )
-    if Manifest.read(folder) is not None:
-        raise ConfigError(f"{folder}: is converted already", param="model")
-    if target.exists():
-        raise ConfigError(f"{target}: is there already; give a folder that is not", param="target")
+    _check(folder, target)
     kind = "cuda" if config.device == "cuda" else "cpu"
     resolved = decide(config, model_config, torch.device(kind))
     dtype = str(resolved.dtype).removeprefix("torch.")
@@ -53,9 +53,7 @@ def convert(
         quantization=config.quantization,
         runs_on=kind,
     )
-    half = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        half.mkdir(parents=True)
+    with _appearing(target) as half:
         writer = Writer(half, model.parameters())
         try:
             each_parameter(model, folder, writer.write, progress)
@@ -73,6 +71,52 @@ def convert(
         )
         text = json.dumps(asdict(manifest), indent=1) + "\n"
         (half / MANIFEST).write_text(text, encoding="utf-8")
+    return manifest
+
+
+def convert_rounded(
+    config: EngineConfig,
+    target: Path,
+    progress: Callable[[Loading], None] | None = None,
+) -> int:
+    """Write `config.model` as a checkpoint whose weights are rounded as `config.quantization`, of
+    `rounding.NAMES`, says: for each device, and for other programs. Returns the number of matrices
+    that were rounded.
+
+    Host memory: the largest matrix, a few times. The folder appears when it is whole.
+    Raises ConfigError, also for a target that exists.
+    """
+    folder = Path(config.model)
+    model_config = ModelConfig.from_folder(folder, config.rope_scaling)
+    _check(folder, target)
+    if model_config.quantized is not None:
+        raise ConfigError(
+            f"quantization {config.quantization!r}: the checkpoint's weights are "
+            f"{model_config.quantized.name} already; convert one in 16 bits",
+            param="quantization",
+        )
+    model = build_model(
+        model_config, torch.float32, "meta", kernels_for("cpu"), quantization="none", runs_on="cuda"
+    )
+    with _appearing(target) as half:
+        return rounding.round_checkpoint(model, folder, half, config.quantization, progress)
+
+
+def _check(folder: Path, target: Path) -> None:
+    if Manifest.read(folder) is not None:
+        raise ConfigError(f"{folder}: is converted already", param="model")
+    if target.exists():
+        raise ConfigError(f"{target}: is there already; give a folder that is not", param="target")
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A folder that becomes target at the end, and goes where there is an error. Raises ConfigError
+    where it cannot be written."""
+    half = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        half.mkdir(parents=True)
+        yield half
         half.rename(target)
     except OSError as error:
         raise ConfigError(
@@ -83,4 +127,3 @@ def convert(
             for file in half.iterdir():
                 file.unlink()
             half.rmdir()
-    return manifest

@@ -211,7 +211,7 @@ def verify(
 
 @cli.command(
     epilog="Examples:  manta convert ./llama ./llama-manta  |  "
-    "manta convert model.gguf ./model --quantization gguf  |  manta convert ./llama-manta --check"
+    "manta convert ./llama ./llama-int4 --quantization int4  |  manta convert ./llama-manta --check"
 )
 def convert(
     spec: _Spec,
@@ -226,7 +226,8 @@ def convert(
         typer.Option(help="Type of the weights; auto is what the engine takes."),
     ] = "auto",
     quantization: Annotated[
-        Literal["auto", "none", "gguf"], typer.Option(help="gguf keeps a .gguf file's blocks.")
+        Literal["auto", "none", "gguf", "fp8", "int8", "int4", "nf4"],
+        typer.Option(help="gguf keeps a .gguf file's blocks; the last four round the weights."),
     ] = "auto",
     check: Annotated[
         bool, typer.Option("--check", help="Read a converted folder and compare its digests.")

@@ -19,6 +19,7 @@ Quantization = Literal[
     "int8",
     "fp8",
     "int4",
+    "nf4",
     "uint8-64",
     "uint8-128",
     "uint8-256",
@@ -60,8 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         loss of accuracy. On the CPU, which needs AVX512-VNNI, activations are rounded too, to 16
         bits with a scale a token. "fp8" rounds weights to 8-bit floats (e4m3) with a scale an
         output, and activations with a scale a token in steps of 32 tokens and more; "int4" rounds
-        weights to 4 bits with a scale and an offset for 128 inputs, the head to 8 bits (both CUDA
-        only).
+        weights to 4 bits with a scale and an offset for 128 inputs, "nf4" to
+        the 16 numbers of NF4 with a scale for 64, the head to 8 bits (all three CUDA only).
         "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
         group of so many inputs, and activations to 8 bits with a scale for 32 (CPU only).
     kv_dtype: of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3) and "int4" keep them

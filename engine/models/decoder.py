@@ -22,7 +22,7 @@ from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
 from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables
-from engine.quantization.method import DenseState, LinearMethod, LinearSpec, Part
+from engine.quantization.method import DenseState, ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
@@ -345,6 +345,12 @@ class Decoder:
         entrance += [] if self.layer_inputs is None else [self.layer_inputs.project]
         ends = [each for each in (self.project_out, self.head) if each is not None]
         return [*entrance, *self._in_layers(), *ends]
+
+    def matrices(self) -> list[LinearSpec]:
+        return [linear.spec for linear in self._all_linears()]
+
+    def expert_specs(self) -> list[ExpertsSpec]:
+        return [stack.spec for stack in self._stacks()]
 
     def _tied_bytes(self, spec: LinearSpec) -> int:
         """Of what the head's method makes of the embedding, beside it."""

@@ -12,7 +12,7 @@ from engine.layers.build import Builder
 from engine.layers.linear import Linear
 from engine.models.decoder import Decoder
 from engine.parallel.group import TensorParallelGroup
-from engine.quantization.method import LinearMethod
+from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec
 from engine.quantization.registry import linear_method
 from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
@@ -56,6 +56,12 @@ class Model(Protocol):
         """Look for the fastest products for steps of these numbers of tokens, and of tokens that
         sample (CUDA; a no-op elsewhere)."""
         ...
+
+    def matrices(self) -> list[LinearSpec]:
+        """Of all linear layers, the head's too where it is not the embedding."""
+        ...
+
+    def expert_specs(self) -> list[ExpertsSpec]: ...
 
     def one_layer(self) -> "Model":
         """The same weights without the layers that launch what others launch too."""

@@ -21,6 +21,7 @@ METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
     "int8": {"cpu": Int8Cpu, "cuda": partial(RoundedCuda, to="int8")},
     "fp8": {"cuda": partial(RoundedCuda, to="fp8")},
     "int4": {"cuda": partial(RoundedCuda, to="int4")},
+    "nf4": {"cuda": partial(RoundedCuda, to="nf4")},
     "uint8-64": {"cpu": partial(GroupsCpu, bits=8, group=64)},
     "uint8-128": {"cpu": partial(GroupsCpu, bits=8, group=128)},
     "uint8-256": {"cpu": partial(GroupsCpu, bits=8, group=256)},

@@ -4,6 +4,7 @@ fp8    e4m3 with a scale an output; activations too, with a scale a token, in st
        for the device's products of 8-bit floats
 int8   a scale an output
 int4   a scale and an offset for a group of 128 inputs; the head in 8 bits
+nf4    the 16 numbers of NF4 with a scale for 64 inputs; the head in 8 bits
 """
 
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from engine.quantization.byte_layouts import NF4
 from engine.quantization.method import DenseCuda, DenseState, ExpertsSpec, LinearSpec
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts
@@ -60,7 +62,7 @@ class PackedCuda(DenseCuda):
 class RoundedCuda(PackedCuda):
     """Matrices whose rows are no multiple of 32 stay as they are."""
 
-    def __init__(self, kernels: Kernels, to: Literal["fp8", "int8", "int4"]) -> None:
+    def __init__(self, kernels: Kernels, to: Literal["fp8", "int8", "int4", "nf4"]) -> None:
         super().__init__(kernels)
         self._to = to
 
@@ -72,6 +74,9 @@ class RoundedCuda(PackedCuda):
             return Format(8, width, torch.float32, code="e4m3")
         if self._to == "int8" or name == "head":
             return Format(8, width, torch.float32, zero=128)
+        if self._to == "nf4":
+            group = 64 if width % 64 == 0 else BLOCK
+            return Format(4, group, torch.float32, table=NF4)
         group = next(each for each in (_GROUP, 64, BLOCK) if width % each == 0)
         return Format(4, group, torch.float16, offset="add")
 
@@ -117,9 +122,16 @@ class RoundedCuda(PackedCuda):
 
 
 def _packed(form: Format, weight: Tensor, bias: Tensor | None) -> PackedWeight:
-    packed = PackedWeight(form, *weight.shape, bias, weight.device)
+    rows, width = weight.shape
+    packed = PackedWeight(form, rows, width, bias, weight.device)
     steps = (weight[at : at + _STEP] for at in range(0, weight.shape[0], _STEP))
     return packed.fill_all(rounded(form, each) for each in steps)
+
+
+def nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
+    """uint8: of each value the number of the nearest in an ascending table."""
+    ends = torch.tensor(table, dtype=values.dtype, device=values.device)
+    return torch.bucketize(values, (ends[1:] + ends[:-1]) / 2).to(torch.uint8)
 
 
 def rounded(form: Format, weight: Tensor) -> Decoded:
@@ -133,10 +145,13 @@ def rounded(form: Format, weight: Tensor) -> Decoded:
         scale = (groups.abs().amax(-1) / 448).clamp_(min=1e-12)
         values = (groups / scale.unsqueeze(-1)).clamp_(-448, 448)
         codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
-    elif form.offset == "none":
+    elif form.offset == "none" and not form.table:
         top = (1 << (form.bits - 1)) - 1
         scale = (groups.abs().amax(-1) / top).clamp_(min=1e-12)
         codes = (groups / scale.unsqueeze(-1)).round_().add_(form.zero).to(torch.uint8)
+    elif form.table:
+        scale = groups.abs().amax(-1)
+        codes = nearest(groups / scale.clamp(min=1e-30).unsqueeze(-1), form.table)
     else:
         top = (1 << form.bits) - 1
         low, high = groups.aminmax(dim=-1)

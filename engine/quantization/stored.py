@@ -21,6 +21,7 @@ from engine.quantization.layouts import GgufLayout, IntegerLayout, Layout
 from engine.quantization.method import (
     DenseState,
     EmbeddingTable,
+    ExpertsSpec,
     LinearMethod,
     LinearSpec,
     Part,
@@ -82,6 +83,13 @@ class LinearPiece:
 class StoredState:
     pieces: list[LinearPiece]
     bias: Tensor | None = None  # while loading
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Experts in 16 bits, of the method for dense weights."""
+
+    state: Any
 
 
 class Stored(LinearMethod):
@@ -227,6 +235,50 @@ class Stored(LinearMethod):
         if quantized.method != "gguf" or quantized.keeps(spec.parts[0].name):
             return super().table(spec, virtual)  # integers are of linear layers only
         return _StoredEmbedding(self, spec, virtual)
+
+    # ---- Experts: back ends say how they keep those in fewer bits
+
+    @abstractmethod
+    def create_stored_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]: ...
+
+    @abstractmethod
+    def finish_stored_experts(self, state: Any) -> Any: ...
+
+    @abstractmethod
+    def stored_experts_bytes(self, spec: ExpertsSpec) -> int | None: ...
+
+    @abstractmethod
+    def apply_stored_experts(
+        self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
+    ) -> Tensor: ...
+
+    def create_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
+        if not self._keeps_experts(spec):
+            return self.create_stored_experts(spec)
+        state, parameters = self._dense.create_experts(spec)
+        return _Kept(state), parameters
+
+    def _keeps_experts(self, spec: ExpertsSpec) -> bool:
+        """All in 16 bits."""
+        names = (source.name.removesuffix(".weight") for source in (*spec.gate_up, *spec.down))
+        return all(self._quantized.keeps(name) for name in names)
+
+    def finish_experts(self, state: Any) -> Any:
+        if not isinstance(state, _Kept):
+            return self.finish_stored_experts(state)
+        return _Kept(self._dense.finish_experts(state.state))
+
+    def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
+        if self._keeps_experts(spec):
+            return self._dense.packed_experts_bytes(spec)
+        return self.stored_experts_bytes(spec)
+
+    def apply_experts(
+        self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        if isinstance(state, _Kept):
+            return self._dense.apply_experts(state.state, x, weights, ids, residual)
+        return self.apply_stored_experts(state, x, weights, ids, residual)
 
     # ---- Products
 

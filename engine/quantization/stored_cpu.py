@@ -36,7 +36,7 @@ class StoredCpu(Stored):
 
     # ---- Experts: each has layers of its own
 
-    def create_experts(self, spec: ExpertsSpec) -> tuple[ExpertsApart, Sequence[Parameter]]:
+    def create_stored_experts(self, spec: ExpertsSpec) -> tuple[ExpertsApart, Sequence[Parameter]]:
         found, filled = stored_experts.biases(spec)
         parameters = list(filled)
         states: tuple[list[Any], list[Any]] = ([], [])
@@ -48,17 +48,17 @@ class StoredCpu(Stored):
                 parameters += filled
         return ExpertsApart(*states, spec.act, spec.limit, spec.weigh_input), parameters
 
-    def finish_experts(self, state: ExpertsApart) -> ExpertsApart:
+    def finish_stored_experts(self, state: ExpertsApart) -> ExpertsApart:
         for layers in (state.gate_up, state.down):
             layers[:] = [self.finish(layer) for layer in layers]
         return state
 
-    def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
+    def stored_experts_bytes(self, spec: ExpertsSpec) -> int | None:
         layers = (layer for both in stored_experts.each_expert(spec) for layer in both)
         sizes = [self.packed_bytes(layer) for layer in layers]
         return sum(size for size in sizes if size is not None)
 
-    def apply_experts(
+    def apply_stored_experts(
         self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
     ) -> Tensor:
         return apply_apart(self, state, x, weights, ids, residual)

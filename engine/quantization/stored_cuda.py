@@ -48,12 +48,12 @@ class StoredCuda(Stored):
         if integers and form.group < width:
             return replace(form, scale=torch.float16)
         # MXFP4's are powers of two.
-        powers = form.table == E2M1 and form.group == BLOCK
+        powers = form.group == BLOCK and form.table == E2M1
         return replace(form, scale=torch.bfloat16) if powers else form
 
     # ---- Experts: all of a layer in one matrix
 
-    def create_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
+    def create_stored_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
         found, parameters = stored_experts.biases(spec)
         gate_up, down = stored_experts.all_experts(spec)
         first, filled = self.create(gate_up)
@@ -64,14 +64,14 @@ class StoredCuda(Stored):
         """Else all are expanded: there is a product for experts of one format."""
         return all(len(each) == 1 and self.packs(each[0]) for each in pieces)
 
-    def packed_experts_bytes(self, spec: ExpertsSpec) -> int:
+    def stored_experts_bytes(self, spec: ExpertsSpec) -> int:
         layers = stored_experts.all_experts(replace(spec, device=torch.device("meta")))
         total = stored_experts.biases_bytes(spec)
         if self._packs_all(*(self._pieces(layer) for layer in layers)):
             return total + sum(self.packed_bytes(layer) or 0 for layer in layers)
         return total + spec.dtype.itemsize * sum(layer.num_parameters for layer in layers)
 
-    def finish_experts(self, state: "_Loading") -> ExpertWeights | PackedExperts:
+    def finish_stored_experts(self, state: "_Loading") -> ExpertWeights | PackedExperts:
         spec, both = state.spec, (state.gate_up, state.down)
         rest = (state.gate_up_bias, state.down_bias, spec.act, spec.limit, spec.weigh_input)
         if self._packs_all(*(each.pieces for each in both)):
@@ -82,7 +82,7 @@ class StoredCuda(Stored):
         )
         return ExpertWeights(gate_up, down, *rest)
 
-    def apply_experts(
+    def apply_stored_experts(
         self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
     ) -> Tensor:
         return self._dense.apply_experts(state, x, weights, ids, residual)

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.weights.index import CODES, read_index
@@ -101,15 +102,16 @@ def as_converted(parameter: Parameter, name: str, stored: dict[str, StoredTensor
 class Writer:
     """Writes parameters as they come, from any thread, each once."""
 
-    def __init__(self, folder: Path, parameters: Iterable[Parameter]) -> None:
+    def __init__(self, folder: Path, parameters: Iterable[Parameter], stem: str = "manta") -> None:
         entries = list(named(parameters))
         self._names = {id(each.tensor): name for name, each in entries}
         self._places: dict[str, tuple[int, int]] = {}  # (descriptor, offset)
         self._digests: dict[str, str] = {}
         self._lock = Lock()
         self._open: list[int] = []
+        self.files: dict[str, str] = {}  # tensor -> name of its file
         for number, shard in enumerate(_shards(entries), 1):
-            self._begin(folder / f"manta-{number:05}.safetensors", shard)
+            self._begin(folder / f"{stem}-{number:05}.safetensors", shard)
 
     def _begin(self, file: Path, shard: Sequence[tuple[str, Parameter]]) -> None:
         header: dict[str, Any] = {}
@@ -130,10 +132,14 @@ class Writer:
         os.ftruncate(descriptor, start + at)
         for name, _ in shard:
             self._places[name] = (descriptor, start + header[name]["data_offsets"][0])
+            self.files[name] = file.name
 
     def write(self, parameter: Parameter) -> None:
-        name = self._names[id(parameter.tensor)]
-        data = memoryview(parameter.tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        self.put(self._names[id(parameter.tensor)], parameter.tensor)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """The parameter of this name. tensor: of its shape and type."""
+        data = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         descriptor, offset = self._places[name]
         while len(data):
@@ -162,12 +168,15 @@ def _shards(entries: list[tuple[str, Parameter]]) -> Iterator[list[tuple[str, Pa
     yield found
 
 
-def copy_others(source: Path, target: Path, dtype: str) -> None:
-    """Everything of the model but its weights; config.json says the type that they have now."""
+def copy_others(source: Path, target: Path, dtype: str | None) -> None:
+    """Everything of the model but its weights; config.json says the type that they have now. dtype:
+    None where it is the same."""
     for file in sorted(source.iterdir()):
         wanted = file.suffix in (".json", ".jinja", ".model", ".txt") or "LICENSE" in file.name
         if wanted and file.is_file() and not file.name.endswith(".index.json"):
             shutil.copyfile(file, target / file.name)
+    if dtype is None:
+        return
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config")
     for each in (config, text if isinstance(text, dict) else {}):

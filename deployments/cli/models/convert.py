@@ -1,4 +1,5 @@
-"""`manta convert`: a folder that the engine reads without changing anything."""
+"""`manta convert`: a folder that the engine reads without changing anything, or one whose weights
+are rounded."""
 
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import msgspec
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model
 from deployments.cli.console import StatusLine, err, model_progress
 from deployments.cli.target import engine_config, read_target
-from engine.conversion import convert
+from engine.conversion import convert, convert_rounded
 from engine.errors import ConfigError
+from engine.rounding import NAMES
 from engine.weights.converted import damaged
 
 
@@ -30,6 +32,13 @@ def run(
     with model_progress() as progress:
         folder = resolve_model(asked.model, asked.revision, progress, blocks=kept)
     config = msgspec.structs.replace(config, model=str(folder))
+    if config.quantization in NAMES:
+        with StatusLine("Rounding") as status:
+            count = convert_rounded(
+                config, target, lambda loading: status.update(f"Rounding: {loading}")
+            )
+        print(f"{target}: {count:,} matrices in {config.quantization}, for every device")
+        return 0
     with StatusLine("Converting") as status:
         manifest = convert(config, target, lambda loading: status.update(f"Converting: {loading}"))
     weights = manifest.dtype if manifest.quantization == "none" else manifest.quantization

@@ -16,7 +16,7 @@ from engine.quantization.rounded_cuda import RoundedCuda, rounded
 from kernels.packed import PackedWeight, unpacked
 from kernels.reference import Kernels
 
-NAMES = ["fp8", "int8", "int4"]
+NAMES = ["fp8", "int8", "int4", "nf4"]
 
 
 def method_of(name: str) -> RoundedCuda:
@@ -39,12 +39,14 @@ def test_rounded_to_the_nearest(name: str) -> None:
     weight = torch.randn(96, 256) * torch.rand(96, 1)
     weight[5] = 0
     form = method_of(name).form("layers.0.qkv", 256)
-    assert form is not None and form.group == (128 if name == "int4" else 256)
+    assert form is not None and form.group == {"int4": 128, "nf4": 64}.get(name, 256)
     codes, scale, offset = rounded(form, weight)
     found = unpacked(form, (codes, scale, offset))
     half = scale.repeat_interleave(form.group, 1) / 2
     if name == "fp8":  # three bits of mantissa
         half = (weight.abs() / 16).maximum(half * 2**-9)
+    elif name == "nf4":  # half of the widest gap of its numbers
+        half = half * 0.304
     elif name == "int4":  # float16 rounds the ends
         half = half + weight.abs().amax() * 2**-11
     assert ((found - weight).abs() <= half * 1.001 + 1e-6).all()

@@ -1,0 +1,307 @@
+"""A checkpoint -> the same in fewer bits, in the layouts that other programs write and read too:
+compressed-tensors and bitsandbytes.
+
+Matrix by matrix, so host memory is that of the largest one. What no layout can keep, the embedding
+and a tied head stay as they are.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.config.quantized import KEY, Quantized
+from engine.config.quantized_config import read_quantized
+from engine.config_reader import Reader
+from engine.errors import ConfigError
+from engine.models.registry import Model
+from engine.quantization.byte_layouts import NF4
+from engine.quantization.method import Part
+from engine.quantization.rounded_cuda import nearest, rounded
+from engine.quantization.stored import layout_of
+from engine.quantization.stored_experts import all_experts
+from engine.weights.converted import Writer, copy_others
+from engine.weights.index import read_index
+from engine.weights.parameter import Parameter
+from engine.weights.stored import StoredTensor
+from engine.weights.stream import Loading
+from kernels.packed import Format
+
+_HEAD = "lm_head"
+_TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+_META = torch.device("meta")
+
+
+def _compressed(file_format: str, **groups: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": file_format,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+    }
+
+
+def _weights(bits: int, kind: str, group: int = 0, symmetric: bool = True) -> dict[str, Any]:
+    found = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": "channel"}
+    return found | ({"strategy": "group", "group_size": group} if group else {})
+
+
+def _description(name: str, group: int) -> dict[str, Any]:
+    """quantization_config. group: of int4."""
+    every = {"targets": ["Linear"]}
+    if name == "fp8":
+        inputs = {**_TOKENS, "type": "float"}
+        one = {**every, "weights": _weights(8, "float"), "input_activations": inputs}
+        return _compressed("float-quantized", group_0=one)
+    if name == "w8a8":
+        inputs = {**_TOKENS, "type": "int"}
+        one = {**every, "weights": _weights(8, "int"), "input_activations": inputs}
+        return _compressed("int-quantized", group_0=one)
+    if name == "int8":
+        return _compressed("pack-quantized", group_0={**every, "weights": _weights(8, "int")})
+    if name == "int4":
+        four = {**every, "weights": _weights(4, "int", group, symmetric=False)}
+        head = {"targets": [_HEAD], "weights": _weights(8, "int")}
+        return _compressed("pack-quantized", group_0=four, group_1=head)
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_quant_storage": "uint8",
+    }
+
+
+NAMES = ("fp8", "int8", "int4", "nf4")
+
+
+def round_checkpoint(
+    model: Model,
+    folder: Path,
+    target: Path,
+    name: str,
+    progress: Callable[[Loading], None] | None = None,
+) -> int:
+    """Write folder's checkpoint into target, an empty folder, rounded as `quantization: name`
+    does. model: of folder, on the meta device. Returns the number of matrices that were rounded.
+
+    Raises ConfigError where there are none.
+    """
+    stored = read_index(folder)
+    parts = _parts(model)
+    group = _group(parts)
+    description = _description(name, group)
+    quantized = _read(description)
+    ours = {each: model.tensor_name(each).removesuffix(".weight") for each in stored}
+    chosen = {
+        each
+        for each, matrix in ours.items()
+        if each.endswith(".weight") and matrix in parts and _fits(quantized, parts[matrix])
+    }
+    if not chosen:
+        raise ConfigError(
+            f"{folder}: quantization {name!r} can keep none of its matrices; their rows must be "
+            "multiples of 32",
+            param="quantization",
+        )
+    others = (each for each, tensor in stored.items() if len(tensor.shape) > 1)
+    plain = sorted(each.removesuffix(".weight") for each in others if each not in chosen)
+    description["llm_int8_skip_modules" if name == "nf4" else "ignore"] = plain
+    quantized = _read(description)
+    encode = _Encoder(name, quantized)
+    plan: dict[str, dict[str, Tensor]] = {}
+    for each, tensor in stored.items():
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
+        stem = each.removesuffix(".weight")
+        plan[each] = encode.all(stem, ours[each], meta) if each in chosen else {each: meta}
+    entries = [
+        Parameter(key, tensor, ()) for tensors in plan.values() for key, tensor in tensors.items()
+    ]
+    writer = Writer(target, entries, "model")
+    total = sum(tensor.num_bytes for tensor in stored.values())
+    done = 0
+    began = time.monotonic()
+    try:
+        for each, tensor in stored.items():
+            values = _values(tensor)
+            if each in chosen:
+                if not bool(values.isfinite().all()):
+                    raise ConfigError(
+                        f"{tensor.file}: tensor {each} holds NaN or infinity", param="model"
+                    )
+                found = encode.all(each.removesuffix(".weight"), ours[each], values)
+            else:
+                found = {each: values}
+            for key, part in found.items():
+                writer.put(key, part)
+            done += tensor.num_bytes
+            if progress is not None:
+                progress(Loading(done, total, time.monotonic() - began))
+    finally:
+        files = writer.files
+        writer.close()
+    _write_index(target, files)
+    copy_others(folder, target, None)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config[KEY] = description
+    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return len(chosen)
+
+
+def _parts(model: Model) -> dict[str, list[Part]]:
+    """The model's matrices by their names, with what layers take of them."""
+    found: dict[str, list[Part]] = {}
+    for spec in model.matrices():
+        if spec.name == "head" and model.config.unit_head:  # its rows are divided by their length
+            continue
+        for part in spec.parts:
+            found.setdefault(part.name, []).append(part)
+    for experts in model.expert_specs():
+        for spec in all_experts(experts):
+            for part in spec.parts:
+                if part.stack is None:
+                    found.setdefault(part.name, []).append(part)
+    return found
+
+
+def _group(parts: dict[str, list[Part]]) -> int:
+    """Of int4: the largest that divides all rows that any divides."""
+    widths = {part.in_features for same in parts.values() for part in same}
+    widths = {width for width in widths if width % 32 == 0}
+    return next((size for size in (128, 64) if all(width % size == 0 for width in widths)), 32)
+
+
+def _fits(quantized: Quantized, parts: Iterable[Part]) -> bool:
+    for part in parts:
+        if part.out_features % 8 or part.in_features % 32 or quantized.keeps(part.name):
+            return False
+        try:
+            if layout_of(quantized, part, _META) is None:
+                return False
+        except ConfigError:
+            return False
+    return True
+
+
+def _read(description: dict[str, Any]) -> Quantized:
+    found = read_quantized(Reader({KEY: description}, "config.json"))
+    assert found is not None
+    return found
+
+
+def _values(stored: StoredTensor) -> Tensor:
+    with stored.file.open("rb") as file:
+        file.seek(stored.offset)
+        data = bytearray(file.read(stored.num_bytes))
+    return torch.frombuffer(data, dtype=stored.dtype).view(stored.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """name: of the format; quantized: of the folder that is written."""
+
+    name: str
+    quantized: Quantized
+
+    def all(self, stem: str, ours: str, weight: Tensor) -> dict[str, Tensor]:
+        """Tensors by their names. stem: the matrix's in the file. Of a matrix without memory,
+        tensors without memory."""
+        scheme = self.quantized.scheme(ours)
+        assert scheme is not None
+        if weight.device == _META:
+            shapes = self._encoded(torch.zeros(8, weight.shape[1]), scheme.bits, scheme.group)
+            return {
+                f"{stem}.{key}": torch.empty(
+                    self._grown(key, tensor, weight), dtype=tensor.dtype, device=_META
+                )
+                for key, tensor in shapes.items()
+            }
+        found = self._encoded(weight.float(), scheme.bits, scheme.group)
+        if self.name == "nf4":
+            found[_STATE] = _state(weight)
+        return {f"{stem}.{key}": tensor for key, tensor in found.items()}
+
+    def _grown(self, key: str, tensor: Tensor, weight: Tensor) -> tuple[int, ...]:
+        """The shape of what is `tensor` for 8 rows."""
+        if key == _STATE:
+            return tuple(_state(weight).shape)
+        if key in ("weight_shape", "weight.quant_map"):
+            return tuple(tensor.shape)
+        return tensor.shape[0] * weight.shape[0] // 8, *tensor.shape[1:]
+
+    def _encoded(self, weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
+        """weight float32 [out, in]."""
+        out, width = weight.shape
+        shape = {"weight_shape": torch.tensor([out, width])}
+        if self.name == "fp8":
+            codes, scale, _ = rounded(Format(8, width, torch.float32, code="e4m3"), weight)
+            return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scale}
+        if self.name == "nf4":
+            return _nf4(weight, group)
+        if bits == 8:
+            codes, scale, _ = rounded(Format(8, width, torch.float32, zero=128), weight)
+            if self.name == "w8a8":
+                return {"weight": (codes ^ 128).view(torch.int8), "weight_scale": scale}
+            return {"weight_packed": codes.view(torch.int32), "weight_scale": scale, **shape}
+        codes, scale, zeros = _with_zeros(weight, group)
+        return {
+            "weight_packed": _words(codes),
+            "weight_scale": scale,
+            "weight_zero_point": _words(zeros.t()).t().contiguous(),
+            **shape,
+        }
+
+
+def _with_zeros(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """4-bit codes [out, in], scales [out, groups] float16, and whole zero points of that shape:
+    weight is about scale * (code - zero)."""
+    groups = weight.unflatten(1, (-1, group))
+    low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
+    # Of float16; its smallest number stands for groups that are all zeros.
+    scale = ((high - low) / 15).clamp_(min=6e-8).half()
+    step = scale.float()
+    zeros = (-low / step).round_().clamp_(0, 15)
+    codes = (groups / step.unsqueeze(-1)).round_() + zeros.unsqueeze(-1)
+    return codes.clamp_(0, 15).flatten(1).to(torch.uint8), scale, zeros.to(torch.uint8)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """4-bit codes [n, m] -> int32 [n, m / 8], the first lowest."""
+    both = codes.reshape(codes.shape[0], -1, 2)
+    return (both[..., 0] | (both[..., 1] << 4)).contiguous().view(torch.int32)
+
+
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def _nf4(weight: Tensor, group: int) -> dict[str, Tensor]:
+    runs = weight.reshape(-1, group)
+    scale = runs.abs().amax(-1)
+    codes = nearest(runs / scale.clamp(min=1e-30).unsqueeze(-1), NF4).view(-1, 2)
+    return {
+        "weight": (codes[:, :1] << 4) | codes[:, 1:],
+        "weight.absmax": scale,
+        "weight.quant_map": torch.tensor(NF4),
+        _STATE: _state(weight),
+    }
+
+
+def _state(weight: Tensor) -> Tensor:
+    values = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "shape": list(weight.shape),
+    }
+    return torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+
+
+def _write_index(target: Path, files: dict[str, str]) -> None:
+    total = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=1)
+    (target / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
