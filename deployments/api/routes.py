@@ -343,7 +343,7 @@ ROUTES: tuple[Route, ...] = (
         open=True,
     ),
     Route(
-        f"{web.FILES}{{id}}",
+        f"{web.FILES}{{name}}",
         web.page,
         get=Operation("Its scripts and styles", (404,), kinds=(ANY,)),
         open=True,

@@ -2,9 +2,11 @@
 own host."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from deployments.api.http.errors import Headers
 
@@ -43,12 +45,17 @@ class PageFile:
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """All of them, by name. A request's path is looked up here and never on disk."""
-    found = {}
-    for entry in files("deployments.api.page").joinpath("static").iterdir():
+    """All of them, by name: `app.js`, `chat/chat.js`. A request's path is looked up here and never
+    on disk."""
+    return dict(_below(files("deployments.api.page").joinpath("static"), ""))
+
+
+def _below(folder: Traversable, path: str) -> Iterator[tuple[str, PageFile]]:
+    for entry in folder.iterdir():
         kind = _TYPES.get(entry.name.rpartition(".")[2])
-        if kind is not None:
+        if entry.is_dir():
+            yield from _below(entry, f"{path}{entry.name}/")
+        elif kind is not None:
             content = entry.read_bytes()
             tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[entry.name] = PageFile(content, kind, tag)
-    return found
+            yield f"{path}{entry.name}", PageFile(content, kind, tag)

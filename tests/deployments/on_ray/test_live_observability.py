@@ -107,6 +107,20 @@ def test_any_router_explains_any_request(cluster: Cluster) -> None:
     assert len(routers) == 2
 
 
+def test_a_look_is_of_all_routers(cluster: Cluster) -> None:
+    """The router that a look comes to tells of itself alone, or of itself twice."""
+    ids = [f"looked-{number}" for number in range(12)]
+    for id in ids:
+        ask(cluster, id)
+    for _ in range(3):
+        told = json.loads(cluster.get("/v1/live"))
+        assert len({one["router"] for one in told["routers"]}) == len(told["routers"]) == 2
+        models = [model for one in told["routers"] for model in one["models"]]
+        assert all(len(model["replicas"]) == 2 for model in models)
+        assert set(ids) <= {choice["request"] for model in models for choice in model["choices"]}
+    assert "<title>Manta</title>" in cluster.get("/page")
+
+
 def test_any_router_stops_any_request(cluster: Cluster) -> None:
     """The stop comes over another connection, to a router that has never heard of the request."""
     ids = [f"stopped-{number}" for number in range(4)]

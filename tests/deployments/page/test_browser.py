@@ -8,6 +8,9 @@ also writes what it looks like to docs/img.
 import hashlib
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,8 @@ import pytest
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from tests.deployments.api.server import serve
+from tests.deployments.api.test_tools import backend_with
+from tests.deployments.api.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
 from tests.deployments.page.browser import Tab, chromium, find_chromium
 from tests.deployments.page.live_server import LiveServer
@@ -161,6 +166,68 @@ def test_what_a_model_writes_runs_nothing(tab: Tab, backend: FakeBackend, colour
     attributes = "[...document.querySelectorAll('.log *')].flatMap(e => e.getAttributeNames())"
     assert not [name for name in tab.run(attributes) if name.startswith("on") or name == "style"]
     assert whole.count("alert") > 30
+
+
+def test_thinking_and_calls(new_tab: Callable[[], Tab]) -> None:
+    """Bug: thoughts stand in the answer; a call cannot be seen, or its result cannot be given."""
+    backend = backend_with(TEMPLATES["hermes"])
+    backend.script = (
+        "<think>\nI should look.\n</think>\n\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    )
+    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": city}}]
+    with serve(build_asgi(backend, OPTIONS)) as port:
+        tab = new_tab()
+        tab.size(1200, 800)
+        tab.open(f"http://127.0.0.1:{port}/page")
+        tab.until("document.querySelector('#chat select')?.value")
+        tab.run("document.querySelector('textarea[placeholder*=function]').focus()")
+        tab.type(json.dumps(tools))
+        say(tab, "What is the weather in Paris?")
+        assert not tab.run(f"{LAST}.querySelector('.thinking').hidden")
+        assert not tab.run(f"{LAST}.querySelector('.thinking').open"), "folded"
+        assert "should" in tab.run(f"{LAST}.querySelector('.thinking .text').textContent")
+        called = tab.run(f"{LAST}.querySelector('.calls').innerText")
+        assert "calls weather" in called and '"city": "Paris"' in called
+        backend.script = "It is sunny."
+        tab.run(f"{LAST}.querySelector('.result textarea').focus()")
+        tab.type('{"sky": "clear"}')
+        tab.run(f"{LAST}.querySelector('.result button').click()")
+        tab.until(f"{IDLE} && {LAST}.innerText.includes('sunny')")
+        prompt = backend.tokenizer(MODEL).decode(backend.requests[-1].token_ids)
+        assert '"sky": "clear"' in prompt and "weather" in prompt
+        assert not tab.dialogs and not tab.console, tab.console
+
+
+def test_a_copied_request_does_the_same(tab: Tab, backend: FakeBackend, tmp_path: Path) -> None:
+    """Bug: what is copied is no program, or asks for something else; a quote ends the command."""
+    tab.run("document.querySelector('#chat .numbers input').focus()")
+    tab.type("0.5")
+    say(tab, 'It\'s "quoted" $HOME `id` \\ \u00e9')
+    asked = backend.requests[-1]
+    module = f"import({json.dumps(tab.run('location.origin') + '/page/chat/snippets.js')})"
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": 'It\'s "quoted" $HOME `id` \\ \u00e9'}],
+        "temperature": 0.5,
+        "top_k": 3,
+        "stop": None,
+    }
+    address = tab.run("location.origin") + "/v1/chat/completions"
+    for language, suffix in (("python", "py"), ("curl", "sh")):
+        given = f"{json.dumps(address)}, {json.dumps(body)}, false"
+        text = tab.run(f"{module}.then(m => m.{language}({given}))")
+        program = tmp_path / f"program.{suffix}"
+        program.write_text(text)
+        command = [sys.executable if suffix == "py" else "sh", str(program)]
+        if suffix == "sh" and shutil.which("curl") is None:
+            continue
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert ("short" if suffix == "py" else "[DONE]") in done.stdout
+        assert backend.requests[-1].token_ids == asked.token_ids
+        assert backend.requests[-1].params.temperature == 0.5
+        assert backend.requests[-1].params.top_k == 3
 
 
 def test_token_colours(tab: Tab) -> None:

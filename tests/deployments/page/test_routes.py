@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import posixpath
 import re
 
 from deployments.api.app import build_asgi
@@ -21,7 +22,13 @@ def get(path: str, options: ApiOptions, *headers: tuple[bytes, bytes]) -> Reply:
 
 def test_the_page_is_kept_to_its_host() -> None:
     """Bug: a policy that lets what a model writes run as a script, or be sent elsewhere."""
-    for path in ("/page", "/page/app.js", "/page/style.css", "/page/icon.svg"):
+    for path in (
+        "/page",
+        "/page/app.js",
+        "/page/chat/chat.js",
+        "/page/style.css",
+        "/page/icon.svg",
+    ):
         reply = get(path, ApiOptions(page=True))
         policy = reply.header("content-security-policy") or ""
         assert reply.status == 200 and policy.startswith("default-src 'none'; script-src 'self';")
@@ -56,8 +63,10 @@ def test_the_page_is_small_and_whole() -> None:
     assert sum(len(file.content) for file in files.values()) <= MOST
     for name, file in files.items():
         text = file.content.decode()
-        wanted = re.findall(r'from "\./([^"]+)"', text) + re.findall(r'"page/([^"]+)"', text)
-        assert set(wanted) <= files.keys(), name
+        modules = re.findall(r'from "(\.[^"]+)"', text)
+        wanted = [posixpath.normpath(f"{posixpath.dirname(name)}/{one}") for one in modules]
+        wanted += re.findall(r'"page/([^"]+)"', text)
+        assert {one.lstrip("/") for one in wanted} <= files.keys(), name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
         assert "https://" not in text and not re.search(r"http://(?!www\.w3\.org/)", text), name
     index = files["index.html"].content.decode()

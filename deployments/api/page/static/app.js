@@ -1,13 +1,13 @@
 // The page begins here: views by the address's hash, the key, the theme and the keyboard.
 
 import { key, told } from "./api.js";
-import { Chat } from "./chat.js";
-import { Compare } from "./compare.js";
-import { Completions } from "./completions.js";
+import { Chat } from "./chat/chat.js";
+import { Compare } from "./chat/compare.js";
+import { Completions } from "./chat/completions.js";
 import { button, element } from "./dom.js";
-import { Live } from "./live.js";
+import { Live } from "./look/live.js";
 import { refresh } from "./models.js";
-import { Timeline } from "./timeline.js";
+import { Timeline } from "./look/timeline.js";
 
 const VIEWS = { chat: Chat, completions: Completions, compare: Compare, live: Live, request: Timeline };
 const NAMES = Object.keys(VIEWS);

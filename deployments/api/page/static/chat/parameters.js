@@ -1,6 +1,6 @@
 // The form of a request's parameters. What is left empty is not sent: the server decides it.
 
-import { element } from "./dom.js";
+import { element } from "../dom.js";
 
 const KEPT = "manta-parameters";
 

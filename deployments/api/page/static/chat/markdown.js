@@ -1,7 +1,7 @@
 // Markdown of a model as DOM nodes. What a model writes is text: it never becomes HTML, an image is
 // never fetched, and a link goes to http or https only.
 
-import { button, copy, element } from "./dom.js";
+import { button, copy, element } from "../dom.js";
 
 const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]*)/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;

@@ -1,10 +1,10 @@
 // One question to 2 to 4 models beside each other: a base and its adapters, or several models.
 
-import { told } from "./api.js";
-import { button, eachFrame, element } from "./dom.js";
-import { Answer, generate } from "./generation.js";
+import { told } from "../api.js";
+import { button, eachFrame, element } from "../dom.js";
+import { Answer, generate } from "../generation.js";
 import { AnswerBox } from "./message.js";
-import { modelChoice, models } from "./models.js";
+import { modelChoice, models } from "../models.js";
 import { Parameters } from "./parameters.js";
 
 const FEWEST = 2;

@@ -1,7 +1,7 @@
 // The live view: /v1/live once a second, while it is looked at.
 
-import { ask, told } from "./api.js";
-import { element } from "./dom.js";
+import { ask, told } from "../api.js";
+import { element } from "../dom.js";
 import { showEvents, showQueues, showReplicas, showRequests, showRouting, showTotals } from "./live_parts.js";
 
 const PERIOD = 1000; // milliseconds

@@ -1,10 +1,10 @@
 // Completions: a text that the model goes on with.
 
-import { address, key, told } from "./api.js";
-import { button, copy, eachFrame, element } from "./dom.js";
-import { Answer, generate } from "./generation.js";
+import { address, key, told } from "../api.js";
+import { button, copy, eachFrame, element } from "../dom.js";
+import { Answer, generate } from "../generation.js";
 import { showTokens } from "./message.js";
-import { modelChoice } from "./models.js";
+import { modelChoice } from "../models.js";
 import { Parameters } from "./parameters.js";
 import { curl, python } from "./snippets.js";
 

@@ -1,6 +1,6 @@
 // The parts of the live view, each drawn anew from one look.
 
-import { element, svg, svgTitle } from "./dom.js";
+import { element, svg, svgTitle } from "../dom.js";
 
 const COLUMNS = 64; // of a replica's grid of KV blocks
 const ROWS = 4;

@@ -1,6 +1,6 @@
 // How what a model has written is shown: its thinking folded, its calls, and its tokens' colours.
 
-import { element } from "./dom.js";
+import { element } from "../dom.js";
 import { showMarkdown } from "./markdown.js";
 
 /** A box for an answer; `show(answer, live)` draws what has come of it. */

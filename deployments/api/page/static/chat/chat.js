@@ -1,11 +1,11 @@
 // The chat: one conversation with branches.
 
-import { address, key, told } from "./api.js";
+import { address, key, told } from "../api.js";
 import { Conversation } from "./conversation.js";
-import { atEnd, button, copy, eachFrame, element } from "./dom.js";
-import { Answer, generate } from "./generation.js";
+import { atEnd, button, copy, eachFrame, element } from "../dom.js";
+import { Answer, generate } from "../generation.js";
 import { AnswerBox } from "./message.js";
-import { modelChoice } from "./models.js";
+import { modelChoice } from "../models.js";
 import { Parameters } from "./parameters.js";
 import { curl, python } from "./snippets.js";
 

@@ -1,7 +1,7 @@
 // One request on a time line, as /v1/requests/{id} tells it.
 
-import { getJson, told } from "./api.js";
-import { button, element, svg, svgTitle } from "./dom.js";
+import { getJson, told } from "../api.js";
+import { button, element, svg, svgTitle } from "../dom.js";
 
 const PHASES = [
   ["queue", "waits at the router"],
