@@ -215,6 +215,29 @@ def test_results_name_commits_that_exist() -> None:
     assert not {name for name, found in named.items() if not known.issuperset(found)}
 
 
+def test_pages_name_tests_and_commands_that_exist() -> None:
+    """Tests move and get other names, and a row of the page on faults is held by nothing."""
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")]
+    code = "".join((ROOT / file).read_text("utf-8") for file in files)
+    named, gone = 0, []
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        text = page.read_text("utf-8")
+        for file in re.findall(r"[\w/]*test_\w+\.py", text):
+            named += 1
+            if not any(f"/{there}".endswith(f"/{file}") for there in files):
+                gone.append(f"{page.name}: {file}")
+        for test in re.findall(r"`(test_\w+?)(?:_?\.\.\.)?`", text):
+            named += 1
+            if f"def {test}" not in code:
+                gone.append(f"{page.name}: {test}")
+        for module in re.findall(r"python -m ((?:bench|deployments|loadtest|tests)[\w.]*\w)", text):
+            named += 1
+            path = ROOT.joinpath(*module.split("."))
+            if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
+                gone.append(f"{page.name}: {module}")
+    assert named > 100 and not gone
+
+
 def test_links_lead_somewhere() -> None:
     """Pages move; links stay."""
     broken = []
