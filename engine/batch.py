@@ -73,6 +73,10 @@ class Batch:
     # (row, index in its table, block id); a table is as block_manager.py says
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     prefixes: list[PrefixCopy] = field(default_factory=list)  # to copy before anything reads them
+    # (row, snapshot): states of rows to copy to snapshots, as the step before has left them; then
+    # of snapshots to rows. No snapshot is saved twice.
+    saved_states: list[tuple[int, int]] = field(default_factory=list)
+    resumed_states: list[tuple[int, int]] = field(default_factory=list)
     # Samples (counted among the entries that sample) that a grammar limits. If there are any, no
     # entry samples before the masks of these are there: `PendingResult.sample`.
     masked: Sequence[int] = ()

@@ -53,6 +53,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
+from engine.scheduling.snapshots import SnapshotPlan
 from engine.scheduling.step import SchedulerCounters
 from engine.structured.compiler import Vocabulary
 from engine.structured.preparing import Grammars
@@ -118,6 +119,7 @@ def build(
     part = _build_part(config, 0, open_group, phases, progress, compilers)
     resolved, plan, pooling = part.resolved, part.plan, part.pooling
     assert plan is not None
+    snapshots = _snapshot_plan(resolved, plan)
     head = None if pooling is None else read_head(pooling, resolved.model.hidden_size)
     core = EngineCore(
         CoreConfig(
@@ -127,7 +129,9 @@ def build(
             num_blocks=plan.num_blocks,
             block_size=config.block_size,
             kinds=kv_groups(resolved.model, resolved.ranks).kinds,
-            prefix_caching=resolved.config.prefix_caching,
+            snapshots=snapshots,
+            prefix_caching=resolved.config.prefix_caching
+            and (snapshots is None or snapshots.slots > 0),
             async_scheduling=resolved.async_scheduling,
             target_tpot=config.target_tpot_ms / 1000,
             admission=config.admission,
@@ -160,6 +164,17 @@ def build(
         vector_size=0 if head is None else head.size,
         prefix_caching=core.config.prefix_caching,
     )
+
+
+def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
+    groups, config = plan.groups, resolved.config
+    if groups is None or not groups.recurrent:
+        return None
+    if config.prefix_caching and not plan.snapshots:
+        size = groups.state_bytes / GIB
+        logger.warning("no prefix cache: there is no room for a snapshot of %.3f GiB", size)
+    budget = resolved.max_num_batched_tokens
+    return SnapshotPlan.of(groups, resolved.kv, config.block_size, budget, plan.snapshots)
 
 
 def build_rank(
@@ -348,7 +363,7 @@ def _build_runner(
         never = missing_ids(resolved.folder, vocab_size)
         sampler = Sampler(max_num_seqs + 1, vocab_size, device, never)
 
-    def runner_with(num_blocks: int, model: Model = model) -> ModelRunner:
+    def runner_with(num_blocks: int, model: Model = model, snapshots: int = 0) -> ModelRunner:
         kv = KVCache.allocate(
             groups,
             num_blocks,
@@ -357,6 +372,7 @@ def _build_runner(
             device,
             resolved.kv,
             rows=max_num_seqs + 1,
+            snapshots=snapshots,
         )
         return ModelRunner(
             model,
@@ -376,6 +392,7 @@ def _build_runner(
         if compilers is not None:
             _hand_over(compilers, resolved, lambda: runner_with(4, model.one_layer()))
         activations = _measure_step(resolved, runner_with)
+        activations -= (max_num_seqs + 1) * groups.state_bytes  # which have a line of their own
         free, total = torch.cuda.mem_get_info(device)
         context = (
             "CUDA context and other processes",
@@ -399,7 +416,7 @@ def _build_runner(
     size = num_blocks * groups.bytes_per_block(config.block_size, resolved.kv) / GIB
     what = f"the KV cache's {num_blocks} blocks ({size:.2f} GiB)"
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
-        return runner_with(num_blocks), plan
+        return runner_with(num_blocks, snapshots=0 if plan is None else plan.snapshots), plan
 
 
 def _hand_over(

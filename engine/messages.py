@@ -158,6 +158,13 @@ class EngineStats(msgspec.Struct, array_like=True):
     rows: int = 0  # requests that can run at once; 0: not told
     routers: int = 0  # that share the replica; put in by the replica
     reserved_blocks: int = 0  # at their full length, of all that run; shared ones of each
+    # Of models whose layers keep states of requests: one a running request, of so many, and
+    # snapshots of them that prefixes are found with, of so many.
+    state_slots: int = 0
+    snapshots: int = 0
+    snapshot_slots: int = 0
+    snapshots_taken: int = 0  # since start
+    snapshots_evicted: int = 0  # since start, to make room for others
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

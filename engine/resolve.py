@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 
-import msgspec
 import torch
 
 from engine.config.engine_config import BFLOAT16, FLOAT8, NO_BFLOAT16, EngineConfig
@@ -87,8 +86,6 @@ def decide(
             "keys by what else runs; leave it out, or use device: cpu",
             param="deterministic",
         )
-    if model.recurrent:
-        config = msgspec.structs.replace(config, prefix_caching=False)
     max_model_len = model.max_positions
     if config.max_model_len is not None:
         if config.max_model_len > model.max_positions:

@@ -46,7 +46,7 @@ def seen(keys: Sequence[int], config: CoreConfig) -> list[int]:
     found: list[int] = []
     for kind in config.kinds:
         found += keys[first_read(kind, len(keys) - 1) :] if kind.by_position else keys[-1:]
-    return found
+    return found + keys[-1:] if config.snapshots is not None else found
 
 
 def first_read(kind: KVKind, position: int) -> int:
@@ -93,6 +93,8 @@ class _Step:
     rows: list[NewRow]
     blocks: list[tuple[int, int, int]]
     prefixes: list[PrefixCopy]
+    saved: list[tuple[int, int]]
+    resumed: list[tuple[int, int]]
     masked: list[int]
     masks: Any = None  # as of engine.scheduling.core.PendingResult.sample
     done: bool = False
@@ -127,6 +129,8 @@ class FakeRunner:
         per_row = -(-width // config.block_size) * self.groups
         self.table = np.full((config.max_num_seqs, per_row), -1, dtype=np.int64)
         self.kv = np.full((config.num_blocks, config.block_size), -1, dtype=np.int64)
+        self.states: dict[int, tuple[int, int]] = {}  # of rows, if any: key, position
+        self.snapshots: dict[int, tuple[int, int]] = {}
         self.news: dict[int, NewRow] = {}
         self.launch_table: dict[int, dict[int, int]] = {}  # the tables as of the last launch
         self.in_flight: list[_Step] = []
@@ -145,6 +149,8 @@ class FakeRunner:
             list(batch.new_rows),
             list(batch.new_blocks),
             list(batch.prefixes),
+            list(batch.saved_states),
+            list(batch.resumed_states),
             list(batch.masked),
         )
         self.in_flight.append(step)
@@ -208,6 +214,11 @@ class FakeRunner:
     def execute(self, step: _Step) -> StepResult:
         """What the device does: apply updates, write all keys, then read them and sample."""
         size = self.config.block_size
+        assert len({slot for _, slot in step.saved}) == len(step.saved), "a snapshot is saved twice"
+        for row, slot in step.saved:
+            self.snapshots[slot] = self.states[row]
+        for row, slot in step.resumed:
+            self.states[row] = self.snapshots[slot]
         for new in step.rows:
             self.tokens[new.row] = -1
             self.tokens[new.row, : len(new.token_ids)] = new.token_ids
@@ -233,6 +244,10 @@ class FakeRunner:
                 key = key_of(key, int(token))
                 if at < start:
                     continue
+                if self.config.snapshots is not None:
+                    before, last = self.states[row] if at else (0, -1)
+                    assert last == at - 1, "a request goes on from the state of another place"
+                    self.states[row] = key_of(before, int(token)), at
                 for group, kind in enumerate(self.config.kinds):
                     if not kind.by_position:  # a state: it goes on from the token before only
                         block = self.table[row, group]
@@ -257,6 +272,8 @@ class FakeRunner:
                 table = self.table[row, group :: self.groups][begin // size : -(-end // size)]
                 first = begin // size * size
                 read += self.kv[table].ravel()[begin - first : end - first].tolist()
+            if self.config.snapshots is not None:
+                read.append(self.states[row][0])
             if new.params.prompt_logprobs is not None:
                 upper = min(end, new.num_prompt_tokens - 1)
                 lower = max(start, new.num_virtual) + 1

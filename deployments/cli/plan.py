@@ -92,7 +92,10 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
     layers, size = result.states
     if layers:
         yield f"{size / (1 << 20):,.1f} MiB of states a running request, in {layers} layers"
-        yield "no prefix cache: nothing can go on from another request's states"
+        if result.snapshots:
+            yield f"{result.snapshots:,} snapshots of as much, from which prefixes go on"
+        else:
+            yield "no prefix cache: there is no memory for snapshots of states, or it is off"
 
 
 def parameters(result: EnginePlan) -> str:

@@ -221,6 +221,30 @@ REPLICA_METRICS = (
         "prefix_cache_hits_total", "counter", "Of these, found.", lambda s: s.prefix_hits
     ),
     ReplicaMetric(
+        "state_slots_usage_perc",
+        "gauge",
+        "Share of states in use, 0 to 1: one a running request, where layers keep any.",
+        lambda s: s.running / s.state_slots if s.state_slots else 0.0,
+    ),
+    ReplicaMetric(
+        "state_snapshots", "gauge", "Snapshots of states, for prefixes.", lambda s: s.snapshots
+    ),
+    ReplicaMetric(
+        "state_snapshots_usage_perc",
+        "gauge",
+        "Share of their memory in use, 0 to 1.",
+        lambda s: s.snapshots / s.snapshot_slots if s.snapshot_slots else 0.0,
+    ),
+    ReplicaMetric(
+        "state_snapshots_taken_total", "counter", "Snapshots taken.", lambda s: s.snapshots_taken
+    ),
+    ReplicaMetric(
+        "state_snapshots_evicted_total",
+        "counter",
+        "Snapshots that made room for others, their blocks still there.",
+        lambda s: s.snapshots_evicted,
+    ),
+    ReplicaMetric(
         "engine_prompt_tokens_total",
         "counter",
         "Prompt tokens computed.",

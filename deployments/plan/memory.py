@@ -72,7 +72,8 @@ class EnginePlan:
     less than all in a mixture of experts. ranks: that the model is divided among; on GPUs, memory
     and kv_per_token are those of one of them, on the CPU of all. kv_per_token: (what is kept,
     layers, bytes) of each kind of layers; a token that has left a window takes nothing there.
-    states: layers that keep a state in their place, and its bytes for a request in all of them."""
+    states: layers that keep a state in their place, and its bytes for a request in all of them;
+    snapshots: of these, that prefixes are found with."""
 
     device: Hardware
     dtype: str
@@ -86,6 +87,7 @@ class EnginePlan:
     devices_per_node: int
     ranks: int = 1
     states: tuple[int, int] = (0, 0)
+    snapshots: int = 0
 
     @property
     def weights(self) -> int:
@@ -205,6 +207,7 @@ def plan(
         devices_per_node=devices_per_node,
         ranks=ranks,
         states=(len(groups.recurrent), groups.state_bytes),
+        snapshots=memory.snapshots,
     )
 
 

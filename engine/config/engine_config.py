@@ -89,8 +89,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
         the smaller of 2 GiB and a quarter of the free memory.
     num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
-    prefix_caching: reuse KV blocks of equal prefixes. Off for models with recurrent layers, whose
-        states no other request can go on from.
+    prefix_caching: reuse KV blocks of equal prefixes. Where layers keep states, a prefix is found
+        up to a snapshot of them.
+    snapshot_bytes: bytes for snapshots of these states; 0 = a quarter of what KV gets otherwise.
+        The least recently used goes first.
     async_scheduling: launch step n+1 before the tokens of n are known to the host; None = on CUDA.
         On the CPU, where a launch returns when the work is done, tokens would come a step late.
     target_tpot_ms: milliseconds between a request's tokens (time per output token) that steps are
@@ -145,6 +147,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: int = 0
     num_blocks: int = 0
     prefix_caching: bool = True
+    snapshot_bytes: int = 0
     async_scheduling: bool | None = None
     target_tpot_ms: float = 0.0
     cuda_graphs: bool = True
@@ -187,6 +190,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_num_seqs",
             "kv_cache_bytes",
             "num_blocks",
+            "snapshot_bytes",
             "num_threads",
             "max_loras",
             "max_virtual_tokens",

@@ -311,8 +311,7 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> bool:
-        """Layers keep states, from which no other request can go on: nothing of a prompt is found
-        again."""
+        """Layers keep states, from which others go on only where a snapshot was taken."""
         return any(layer.delta is not None for layer in self.attention)
 
     @property

@@ -120,9 +120,12 @@ def plan_memory(
     plan.block_bytes = sum(each.bytes_per_block(block_size, resolved.kv) for each in together)
     free = plan.total - sum(size for _, size in plan.rows)
     given = ""
+    least = groups.blocks(longest, block_size)
     if config.num_blocks:
         check_blocks(config.num_blocks, plan.block_bytes, free)
         plan.num_blocks = config.num_blocks
+        taken = config.num_blocks * plan.block_bytes
+        plan.keep_snapshots(config, taken // 3, free - taken)
         return plan
     if config.kv_cache_bytes:
         budget, given = config.kv_cache_bytes, "kv_cache_bytes"
@@ -141,12 +144,15 @@ def plan_memory(
     else:
         budget = min(CPU_KV_BYTES, free // 4)
         given = "the smaller of 2 GiB and a quarter of free memory"
+    if config.kv_cache_bytes:
+        plan.keep_snapshots(config, budget // 3, free - budget)
+    else:
+        spare = budget - least * plan.block_bytes
+        budget -= plan.keep_snapshots(config, budget // 4, spare)
     if adapters:
         size = sum(size for _, size in adapters) / GIB
         given += f"; {size:.2f} GiB are adapters', by max_loras and max_lora_rank"
-    plan.num_blocks = count_blocks(
-        budget, plan.block_bytes, longest, groups.blocks(longest, block_size), given=given
-    )
+    plan.num_blocks = count_blocks(budget, plan.block_bytes, longest, least, given=given)
     if resolved.model.whole_texts:  # whose blocks only count tokens
         most = resolved.max_num_seqs * groups.blocks(longest, block_size)
         plan.num_blocks = min(plan.num_blocks, most)
@@ -164,6 +170,27 @@ class MemoryPlan:
     block_bytes: int = 0
     block_size: int = 0
     groups: KVGroups | None = None
+    snapshots: int = 0
+
+    def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
+        """Snapshots of states, if there are any, in `share` bytes unless the configuration says how
+        many, up to `spare`. Returns the bytes that they take. Raises ConfigError."""
+        size = 0 if self.groups is None else self.groups.state_bytes
+        if not size or not config.prefix_caching:
+            return 0
+        if config.snapshot_bytes > spare:
+            raise ConfigError(
+                f"snapshot_bytes: {config.snapshot_bytes / GIB:.2f} GiB were asked for and "
+                f"{max(0, spare) / GIB:.2f} GiB are left for them beside the keys and values of "
+                f"one request of full length. Ways out: lower snapshot_bytes, lower max_num_seqs "
+                "(each has a state), or give more memory (memory_fraction)",
+                param="snapshot_bytes",
+            )
+        self.snapshots = max(0, min(config.snapshot_bytes or share, spare)) // size
+        if self.snapshots:
+            taken = self.snapshots * size
+            self.rows.append((f"snapshots ({self.snapshots} of states)", taken))
+        return self.snapshots * size
 
     @property
     def positions(self) -> int:

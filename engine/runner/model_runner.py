@@ -226,6 +226,10 @@ class ModelRunner:
         if batch.prefixes:
             assert self._prompts is not None
             self._prompts.copy(batch.prefixes, self.kv.block_size, self.kv.put)
+        if batch.saved_states or batch.resumed_states:
+            assert self.kv.states is not None
+            self.kv.states.save(batch.saved_states)
+            self.kv.states.resume(batch.resumed_states)
 
         count = len(batch.rows)
         decodes_only = batch.num_decodes == count

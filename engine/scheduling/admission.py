@@ -30,6 +30,7 @@ from engine.scheduling.pacing.chunking import steps_until_computed
 if TYPE_CHECKING:
     from engine.scheduling.queue import WaitingQueue
     from engine.scheduling.request import Request
+    from engine.scheduling.snapshots import SnapshotPlan
 
 
 class Footprint(NamedTuple):
@@ -52,7 +53,9 @@ class KVMemory:
     """What a policy knows. `running()` includes ended requests whose blocks are not released yet.
 
     uncomputed: known tokens of running requests that have no keys yet; budget: tokens a step that
-        are left for them. lag: steps from a request's last step until its blocks are free, less 1.
+        are left for them. cuts: steps that they may take beyond that, because chunks end where
+        snapshots are taken.
+    lag: steps from a request's last step until its blocks are free, less 1.
     """
 
     num_blocks: int
@@ -63,6 +66,8 @@ class KVMemory:
     promised: int = 0  # blocks that running requests' known tokens still need
     num_running: int = 0
     uncomputed: int = 0
+    snapshots: "SnapshotPlan | None" = None
+    cuts: int = 0
     budget: int = 1
     lag: int = 0
     _running: list[Footprint] | None = None
@@ -125,7 +130,9 @@ def peak(memory: KVMemory, new: Footprint) -> bool:
     # While prompts are computed in chunks those requests do not decode: they end later by at most
     # `delay` steps, and so may meet requests that would have been gone.
     uncomputed = memory.uncomputed + new.now
-    delay = steps_until_computed(uncomputed, memory.budget)
+    delay = steps_until_computed(uncomputed, memory.budget) + memory.cuts
+    if memory.snapshots is not None:
+        delay += memory.snapshots.cuts(new.now)
     # A table ends inside a block: each request may hold block_size - 1 tokens more than it has.
     # What is kept whole grows with each token; the rest counts as at the end from the start.
     size = memory.block_size

@@ -81,6 +81,8 @@ class BlockManager:
         self._resident: list[dict[bytes, int]] = [{} for _ in kinds]
         self._free = free_blocks(num_blocks)
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
+        # Told of each hash whose block leaves the prefix cache, in one group or another.
+        self.on_forget: Callable[[bytes], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -213,6 +215,11 @@ class BlockManager:
             blocks[:behind] = [-1] * behind
         return best
 
+    def is_resident(self, digest: bytes) -> bool:
+        """Every group has the block of this hash."""
+        groups = zip(self._resident, self._by_position, strict=True)
+        return all(digest in resident for resident, named in groups if named)
+
     def num_unused(self, blocks: Iterable[int]) -> int:
         """How many of them no request uses, so that sharing them takes from num_free."""
         return sum(self._refs[block] == 0 for block in blocks)
@@ -298,6 +305,8 @@ class BlockManager:
         if digest is not None:
             del self._resident[self._group_of[block]][digest]
             self._hashes[block] = None
+            if self.on_forget is not None:
+                self.on_forget(digest)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert the invariants. tables: the block tables of all requests that use blocks."""

@@ -419,6 +419,7 @@ class EngineCore:
             rows=scheduler.rows,
             adapters=self._adapters.resident,
             adapter_loads=self._adapters.loads,
+            **_of_states(scheduler),
         )
 
     def check_integrity(self) -> None:
@@ -430,6 +431,20 @@ def _constraints(launched: LaunchedStep) -> list[Constraint]:
     """Of its constrained entries, in order."""
     found = [launched.requests[entry].constraint for entry in launched.constrained]
     return [one for one in found if one is not None]
+
+
+def _of_states(scheduler: Scheduler) -> dict[str, int]:
+    """What the stats say of models whose layers keep states."""
+    kept = scheduler.snapshots
+    if kept is None:
+        return {}
+    return {
+        "state_slots": scheduler.config.max_num_seqs,
+        "snapshots": len(kept),
+        "snapshot_slots": kept.plan.slots,
+        "snapshots_taken": scheduler.counters.snapshots_taken,
+        "snapshots_evicted": kept.evicted,
+    }
 
 
 def _longest(config: CoreConfig) -> int:

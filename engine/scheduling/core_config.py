@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from engine.config.kv_groups import Full, KVKind
 from engine.pooling import PoolingHead
+from engine.scheduling.snapshots import SnapshotPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class CoreConfig:
     target_tpot: seconds between a request's tokens that steps are kept within; 0 = any.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
     kinds: what each group of layers keeps, the order of a request's tables.
+    snapshots: of the states that layers keep in requests' rows; None: no layer does.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
     pooling: how texts become vectors; None: requests for these are refused.
     generates: False: all others are.
@@ -31,6 +33,7 @@ class CoreConfig:
     num_blocks: int
     block_size: int
     kinds: tuple[KVKind, ...] = (Full(),)
+    snapshots: SnapshotPlan | None = None
     prefix_caching: bool = True
     async_scheduling: bool = True
     lanes: int = 1

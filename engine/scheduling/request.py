@@ -22,6 +22,7 @@ from engine.pooling import PooledText
 from engine.scheduling.admission import Footprint
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.prefix_hash import root_hash
+from engine.scheduling.snapshots import Marks
 from engine.structured.constraint import Constraint
 
 
@@ -55,6 +56,7 @@ class Request:
         "lane",
         "last_step",
         "limit",
+        "marks",
         "min_tokens",
         "num_cached",
         "num_computed",
@@ -123,6 +125,7 @@ class Request:
         self.hashes: list[bytes] = []  # prefix hashes of its leading full blocks, made as needed
         self.num_registered = 0  # leading blocks that are registered in the prefix cache
         self.cacheable = config.prefix_caching
+        self.marks: Marks | None = None  # while it has a row, where layers keep states
         self.slot = -1  # index in the decode group
         self.base = 0  # while decoding: num_computed = base + the next turn of its group
         self.lane = 0  # of that group

@@ -48,6 +48,7 @@ from engine.scheduling.pacing.chunking import (
 from engine.scheduling.pacing.step_target import StepTarget
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
+from engine.scheduling.snapshots import Snapshots
 from engine.scheduling.step import DeferredRelease, LaunchedStep, SchedulerCounters, StepBuilder
 
 logger = logging.getLogger("manta.engine")
@@ -65,7 +66,7 @@ class Scheduler:
         self.config = config
         self._adapters = adapters or AdapterStore.disabled()
         self._free_blocks = free_blocks
-        self.blocks = BlockManager(config.num_blocks, config.block_size, free_blocks, config.kinds)
+        self._empty_memory()
         self.counters = SchedulerCounters()
         self._traced = logger.isEnabledFor(logging.DEBUG)
         self.step = 0  # the last step scheduled
@@ -94,6 +95,15 @@ class Scheduler:
         self._lag = int(config.async_scheduling or config.lanes > 1)
         self._arrivals = 0
         self._end_tokens = set(config.eos_token_ids)  # and the stop ids seen since last idle
+
+    def _empty_memory(self) -> None:
+        config = self.config
+        size, free_blocks = config.block_size, self._free_blocks
+        self.blocks = BlockManager(config.num_blocks, size, free_blocks, config.kinds)
+        self.snapshots: Snapshots | None = None
+        if config.snapshots is not None:
+            self.snapshots = Snapshots(config.snapshots, size, self.blocks.is_resident)
+            self.blocks.on_forget = self.snapshots.forget
 
     # ---- in and out ----------------------------------------------------------------------------
 
@@ -164,6 +174,8 @@ class Scheduler:
         """
         touched = [request for launched in self.in_flight for request in launched.requests]
         self.in_flight.clear()
+        if self.snapshots is not None:
+            self.snapshots.forget_after(self.done_step)
         self.done_step = self.step
         self._give_back()
         running = list(self.running.values())
@@ -182,9 +194,7 @@ class Scheduler:
         """Go on with num_blocks blocks, all empty. Legal when no request runs."""
         assert not self.running and not self.deferred_releases
         self.config = replace(self.config, num_blocks=num_blocks)
-        self.blocks = BlockManager(
-            num_blocks, self.config.block_size, self._free_blocks, self.config.kinds
-        )
+        self._empty_memory()
 
     def reset_prefix_cache(self) -> None:
         """From now on no request matches a block that was computed before this call."""
@@ -235,6 +245,8 @@ class Scheduler:
         builder.batch.new_blocks += manager.extend(due)
         for request in due:
             self.decoding.extended(request)
+            if self.snapshots is not None:
+                self.snapshots.decoded(request, request.base + turn, builder.batch.step)
 
     def _schedule_running(self, builder: StepBuilder) -> None:
         """Schedule running requests outside the decode group, those that lack one token first."""
@@ -253,6 +265,8 @@ class Scheduler:
         scored = request.prompt_logprobs is not None and not request.delivered
         if scored and self.decoding:
             budget = min(budget, scored_prefill_tokens(self.token_limit) - builder.scored_tokens)
+        if self.snapshots is not None:
+            budget = min(budget, self.snapshots.advance(request, builder.batch.step))
         length = self._give_blocks(request, budget, builder) if budget > 0 else 0
         if length > 0:
             builder.scored_tokens += length if scored else 0
@@ -364,12 +378,17 @@ class Scheduler:
         """Give the request a row and the cached blocks of its prefix, if memory allows."""
         size, num_tokens = self.config.block_size, len(request.token_ids)
         cached: list[int] = []
+        num_resident = 0  # blocks of its prefix that are there, if its states are or not
         caching = self.config.prefix_caching and request.pooled is None
         lookup = caching and request.prompt_logprobs is None
         if lookup:
             # The last token is computed again even if it is cached: sampling needs its logits.
             hashes = self.blocks.hash_prefix(request, (num_tokens - 1) // size)
-            cached = self.blocks.match_prefix(hashes)
+            if self.snapshots is None:
+                cached = self.blocks.match_prefix(hashes)
+            else:
+                groups, table_of = self.blocks.num_groups, self.blocks.match_prefix
+                cached, num_resident = self.snapshots.match(hashes, table_of, groups)
         num_cached = len(cached) // self.blocks.num_groups
         resident = [block for block in cached if block >= 0]
         footprint = Footprint(
@@ -409,6 +428,11 @@ class Scheduler:
             self._copy_prefix(request, builder)
         memory.free -= footprint.held - footprint.shared + free - self.blocks.num_free
         memory.promised += max(0, memory.blocks(num_tokens) - len(self.blocks.held(request)))
+        if self.snapshots is not None:
+            snapshot = self.snapshots.begin(request, num_resident)
+            if snapshot >= 0:
+                builder.batch.resumed_states.append((request.row, snapshot))
+            memory.cuts += self.snapshots.plan.cuts(num_tokens)
         memory.uncomputed += num_tokens - request.num_computed
         memory.add(self._footprint(request))
         builder.batch.new_rows.append(request.new_row())
@@ -441,7 +465,11 @@ class Scheduler:
             uncomputed=sum(r.remaining for r in self.computing),
             budget=max(1, self.token_limit - len(self.running)),
             lag=self._lag,
+            snapshots=config.snapshots,
         )
+        if config.snapshots is not None:
+            chunked = [r.remaining for r in self.computing if r.remaining > 1]
+            memory.cuts = sum(map(config.snapshots.cuts, chunked))
         memory.promised = sum(
             max(0, memory.blocks(r.num_tokens) - len(self.blocks.held(r))) for r in self.computing
         )
@@ -480,6 +508,9 @@ class Scheduler:
         """Complete the batch, and set every request's phase for the next step."""
         group = self.decoding
         launched = builder.build(group)
+        if self.snapshots is not None:
+            builder.batch.saved_states = self.snapshots.take_saves()
+            self.counters.snapshots_taken += len(builder.batch.saved_states)
         step = self.step = launched.step
         for entry in launched.finishing:
             group.leave(launched.requests[entry])
@@ -582,6 +613,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Release its row and blocks, now or when the steps in flight that use them are done."""
         self.blocks.hash_blocks(request, request.num_computed)
+        if self.snapshots is not None:
+            self.snapshots.leave(request)
         del self.running[request.id]
         self.reserved_blocks -= self._most_blocks(request)
         self.deferred_releases.append(
@@ -627,6 +660,8 @@ class Scheduler:
         held = [(r.row, r.blocks) for r in self.running.values()]
         held += [(release.row, release.blocks) for release in self.deferred_releases]
         self.blocks.check_integrity([blocks for _, blocks in held])
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
         rows = [row for row, _ in held]
         assert sorted(rows + self._free_rows) == list(range(self._most_rows)), (
             "a row is lost or shared"

@@ -156,6 +156,7 @@ class SchedulerCounters:
     output_tokens: int = 0
     finished: int = 0
     out_of_memory: int = 0
+    snapshots_taken: int = 0
 
 
 @dataclass(slots=True)

@@ -52,7 +52,7 @@ def test_texts_of_transformers(model: tuple[Path, list[list[int]], list[Any]]) -
     for _ in range(2):  # rows are used again
         found = run(core, prompts, GREEDY)
         assert [each.token_ids for each in found] == want
-        assert not any(each.cached for each in found)
+        assert not any(each.cached for each in found), "prompts too short for a snapshot"
 
 
 def test_preemption(model: tuple[Path, list[list[int]], list[Any]]) -> None:
@@ -127,11 +127,28 @@ def test_memory(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     planned = plan(config, given, Hardware("CPU", "cpu", 8 * GIB))
     assert dict(planned.memory.rows)["states (5 requests)"] == 6 * 3 * state
     assert planned.states == (3, 3 * state)
-    assert any("no prefix cache" in line for line in keys_and_values(planned))
-    given = msgspec.structs.replace(given, model=str(folder), device="cpu", num_blocks=20)
+    count = planned.snapshots
+    assert dict(planned.memory.rows)[f"snapshots ({count} of states)"] == count * 3 * state
+    assert 0 < planned.kv_bytes // 3 - count * 3 * state < 4 * state
+    assert any(f"{count:,} snapshots" in line for line in keys_and_values(planned))
+    off = plan(
+        config, msgspec.structs.replace(given, prefix_caching=False), Hardware("C", "cpu", 8 * GIB)
+    )
+    assert not off.snapshots and off.kv_bytes > planned.kv_bytes
+    assert any("no prefix cache" in line for line in keys_and_values(off))
+    given = msgspec.structs.replace(
+        given, model=str(folder), device="cpu", num_blocks=200, snapshot_bytes=10 * 3 * state
+    )
     core, ready = build(given)
-    assert not ready.prefix_caching and not core.config.prefix_caching
+    assert ready.prefix_caching and core.stats().snapshot_slots == 10
+    assert core.stats().state_slots == 5
     assert "states (5 requests)" in ready.memory_table
+    assert "snapshots (10 of states)" in ready.memory_table
+    none = msgspec.structs.replace(given, snapshot_bytes=1)
+    core, ready = build(none)
+    assert not ready.prefix_caching and not core.config.prefix_caching
+    with pytest.raises(ConfigError, match="snapshot_bytes: 900"):
+        build(msgspec.structs.replace(given, snapshot_bytes=900 * GIB))
 
 
 def test_refused(model: tuple[Path, list[list[int]], list[Any]]) -> None:
@@ -142,7 +159,7 @@ def test_refused(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel: 2: .* states"):
         check_ranks(config, 2)
     kept = decide(msgspec.structs.replace(settings, kv_dtype="int8"), config, torch.device("cpu"))
-    assert kept.kv.name == "int8" and not kept.config.prefix_caching
+    assert kept.kv.name == "int8"
 
 
 def test_chunks_are_the_rule_token_by_token() -> None:

@@ -1,0 +1,219 @@
+"""Snapshots: states of recurrent layers, kept so that other requests can go on from them.
+
+A recurrent layer writes over its state with each token, so nobody can go on from the middle of a
+request unless the state was copied when it was there. A snapshot is the state behind the last
+token of a block, and is known by that block's hash. A prefix hit begins where a snapshot is and all
+groups of layers with keys have their blocks. Where snapshots are taken, all at borders of blocks:
+
+    at the end of a prompt          the next turn of a conversation goes on there, or further on:
+    every `gap` tokens of output    one a request, which the next one replaces
+    where cached blocks go on       two prompts part there, and a third may come: a system prompt
+    every `every` tokens            of a long prompt
+
+None is within `gap` tokens of the one before it: so few tokens are computed again more quickly than
+a step is added. Chunks of a prompt end where one is to be taken.
+
+The device copies a row to a snapshot at the beginning of the step that takes the request further,
+before any snapshot is copied to a row. So what is decided last in a step may use what was decided
+first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.config.kv_groups import KVGroups
+from kernels.kv.format import KVFormat
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPlan:
+    """slots: snapshots that there is memory for; 0 = no prefix is found again. every, gap: tokens,
+    as the module says."""
+
+    slots: int
+    every: int
+    gap: int = 64
+
+    @classmethod
+    def of(
+        cls, groups: KVGroups, form: KVFormat, block_size: int, step_tokens: int, slots: int
+    ) -> "SnapshotPlan":
+        """every: tokens whose keys take as much memory as a snapshot, or that a step computes if
+        these are more, so that no full step is cut. form: of keys. step_tokens: at most."""
+        token = sum(taken for _, taken in groups.token_bytes(form).values())
+        every = max(groups.state_bytes // token, step_tokens)
+        return cls(slots, -(-every // block_size) * block_size)
+
+    def cuts(self, tokens: int) -> int:
+        """The most steps that so many tokens take beyond those that they would take uncut."""
+        return tokens // self.every + 2 if self.slots else 0
+
+
+class Computed(Protocol):
+    """What is asked of a request (`engine.scheduling.request.Request`)."""
+
+    row: int
+    hashes: list[bytes]
+    cacheable: bool
+    num_computed: int
+    marks: "Marks | None"
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Marks:
+    """Of a running request. Positions are in tokens."""
+
+    last: int = 0  # of the newest snapshot that it has taken or began from
+    border: int = -1  # where its chunk is to end, and a snapshot to be taken
+    branch: int = 0  # where cached blocks end that it could not go on from
+    rolling: bytes = b""  # the newest snapshot of its output
+
+
+class Snapshots:
+    """Which slots hold which states. The least recently used goes first; `forget` is told of each
+    block that leaves the prefix cache. resident: whether all groups of layers have a block."""
+
+    def __init__(
+        self, plan: SnapshotPlan, block_size: int, resident: Callable[[bytes], bool]
+    ) -> None:
+        self.plan = plan
+        self._block_size = block_size
+        self._resident = resident
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # oldest first
+        self._free = list(range(plan.slots - 1, -1, -1))
+        self._steps: dict[bytes, int] = {}  # the step that takes it
+        self._rolling: set[bytes] = set()  # that the request which has taken it will replace
+        self._to_save: dict[int, int] = {}  # slot -> row, at the beginning of the next step
+        self.evicted = 0  # to make room for others, their blocks still there; ever
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    # ---- where they are taken ------------------------------------------------------------------
+
+    def advance(self, request: Computed, step: int) -> int:
+        """A request outside the decode group is to go on, in this step or as soon as it can: take a
+        snapshot of what it has, if one is wanted. Returns how many tokens a chunk may have, up to
+        where the next one is taken."""
+        marks, at = request.marks, request.num_computed
+        left = request.num_tokens - at
+        if marks is None or not request.cacheable:
+            return left
+        if at == marks.border:
+            self._take(request, marks, at, step, rolling=False)
+        elif left == 1:
+            self.decoded(request, at, step)
+        if left == 1:
+            return left
+        plan, size = self.plan, self._block_size
+        end = (request.num_tokens - 1) // size * size
+        least = max(at + 1, marks.last + plan.gap)
+        wanted = (marks.branch, -(-least // plan.every) * plan.every, end)
+        marks.border = min((place for place in wanted if least <= place <= end), default=-1)
+        return left if marks.border < 0 else marks.border - at
+
+    def decoded(self, request: Computed, position: int, step: int) -> None:
+        """A step takes the request on from `position` by a token: the same for its output."""
+        marks = request.marks
+        if marks is None or position % self._block_size or not request.cacheable:
+            return
+        if position - marks.last >= self.plan.gap:
+            self._take(request, marks, position, step, rolling=True)
+
+    def _take(
+        self, request: Computed, marks: Marks, position: int, step: int, *, rolling: bool
+    ) -> None:
+        digest = request.hashes[position // self._block_size - 1]
+        if digest in self._slots:
+            self._slots.move_to_end(digest)
+            marks.last = position
+            return
+        if not self.plan.slots or not self._resident(digest):
+            return
+        if rolling:
+            if marks.rolling in self._rolling:
+                self.forget(marks.rolling)
+            elif 2 * len(self._rolling) >= self.plan.slots:
+                return  # what is under way leaves half to what is complete
+            marks.rolling = digest
+            self._rolling.add(digest)
+        if not self._free:
+            self.forget(next(iter(self._slots)))
+            self.evicted += 1
+        slot = self._free.pop()
+        self._slots[digest] = slot
+        self._steps[digest] = step
+        self._to_save[slot] = request.row
+        marks.last = position
+
+    def take_saves(self) -> list[tuple[int, int]]:
+        """(row, slot) of each state to copy before the step; each comes once."""
+        pairs = [(row, slot) for slot, row in self._to_save.items()]
+        self._to_save.clear()
+        return pairs
+
+    # ---- what begins from them -----------------------------------------------------------------
+
+    def match(
+        self, hashes: Sequence[bytes], table_of: Callable[[Sequence[bytes]], list[int]], groups: int
+    ) -> tuple[list[int], int]:
+        """The table of the longest prefix that a request can go on from, and how many of its blocks
+        are cached beyond it or not. table_of: `BlockManager.match_prefix`. Changes nothing."""
+        table = table_of(hashes)
+        cached = len(table) // groups
+        for count in range(cached, 0, -1):
+            if hashes[count - 1] not in self._slots:
+                continue
+            if count < cached:
+                table = table_of(hashes[:count])
+            if len(table) == count * groups:
+                return table, cached
+        return [], cached
+
+    def begin(self, request: Computed, cached: int) -> int:
+        """The request starts at num_computed. cached: see `match`. Returns the slot to copy its
+        state from; -1 = it has none yet."""
+        begin = request.num_computed
+        request.marks = Marks(last=begin, branch=cached * self._block_size)
+        if not begin:
+            return -1
+        digest = request.hashes[begin // self._block_size - 1]
+        self._slots.move_to_end(digest)
+        self._rolling.discard(digest)
+        return self._slots[digest]
+
+    # ---- what is lost --------------------------------------------------------------------------
+
+    def leave(self, request: Computed) -> None:
+        """The request gives its row back; its newest snapshot is of its end."""
+        if request.marks is not None:
+            self._rolling.discard(request.marks.rolling)
+            request.marks = None
+
+    def forget(self, digest: bytes) -> None:
+        """Its block is not found again, or the slot is needed."""
+        slot = self._slots.pop(digest, None)
+        if slot is not None:
+            self._free.append(slot)
+            self._to_save.pop(slot, None)
+            self._rolling.discard(digest)
+            del self._steps[digest]
+
+    def forget_after(self, step: int) -> None:
+        """Those that are taken by later steps, which do not count."""
+        for digest in [digest for digest, taken in self._steps.items() if taken > step]:
+            self.forget(digest)
+
+    def check_integrity(self) -> None:
+        """Assert the invariants."""
+        slots = [*self._slots.values(), *self._free]
+        assert sorted(slots) == list(range(self.plan.slots)), "a snapshot is lost or shared"
+        assert self._steps.keys() == self._slots.keys()
+        assert self._rolling <= self._slots.keys()
+        assert self._to_save.keys() <= set(self._slots.values())
+        assert all(map(self._resident, self._slots)), "a snapshot has outlived its block"
