@@ -3,7 +3,7 @@
 import re
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from deployments.api.tools.output_format import FORMATS, REASONING, OutputFormat, Reasoning
 from engine.errors import InvalidRequest
@@ -26,7 +26,9 @@ _TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateOutput:
-    """calls: None if the template is known to write none. text_arguments: it wants the arguments of
+    """calls: None if the template writes them in a format that is not known. told: the template
+    knows nothing of tools, so messages have to tell of them; "system": in one of that role; "user":
+    it takes none of that role; "": it knows tools. text_arguments: it wants the arguments of
     calls in the history as JSON in a string. empty_content: it wants content beside them.
     single_calls: it shows no more than one of a message. no_content: beside calls it refuses
     content and reasoning together. variables: those that a request may set to change how much the
@@ -40,8 +42,11 @@ class TemplateOutput:
     no_content: bool = False
     variables: frozenset[str] = frozenset()
     special_ids: frozenset[int] = frozenset()
+    told: Literal["", "system", "user"] = ""
 
 
+# Of a template that has none of its own: what most open models have seen.
+_TOLD = next(one for one in FORMATS if one.name == "hermes")
 _known: "weakref.WeakKeyDictionary[Tokenizer, TemplateOutput]" = weakref.WeakKeyDictionary()
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
@@ -80,8 +85,20 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
                         variables,
                         _special_ids(tokenizer, one, reasoning),
                     )
-    special = _special_ids(tokenizer, None, reasoning)
-    return TemplateOutput(None, reasoning, variables=variables, special_ids=special)
+    told: Literal["", "system", "user"] = ""
+    if not re.search(r"tool|function", source) and (reasoning is None or not reasoning.channels):
+        told = "system" if _takes_system(tokenizer) else "user"
+    calls = _TOLD if told else None
+    special = _special_ids(tokenizer, calls, reasoning)
+    return TemplateOutput(calls, reasoning, told=told, variables=variables, special_ids=special)
+
+
+def _takes_system(tokenizer: Tokenizer) -> bool:
+    chat = [{"role": "system", "content": "A rule."}, {"role": "user", "content": "A question."}]
+    try:
+        return "A rule." in tokenizer.render_chat(chat, max_seconds=1.0)
+    except InvalidRequest:
+        return False
 
 
 def _special_ids(

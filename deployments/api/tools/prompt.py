@@ -8,6 +8,18 @@ from deployments.api.tools.detect import TemplateOutput, template_output
 from deployments.api.tools.request import RequestedTools
 from engine.text.tokenizer import Tokenizer
 
+# For templates that know nothing of tools.
+_TOOLS = """# Tools
+
+You may call functions to help with the request. These are their signatures:
+<tools>
+{}
+</tools>
+
+To call one, write a JSON object with its name and arguments between these tags:
+<tool_call>
+{{"name": "a function's name", "arguments": {{"an argument": "its value"}}}}
+</tool_call>"""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -28,11 +40,14 @@ def render_options(
     options: dict[str, Any] = {}
     if tools is not None:
         if known.calls is not None:
-            options["tools"] = [tool.given for tool in tools.tools]
+            if known.told:
+                _tell(messages, tools, known)
+            else:
+                options["tools"] = [tool.given for tool in tools.tools]
         elif tools.mode != "none":
             raise invalid(
-                "this model takes no tools: its chat template writes no tool calls, or writes "
-                "them in a format that is not known here",
+                "this model takes no tools: it has no chat template, or one that writes tool calls "
+                "in a format that is not known here",
                 "tools",
                 "tools_not_supported",
             )
@@ -54,6 +69,37 @@ def render_options(
         if not known.variables:
             ignored.append("reasoning_effort")
     return options
+
+
+def _tell(messages: list[dict[str, Any]], tools: RequestedTools, known: TemplateOutput) -> None:
+    """Tools, calls and results as contents of messages: the template has no words for them."""
+    assert known.calls is not None
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        if role == "assistant" and message.get("tool_calls"):
+            calls = (call["function"] for call in message["tool_calls"])
+            written = [known.calls.write(one["name"], one["arguments"]) for one in calls]
+            said = "\n".join([content, *written] if content else written)
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            out.append({**kept, "content": said})
+        elif role == "tool":
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if out and out[-1].get("results"):
+                out[-1]["content"] += f"\n{result}"
+            else:
+                out.append({"role": "user", "content": result, "results": True})
+        else:
+            out.append(dict(message))
+    for message in out:
+        message.pop("results", None)
+    given = [json.dumps(tool.given, ensure_ascii=False) for tool in tools.tools]
+    text = _TOOLS.format("\n".join(given))
+    if out[0]["role"] == "system" or known.told == "user":
+        out[0]["content"] = f"{out[0].get('content') or ''}\n\n{text}".lstrip()
+    else:
+        out.insert(0, {"role": "system", "content": text})
+    messages[:] = out
 
 
 def _adapt(message: dict[str, Any], known: TemplateOutput) -> None:

@@ -266,9 +266,9 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI, backend: Fa
     assert bad.value.code == "invalid_value" and bad.value.param == "temperature"
     assert bad.value.request_id
     with pytest.raises(openai.BadRequestError) as tools:
-        tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        tool: Any = {"type": "function", "function": {"name": "a name", "parameters": {}}}
         client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[tool])
-    assert tools.value.code == "tools_not_supported"
+    assert tools.value.param == "tools[0].function.name"
     with pytest.raises(openai.APIStatusError) as large:
         client.completions.create(model="tiny", prompt="a" * 200_000)
     assert large.value.status_code == 413 and large.value.code == "body_too_large"

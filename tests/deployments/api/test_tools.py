@@ -354,14 +354,43 @@ def test_what_is_not_enforced_is_named() -> None:
 
 
 def test_a_model_without_tools() -> None:
-    """Tools that never get into the prompt."""
-    client = Client(build_asgi(FakeBackend()))
+    """Tools that never get into the prompt, of a template that has them in a form of its own."""
+    client = Client(build_asgi(backend_with("{{ tools }}{{ messages[0].content }}")))
     reply = asyncio.run(client.chat(tools=[tool("a")]))
     assert code_of(reply) == (400, "tools_not_supported", "tools")
     reply = asyncio.run(client.chat(tools=[tool("a")], tool_choice="none"))
     assert reply.status == 200
     reply = asyncio.run(client.chat(reasoning_effort="high"))
     assert reply.header("x-ignored-fields") == "reasoning_effort"
+
+
+@pytest.mark.parametrize("takes_system", [True, False])
+def test_a_template_that_knows_nothing_of_tools(takes_system: bool) -> None:
+    """Tools, calls or results that such a model is not told of; a call of its that is content."""
+    plain = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    backend = backend_with(plain if takes_system else refuses + plain)
+    client = Client(build_asgi(backend))
+    backend.script = f"{TEXT}\n" + written(("weather", PARIS))
+    answer = asyncio.run(client.chat(tools=TOOLS, max_tokens=500)).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == PARIS
+    assert (answer["message"]["content"], answer["finish_reason"]) == (TEXT, "tool_calls")
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": one} for one in ("sun", "5")]
+    backend.script = "Sunny."
+    history = [*USER, answer["message"], *results]
+    asyncio.run(client.chat(tools=TOOLS, messages=history, max_tokens=500))
+    prompt = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
+    roles = re.findall(r"<\|im_start\|>(\w+)\n", prompt)
+    assert roles == ["system", "user", "assistant", "user"][not takes_system :]
+    first = prompt.partition("<|im_end|>\n<|im_start|>")[0]
+    for one in TOOLS:
+        assert json.dumps(one["function"]["name"]) in first
+    assert f"assistant\n{TEXT}\n{written(('weather', PARIS))}<|im_end|>" in prompt
+    one = "<tool_response>\n{}\n</tool_response>"
+    assert f"user\n{one.format('sun')}\n{one.format('5')}<|im_end|>" in prompt
 
 
 def test_a_budget_of_thoughts() -> None:

@@ -119,12 +119,12 @@ def many_choices(client: openai.OpenAI, model: str) -> None:
 
 def errors(client: openai.OpenAI, model: str) -> None:
     create: Any = client.chat.completions.create
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    tool = {"type": "function", "function": {"name": "a name", "parameters": {}}}
     cases: list[tuple[type[openai.APIStatusError], dict[str, Any], str, str]] = [
         (openai.NotFoundError, {"model": "none"}, "model_not_found", "model"),
         (openai.BadRequestError, {"temperature": 3}, "invalid_value", "temperature"),
         (openai.BadRequestError, {"top_logprobs": 2, "logprobs": "x"}, "invalid_type", "logprobs"),
-        (openai.BadRequestError, {"tools": [tool]}, "tools_not_supported", "tools"),
+        (openai.BadRequestError, {"tools": [tool]}, "invalid_value", "tools"),
         (openai.BadRequestError, {"max_tokens": 10**6}, "context_length_exceeded", "max_tokens"),
         (openai.BadRequestError, {"messages": []}, "", "messages"),
     ]
