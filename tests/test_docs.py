@@ -315,8 +315,9 @@ def served(default_model: Path) -> Iterator[tuple[int, dict[str, str]]]:
 def test_examples_against_a_server(served: tuple[int, dict[str, str]]) -> None:
     """HTTP by the openai client, a Ray job with Manta installed, and one without."""
     port, environment = served
-    http, _ = examples("http.md")  # a batch needs a folder: tests of batches
-    assert run(http.replace("8000", str(port)), **environment).strip()
+    *http, _ = examples("http.md")  # a batch needs a folder: tests of batches
+    for code in http:
+        assert run(code.replace("8000", str(port)), **environment).strip()
     *_, installed, cut, plain, _ = examples("python.md")
     for code in (installed, cut.replace("8000", str(port)), plain):
         assert len(run(code, **environment).strip()) > 10
