@@ -7,7 +7,7 @@ from bench.report.result_file import Line
 from tests.deployments.several_models.path_of_two import best, measure
 
 STREAMS = 128  # of a model
-SECONDS = 2.0
+SECONDS = 4.0
 
 
 def lines(rounds: int) -> Iterator[Line]:

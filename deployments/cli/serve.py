@@ -124,7 +124,7 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
     from ray import serve
     from ray.serve._private.common import ReplicaState
 
-    from deployments.catalog import why_failed
+    from deployments.catalog import MODEL, why_failed
 
     while True:
         app = serve.status().applications.get(app_name)
@@ -136,6 +136,8 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
                 raise ServeError(f"the deployment{which} failed: {why_failed(app)}")
             counts = []
             for name, deployment in app.deployments.items():
+                if name == MODEL:  # never has any
+                    continue
                 running = deployment.replica_states.get(ReplicaState.RUNNING, 0)
                 total = sum(deployment.replica_states.values())
                 counts.append(f"{name} {running}/{total}")

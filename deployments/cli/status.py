@@ -169,13 +169,15 @@ def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, Status
     for name in sorted(names):
         own = model_app(whole.app, name)
         application = there.get(own)
+        told = [router["models"][name] for router in whole.routers if name in router["models"]]
+        status = "GONE" if application is None else _word(application.status)
+        if status == "RUNNING" and all(one.get("status") == "sleeping" for one in told):
+            status = "SLEEPING"  # Serve finds that it has as many replicas as it should
         found[name] = replace(
             whole,
-            status="GONE" if application is None else _word(application.status),
+            status=status,
             counts={} if application is None else _counts(application),
-            routers=[
-                router["models"][name] for router in whole.routers if name in router["models"]
-            ],
+            routers=told,
             scaling=scaling_decisions(own),
         )
     return found

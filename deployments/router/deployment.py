@@ -232,7 +232,12 @@ class Router:
         `held` is 0 throughout when nothing is in flight; pid and tasks (of asyncio) are for finding
         leaks."""
         several = (
-            {"models": {name: _told(one, name) for name, one in self._front.dispatchers.items()}}
+            {
+                "models": {
+                    name: {**_told(one, name), "status": one.status()}
+                    for name, one in self._front.dispatchers.items()
+                }
+            }
             if self._front.several
             else {}
         )

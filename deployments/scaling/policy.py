@@ -64,7 +64,7 @@ def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> di
             for name, pool in pools.items()
             if scales(pool)
         },
-        "promise": config.scaling.model_dump(),
+        "objective": config.scaling.model_dump(),
     }
 
 
@@ -78,7 +78,7 @@ def replica_options(name: str, pool: PoolConfig, config: MantaConfig) -> dict[st
         "policy_kwargs": {
             "name": name,
             "pool": arguments["pools"][name],
-            "promise": arguments["promise"],
+            "objective": arguments["objective"],
         },
     }
     return {"autoscaling_config": {**limits(pool), "policy": policy}}

@@ -20,6 +20,7 @@ _Key = Annotated[
 _HERE = "http://127.0.0.1:8000"
 _CHANGE_SECONDS = 120.0  # for the server to take a change; what it starts then is waited for apart
 _POLL = 1.0
+_KNOWN_SECONDS = 30.0  # for all routers to have heard of a model; they look every second
 
 
 @app.command("list")
@@ -59,7 +60,7 @@ def add(
     began = time.monotonic()
     with StatusLine(f"Starting {name}") as status:
         while True:
-            told = _ask(url, key, "GET", f"/models/{quote(name, safe='')}")
+            told = _told(name, url, key, time.monotonic() - began)
             if told.get("status") == "ready":
                 break
             if told.get("status") == "failed":
@@ -74,6 +75,19 @@ def remove(name: _Name, url: _Url = _HERE, key: _Key = None) -> None:
     """Serve a model no longer: what it answers may end. Its files stay."""
     _ask(url, key, "DELETE", f"/models/{quote(name, safe='')}", None, _CHANGE_SECONDS)
     print(f"{name} is removed")
+
+
+def _told(name: str, url: str, key: Path | None, seconds: float) -> dict[str, Any]:
+    """What a router says of a model that one of them was given so many seconds ago: another may
+    answer, which does not know of it yet. Raises ServerError."""
+    from deployments.cli.chat import ServerError
+
+    try:
+        return _ask(url, key, "GET", f"/models/{quote(name, safe='')}")
+    except ServerError as error:
+        if error.status == 404 and seconds < _KNOWN_SECONDS:
+            return {"status": "starting"}
+        raise
 
 
 def _section(spec: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deployments.app import deploy, serve_config
+from deployments.cli.status import look
 from tests.deployments.on_ray.serve_cluster import Cluster, tiny_model
 from tests.deployments.several_models.endpoint import (
     ADMIN,
@@ -86,6 +87,9 @@ def test_a_sleeping_model_is_woken_by_a_request_and_the_other_notices_nothing(
     with Stream(several, "one"):
         expected = several.text("two")
         wait(lambda: status(several, "two") == "sleeping")
+        page = look(APP).models["two"]
+        assert page.status == "SLEEPING" and page.scaling is not None
+        assert page.scaling["targets"] == {"cpu": 0}
         code, seconds, answer = try_once(several, "two")
         assert code == 503 and answer["error"]["code"] == "no_replica", answer
         assert "two sleeps, was woken" in answer["error"]["message"] and 1 <= seconds < 60

@@ -1,0 +1,41 @@
+"""`manta models` against a server that is told of here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.cli.chat import ServerError
+from deployments.cli.models import served
+
+
+def test_add_waits_for_routers_that_have_not_heard_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`error: the model does not exist`, of a model that was added: another router was asked than
+    the one that took it."""
+    answers: list[Any] = [
+        ServerError("does not exist", status=404),
+        {"status": "starting"},
+        {"status": "ready"},
+    ]
+
+    def ask(url: str, key: Path | None, method: str, *rest: Any) -> dict[str, Any]:
+        if method == "POST":
+            return {}
+        found = answers.pop(0)
+        if isinstance(found, ServerError):
+            raise found
+        return dict(found)
+
+    monkeypatch.setattr(served, "_ask", ask)
+    monkeypatch.setattr(served, "_POLL", 0.0)
+    served.add("two", "org/two")
+    assert capsys.readouterr().out == "two is ready\n" and not answers
+    answers.append(ServerError("does not exist", status=404))
+    monkeypatch.setattr(served, "_KNOWN_SECONDS", 0.0)
+    with pytest.raises(ServerError, match="does not exist"):
+        served.add("two", "org/two")
+    answers.append(ServerError("no key", status=401))
+    with pytest.raises(ServerError, match="no key"):
+        served.add("two", "org/two")
