@@ -48,6 +48,17 @@ def turns(core: EngineCore, count: int = 3, params: SamplingParams = PARAMS) -> 
     return found
 
 
+def close(ours: list[Output], theirs: list[Output]) -> bool:
+    """The same texts, and log-probabilities but for roundings."""
+    pairs = [
+        (a.logprob, b.logprob)
+        for one, other in zip(ours, theirs, strict=True)
+        for a, b in zip(one.logprobs, other.logprobs, strict=True)
+    ]
+    texts = [one.token_ids for one in ours] == [other.token_ids for other in theirs]
+    return texts and all(abs(a - b) < 1e-3 for a, b in pairs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen 3 next", "qwen 3.5"])
 def test_numbers_do_not_depend_on_what_was_found(name: str, tmp_path: Path) -> None:
@@ -84,7 +95,7 @@ def test_a_turn_computes_what_is_new(folder: Path) -> None:
     want = turns(engine(folder, **SIZES, prefix_caching=False))
     core = engine(folder, **SIZES)
     found = turns(core)
-    assert [each.token_ids for each in found] == [each.token_ids for each in want]
+    assert close(found, want)
     computed, stats = core.stats().prompt_tokens, core.stats()
     prompts = 2 * 82 + 48 + 2 * (82 + 9) + 96 + 2 * (82 + 18) + 144
     cached = sum(each.cached for each in found)
@@ -103,5 +114,4 @@ def test_a_long_answer_is_found_again(folder: Path) -> None:
     (second,) = run(core, [[*prompt, *first.token_ids, 5, 6, 7]], PARAMS)
     assert 128 <= second.cached <= 189
     plain = engine(folder, **SIZES, prefix_caching=False)
-    (want,) = run(plain, [[*prompt, *first.token_ids, 5, 6, 7]], PARAMS)
-    assert second.token_ids == want.token_ids
+    assert close([second], run(plain, [[*prompt, *first.token_ids, 5, 6, 7]], PARAMS))
