@@ -221,6 +221,7 @@ def _about(config: MantaConfig) -> list[str]:
         f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
         f"  manta chat {url}",
+        *([f"  a page: {url}/page"] if config.http.page else []),
         f"  {token}manta status{name} --address {address}",
         f"Other Ray jobs: {token}RAY_ADDRESS={address}, see docs/python.md",
     ]

@@ -35,7 +35,13 @@ def app_for(path: str, folder: Path) -> Any:
             card = replace(backend.cards[MODEL], pooling=pooling, vector_size=VECTOR)
             backend.cards[MODEL] = card
     batches = BatchFolder(BatchSettings(str(folder), in_flight=4))
-    return build_asgi(backend, ApiOptions(batches=batches, store_bytes=2**20))
+    options = ApiOptions(batches=batches, store_bytes=2**20, page=True, live=nobody)
+    return build_asgi(backend, options)
+
+
+async def nobody() -> list[dict[str, Any]]:
+    """No router tells anything to who looks."""
+    return []
 
 
 def operations(folder: Path, *, bodies: bool) -> Iterator[Any]:

@@ -41,6 +41,7 @@ function askKey(why = "") {
     key.set(input.value.trim());
     dialog.close();
     start();
+    show(); // what was refused without it
   };
   const buttons = [
     element("button", { textContent: "Use" }),
