@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from deployments.cli.models.convert import run as run_convert
+from engine import LLM, SamplingParams
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.conversion import convert_rounded
@@ -18,6 +20,7 @@ from kernels.dispatch import kernels_for
 from kernels.experts.reference import PackedExperts
 from kernels.packed import PackedWeight
 from kernels.reference import Kernels
+from tests.deployments.config.test_models import tiny
 from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, save
 
 ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS}
@@ -93,6 +96,32 @@ def test_other_shapes(architecture: str, name: str, tmp_path: Path) -> None:
         assert model_of(folder, runs_on).num_bytes
     left = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
     assert any("embed" in each for each in left)
+
+
+@pytest.mark.parametrize("name", ["int4", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_from_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a folder that is written and that the engine does not start with: tokens beside the
+    weights are missing, a file that nothing lists, a format that config.json does not say."""
+    source = tiny(tmp_path / "m.gguf", "llama")
+    target = tmp_path / "rounded"
+    assert (
+        run_convert(
+            str(source),
+            target,
+            device="auto",
+            dtype="auto",
+            quantization=name,
+            check=False,
+        )
+        == 0
+    )
+    assert f"in {name}, for every device" in capsys.readouterr().out
+    listed = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(listed.values()) == {file.name for file in target.glob("*.safetensors")}
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with LLM(str(target), device="cpu", num_blocks=32, num_threads=1) as llm:
+        (answer,) = llm.generate([[5, 6, 7]], params, detokenize=False)
+    assert len(answer.outputs[0].token_ids) == 4
 
 
 def test_refusals(tmp_path: Path) -> None:
