@@ -260,7 +260,7 @@ def _kv_format(
             "which are as small as that already; leave it out",
             param="kv_dtype",
         )
-    kept = {layer.kept for layer in model.attention if layer.delta is None}
+    kept = {layer.kept for layer in model.attention if layer.mixer is None}
     if len(kept) > 1 or kv_groups(model).borrowed:
         raise ConfigError(
             f"kv_dtype: {name} is not supported where layers have other heads than others, or read "
@@ -268,7 +268,7 @@ def _kv_format(
             param="kv_dtype",
         )
     for layer in model.attention:
-        if layer.delta is not None:
+        if layer.mixer is not None:
             continue
         if layer.kept[1] % 4:
             raise ConfigError(
@@ -297,7 +297,7 @@ def _turn(model: ModelConfig) -> int:
     are rotated with each other, and the rest."""
     pieces = 0
     for layer in model.attention:
-        if layer.delta is not None:
+        if layer.mixer is not None:
             continue
         dim = layer.kept[1]
         rotary = (layer.rope.dim if layer.rope is not None else 0) or dim

@@ -19,7 +19,7 @@ from engine.architectures.dense import (
     remote,
 )
 from engine.architectures.gguf import GGUFS, Gguf, Metadata
-from engine.architectures.mixtures import dbrx, deepseek, families, llama4, qwen_next
+from engine.architectures.mixtures import dbrx, deepseek, families, llama4
 from engine.architectures.record import (
     Architecture,
     CheckpointTensor,
@@ -29,6 +29,7 @@ from engine.architectures.record import (
     Wrapper,
     always,
 )
+from engine.architectures.recurrent import qwen_next
 from engine.architectures.wrappers import TEXT_TYPES, WRAPPERS
 
 __all__ = [

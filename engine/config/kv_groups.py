@@ -18,7 +18,7 @@ from functools import cached_property
 from math import prod
 from typing import Protocol
 
-from engine.architectures.delta import Delta
+from engine.architectures.recurrent.mixer import Mixer
 from engine.config.model_config import LayerAttention, ModelConfig
 from kernels.kv.format import KVFormat
 
@@ -144,7 +144,7 @@ class KVGroups:
     slots: int
     borrowed: tuple[tuple[int, int], ...] = ()  # layers without keys, and those whose they read
     # Layers that keep a state of each running request, apart from the blocks: by rows.
-    recurrent: tuple[tuple[int, Delta], ...] = ()
+    recurrent: tuple[tuple[int, Mixer], ...] = ()
 
     @cached_property
     def views(self) -> tuple[KVView, ...]:
@@ -220,7 +220,7 @@ def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
     attention = [layer.of_rank(ranks, rank) for layer in model.attention]
     classes: dict[tuple[KVKind, int, int, int, int], list[int]] = {}
     for number, layer in enumerate(attention):
-        if layer.keys_of is not None or layer.delta is not None:
+        if layer.keys_of is not None or layer.mixer is not None:
             continue
         shape = (layer.num_heads, *layer.kept, layer.tensors)
         classes.setdefault((_kind(layer), *shape), []).append(number)
@@ -240,7 +240,7 @@ def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
         if layer.keys_of is not None
     )
     recurrent = tuple(
-        (number, layer.delta) for number, layer in enumerate(attention) if layer.delta is not None
+        (number, layer.mixer) for number, layer in enumerate(attention) if layer.mixer is not None
     )
     return KVGroups(tuple(groups), slots, borrowed, recurrent)
 

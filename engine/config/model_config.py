@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Read, Wrapper
-from engine.architectures.delta import Delta
 from engine.architectures.experts import Experts
 from engine.architectures.latent import Latent
 from engine.architectures.record import renamed
+from engine.architectures.recurrent.mixer import Mixer
 from engine.config.quantized import KEY, Quantized
 from engine.config.quantized_config import read_quantized
 from engine.config_reader import CLASSIFIER, MODULES, Reader
@@ -93,7 +93,7 @@ class LayerAttention:
     latent: its keys and values are of latents, of which the cache has one "head" a token, and no
         values beside it; head_dim is that head's.
     gated: what was attended is multiplied by the sigmoid of a product of the layer's input.
-    delta: it keeps a state of the request and no keys; the rest means nothing to it.
+    mixer: it keeps a state of the request and no keys; the rest means nothing to it.
     """
 
     num_heads: int
@@ -114,7 +114,7 @@ class LayerAttention:
     bidirectional: bool = False
     latent: Latent | None = None
     gated: bool = False
-    delta: Delta | None = None
+    mixer: Mixer | None = None
 
     @property
     def tensors(self) -> int:
@@ -130,7 +130,7 @@ class LayerAttention:
     def kept(self) -> tuple[int, int]:
         """Heads and elements of each that the cache has room for. Nothing is kept of a layer that
         sees both ways; the cache's blocks count its tokens all the same."""
-        if self.keys_of is not None or self.delta is not None:
+        if self.keys_of is not None or self.mixer is not None:
             return 0, 0
         return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
 
@@ -312,7 +312,7 @@ class ModelConfig:
     @property
     def recurrent(self) -> bool:
         """Layers keep states, from which others go on only where a snapshot was taken."""
-        return any(layer.delta is not None for layer in self.attention)
+        return any(layer.mixer is not None for layer in self.attention)
 
     @property
     def record(self) -> Architecture:

@@ -11,22 +11,22 @@ from engine.layers.attention import Attention
 from engine.layers.bidirectional_attention import BidirectionalAttention
 from engine.layers.build import Builder
 from engine.layers.gated_attention import GatedAttention
-from engine.layers.gated_delta import GatedDelta
 from engine.layers.latent_attention import LatentAttention
 from engine.layers.norm import Norm
+from engine.layers.recurrent.block import MixerBlock, mixer_block
 from engine.layers.rotary import Tables, turn
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
 
 
-def attention_block(build: Builder, tables: Tables) -> Attention | LatentAttention | GatedDelta:
+def attention_block(build: Builder, tables: Tables) -> Attention | LatentAttention | MixerBlock:
     """The plain block wherever it serves."""
     if build.config.attention[build.layer or 0].bidirectional:
         return BidirectionalAttention(build, tables)
     layer = build.config.attention[build.layer or 0]
-    if layer.delta is not None:
-        return GatedDelta(build)
+    if layer.mixer is not None:
+        return mixer_block(build)
     if layer.gated:
         return GatedAttention(build, tables)
     if layer.latent is not None:

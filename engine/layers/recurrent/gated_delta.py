@@ -5,6 +5,7 @@ from itertools import accumulate
 from torch import Tensor
 from torch.nn.functional import silu
 
+from engine.architectures.recurrent.delta import Delta
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.weights.parameter import Parameter
@@ -19,8 +20,8 @@ class GatedDelta:
     def __init__(self, build: Builder) -> None:
         config = build.config
         assert build.layer is not None
-        delta = config.attention[build.layer].delta
-        assert delta is not None
+        delta = config.attention[build.layer].mixer
+        assert isinstance(delta, Delta)
         self.delta, self.kernels, self.eps = delta, build.kernels, config.norm_eps
         self.inner = delta.value_heads * delta.value_size
         self.sizes = (delta.channels, self.inner, delta.value_heads, delta.value_heads)

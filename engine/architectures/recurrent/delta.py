@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL
 from engine.architectures.record import CheckpointTensor
+from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from engine.config.model_config import LayerAttention, ModelConfig
-
-LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +44,13 @@ def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
     """Every fourth layer has attention with a gated output, the others are of LINEAR, unless
     config.json says otherwise."""
     every = config.size("full_attention_interval", 4)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise config.error("layer_types", f"must name the attention of each of {layers} layers")
-    if unknown := sorted({str(kind) for kind in kinds} - {FULL, LINEAR}):
-        raise config.error("layer_types", f"{unknown[0]!r} is not supported")
-    if FULL not in kinds:
-        raise config.error("layer_types", f"a model without a layer of {FULL} is not supported")
+    default = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)
+    full, delta = replace(plain, gated=True), read_delta(config)
+    return [replace(plain, mixer=delta) if kind == LINEAR else full for kind in kinds]
+
+
+def read_delta(config: Reader) -> Delta:
     delta = Delta(
         config.size("linear_num_key_heads", 16),
         config.size("linear_num_value_heads", 32),
@@ -68,8 +65,7 @@ def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
         )
     if delta.taps < 2:
         raise config.error("linear_conv_kernel_dim", "must be at least 2")
-    full = replace(plain, gated=True)
-    return [replace(plain, delta=delta) if kind == LINEAR else full for kind in kinds]
+    return delta
 
 
 def _by_key_head(model: "ModelConfig") -> "NDArray[np.int64]":
@@ -77,7 +73,7 @@ def _by_key_head(model: "ModelConfig") -> "NDArray[np.int64]":
     another tensor, beta and decay of these."""
     import numpy as np
 
-    delta = next(layer.delta for layer in model.attention if layer.delta is not None)
+    delta = next(each.mixer for each in model.attention if isinstance(each.mixer, Delta))
     shared = delta.value_heads // delta.key_heads
     values = shared * delta.value_size
     each = 2 * delta.key_size + 2 * values

@@ -1,0 +1,42 @@
+"""Mixer: what a record says of a layer that keeps a state of each request in the place of keys and
+values. No torch here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from engine.architectures.by_layer import FULL
+from engine.config_reader import Reader
+
+LINEAR = "linear_attention"
+
+
+class Mixer(Protocol):
+    """Frozen, and equal where the layers are alike. `engine.layers.recurrent.block` has the layer
+    of each."""
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of a request's one or two tensors, float32: the last inputs of a convolution, and what
+        the layer sums up of all tokens."""
+        ...
+
+
+def mixed_kinds(
+    config: Reader, layers: int, names: Mapping[str, str], default: Sequence[str] | None = None
+) -> list[str]:
+    """Of each layer, one of the values of `names`, by what layer_types says. names: the file's ->
+    ours, FULL among ours. default: where the file says nothing; None = an error.
+
+    Raises ConfigError for a file that names others, or no layer with keys and values.
+    """
+    kinds = config.get("layer_types")
+    if kinds is None and default is not None:
+        kinds = default
+    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != layers:
+        raise config.error("layer_types", f"must name the attention of each of {layers} layers")
+    if unknown := sorted({str(kind) for kind in kinds} - {*names}):
+        raise config.error("layer_types", f"{unknown[0]!r} is not supported")
+    found = [names[kind] for kind in kinds]
+    if FULL not in found:
+        raise config.error("layer_types", f"a model without a layer of {FULL} is not supported")
+    return found
