@@ -28,8 +28,9 @@ from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
-from kernels.recurrent import delta_rule_cuda
+from kernels.recurrent import convolution_cuda, delta_rule_cuda, mamba2_cuda
 from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 
 PACKED_ROWS = 256  # of x, up to which packed weights are decoded in the product
@@ -243,6 +244,24 @@ class Cuda(Kernels):
     ) -> Tensor:
         _count(meta)
         return delta_rule_cuda.gated_delta(x, a, b, heads, tail, state, meta)
+
+    def causal_conv(
+        self, x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
+    ) -> Tensor:
+        _count(meta)
+        return convolution_cuda.causal_conv(x, conv, bias, tail, meta)
+
+    def mamba2(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        heads: Mamba2Heads,
+        tail: Tensor,
+        state: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        _count(meta)
+        return mamba2_cuda.mamba2(x, dt, heads, tail, state, meta)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -39,7 +39,9 @@ from kernels.experts.routing import Routing
 from kernels.kv.quantized import Cache, QuantizedKV, turned
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
+from kernels.recurrent.convolution import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads, gated_delta
+from kernels.recurrent.mamba2 import Mamba2Heads, mamba2
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -334,6 +336,35 @@ class Kernels:
         result is q^T state / sqrt(key_size), [num_tokens, value_heads, value_size] float32.
         """
         return gated_delta(x, a, b, heads, tail, state, meta)
+
+    def causal_conv(
+        self,
+        x: Tensor,  # [num_tokens, channels]
+        conv: Tensor,  # [channels, taps] float32, the token's own tap last
+        bias: Tensor | None,  # [channels] float32
+        tail: Tensor,  # [rows, taps - 1, channels] float32, written at meta.rows
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """Each channel of each entry's tokens convolved with its last ones, those before the entry
+        from the tail of its row: [num_tokens, channels] float32. Tokens of no entry get anything.
+        """
+        return causal_conv(x, conv, bias, tail, meta)
+
+    def mamba2(
+        self,
+        x: Tensor,  # [num_tokens, channels]: x, B and C before their convolution
+        dt: Tensor,  # [num_tokens, heads]: a step is softplus(dt + dt_bias), within limits
+        heads: Mamba2Heads,
+        tail: Tensor,  # [rows, taps - 1, channels] float32, written at meta.rows
+        state: Tensor,  # [rows, heads, head_size, state_size] float32, likewise
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """Mamba-2 over each entry's tokens, from the state that its row has.
+
+        silu(convolution) are x, B and C. For each token: state = exp(-exp(A_log) step) state +
+        step x B^T; the result is state C + D x, [num_tokens, heads, head_size] float32.
+        """
+        return mamba2(x, dt, heads, tail, state, meta)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -29,7 +29,7 @@ from engine.architectures.record import (
     Wrapper,
     always,
 )
-from engine.architectures.recurrent import qwen_next
+from engine.architectures.recurrent import lfm2, mamba2, qwen_next
 from engine.architectures.wrappers import TEXT_TYPES, WRAPPERS
 
 __all__ = [
@@ -62,6 +62,8 @@ _MODULES = (
     dbrx,
     deepseek,
     qwen_next,
+    lfm2,
+    mamba2,
     latent,
     gemma4,
     encoders,

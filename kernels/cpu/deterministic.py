@@ -21,6 +21,7 @@ from kernels.experts.routing import Routing
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.mamba2 import Mamba2Heads
 
 _FIRST = torch.zeros(1, dtype=torch.int64)
 
@@ -203,16 +204,47 @@ class Deterministic(PlannedByFirstLayer):
         state: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
+        step = super().gated_delta
+        return self._token_by_token(
+            meta, (x, a, b), lambda own, part: step(*own, heads, tail, state, part)
+        )
+
+    def causal_conv(
+        self, x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
+    ) -> Tensor:
+        step = super().causal_conv
+        return self._token_by_token(
+            meta, (x,), lambda own, part: step(*own, conv, bias, tail, part)
+        )
+
+    def mamba2(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        heads: Mamba2Heads,
+        tail: Tensor,
+        state: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        step = super().mamba2
+        return self._token_by_token(
+            meta, (x, dt), lambda own, part: step(*own, heads, tail, state, part)
+        )
+
+    @staticmethod
+    def _token_by_token(
+        meta: AttentionMeta,
+        rows: tuple[Tensor, ...],
+        step: Callable[[list[Tensor], AttentionMeta], Tensor],
+    ) -> Tensor:
+        """What a recurrent layer gives for each token as a step of its own. rows: [num_tokens, ..]
+        each, of which it takes a token's."""
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)
-        step = super().gated_delta
-        rows = zip(x.split(1), a.split(1), b.split(1), meta.plan.apart, strict=True)
-        return torch.cat(
-            [
-                step(own.clone(), decay.clone(), beta.clone(), heads, tail, state, part)
-                for own, decay, beta, part in rows
-            ]
-        )
+        found = []
+        for at, part in enumerate(meta.plan.apart):
+            found.append(step([each[at : at + 1].clone() for each in rows], part))
+        return torch.cat(found)
 
 
 def _as_decodes(meta: AttentionMeta) -> AttentionMeta:

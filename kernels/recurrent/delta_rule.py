@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from kernels.metadata import AttentionMeta
+from kernels.recurrent.convolution import causal_conv, chunks_of, decoded
 
 CHUNK = 64
 _EPS = 1e-6  # of the length that queries and keys are divided by
@@ -39,52 +40,30 @@ def gated_delta(
     meta: AttentionMeta,
 ) -> Tensor:  # fmt: skip
     """See `Kernels.gated_delta`."""
-    assert meta.rows is not None
-    starts = meta.query_start_host or meta.query_start.tolist()
-    lengths = meta.kv_len_host or meta.kv_len.tolist()
-    rows = meta.rows
-    out = x.new_empty(len(x), heads.value_heads, heads.value_size, dtype=torch.float32)
+    mixed = silu(causal_conv(x, heads.conv, None, tail, meta))
+    q, k, v = _heads(mixed, heads)
+    out = torch.zeros_like(v)
     log_decay = -heads.decay.exp() * softplus(a.float() + heads.bias)
     beta = b.float().sigmoid()
     count = meta.num_decodes
     if count:
-        first = meta.kv_len[:count] == 1
-        step = _decodes(
-            x[:count].float(), log_decay[:count], beta[:count], heads, tail, state, rows[:count],
-            first,
-        )  # fmt: skip
-        out[:count] = step
-    for entry in range(count, len(lengths)):
-        begin, end = starts[entry], starts[entry + 1]
-        if begin == end:
-            continue
-        row = int(rows[entry])
-        if lengths[entry] == end - begin:  # the request begins
-            tail[row] = 0
+        assert meta.rows is not None
+        own = decoded(meta, state)
+        some = slice(count)
+        out[some] = _decode(q[some], k[some], v[some], log_decay[some], beta[some], own)
+        state[meta.rows[:count]] = own
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    g, weight = log_decay.t(), beta.t()
+    for row, begin, end, begins in chunks_of(meta):
+        if begins:
             state[row] = 0
-        mixed = torch.cat((tail[row], x[begin:end].float()))
-        tail[row] = mixed[len(mixed) - tail.shape[1] :]
-        q, k, v = _heads(_convolved(mixed, heads.conv), heads)
-        q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        g, weight = log_decay[begin:end].t(), beta[begin:end].t()
-        for at in range(0, end - begin, CHUNK):
-            some = slice(at, at + CHUNK)
+        for first in range(begin, end, CHUNK):
+            some = slice(first, min(first + CHUNK, end))
             found, state[row] = chunk_rule(
                 q[:, some], k[:, some], v[:, some], g[:, some], weight[:, some], state[row]
             )
-            out[begin + at : begin + at + found.shape[1]] = found.transpose(0, 1)
-    out[starts[-1] :] = 0
+            out[some] = found.transpose(0, 1)
     return out
-
-
-def _convolved(mixed: Tensor, conv: Tensor) -> Tensor:
-    """mixed [taps - 1 + n, channels] -> [n, channels]; the last tap is the token's own."""
-    taps = conv.shape[1]
-    count = len(mixed) - (taps - 1)
-    total = mixed[:count] * conv[:, 0]
-    for tap in range(1, taps):
-        total.addcmul_(mixed[tap : tap + count], conv[:, tap])
-    return silu(total)
 
 
 def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,22 +82,13 @@ def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
     return q, unit(k), v.unflatten(1, (heads.value_heads, heads.value_size))
 
 
-def _decodes(
-    x: Tensor, log_decay: Tensor, beta: Tensor, heads: DeltaHeads, tail: Tensor, state: Tensor,
-    rows: Tensor, first: Tensor,
-) -> Tensor:  # fmt: skip
-    """A token of each of several requests. first [n]: it is the request's first."""
-    before = tail.index_select(0, rows)
-    before[first] = 0
-    mixed = torch.cat((before, x[:, None]), dim=1)
-    tail[rows] = mixed[:, 1:]
-    q, k, v = _heads(silu((mixed * heads.conv.t()).sum(1)), heads)
-    own = state.index_select(0, rows)
-    own[first] = 0
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, own: Tensor
+) -> Tensor:
+    """A token of each of several requests; own, their states, are written over."""
     own *= log_decay.exp()[..., None, None]
     wrong = (v - (k[..., None, :] @ own)[..., 0, :]) * beta[..., None]
     own.addcmul_(k[..., None], wrong[..., None, :])
-    state[rows] = own
     return (q[..., None, :] @ own)[..., 0, :]
 
 

@@ -10,32 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.metadata import AttentionMeta
+from kernels.recurrent.convolution_cuda import convolved, keep_tails
 from kernels.recurrent.delta_rule import DeltaHeads
 
 VALUES = 32  # columns of a state that a program keeps
-
-
-@triton.jit
-def _convolved(
-    x, tail, conv, token, ago, before, channels, mask, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """silu of the convolution of some channels at a token. ago: the entry's tokens before it;
-    before: the request's before these."""
-    total = (channels * 0).to(tl.float32)
-    far = ago + channels * 0
-    has_tail = mask & (before + channels * 0 > 0)
-    for tap in tl.static_range(TAPS):
-        back = TAPS - 1 - tap
-        own = mask & (far >= back)
-        seen = tl.load(x + (token - back) * x_stride + channels, mask=own, other=0.0)
-        # Of the tokens before the entry's, the last one is in the tail's last place.
-        old = has_tail & (far < back)
-        at = (ago + TAPS - 1 - back) * CHANNELS
-        kept = tl.load(tail + at + channels, mask=old, other=0.0)
-        weight = tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)
-        total += (seen.to(tl.float32) + kept) * weight
-    return total * tl.sigmoid(total)
 
 
 @triton.jit(
@@ -99,11 +77,18 @@ def _delta_kernel(
     shift = tl.load(bias + head)
     for token in range(begin, end):
         ago = token - begin
-        q = _convolved(x, tail, conv, token, ago, before, of_q, key_mask, x_stride, CHANNELS, TAPS)
-        k = _convolved(x, tail, conv, token, ago, before, of_k, key_mask, x_stride, CHANNELS, TAPS)
-        v = _convolved(
-            x, tail, conv, token, ago, before, of_v, value_mask, x_stride, CHANNELS, TAPS
+        q = convolved(
+            x, tail, conv, None, token, ago, before, of_q, key_mask, x_stride, CHANNELS, TAPS
         )
+        q = q * tl.sigmoid(q)
+        k = convolved(
+            x, tail, conv, None, token, ago, before, of_k, key_mask, x_stride, CHANNELS, TAPS
+        )
+        k = k * tl.sigmoid(k)
+        v = convolved(
+            x, tail, conv, None, token, ago, before, of_v, value_mask, x_stride, CHANNELS, TAPS
+        )
+        v = v * tl.sigmoid(v)
         q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * KEY**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
         step = tl.load(a + token * gate_stride + head).to(tl.float32) + shift
@@ -115,34 +100,6 @@ def _delta_kernel(
         found = tl.sum(matrix * q[:, None], axis=0)
         tl.store(into + token * VALUE_HEADS * VALUE, found, mask=value_mask)
     tl.store(state + tile, matrix, mask=tile_mask)
-
-
-@triton.jit(
-    do_not_specialize=["x_stride"],
-    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
-)
-def _tail_kernel(
-    x, tail, rows, query_start, kv_len, counts, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What the convolutions of an entry's next tokens will read, once no program reads the old."""
-    entry = tl.program_id(0)
-    begin = tl.load(query_start + entry).to(tl.int64)
-    end = tl.load(query_start + entry + 1).to(tl.int64)
-    if (entry >= tl.load(counts + 1)) | (begin == end):
-        return
-    before = tl.load(kv_len + entry) - (end - begin)
-    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channels < CHANNELS
-    has_tail = mask & (before + channels * 0 > 0)
-    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
-    for place in tl.static_range(TAPS - 1):  # an old one is read before its place is written
-        token = end - (TAPS - 1) + place
-        own = token - begin + channels * 0 >= 0
-        new = tl.load(x + token * x_stride + channels, mask=mask & own, other=0.0)
-        at = (end - begin + place) * CHANNELS
-        old = tl.load(tail + at + channels, mask=has_tail & (own == 0), other=0.0)
-        tl.store(tail + place * CHANNELS + channels, new.to(tl.float32) + old, mask=mask)
 
 
 def gated_delta(
@@ -187,18 +144,5 @@ def gated_delta(
         VALUES=VALUES,
         num_warps=4,
     )
-    block = 512
-    _tail_kernel[(num_entries, triton.cdiv(channels, block))](
-        x,
-        tail,
-        meta.rows,
-        meta.query_start,
-        meta.kv_len,
-        meta.counts,
-        x.stride(0),
-        CHANNELS=channels,
-        TAPS=taps,
-        BLOCK=block,
-        num_warps=4,
-    )
+    keep_tails(x, taps, tail, meta)
     return out

@@ -55,13 +55,12 @@ from kernels.kv.write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.norm import layer_norm, rms_norm  # noqa: E402
 from kernels.packed import E2M1, Format, PackedWeight  # noqa: E402
-from kernels.recurrent.delta_rule import DeltaHeads  # noqa: E402
-from kernels.recurrent.delta_rule_cuda import gated_delta  # noqa: E402
 from kernels.sampling.choose import choose  # noqa: E402
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise  # noqa: E402
 from kernels.sampling.filters import filter_thresholds  # noqa: E402
 from kernels.sampling.layout import NUM_WORDS  # noqa: E402
 from kernels.sampling.logprobs import logprobs  # noqa: E402
+from tests.kernels.compiled_mixers import convolution, delta, mamba  # noqa: E402
 from tests.kernels.hopper import Ampere, Hopper  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
@@ -447,38 +446,19 @@ def latent(d: Dims) -> None:
         latent_decode(absorbed, q, cache, out, int32(20, 512), 0.1, splits)
 
 
-# Key heads and value heads of 128: Qwen3.5-27B, Qwen3.5-0.8B, Qwen3-Next.
-DELTAS = {"llama-8b": (16, 48), "qwen3-0.6b": (16, 16), "smollm2-135m": (16, 32)}
-
-
-def delta(d: Dims) -> None:
-    """A step of Gated DeltaNet."""
-    keys, values = next(heads for name, heads in DELTAS.items() if MODELS[name] == d)
-    channels = 2 * keys * 128 + values * 128
-    vector = torch.empty(values)
-    heads = DeltaHeads(keys, values, 128, 128, torch.empty(channels, 4), vector, vector)
-    whole = bf16(20, channels + values * 130)
-    x, b, a = whole[:, :channels], whole[:, -2 * values : -values], whole[:, -values:]
-    tail, state = torch.empty(5, 3, channels), torch.empty(5, values, 128, 128)
-    meta = AttentionMeta(
-        int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2),
-        rows=int32(2),
-    )  # fmt: skip
-    gated_delta(x, a, b, heads, tail, state, meta)
-
-
 PARTS = {
     part.__name__: part
     for part in (
-        *(layers, packed, plain, attention, quantized_attention, latent, delta),
+        *(layers, packed, plain, attention, quantized_attention, latent),
         *(sampling, assembly, adapters, experts, experts_in_fewer_bits),
     )
 }
+MIXERS = {part.__name__: part for part in (delta, mamba, convolution)}
 
 
 def cases() -> Iterator[Any]:
     """Every part at the sizes of every model; of the one in the middle, what it alone has."""
-    for model, part in itertools.product(MODELS, PARTS):
+    for model, part in itertools.product(MODELS, {**PARTS, **MIXERS}):
         middle = model == "qwen3-0.6b" and part != "layers"
         again = (model, part) == ("smollm2-135m", "quantized_attention")  # heads of 64: 40 s
         yield pytest.param(model, part, marks=pytest.mark.long if middle or again else ())
@@ -488,7 +468,10 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("model", "part"), list(cases()))
 def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
     """A kernel that only the interpreter has run fails on its first step on a GPU."""
-    PARTS[part](MODELS[model])
+    if part in MIXERS:
+        MIXERS[part](model)
+    else:
+        PARTS[part](MODELS[model])
     assert launches.seen
     for name, compiled in launches.seen:
         assert compiled.asm["cubin"], name
@@ -593,6 +576,8 @@ def test_no_kernel_is_left_out(launches: Launches) -> None:
     launches.compile = False
     for part in PARTS.values():
         part(MODELS["qwen3-0.6b"])
+    for mixer in MIXERS.values():
+        mixer("qwen3-0.6b")
     every = {
         value.__name__
         for module in modules()

@@ -14,9 +14,10 @@ from engine.config.model_config import ModelConfig
 from engine.runner.kv_cache import KVCache
 from tests.engine.models.checkpoints import Paged, adapter_on, load_model
 from tests.parity.cases import ALIBI, CASES, DELTA, EXPERTS, LATENT, WINDOWS, Case, relative, save
+from tests.parity.recurrent_cases import MIXED
 
 BOUND = 1e-5
-ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS, **LATENT, **DELTA}
+ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS, **LATENT, **DELTA, **MIXED}
 IDS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(7))
 OTHER = torch.cat((IDS[:8], torch.randint(3, 96, (9,), generator=torch.Generator().manual_seed(8))))
 

@@ -1,11 +1,15 @@
 """Which layer computes each mixer of a record."""
 
 from engine.architectures.recurrent.delta import Delta
+from engine.architectures.recurrent.lfm2 import ShortConv
+from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.errors import ConfigError
 from engine.layers.build import Builder
 from engine.layers.recurrent.gated_delta import GatedDelta
+from engine.layers.recurrent.mamba2 import Mamba2Mixer
+from engine.layers.recurrent.short_conv import GatedConvolution
 
-MixerBlock = GatedDelta
+MixerBlock = GatedDelta | GatedConvolution | Mamba2Mixer
 
 
 def mixer_block(build: Builder) -> MixerBlock:
@@ -14,5 +18,9 @@ def mixer_block(build: Builder) -> MixerBlock:
     match build.config.attention[build.layer].mixer:
         case Delta():
             return GatedDelta(build)
+        case ShortConv():
+            return GatedConvolution(build)
+        case Mamba2():
+            return Mamba2Mixer(build)
         case other:
             raise ConfigError(f"no layer computes {type(other).__name__}", param="model")

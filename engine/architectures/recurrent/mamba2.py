@@ -1,0 +1,201 @@
+"""Mamba-2: what a record says of it, and the models of Granite 4 and Bamba, whose other layers have
+attention."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.architectures.by_layer import FULL
+from engine.architectures.dense.llama import GRANITE, LAYER, LLAMA, granite
+from engine.architectures.experts import Experts, read_experts
+from engine.architectures.record import Architecture, CheckpointTensor
+from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.config.model_config import LayerAttention, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """A layer of Mamba-2: of each request the last taps - 1 inputs of its convolution, and for each
+    head a matrix [head_size, state_size]. Groups of heads share B and C.
+
+    conv_bias: of the convolution. bias: of both products. limits: between which steps are cut.
+    """
+
+    heads: int
+    head_size: int
+    groups: int
+    state_size: int
+    taps: int
+    conv_bias: bool
+    bias: bool
+    limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def inner(self) -> int:
+        """Elements of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, B, C."""
+        return self.inner + 2 * self.groups * self.state_size
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        matrices = (self.heads, self.head_size, self.state_size)
+        return (self.taps - 1, self.channels), matrices
+
+
+def mamba2_mixer(config: Reader) -> Mamba2:
+    """By the keys mamba_..., of which records rename others."""
+    heads = config.size("mamba_n_heads", 128)
+    inner = config.size("mamba_expand", 2) * config.size("hidden_size")
+    size = config.get("mamba_d_head", "auto")
+    if size == "auto":
+        if inner % heads:
+            raise config.error("mamba_n_heads", f"{heads} does not divide {inner} elements")
+        size = inner // heads
+    else:
+        size = config.size("mamba_d_head")
+    groups = config.size("mamba_n_groups", 1)
+    if heads % groups:
+        raise config.error("mamba_n_groups", f"{groups} does not divide {heads} heads")
+    taps = config.size("mamba_d_conv", 4)
+    if taps < 2:
+        raise config.error("mamba_d_conv", "must be at least 2")
+    return Mamba2(
+        heads,
+        size,
+        groups,
+        config.size("mamba_d_state", 256),
+        taps,
+        config.flag("mamba_conv_bias", True),
+        config.flag("mamba_proj_bias"),
+        _limits(config),
+    )
+
+
+def _limits(config: Reader) -> tuple[float, float]:
+    """JSON has no infinity, which writers spell otherwise."""
+    given = config.get("time_step_limit", [0.0, "inf"])
+    try:
+        least, most = (
+            float(each["__float__"] if isinstance(each, dict) else each) for each in given
+        )
+    except (TypeError, ValueError, KeyError):
+        raise config.error("time_step_limit", f"must be two numbers, got {given!r}") from None
+    return least, most
+
+
+def mamba2_tensors(prefix: str) -> Mapping[str, CheckpointTensor]:
+    """The mixer's, of a layer that names it so. In our order as in theirs: the gate, x, B and C,
+    the steps."""
+    return {
+        "mamba_in": CheckpointTensor((f"{prefix}in_proj",)),
+        "mamba_conv": CheckpointTensor((f"{prefix}conv1d.weight",)),
+        "mamba_conv_bias": CheckpointTensor((f"{prefix}conv1d.bias",)),
+        "mamba_decay": CheckpointTensor((f"{prefix}A_log",)),
+        "mamba_skip": CheckpointTensor((f"{prefix}D",)),
+        "mamba_bias": CheckpointTensor((f"{prefix}dt_bias",)),
+        "mamba_norm": CheckpointTensor((f"{prefix}norm.weight",)),
+        "mamba_out": CheckpointTensor((f"{prefix}out_proj",)),
+    }
+
+
+# What layer_types calls them, in transformers' files of before and behind version 5.
+KINDS = {FULL: FULL, "attention": FULL, LINEAR: LINEAR, "mamba": LINEAR}
+
+
+def _granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    kinds = mixed_kinds(config, layers, KINDS)
+    plain = granite(config, plain, 1)[0]
+    if config.get("position_embedding_type") != "rope":
+        plain = replace(plain, rope=None)
+    mixer = mamba2_mixer(config)
+    return [plain if kind == FULL else replace(plain, mixer=mixer) for kind in kinds]
+
+
+def _granite_experts(config: Reader, model: "ModelConfig") -> Experts | None:
+    found = read_experts(config, model)
+    if found is None:
+        return None
+    size = config.size("intermediate_size")
+    return replace(found, size=size, shared_size=config.size("shared_intermediate_size", 1024))
+
+
+def _granite_variant(config: Reader) -> str:
+    dense = config.get("num_local_experts", 8) == 0
+    return GRANITE_DENSE if dense else "GraniteMoeHybridForCausalLM"
+
+
+def _bamba(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    full = config.get("attn_layer_indices") or []
+    kinds = mixed_kinds(
+        config, layers, KINDS, [FULL if i in full else LINEAR for i in range(layers)]
+    )
+    mixer = mamba2_mixer(config)
+    return [plain if kind == FULL else replace(plain, mixer=mixer) for kind in kinds]
+
+
+GRANITE_DENSE = "GraniteMoeHybridForCausalLM, dense"
+_MAMBA = mamba2_tensors(f"{LAYER}mamba.")
+_SHARED, _BLOCK = f"{LAYER}shared_mlp.", f"{LAYER}block_sparse_moe."
+_GATE_UP = CheckpointTensor((f"{_SHARED}input_linear",))
+_DOWN = CheckpointTensor((f"{_SHARED}output_linear",))
+_COMMON: Mapping[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "variant": _granite_variant,
+    "attention": _granite,
+    "keys": {"layer_types": "layers_block_type"},
+}
+ARCHITECTURES = (
+    Architecture(
+        "GraniteMoeHybridForCausalLM",
+        {
+            **{ours: at for ours, at in LLAMA.items() if ours not in ("gate_up", "down")},
+            **_MAMBA,
+            "shared_gate_up": _GATE_UP,
+            "shared_down": _DOWN,
+            "router": CheckpointTensor((f"{_BLOCK}router.layer",)),
+            "experts_gate_up": CheckpointTensor((f"{_BLOCK}input_linear.weight",)),
+            "experts_down": CheckpointTensor((f"{_BLOCK}output_linear.weight",)),
+        },
+        models="Granite 4 H (Tiny, Small)",
+        switches=GRANITE,
+        experts=_granite_experts,
+        **{
+            **_COMMON,
+            "keys": {**_COMMON["keys"], "num_experts": "num_local_experts"},
+        },
+    ),
+    Architecture(
+        GRANITE_DENSE,
+        {**LLAMA, **_MAMBA, "gate_up": _GATE_UP, "down": _DOWN},
+        switches={
+            **GRANITE,
+            "intermediate_size": lambda config: config.size("shared_intermediate_size", 1024),
+        },
+        **_COMMON,
+    ),
+    Architecture(
+        "BambaForCausalLM",
+        {
+            **LLAMA,
+            **_MAMBA,
+            "mlp_norm": CheckpointTensor((f"{LAYER}pre_ff_layernorm",)),
+            "gate_up": CheckpointTensor(
+                (f"{LAYER}feed_forward.gate_proj", f"{LAYER}feed_forward.up_proj")
+            ),
+            "down": CheckpointTensor((f"{LAYER}feed_forward.down_proj",)),
+            "norm": CheckpointTensor(("model.final_layernorm",)),
+        },
+        models="Bamba 9B",
+        model_type="bamba",
+        keys={"layer_types": "layers_block_type"},
+        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+        attention=_bamba,
+    ),
+)

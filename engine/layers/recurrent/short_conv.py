@@ -1,0 +1,55 @@
+"""A layer of a short convolution between two gates (`kernels.recurrent.convolution`)."""
+
+from torch import Tensor
+
+from engine.architectures.recurrent.lfm2 import ShortConv
+from engine.layers.build import Builder
+from engine.layers.norm import Norm
+from engine.weights.parameter import Parameter
+from kernels.kv.quantized import Cache
+from kernels.metadata import AttentionMeta
+
+
+class GatedConvolution:
+    """out(c * conv(b * x)). kv: the last b * x, of all rows, twice."""
+
+    def __init__(self, build: Builder) -> None:
+        config = build.config
+        assert build.layer is not None
+        mixer = config.attention[build.layer].mixer
+        assert isinstance(mixer, ShortConv)
+        self.kernels, self.channels = build.kernels, mixer.channels
+        sizes = (mixer.channels,) * 3
+        self.into = build.column("conv_in", sizes, config.hidden_size, bias=mixer.bias)
+        self.out = build.row("conv_out", config.hidden_size, mixer.channels, bias=mixer.bias)
+        conv = build.vector("conv", mixer.channels * mixer.taps)
+        self.conv = conv.tensor.view(mixer.channels, mixer.taps)
+        self.others: tuple[Parameter, ...] = (conv,)
+        self.bias: Tensor | None = None
+        if mixer.bias:
+            bias = build.vector("conv_bias", mixer.channels, std=0.0)
+            self.bias, self.others = bias.tensor, (conv, bias)
+        self.linears = (self.into, self.out)
+        self.norms: tuple[Norm, ...] = ()
+        self.stacks = ()
+
+    @property
+    def activations(self) -> int:
+        return 7 * self.channels
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: tuple[Cache, Cache],
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
+        there is one."""
+        tail = kv[0]
+        assert isinstance(tail, Tensor)
+        b, c, x = self.into.forward(x, meta.lora, norm=norm).split(self.channels, dim=1)
+        mixed = self.kernels.causal_conv(b * x, self.conv, self.bias, tail, meta)
+        return self.out.forward(mixed.mul_(c).to(x.dtype), meta.lora, residual=residual)

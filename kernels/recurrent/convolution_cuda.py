@@ -1,0 +1,143 @@
+"""Causal convolutions on CUDA: a program has some channels of some of an entry's tokens. Mixers
+that walk their tokens anyway make their own with `convolved`."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.metadata import AttentionMeta
+
+BLOCK = 512  # channels of a program
+PIECES = 16  # programs that share the tokens of an entry
+
+
+@triton.jit
+def convolved(
+    x, tail, conv, bias, token, ago, before, channels, mask, x_stride,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The convolution of some channels at a token. bias: None = none. ago: the entry's tokens
+    before it; before: the request's before these."""
+    total = (channels * 0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channels, mask=mask, other=0.0)
+    far = ago + channels * 0
+    has_tail = mask & (before + channels * 0 > 0)
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        own = mask & (far >= back)
+        seen = tl.load(x + (token - back) * x_stride + channels, mask=own, other=0.0)
+        # Of the tokens before the entry's, the last one is in the tail's last place.
+        old = has_tail & (far < back)
+        at = (ago + TAPS - 1 - back) * CHANNELS
+        kept = tl.load(tail + at + channels, mask=old, other=0.0)
+        weight = tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)
+        total += (seen.to(tl.float32) + kept) * weight
+    return total
+
+
+@triton.jit(
+    do_not_specialize=["x_stride"],
+    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
+)
+def _conv_kernel(
+    x, conv, bias, tail, out, rows, query_start, kv_len, counts, x_stride,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0)
+    begin = tl.load(query_start + entry).to(tl.int64)
+    end = tl.load(query_start + entry + 1).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channels < CHANNELS
+    first = begin + tl.program_id(2)
+    if entry >= tl.load(counts + 1):  # padding
+        for token in range(first, end, PIECES):
+            zeros = tl.zeros([BLOCK], tl.float32)
+            tl.store(out + token * CHANNELS + channels, zeros, mask=mask)
+        return
+    before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
+    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
+    for token in range(first, end, PIECES):
+        found = convolved(
+            x, tail, conv, bias, token, token - begin, before, channels, mask, x_stride,
+            CHANNELS, TAPS,
+        )  # fmt: skip
+        tl.store(out + token * CHANNELS + channels, found, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["x_stride"],
+    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
+)
+def _tail_kernel(
+    x, tail, rows, query_start, kv_len, counts, x_stride,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the convolutions of an entry's next tokens will read, once no program reads the old."""
+    entry = tl.program_id(0)
+    begin = tl.load(query_start + entry).to(tl.int64)
+    end = tl.load(query_start + entry + 1).to(tl.int64)
+    if (entry >= tl.load(counts + 1)) | (begin == end):
+        return
+    before = tl.load(kv_len + entry) - (end - begin)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channels < CHANNELS
+    has_tail = mask & (before + channels * 0 > 0)
+    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
+    for place in tl.static_range(TAPS - 1):  # an old one is read before its place is written
+        token = end - (TAPS - 1) + place
+        own = token - begin + channels * 0 >= 0
+        new = tl.load(x + token * x_stride + channels, mask=mask & own, other=0.0)
+        at = (end - begin + place) * CHANNELS
+        old = tl.load(tail + at + channels, mask=has_tail & (own == 0), other=0.0)
+        tl.store(tail + place * CHANNELS + channels, new.to(tl.float32) + old, mask=mask)
+
+
+def keep_tails(x: Tensor, taps: int, tail: Tensor, meta: AttentionMeta) -> None:
+    """Write the last inputs of each entry's convolutions. Launch it behind all that read them."""
+    assert meta.rows is not None and meta.counts is not None
+    channels = tail.shape[2]
+    _tail_kernel[(meta.kv_len.shape[0], triton.cdiv(channels, BLOCK))](
+        x,
+        tail,
+        meta.rows,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
+        x.stride(0),
+        CHANNELS=channels,
+        TAPS=taps,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def causal_conv(
+    x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
+) -> Tensor:
+    """See `kernels.reference.Kernels.causal_conv`; x may have rows of any stride."""
+    assert meta.rows is not None and meta.counts is not None
+    channels, taps = conv.shape
+    entries = meta.kv_len.shape[0]
+    out = tail.new_empty(x.shape[0], channels)
+    # As many programs whatever the lengths are, which the host need not know.
+    pieces = 1 if x.shape[0] == entries else PIECES
+    _conv_kernel[(entries, triton.cdiv(channels, BLOCK), pieces)](
+        x,
+        conv,
+        bias,
+        tail,
+        out,
+        meta.rows,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
+        x.stride(0),
+        CHANNELS=channels,
+        TAPS=taps,
+        BLOCK=BLOCK,
+        PIECES=pieces,
+        num_warps=4,
+    )
+    keep_tails(x, taps, tail, meta)
+    return out

@@ -1,0 +1,98 @@
+"""Mamba-2 in plain torch (arXiv 2405.21060), as `kernels.reference.Kernels.mamba2` says it: the
+oracle of every back end.
+
+A head's state is a matrix from the elements of B and C to those of the head. Each token lets it
+decay by one number, and adds x B^T; what it gives is the state times C. A prompt is computed 64
+tokens at a time: among these that is attention with decays, between them the state goes on.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from kernels.metadata import AttentionMeta
+from kernels.recurrent.convolution import causal_conv, chunks_of, decoded
+
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Heads:
+    """heads of head_size elements; groups of heads share B and C of state_size elements.
+
+    conv [channels, taps], conv_bias [channels] float32: of x, B and C, in this order.
+    decay, skip, bias [heads] float32: A_log, D and dt_bias.
+    limits: between which steps are cut.
+    """
+
+    heads: int
+    head_size: int
+    groups: int
+    state_size: int
+    conv: Tensor
+    conv_bias: Tensor | None
+    decay: Tensor
+    skip: Tensor
+    bias: Tensor
+    limits: tuple[float, float]
+
+
+def mamba2(
+    x: Tensor, dt: Tensor, heads: Mamba2Heads, tail: Tensor, state: Tensor, meta: AttentionMeta
+) -> Tensor:
+    """See `Kernels.mamba2`."""
+    mixed = silu(causal_conv(x, heads.conv, heads.conv_bias, tail, meta))
+    shared = heads.groups * heads.state_size
+    inner, b, c = mixed.split((heads.heads * heads.head_size, shared, shared), dim=1)
+    own = inner.unflatten(1, (heads.heads, heads.head_size))
+    b = b.unflatten(1, (heads.groups, heads.state_size))
+    c = c.unflatten(1, (heads.groups, heads.state_size))
+    step = softplus(dt.float() + heads.bias).clamp(*heads.limits)
+    log_decay = -heads.decay.exp() * step
+    stepped = own * step[..., None]
+    out = own * heads.skip[:, None]
+    count, each = meta.num_decodes, heads.heads // heads.groups
+    if count:
+        assert meta.rows is not None
+        kept = decoded(meta, state) * log_decay[:count].exp()[..., None, None]
+        wide = b[:count].repeat_interleave(each, dim=1)
+        kept.addcmul_(stepped[:count, ..., None], wide[:, :, None])
+        state[meta.rows[:count]] = kept
+        out[:count] += (kept @ c[:count].repeat_interleave(each, dim=1)[..., None])[..., 0]
+    for row, begin, end, begins in chunks_of(meta):
+        if begins:
+            state[row] = 0
+        for first in range(begin, end, CHUNK):
+            some = slice(first, min(first + CHUNK, end))
+            found, state[row] = chunk_scan(
+                stepped[some], b[some], c[some], log_decay[some], state[row]
+            )
+            out[some] += found
+    starts = meta.query_start_host or meta.query_start.tolist()
+    out[starts[-1] :] = 0
+    return out
+
+
+def chunk_scan(
+    x: Tensor, b: Tensor, c: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Some tokens of one request, float32. x [n, heads, head_size]: times their steps; b, c [n,
+    groups, state_size]; log_decay [n, heads]; state [heads, head_size, state_size] before them.
+
+    Returns what they read, as x, and the state behind them.
+    """
+    heads, groups = x.shape[1], b.shape[1]
+    each = heads // groups
+    total = log_decay.t().cumsum(-1)
+    # From token j to a later token i: exp(total_i - total_j), at most 1.
+    between = (total[:, :, None] - total[:, None, :]).tril_().exp_().tril_()
+    x, b, c = x.transpose(0, 1), b.transpose(0, 1), c.transpose(0, 1)
+    overlap = (c @ b.transpose(1, 2)).repeat_interleave(each, dim=0).mul_(between)
+    old = state.unflatten(0, (groups, each)).flatten(1, 2)  # [groups, each * head_size, state_size]
+    since = (c @ old.transpose(1, 2)).unflatten(2, (each, -1)).transpose(1, 2).flatten(0, 1)
+    read = overlap @ x + since * total.exp()[..., None]
+    until = (total[:, -1:] - total).exp()[..., None]
+    added = (x * until).unflatten(0, (groups, each)).transpose(2, 3).flatten(1, 2) @ b
+    left = state * total[:, -1].exp()[:, None, None] + added.view_as(state)
+    return read.transpose(0, 1), left

@@ -1,0 +1,64 @@
+"""Launches of the layers with states, at the sizes of models, for test_compile.py."""
+
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMeta
+from kernels.recurrent.convolution_cuda import causal_conv
+from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule_cuda import gated_delta
+from kernels.recurrent.mamba2 import Mamba2Heads
+from kernels.recurrent.mamba2_cuda import mamba2
+
+# Key heads and value heads of 128: Qwen3.5-27B, Qwen3.5-0.8B, Qwen3-Next.
+_DELTAS = {"llama-8b": (16, 48), "qwen3-0.6b": (16, 16), "smollm2-135m": (16, 32)}
+# Heads, their size, groups, elements of B: Granite 4 H Small, Nemotron-H 8B, Falcon-H1 0.5B.
+_MAMBAS = {
+    "llama-8b": (128, 64, 1, 128),
+    "qwen3-0.6b": (128, 64, 8, 128),
+    "smollm2-135m": (24, 64, 1, 128),
+}
+
+
+def _meta() -> AttentionMeta:
+    def int32(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    slots = torch.zeros(20, dtype=torch.int64)
+    return AttentionMeta(
+        int32(20), slots, int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2),
+        rows=int32(2),
+    )  # fmt: skip
+
+
+def delta(model: str) -> None:
+    """A step of Gated DeltaNet."""
+    keys, values = _DELTAS[model]
+    channels = 2 * keys * 128 + values * 128
+    vector = torch.empty(values)
+    heads = DeltaHeads(keys, values, 128, 128, torch.empty(channels, 4), vector, vector)
+    whole = torch.empty(20, channels + values * 130, dtype=torch.bfloat16)
+    x, b, a = whole[:, :channels], whole[:, -2 * values : -values], whole[:, -values:]
+    tail, state = torch.empty(5, 3, channels), torch.empty(5, values, 128, 128)
+    gated_delta(x, a, b, heads, tail, state, _meta())
+
+
+def mamba(model: str) -> None:
+    """A step of Mamba-2."""
+    heads, size, groups, elements = _MAMBAS[model]
+    channels = heads * size + 2 * groups * elements
+    vector = torch.empty(heads)
+    conv, bias = torch.empty(channels, 4), torch.empty(channels)
+    limits = (0.0, float("inf"))
+    how = Mamba2Heads(heads, size, groups, elements, conv, bias, vector, vector, vector, limits)
+    whole = torch.empty(20, channels + heads, dtype=torch.bfloat16)
+    tail, state = torch.empty(5, 3, channels), torch.empty(5, heads, size, elements)
+    mamba2(whole[:, :channels], whole[:, channels:], how, tail, state, _meta())
+
+
+def convolution(model: str) -> None:
+    """LFM2's, of a step with a prompt and of decodes; with a bias and without."""
+    x, tail = torch.empty(20, 2048, dtype=torch.bfloat16), torch.empty(5, 2, 2048)
+    conv = torch.empty(2048, 3)
+    causal_conv(x, conv, None, tail, _meta())
+    causal_conv(x[:2], conv, conv[:, 0].contiguous(), tail, _meta())

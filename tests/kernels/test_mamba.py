@@ -1,0 +1,109 @@
+"""Mamba-2 and causal convolutions on CUDA against the reference, and the reference against their
+rules token by token."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from kernels.dispatch import kernels_for
+from kernels.recurrent.mamba2 import Mamba2Heads
+from kernels.reference import Kernels
+from tests.kernels.oracle import DEVICE, grid, random, row_error
+from tests.kernels.test_delta import ROWS, step
+
+cuda, reference = kernels_for("cuda"), Kernels()
+LIMITS = (0.1, 1.5)
+
+
+def made(heads: int, size: int, groups: int, state: int, taps: int) -> Mamba2Heads:
+    channels = heads * size + 2 * groups * state
+    conv, bias = random(channels, taps), random(channels)
+    each = random(3, heads)
+    return Mamba2Heads(heads, size, groups, state, conv, bias, each[0], each[1], each[2], LIMITS)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("heads", "sizes"), grid([(1, 1), (4, 2), (3, 1)], [(16, 8), (12, 20), (40, 16)]), ids=str
+)
+def test_mamba2(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """A request that begins in another's state, a head with another group's B, a step that is not
+    cut, padding that writes, a chunk shorter than the tail."""
+    torch.manual_seed(0)
+    how = made(heads[0], sizes[0], heads[1], sizes[1], 4)
+    meta = step([9, 1, 12, 4, 2, 0], [1, 1, 4, 4, 2, 2], 2)
+    meta.counts = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)  # the last one pads
+    channels = how.conv.shape[0]
+    x, dt = random(14, channels + heads[0]).split((channels, heads[0]), dim=1)
+    tail, state = random(ROWS, 3, channels), random(ROWS, heads[0], *sizes)
+    want_tail, want_state = tail.clone(), state.clone()
+    other = step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
+    want = reference.mamba2(x[:12], dt[:12], how, want_tail, want_state, other)
+    found = cuda.mamba2(x, dt, how, tail, state, meta)
+    assert row_error(found[:12], want) < 1e-4
+    assert not found[12:].any()
+    assert torch.equal(tail, want_tail)
+    assert row_error(state, want_state) < 1e-4
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("channels", "taps"), [(24, 3), (530, 4)])
+def test_causal_conv(channels: int, taps: int, biased: bool) -> None:
+    """Tokens that no program of several has, a tail that a chunk reads when it was written."""
+    torch.manual_seed(0)
+    conv, bias = random(channels, taps), random(channels) if biased else None
+    meta = step([9, 1, 40, 4, 1], [1, 1, 20, 4, 1], 2)
+    meta.counts = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)
+    x, tail = random(27, channels), random(ROWS, taps - 1, channels)
+    want_tail = tail.clone()
+    want = reference.causal_conv(x, conv, bias, want_tail, meta)
+    found = cuda.causal_conv(x, conv, bias, tail, meta)
+    assert row_error(found, want) < 1e-5
+    assert torch.equal(tail, want_tail)
+    alone = step([10, 2, 0], [1, 1, 1], 2)  # decodes only, one of padding
+    alone.counts = torch.tensor([2, 2], dtype=torch.int32, device=DEVICE)
+    found = cuda.causal_conv(x[:3], conv, bias, tail, alone)
+    want = reference.causal_conv(x[:2], conv, bias, want_tail, step([10, 2], [1, 1], 2))
+    assert row_error(found[:2], want) < 1e-5 and not found[2].any()
+
+
+def _tokens(x: Tensor, dt: Tensor, how: Mamba2Heads, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule, of one request from its first token."""
+    taps = how.conv.shape[1]
+    padded = torch.cat((x.new_zeros(taps - 1, x.shape[1]), x))
+    assert how.conv_bias is not None
+    mixed = silu(sum((padded[t : t + len(x)] * how.conv[:, t] for t in range(taps)), how.conv_bias))
+    shared = how.groups * how.state_size
+    inner, b, c = mixed.split((how.heads * how.head_size, shared, shared), dim=1)
+    found = []
+    each = how.heads // how.groups
+    for t in range(len(x)):
+        u = inner[t].view(how.heads, -1)
+        one, other = (y[t].view(how.groups, -1).repeat_interleave(each, 0) for y in (b, c))
+        size = softplus(dt[t] + how.bias).clamp(*how.limits)
+        state = state * (-how.decay.exp() * size).exp()[:, None, None]
+        state = state + (size[:, None] * u)[..., None] * one[:, None]
+        found.append((state * other[:, None]).sum(-1) + how.skip[:, None] * u)
+    return torch.stack(found), state
+
+
+@pytest.mark.parametrize("cuts", [[70], [66, 1, 1, 2], [1] * 3 + [67], [2, 68]])
+def test_reference_is_the_rule(cuts: list[int]) -> None:
+    """A decay counted twice or not at all between two chunks, or between a chunk and a decode."""
+    torch.manual_seed(1)
+    how = made(4, 6, 2, 5, 4)
+    channels = how.conv.shape[0]
+    x, dt = random(70, channels), random(70, 4)
+    tail, state = random(ROWS, 3, channels), random(ROWS, 4, 6, 5)
+    want, left = _tokens(x, dt, how, state.new_zeros(4, 6, 5))
+    found, at = [], 0
+    for count in cuts:
+        part = slice(at, at + count)
+        at += count
+        meta = step([at], [count], int(count == 1))
+        found.append(reference.mamba2(x[part], dt[part], how, tail, state, meta))
+    assert row_error(torch.cat(found), want) < 1e-3
+    assert row_error(state[5], left) < 1e-3
+    assert torch.equal(tail[5], x[67:])
