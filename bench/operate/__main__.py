@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from bench.operate import add_model, two_models, wheel
-from bench.report.result_file import RawLines, print_ratios, versions
+from bench.report.result_file import Line, RawLines, print_ratios, versions
 
 CASES = {"wheel": wheel, "two-models": two_models, "add-model": add_model}
 PEERS = {
@@ -38,11 +38,13 @@ def main() -> int:
     for name in args.cases:
         for line in CASES[name].lines(args.rounds):
             raw.keep(line)
-    rows = []
+    rows: list[Line] = []
+    peers: dict[str, object] = {}
     for name, module in CASES.items():
         if found := [line for line in raw.all if case(line) == name]:
             rows += module.rows(found)
-    config = {"ours": {"rounds": args.rounds}, "peers": {peer: {} for peer in PEERS.values()}}
+            peers[PEERS[name]] = {}
+    config: dict[str, object] = {"ours": {"model": "default"}, "peers": peers}
     config["versions"] = versions("transformers")
     raw.finish(config, rows, f"{os.cpu_count()} CPU cores, busy with other work")
     print_ratios(rows)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from bench.report.result_file import Line
 from tests.deployments.several_models.path_of_two import best, measure
 
-STREAMS = 128  # of a model
-SECONDS = 4.0
+STREAMS = 48  # of a model
+SECONDS = 2.0
 
 
 def lines(rounds: int) -> Iterator[Line]:
