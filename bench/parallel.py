@@ -2,6 +2,7 @@
 
     python -m bench.parallel --out bench/results               # the default model, in 16 bits
     python -m bench.parallel --model ./folder --ranks 4 --dtype float32
+    python -m bench.parallel --by pipeline_parallel            # in stages of layers
 
 Cases: `single` is one stream, `batch` eight at once, `prompt` a long prompt and one token. Both
 engines are there all the time, and the one whose turn it is not sleeps. `ratio` is the seconds of
@@ -39,15 +40,16 @@ def turn(llm: LLM, case: str, number: int) -> tuple[float, list[list[int]]]:
 
 
 def measure(
-    folder: Path, ranks: int, dtype: str, rounds: int, cores: int
+    folder: Path, ranks: int, dtype: str, rounds: int, cores: int, key: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows and raw lines. cores: of each side, so many threads of one rank."""
+    """Rows and raw lines. cores: of each side, so many threads of one rank. key: that says how many
+    ranks there are."""
     lines: list[dict[str, Any]] = []
     with ExitStack() as stack:
         sides = {
             name: stack.enter_context(
                 LLM(
-                    folder, device="cpu", dtype=dtype, tensor_parallel=count,
+                    folder, device="cpu", dtype=dtype, **{key: count},
                     num_threads=cores // count, max_num_seqs=8, max_model_len=1024,
                     kv_cache_bytes=512 << 20,
                 )
@@ -90,17 +92,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="default")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--by", choices=("tensor_parallel", "pipeline_parallel"), default="tensor_parallel"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for the result files")
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     folder = resolve_model(args.model, blocks=False)
-    rows, lines = measure(folder, args.ranks, args.dtype, args.rounds, cores)
+    rows, lines = measure(folder, args.ranks, args.dtype, args.rounds, cores, args.by)
     print_ratios(rows)
     print(json.dumps({row["case"]: row["same"] for row in rows}))
     if args.out:
-        settings = {"ranks": args.ranks, "dtype": args.dtype, "cores": cores}
+        settings = {args.by: args.ranks, "dtype": args.dtype, "cores": cores}
         peer = {"one": {"ranks": 1, "num_threads": cores}}
         config = {"model": args.model, "ours": settings, "peers": peer}
         write(args.out, "parallel", config, rows, lines)

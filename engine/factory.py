@@ -23,7 +23,8 @@ from engine.lora.tiers.adapter import Loader
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
 from engine.models.registry import Model, build_model
-from engine.parallel.opening import Open, alone, first, other
+from engine.parallel.group import TensorParallelGroup
+from engine.parallel.opening import Activations, Open, Place, alone, first, other
 from engine.parallel.ranks import Ranks
 from engine.pooled_checkpoint import read_head, read_pooling
 from engine.pooling import Pooling
@@ -43,6 +44,7 @@ from engine.runner.memory import (
     check_weights,
     fits_on,
     lora_host_bytes,
+    parts_here,
     plan_memory,
 )
 from engine.runner.model_runner import ModelRunner
@@ -96,6 +98,7 @@ class _Part:
     """Of the engine: one rank's."""
 
     resolved: Resolved
+    place: Place
     runner: ModelRunner
     plan: MemoryPlan | None  # on the CPU, where ranks share the memory, rank 0 plans for all
     adapters: DeviceAdapters | None
@@ -115,8 +118,8 @@ def build(
         in several parts; likewise.
     """
     phases = _StartTimes(progress)
-    open_group = alone if ranks is None else first(ranks)
-    part = _build_part(config, 0, open_group, phases, progress, compilers)
+    open_place = alone if ranks is None else first(ranks)
+    part = _build_part(config, 0, open_place, phases, progress, compilers)
     resolved, plan, pooling = part.resolved, part.plan, part.pooling
     assert plan is not None
     snapshots = _snapshot_plan(resolved, plan)
@@ -133,6 +136,7 @@ def build(
             prefix_caching=resolved.config.prefix_caching
             and (snapshots is None or snapshots.slots > 0),
             async_scheduling=resolved.async_scheduling,
+            lanes=resolved.stages,
             target_tpot=config.target_tpot_ms / 1000,
             admission=config.admission,
             batching=config.batching,
@@ -143,7 +147,7 @@ def build(
             generates=resolved.model.generates,
             whole_texts=resolved.model.whole_texts,
         ),
-        part.runner if ranks is None else RankedRunner(part.runner, ranks),
+        part.runner if ranks is None else RankedRunner(part.runner, part.place.world, ranks),
         _adapters(config, part.adapters, part.host_bytes, ranks),
         FreeList if config.allocation == "list" else lambda n: TokenPool(n, resolved.device),
         _grammars(resolved),
@@ -179,19 +183,20 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
 
 def build_rank(
     config: EngineConfig, rank: int, memory: int, port: Callable[[], int]
-) -> tuple[ModelRunner, AdapterLoader | None]:
-    """The same of another rank: what runs its part of each step, and what fills its slots for
-    adapters. memory, port: see `engine.parallel.opening.other`."""
-    open_group = other(rank, config.tensor_parallel, memory, port)
-    part = _build_part(config, rank, open_group, _StartTimes(None), None, None)
+) -> tuple[ModelRunner, TensorParallelGroup, AdapterLoader | None]:
+    """The same of another rank: what runs its part of each step, the group of all ranks, and what
+    fills its slots for adapters. memory, port: see `engine.parallel.opening.other`."""
+    open_place = other(rank, config.num_ranks, config.pipeline_parallel, memory, port)
+    part = _build_part(config, rank, open_place, _StartTimes(None), None, None)
     gc.collect()
-    return part.runner, None if part.adapters is None else part.adapters.loader
+    loader = None if part.adapters is None else part.adapters.loader
+    return part.runner, part.place.world, loader
 
 
 def _build_part(
     config: EngineConfig,
     rank: int,
-    open_group: Open,
+    open_place: Open,
     phases: "_StartTimes",
     progress: Progress | None,
     compilers: Compilers | None,
@@ -205,7 +210,7 @@ def _build_part(
         torch.zeros(1, device=device)  # creates the context here, where its cost has a name
     else:
         torch.set_num_threads(resolved.num_threads)
-    group = open_group(device)
+    place = open_place(device, _handed_on(resolved))
     kernels = kernels_for(device.type, config.deterministic)
     phases.end("device")
 
@@ -217,17 +222,18 @@ def _build_part(
             device,
             kernels,
             quantization=config.quantization,
-            group=group,
+            group=place.group,
+            stage=place.stage,
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
         if device.type == "cpu" and not rank:  # nothing is touched yet
-            check_weights(model, available_host_memory(), resolved.ranks)
-        group.least(rank)
+            check_weights(parts_here(resolved, model), available_host_memory())
+        place.world.least(rank)
         load_weights(
             model,
             None if config.load_format == "dummy" else resolved.folder,
             seed=config.seed or 0,
-            ranks=group.size,
+            ranks=config.num_ranks,
             progress=_tell(progress),
         )
         if device.type == "cuda":
@@ -235,7 +241,7 @@ def _build_part(
             # From here on the cores are for the step loop and the threads that read adapters; a
             # team of torch's for each of these would spin on all of them.
             torch.set_num_threads(resolved.num_threads)
-    group.least(rank)  # what is free now is what all weights leave
+    place.world.least(rank)  # what is free now is what all weights leave
     phases.end("weights")
 
     pooling = read_pooling(resolved.folder)
@@ -243,17 +249,33 @@ def _build_part(
     device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())
     runner, plan = _build_runner(
-        resolved, model, kernels, device_adapters, host_bytes, compilers, pooling
+        resolved, place, model, kernels, device_adapters, host_bytes, compilers, pooling
     )
     phases.end("memory")
 
-    if device.type == "cuda" and config.cuda_graphs and not resolved.model.whole_texts:
+    if _captures(resolved):
         phases.start("graphs")
         with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
             runner.capture_graphs(_graph_sizes(resolved))
             torch.cuda.synchronize()
         phases.end("graphs")
-    return _Part(resolved, runner, plan, device_adapters, host_bytes, pooling)
+    return _Part(resolved, place, runner, plan, device_adapters, host_bytes, pooling)
+
+
+def _handed_on(resolved: Resolved) -> Activations:
+    cuda, model = resolved.device.type == "cuda", resolved.model
+    return Activations(
+        resolved.stages,
+        resolved.max_num_batched_tokens,
+        model.hidden_size,
+        resolved.dtype if cuda else torch.float32,
+    )
+
+
+def _captures(resolved: Resolved) -> bool:
+    """Whether steps become CUDA graphs. Those of a pipeline's stages are launched one by one."""
+    wanted = resolved.device.type == "cuda" and resolved.config.cuda_graphs
+    return wanted and not resolved.model.whole_texts and resolved.stages == 1
 
 
 def _tell(progress: Progress | None) -> Callable[[Loading], None]:
@@ -344,6 +366,7 @@ def _graph_sizes(resolved: Resolved) -> Sequence[int]:
 
 def _build_runner(
     resolved: Resolved,
+    place: Place,
     model: Model,
     kernels: Kernels,
     device_adapters: DeviceAdapters | None,
@@ -351,9 +374,9 @@ def _build_runner(
     compilers: Compilers | None,
     pooling: Pooling | None,
 ) -> tuple[ModelRunner, MemoryPlan | None]:
-    config, device, group = resolved.config, resolved.device, model.group
+    config, device = resolved.config, resolved.device
     max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
-    groups = kv_groups(resolved.model, resolved.ranks, group.rank)
+    groups = model.kv
     what = f"the rows of {max_num_seqs} requests of up to {max_model_len} tokens"
     with fits_on(device, what, ROWS_TOO_LARGE, param="max_num_seqs"):
         rows = RequestRows.allocate(
@@ -385,6 +408,8 @@ def _build_runner(
             lora=None if device_adapters is None else device_adapters.lora,
             prompts=None if device_adapters is None else device_adapters.prompts,
             pooling=pooling,
+            link=place.link,
+            steps=resolved.stages,
         )
 
     plan: MemoryPlan | None = None
@@ -407,10 +432,11 @@ def _build_runner(
             host_bytes=host_bytes,
             activations=activations,
         )
-    elif not group.rank:
-        total = available_host_memory() + group.size * model.num_bytes
+    elif not place.world.rank:
+        total = available_host_memory()
+        total += sum(part.num_bytes for part in parts_here(resolved, model))
         plan = plan_memory(resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes)
-    num_blocks = group.least(_ANY if plan is None else plan.num_blocks)
+    num_blocks = place.world.least(_ANY if plan is None else plan.num_blocks)
     if plan is not None:
         plan.num_blocks = num_blocks
     size = num_blocks * groups.bytes_per_block(config.block_size, resolved.kv) / GIB

@@ -39,12 +39,17 @@ class Resolved:
 
     @property
     def ranks(self) -> int:
+        """That each layer is divided among."""
         return self.config.tensor_parallel
+
+    @property
+    def stages(self) -> int:
+        return self.config.pipeline_parallel
 
     @property
     def ranks_here(self) -> int:
         """That share this device's memory."""
-        return 1 if self.device.type == "cuda" else self.ranks
+        return 1 if self.device.type == "cuda" else self.config.num_ranks
 
 
 def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
@@ -56,11 +61,11 @@ def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
     device = _device(config, rank)
     if device.type == "cpu":
         resolved, cores = decide(config, model, device), len(os.sched_getaffinity(0))
-        if config.tensor_parallel > cores:
+        if config.num_ranks > cores:
             raise ConfigError(
-                f"tensor_parallel: {config.tensor_parallel} ranks on the CPU need as many cores, "
+                f"{ranks_key(config)}: {config.num_ranks} ranks on the CPU need as many cores, "
                 f"and this process may use {cores}; lower it",
-                param="tensor_parallel",
+                param=ranks_key(config),
             )
         return resolved
     able = torch.cuda.get_device_capability(device)
@@ -80,6 +85,7 @@ def decide(
     """The same for a device that need not be here. name: of it, for messages."""
     cuda = device.type == "cuda"
     check_ranks(model, config.tensor_parallel)
+    check_stages(model, config.pipeline_parallel)
     if cuda and config.deterministic and any(layer.latent for layer in model.attention):
         raise ConfigError(
             f"deterministic: {model.architecture} has latent attention, whose CUDA kernels split "
@@ -121,7 +127,9 @@ def decide(
         max_num_batched_tokens=max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
         num_threads=config.num_threads or _threads(config, cuda),
-        async_scheduling=cuda if config.async_scheduling is None else config.async_scheduling,
+        # With stages there are other steps to launch than the next of the same requests.
+        async_scheduling=config.pipeline_parallel == 1
+        and (cuda if config.async_scheduling is None else config.async_scheduling),
     )
 
 
@@ -129,14 +137,14 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
     if config.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        if config.tensor_parallel == 1:
+        if config.num_ranks == 1:
             return torch.device("cuda", torch.cuda.current_device())
         count = torch.cuda.device_count()
-        if config.tensor_parallel > count:
+        if config.num_ranks > count:
             raise ConfigError(
-                f"tensor_parallel: {config.tensor_parallel} ranks need as many GPUs, and this "
+                f"{ranks_key(config)}: {config.num_ranks} ranks need as many GPUs, and this "
                 f"process sees {count}; lower it, or give the replica more (num_gpus)",
-                param="tensor_parallel",
+                param=ranks_key(config),
             )
         return torch.device("cuda", rank)
     if config.device == "cuda":
@@ -187,6 +195,26 @@ def check_ranks(model: ModelConfig, ranks: int) -> None:
         raise refuse(f"the width of {model.architecture}'s MLPs is no multiple of it; {way_out}")
 
 
+def ranks_key(config: EngineConfig) -> str:
+    """The key that says how many ranks there are."""
+    return "pipeline_parallel" if config.pipeline_parallel > 1 else "tensor_parallel"
+
+
+def check_stages(model: ModelConfig, stages: int) -> None:
+    """Raises ConfigError where the layers cannot be divided among so many stages."""
+    why = ""
+    if stages > model.num_layers:
+        why = f"{model.architecture} has {model.num_layers} layers, and a stage needs one; lower it"
+    elif stages > 1 and model.recurrent:
+        why = f"{model.architecture} has layers that keep states; leave it out"
+    elif stages > 1 and model.layer_input_size:
+        why = f"{model.architecture} has inputs for each layer; leave it out"
+    elif stages > 1 and any(layer.keys_of is not None for layer in model.attention):
+        why = f"{model.architecture} has layers that read the keys of others; leave it out"
+    if why:
+        raise ConfigError(f"pipeline_parallel: {stages}: {why}", param="pipeline_parallel")
+
+
 def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> bool:
     """See `divide_heads`. Where ranks have unequally many, layers whose heads differ would be of
     other groups on one rank than on another."""
@@ -211,7 +239,7 @@ def _divides(model: ModelConfig, ranks: int) -> bool:
 def _threads(config: EngineConfig, cuda: bool) -> int:
     if cuda:
         return _CUDA_THREADS
-    return max(1, len(os.sched_getaffinity(0)) // config.tensor_parallel)
+    return max(1, len(os.sched_getaffinity(0)) // config.num_ranks)
 
 
 def _dtype(

@@ -201,6 +201,8 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
     each = f", each of {result.ranks} for a replica" if result.ranks > 1 else ""
     if device.kind == "cpu" and each:
         each = f", {result.ranks} ranks a replica"
+    if result.stages > 1:
+        each += f", in {result.stages} stages of layers"
     yield "device", f"{device.name}, {device.memory / GIB:.1f} GiB{each}"
     notes = {
         "weights": result.weights_kind,

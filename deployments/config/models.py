@@ -145,8 +145,9 @@ class PoolConfig(Section):
         None,
         ge=0,
         le=64,
-        description="GPUs of a replica: engine.tensor_parallel, or a part of a GPU that replicas "
-        "share where that is 1. Default: engine.tensor_parallel in a gpu pool, 0 in a cpu pool.",
+        description="GPUs of a replica: one for each rank (engine.tensor_parallel, "
+        "engine.pipeline_parallel), or a part of a GPU that replicas share where there is one. "
+        "Default: as many as ranks in a gpu pool, 0 in a cpu pool.",
     )
     resources: dict[str, float] = Field(
         default_factory=dict, description="Custom Ray resources of a replica, e.g. {pool_a: 0.001}."
@@ -418,23 +419,26 @@ class MantaConfig(Section):
     def _check_ranks(self, kind: PoolKind, pool: PoolConfig) -> None:
         """Raises ValueError where a replica's reservation does not suit its ranks."""
         ranks, gpus, cores = self.ranks(pool), pool.num_gpus, pool.num_cpus
-        given = f"pools.{kind}.num_gpus is {gpus or 0:g} and tensor_parallel {ranks}"
+        stages = int({**self.engine, **pool.engine}.get("pipeline_parallel", 1))
+        key = "tensor_parallel" if stages == 1 else "pipeline_parallel"
+        given = f"pools.{kind}.num_gpus is {gpus or 0:g} and {key} {ranks}"
         if gpus is not None and gpus > ranks:
             raise ValueError(
                 f"{given}: an engine uses a GPU for each rank, and the others would be reserved "
-                "and idle. Set engine.tensor_parallel, or take more replicas of fewer GPUs each"
+                f"and idle. Set engine.{key}, or take more replicas of fewer GPUs each"
             )
         if kind == "gpu" and ranks > 1 and gpus is not None and gpus < ranks:
             raise ValueError(f"{given}: each rank needs a GPU of its own. Leave num_gpus out")
         if kind == "cpu" and ranks > 1 and cores is not None and cores < ranks:
             raise ValueError(
-                f"pools.cpu.num_cpus is {cores:g} and tensor_parallel {ranks}: each rank needs a "
-                "core of its own. Raise num_cpus, or lower engine.tensor_parallel"
+                f"pools.cpu.num_cpus is {cores:g} and {key} {ranks}: each rank needs a "
+                f"core of its own. Raise num_cpus, or lower engine.{key}"
             )
 
     def ranks(self, pool: PoolConfig) -> int:
-        """Parts of a model that each replica of a pool has (`EngineConfig.tensor_parallel`)."""
-        return int({**self.engine, **pool.engine}.get("tensor_parallel", 1))
+        """Parts of a model that each replica of a pool has (`EngineConfig.num_ranks`)."""
+        engine = {**self.engine, **pool.engine}
+        return int(engine.get("tensor_parallel", 1)) * int(engine.get("pipeline_parallel", 1))
 
     def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
         """EngineConfig's fields for a pool, model and revision included."""

@@ -70,7 +70,8 @@ class EnginePlan:
     """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized.
     weights_kind: what weights are kept in, in words. active_parameters: those that a token meets,
     less than all in a mixture of experts. ranks: that the model is divided among; on GPUs, memory
-    and kv_per_token are those of one of them, on the CPU of all. kv_per_token: (what is kept,
+    and kv_per_token are those of the one with the least room, on the CPU of all. stages: of layers
+    that these are. kv_per_token: (what is kept,
     layers, bytes) of each kind of layers; a token that has left a window takes nothing there.
     states: layers that keep a state in their place, and its bytes for a request in all of them;
     snapshots: of these, that prefixes are found with."""
@@ -86,6 +87,7 @@ class EnginePlan:
     max_num_seqs: int
     devices_per_node: int
     ranks: int = 1
+    stages: int = 1
     states: tuple[int, int] = (0, 0)
     snapshots: int = 0
 
@@ -144,8 +146,8 @@ def plan(
     and the ways out, when the model does not fit; and for what the engine would refuse there."""
     import torch
 
-    from engine.resolve import decide
-    from engine.runner.memory import check_weights, lora_host_bytes, plan_memory
+    from engine.resolve import decide, ranks_key
+    from engine.runner.memory import check_weights, lora_host_bytes, parts_here, plan_memory
 
     cuda = device.kind == "cuda"
     check_quantization(model, config, device.kind)
@@ -157,36 +159,40 @@ def plan(
         bfloat16=device.bfloat16,
         float8=device.float8,
     )
-    # A GPU holds a rank's, the CPU all of them.
-    part = (resolved.ranks, resolved.ranks - 1) if cuda else (1, 0)
-    parts, groups = _outline(resolved), kv_groups(resolved.model, *part)
     try:
         others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
-        check_weights(parts, device.memory - others[1], resolved.ranks_here)
         host_bytes = lora_host_bytes(config, device.memory)
-        memory = plan_memory(
-            resolved, parts, device.name, device.memory, others, host_bytes=host_bytes
-        )
+        found = []
+        # A GPU holds a rank's, the CPU all of them.
+        for stage in range(resolved.stages if cuda else 1):
+            part = _outline(resolved, stage)
+            check_weights(parts_here(resolved, part), device.memory - others[1])
+            memory = plan_memory(
+                resolved, part, device.name, device.memory, others, host_bytes=host_bytes
+            )
+            found.append((memory, part))
+        memory, part = min(found, key=lambda each: each[0].num_blocks)
+        groups = part.kv if cuda else kv_groups(resolved.model)
     except ConfigError as error:
         raise ConfigError(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None
-    ranks, whole = resolved.ranks, parts
+    ranks, whole, key = config.num_ranks, part, ranks_key(config)
     devices_per_node = ranks if devices_per_node is None else devices_per_node
     if cuda and devices_per_node < ranks:
         raise ConfigError(
-            f"tensor_parallel: {ranks} ranks need as many GPUs of one node, and this one has "
+            f"{key}: {ranks} ranks need as many GPUs of one node, and this one has "
             f"{devices_per_node}; lower it, or take another node",
-            param="tensor_parallel",
+            param=key,
         )
     if device.cores and device.cores < ranks:
         raise ConfigError(
-            f"tensor_parallel: {ranks} ranks on the CPU need as many cores, and this machine has "
+            f"{key}: {ranks} ranks on the CPU need as many cores, and this machine has "
             f"{device.cores}; lower it",
-            param="tensor_parallel",
+            param=key,
         )
     if ranks > 1:
-        alone = msgspec.structs.replace(config, tensor_parallel=1)
+        alone = msgspec.structs.replace(config, tensor_parallel=1, pipeline_parallel=1)
         whole = _outline(replace(resolved, config=alone))
     dtype = str(resolved.dtype).removeprefix("torch.")
     weights_kind = dtype if config.quantization in ("auto", "none") else config.quantization
@@ -206,6 +212,7 @@ def plan(
         max_num_seqs=resolved.max_num_seqs,
         devices_per_node=devices_per_node,
         ranks=ranks,
+        stages=resolved.stages,
         states=(len(groups.recurrent), groups.state_bytes),
         snapshots=memory.snapshots,
     )
@@ -218,10 +225,10 @@ def _kept(kind: KVKind) -> str:
 
 
 @lru_cache(maxsize=8)  # a price list has some dozens of node types for one configuration
-def _outline(resolved: "Resolved") -> "Model":
+def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
     from engine.runner.memory import outline
 
-    return outline(resolved)
+    return outline(resolved, stage)
 
 
 def check_quantization(model: ModelConfig, config: EngineConfig, kind: str) -> None:

@@ -124,6 +124,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         among: so many GPUs of one machine, or processes on its CPU. It has to divide the width of
         the MLPs, and the attention heads if it is above the key heads. Needs weights that are not
         stored in fewer bits. docs/parallel.md.
+    pipeline_parallel: ranks that the layers are divided among, each with its layers' weights and
+        KV: so many GPUs of one machine, or processes on its CPU. As many steps are in flight, each
+        of other requests. Not together with tensor_parallel. docs/parallel.md.
     seed: decides the seeds of requests that give none, by their prompts: the same request has the
         same text again, from any router and replica. None = each draws one at random. Also of the
         dummy weights, where None is 0.
@@ -163,8 +166,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deterministic: bool = False
     num_threads: int = 0
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     seed: int | None = None
     log_level: Literal["info", "debug"] = "info"
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, and on GPUs devices, of one engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(EngineConfig).items():
@@ -200,10 +209,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative", param=name)
-        if not 1 <= self.tensor_parallel <= 64:
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if not 1 <= getattr(self, name) <= 64:
+                raise ConfigError(f"{name} must be 1..64, got {getattr(self, name)}", param=name)
+        if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
             raise ConfigError(
-                f"tensor_parallel must be 1..64, got {self.tensor_parallel}",
-                param="tensor_parallel",
+                f"tensor_parallel {self.tensor_parallel} and pipeline_parallel "
+                f"{self.pipeline_parallel} do not work together yet; leave one of them out",
+                param="pipeline_parallel",
             )
         if not 1 <= self.max_lora_rank <= 256:
             raise ConfigError(

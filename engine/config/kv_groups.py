@@ -13,7 +13,7 @@ group.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Protocol
@@ -197,6 +197,18 @@ class KVGroups:
         """Of a running request, or a snapshot, in the layers that keep states: float32."""
         shapes = [shape for _, record in self.recurrent for shape in record.state_shapes]
         return 4 * sum(map(prod, shapes))
+
+    def of(self, layers: range) -> "KVGroups":
+        """As many groups, with what these layers keep: one stage's."""
+        groups = tuple(
+            replace(group, layers=tuple(number for number in group.layers if number in layers))
+            for group in self.groups
+        )
+        fit = [self.elements // group.elements for group in groups]
+        slots = max(-(-len(group.layers) // each) for group, each in zip(groups, fit, strict=True))
+        borrowed = tuple(each for each in self.borrowed if each[0] in layers)
+        recurrent = tuple(each for each in self.recurrent if each[0] in layers)
+        return KVGroups(groups, slots, borrowed, recurrent)
 
     def blocks(self, tokens: int, size: int) -> int:
         """The most that a request of so many tokens needs at once."""

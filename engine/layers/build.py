@@ -12,6 +12,7 @@ from engine.config.model_config import ModelConfig
 from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
 from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.parallel.group import TensorParallelGroup
+from engine.parallel.stages import Stage
 from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter, Rows, Source, as_rows
 from kernels.dispatch import Kernels
@@ -31,11 +32,16 @@ class Builder:
     dtype: torch.dtype  # of matrices
     activation_dtype: torch.dtype  # of norms too
     device: torch.device
+    stage: Stage = Stage()  # noqa: RUF009, it is frozen
     layer: int | None = None
-    elsewhere: set[str] = field(default_factory=set)  # tensors that another rank holds alone
+    elsewhere: set[str] = field(default_factory=set)  # tensors that other ranks hold alone
 
     def at(self, layer: int) -> "Builder":
         return replace(self, layer=layer)
+
+    def outline(self) -> "Builder":
+        """Of parts that another rank has: they take no memory."""
+        return replace(self, device=torch.device("meta"))
 
     def undivided(self) -> "Builder":
         """Of parts that every rank holds whole."""

@@ -69,17 +69,27 @@ class DeviceAdapters:
             max_rows=resolved.max_num_seqs,
             max_tokens=resolved.max_num_batched_tokens,
             deterministic=config.deterministic,
+            steps=resolved.stages,
         )
         disk = DiskCache(config.lora_disk_folder, config.lora_disk_bytes)
-        reader = LoraReader(layout, dtype, config.max_lora_rank, resolved.model.tensor_name)
+        renamed, elsewhere = resolved.model.tensor_name, model.modules_elsewhere
+        reader = LoraReader(layout, dtype, config.max_lora_rank, renamed, elsewhere)
         if not config.max_virtual_tokens:
             return cls(AdapterLoader((reader, lora), None, disk, config.model), lora, None)
         count, kv_dtype = config.max_virtual_tokens, resolved.dtype
+        layers = model.layer_numbers
         prompts = VirtualTokensDevice(
-            config.max_loras, count, resolved.model, model.lookup, kv_dtype, uploader, model.group
+            config.max_loras,
+            count,
+            resolved.model,
+            model.lookup,
+            kv_dtype,
+            uploader,
+            model.group,
+            layers,
         )
         prompt_reader = VirtualTokensReader(
-            resolved.model, model.dtype, kv_dtype, count, model.group
+            resolved.model, model.dtype, kv_dtype, count, model.group, layers
         )
         loader = AdapterLoader((reader, lora), (prompt_reader, prompts), disk, config.model)
         return cls(loader, lora, prompts)

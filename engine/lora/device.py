@@ -31,7 +31,7 @@ def slot_sizes(
 
 class LoraDevice:
     """slots: how many; slot_elements: of the largest adapter; num_parts: of the layout.
-    deterministic: see LoraStep."""
+    deterministic: see LoraStep. steps: in flight at once."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class LoraDevice:
         max_rows: int,
         max_tokens: int,
         deterministic: bool = False,
+        steps: int = 2,
     ) -> None:
         self.max_rank = max_rank
         self._deterministic = deterministic
@@ -68,7 +69,8 @@ class LoraDevice:
             self._meta = torch.zeros(capacity, dtype=torch.int32, device=device)
             # Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and n has ended by then.
             self._staging = [
-                torch.empty(capacity, dtype=torch.int32, pin_memory=True) for _ in range(2)
+                torch.empty(capacity, dtype=torch.int32, pin_memory=True)
+                for _ in range(max(2, steps))
             ]
             self._turn = 0
 
@@ -152,7 +154,7 @@ class LoraDevice:
         count, block = len(slots), self._tile_rows(len(slots))
         tiles = self._max_tiles(count, block)
         order = np.argsort(slots, kind="stable")
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % len(self._staging)
         staging = self._staging[self._turn]
         array = staging.numpy()
         array[:count] = order

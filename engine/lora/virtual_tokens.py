@@ -55,9 +55,12 @@ class VirtualTokensReader:
         kv_dtype: torch.dtype,
         max_tokens: int,
         group: TensorParallelGroup = TensorParallelGroup(),  # noqa: B008, it is frozen
+        layers: range | None = None,
     ) -> None:
-        """group: whose rank keeps the keys and values of its heads."""
+        """group: whose rank keeps the keys and values of its heads. layers: that keep any here;
+        None = all."""
         self._group = group
+        self._layers = range(model.num_layers) if layers is None else layers
         self._model = model
         self._dtype = dtype
         self._kv_dtype = kv_dtype
@@ -125,9 +128,10 @@ class VirtualTokensReader:
         read = read_tensors(stored, state.update)
         host.copy_(read[0].view(shape))
         check_finite(stored, read, host)
-        if prefix and self._group.size > 1:
+        if prefix and (self._group.size > 1 or len(self._layers) < self._model.num_layers):
             _, (begin, end) = self._group.heads(self._model.num_heads, shape[2])
-            host = host[:, :, begin:end].clone()
+            tensors = slice(2 * self._layers.start, 2 * self._layers.stop)
+            host = host[:, tensors, begin:end].clone()
         if stamp(folder) != before:
             raise AdapterError(f"{folder}: was written to while it was read; add it again")
         described = AdapterDescription(
@@ -161,18 +165,22 @@ class VirtualTokensDevice:
         kv_dtype: torch.dtype,
         uploader: AdapterUploader,
         group: TensorParallelGroup = TensorParallelGroup(),  # noqa: B008, it is frozen
+        layers: range | None = None,
     ) -> None:
+        """layers: that keep keys here; None = all. The embedding of a stage that has none is on
+        torch's "meta" device, and takes vectors without keeping them."""
         assert embedding.shape[0] == model.vocab_size + slots * max_tokens
         self._max_tokens = max_tokens
         self._vocab_size = model.vocab_size
         self._vectors = embedding[model.vocab_size :]
         self._uploader = uploader
-        self._cuda = embedding.is_cuda
+        self._cuda = uploader.device.type == "cuda"
         _, (begin, end) = group.heads(model.num_heads, model.num_kv_heads)
-        shape = (slots, max_tokens, 2 * model.num_layers, end - begin, model.head_dim)
+        count = model.num_layers if layers is None else len(layers)
+        shape = (slots, max_tokens, 2 * count, end - begin, model.head_dim)
         if not self._cuda:  # which uses host memory
             shape = (slots, 0, 0, 0, 0)
-        self._prefixes = list(torch.zeros(shape, dtype=kv_dtype, device=embedding.device))
+        self._prefixes = list(torch.zeros(shape, dtype=kv_dtype, device=uploader.device))
 
     @property
     def num_bytes(self) -> int:
@@ -181,6 +189,8 @@ class VirtualTokensDevice:
     def upload(self, prompt: HostVirtualTokens, slot: int) -> None:
         """Into a slot that no step uses; from any thread. Returns when it is there."""
         values, count = prompt.values, len(prompt.values)
+        if not prompt.prefix and self._vectors.is_meta:
+            return
         if not prompt.prefix:
             first = slot * self._max_tokens
             self._uploader.copy([(values, self._vectors[first : first + count])])

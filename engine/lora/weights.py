@@ -6,7 +6,7 @@ multiples of 16, and B holds the scale. Hence moving an adapter to the device is
 size, whatever ranks the slot has room for.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -76,7 +76,8 @@ class HostLora:
 class LoraReader:
     """Reads adapters for one model. Raises AdapterError for whatever is wrong with one.
 
-    renamed: what the model's record calls a module of this name.
+    renamed: what the model's record calls a module of this name. elsewhere: modules that other
+    ranks have.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class LoraReader:
         dtype: torch.dtype,
         max_rank: int,
         renamed: Callable[[str], str] = str,
+        elsewhere: Collection[str] = (),
     ) -> None:
+        self._elsewhere = elsewhere
         self._layout = layout
         self._renamed = renamed
         self._numbers = {part.name: number for number, part in enumerate(layout.parts)}
@@ -139,6 +142,8 @@ class LoraReader:
                     "of linear layers"
                 )
             number = self._numbers.get(module)
+            if number is None and module in self._elsewhere:
+                continue
             if number is None:
                 raise AdapterError(
                     f"{path}: tensor {tensor.name}: this model has no such linear layer that an "
@@ -162,7 +167,7 @@ class LoraReader:
             if len(sides) < 2:
                 name = self._layout.parts[number].name
                 raise AdapterError(f"{path}: {name} has lora_{next(iter(sides))} without the other")
-        if not pairs:
+        if not stored:
             raise AdapterError(f"{path}: holds no tensor")
         if config.everywhere:
             for part in self._layout.parts:
@@ -205,6 +210,8 @@ class LoraReader:
         read = read_tensors(stored, digest)
         with self._filling:
             for tensor, values in zip(stored, read, strict=True):
+                if tensor.name not in places:
+                    continue
                 number, side = places[tensor.name]
                 part = self._layout.parts[number]
                 a, b = host.parts[number]

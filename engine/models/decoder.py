@@ -2,7 +2,7 @@
 (`engine.architectures`)."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -22,6 +22,7 @@ from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
 from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables
+from engine.models.entrance import Entrance
 from engine.quantization.method import DenseState, ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import Cache
@@ -123,6 +124,13 @@ class DecoderLayer:
             self.scale = build.vector("layer_scale", 1, std=0.0)
 
     @property
+    def num_parameters(self) -> int:
+        """Of its matrices."""
+        stacks = chain.from_iterable(each.block.stacks for each in self.sublayers)
+        found = sum(each.spec.num_parameters for each in self.linears)
+        return found + sum(each.spec.num_parameters for each in stacks)
+
+    @property
     def linears(self) -> Iterator[Linear]:
         yield from chain.from_iterable(each.block.linears for each in self.sublayers)
         if self.input is not None:
@@ -174,83 +182,6 @@ class ParallelLayer(DecoderLayer):
         return mlp.block.forward(other, kv, meta, residual=residual)
 
 
-class Entrance:
-    """What becomes of an embedding before the first layer, where that is not nothing."""
-
-    def __init__(self, build: Builder) -> None:
-        config = build.config
-        # As such models were trained, the factor is rounded to the embedding's type.
-        factor = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
-        self.factor = factor / config.residual_scale
-        self.project: Linear | None = None
-        if config.embedding_size != config.hidden_size:
-            self.project = build.undivided().column(
-                "project_in", (config.hidden_size,), config.embedding_size
-            )
-        self.positions: Parameter | None = None
-        if build.has("positions"):
-            first = config.position_offset
-            self.positions = build.table(
-                "positions",
-                config.position_rows,
-                first,
-                first + config.max_positions,
-                config.hidden_size,
-            )
-        self.types: Parameter | None = None
-        if build.has("token_types"):
-            kinds = 1 if config.separator < 0 else 2
-            self.types = build.table(
-                "token_types", config.token_types, 0, kinds, config.hidden_size
-            )
-        self.separator = config.separator
-        self.norm: Norm | None = None
-        if build.has("embedding_norm"):
-            self.norm = build.norm("embedding_norm", config.hidden_size)
-
-    @classmethod
-    def of(cls, build: Builder) -> "Entrance | None":
-        made = cls(build)
-        others = (made.project, made.positions, made.types, made.norm)
-        plain = all(other is None for other in others)
-        return None if made.factor == 1 and plain else made
-
-    def __call__(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """x [n, embedding_size], which may be written over; token_ids and positions [n]. With types
-        that differ, texts are whole: a text begins at position 0."""
-        if self.factor != 1:
-            x = x.mul_(self.factor)
-        if self.project is not None:
-            x = self.project.forward(x)
-        if self.positions is not None:
-            x = x.add_(self.positions.tensor.index_select(0, positions))
-        if self.types is not None:
-            types = self.types.tensor
-            x = x.add_(types if len(types) == 1 else types[self._kinds(token_ids, positions)])
-        return x if self.norm is None else self.norm(x)
-
-    def _kinds(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """[n]: 0 up to the first separator of a text, 1 behind it."""
-        is_separator = (token_ids == self.separator).long()
-        before = is_separator.cumsum(0) - is_separator  # separators in front, of all texts
-        first = torch.arange(len(token_ids), device=positions.device) - positions
-        return (before > before[first]).long()
-
-    @property
-    def linears(self) -> list[Linear]:
-        return [] if self.project is None else [self.project]
-
-    def parameters(self) -> Iterator[Parameter]:
-        if self.project is not None:
-            yield from self.project.parameters
-        if self.positions is not None:
-            yield self.positions
-        if self.types is not None:
-            yield self.types
-        if self.norm is not None:
-            yield from self.norm.parameters
-
-
 def _finish_left(each: Linear | Stack) -> None:
     """What the loader has not finished yet."""
     if each.parameters:
@@ -266,49 +197,57 @@ class Decoder:
         self.config = config = build.config
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
         self.group = build.group
+        self.stage = build.stage
+        ends = build if build.stage.first else build.outline()
         hidden, vocab = config.embedding_size, config.vocab_size
         name = build.stored("embedding").names[0]
         part = Part(name, vocab, hidden, (0, vocab), (0, hidden))
-        spec = LinearSpec("embedding", (part,), False, build.dtype, build.device)
+        spec = LinearSpec("embedding", (part,), False, build.dtype, ends.device)
         self.table = build.method.table(spec, virtual_tokens)
         self.lookup, self.embedding = self.table.lookup, self.table.embedding
-        self.entrance = Entrance.of(build)
+        self.entrance = Entrance.of(ends)
         self.norm: Norm | None = None  # of a model whose layers end with one
         if not config.post_norm:
-            self.norm = build.norm(
+            self.norm = ends.norm(
                 "norm", config.hidden_size, of_residual=True, scale=config.logit_scale
             )
         tables = Tables(config.max_positions, build.device)
         layer = ParallelLayer if config.parallel else DecoderLayer
-        self.layers = [layer(build.at(index), tables) for index in range(config.num_layers)]
-        groups = kv_groups(config, build.group.size, build.group.rank)
-        self._view_of = {
-            number: index for index, view in enumerate(groups.views) for number in view.layers
-        }
-        self._view_of |= {number: self._view_of[source] for number, source in groups.borrowed}
-        self._view_of |= {number: 0 for number, _ in groups.recurrent}  # of which any will do
         self.layer_inputs = LayerInputs(build) if config.layer_input_size else None
         self.project_out: Linear | None = None
         if hidden != config.hidden_size:
-            self.project_out = build.undivided().column(
-                "project_out", (hidden,), config.hidden_size
-            )
+            self.project_out = ends.undivided().column("project_out", (hidden,), config.hidden_size)
         self._tied = tied
         first, end = build.group.share(vocab)
         self._tied_head: Any = DenseState(self.embedding[first:end], None, "head")
         self.head: Linear | None = None
         if not config.tie_embeddings:
-            self.head = build.column(
+            self.head = ends.column(
                 "head", (vocab,), hidden, bias=config.head_bias, ranges=((first, end),)
             )
+        self.modules_elsewhere: set[str] = set()
+        own = range(config.num_layers)
+        if build.stage.count > 1:
+            own = self._divide(
+                [layer(build.outline().at(number), tables) for number in range(config.num_layers)]
+            )
+        self.layer_numbers = own
+        self.layers = [layer(build.at(number), tables) for number in own]
+        groups = kv_groups(config, build.group.size, build.group.rank)
+        self.kv = groups = groups if build.stage.count == 1 else groups.of(own)
+        self._view_of = {
+            number: index for index, view in enumerate(groups.views) for number in view.layers
+        }
+        self._view_of |= {number: self._view_of[source] for number, source in groups.borrowed}
+        self._view_of |= {number: 0 for number, _ in groups.recurrent}  # of which any will do
         linears = self._all_linears()
         in_table = {each.name for each in self.table.parameters}
         filled = sum(each.tensor.nbytes for each in self.parameters() if each.name not in in_table)
-        self.loading_bytes = self.table.loading_bytes + filled
-        self.loading_bytes += tables.num_bytes
-        part = Part(name, end - first, hidden, (0, end - first), (0, hidden))
-        self.num_bytes = self.loading_bytes + self._tied_bytes(replace(spec, parts=(part,)))
-        self.num_bytes += self.table.num_bytes - self.table.loading_bytes
+        self.num_bytes = self.loading_bytes = filled + tables.num_bytes
+        if build.stage.first:
+            part = Part(name, end - first, hidden, (0, end - first), (0, hidden))
+            self.loading_bytes += self.table.loading_bytes
+            self.num_bytes += self.table.num_bytes + self._tied_bytes(replace(spec, parts=(part,)))
         self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
         self.num_bytes += sum(stack.num_bytes - stack.loading_bytes for stack in self._stacks())
         # Those in blocks or words have another number of elements.
@@ -316,7 +255,8 @@ class Decoder:
         elsewhere = in_table | {each.name for linear in linears for each in linear.parameters}
         elsewhere |= {each.name for stack in stacks for each in stack.parameters}
         in_stacks = sum(stack.spec.num_parameters for stack in stacks)
-        self.num_parameters = self.table.num_parameters + in_stacks
+        self.num_parameters = in_stacks
+        self.num_parameters += self.table.num_parameters if build.stage.first else 0
         self.num_parameters += sum(linear.spec.num_parameters for linear in linears)
         self.num_parameters += sum(
             each.tensor.numel() for each in self.parameters() if each.name not in elsewhere
@@ -325,6 +265,25 @@ class Decoder:
         if config.experts is not None:
             chosen, count = config.experts.routing.chosen, config.experts.count
             self.num_active_parameters -= in_stacks * (count - chosen) // count
+
+    def _divide(self, outlines: "list[DecoderLayer]") -> range:
+        """The layers of this stage, of outlines of all; and what only others have is noted. A layer
+        costs what it has to read."""
+        ends = self.table.num_parameters + sum(each.spec.num_parameters for each in self._ends())
+        own = self.stage.layers([each.num_parameters for each in outlines], ends)
+        others = [each for each in outlines if each.number not in own]
+        parameters = list(chain.from_iterable(each.parameters() for each in others))
+        parameters += [] if self.stage.first else self._parameters_of_ends()
+        elsewhere = {source.name for each in parameters for source in each.sources}
+        self.build.elsewhere.update(elsewhere)
+        self.modules_elsewhere.update(
+            part.name
+            for layer in others
+            for linear in layer.linears
+            if linear.adaptable
+            for part in linear.spec.parts
+        )
+        return own
 
     def linears(self) -> Iterator[Linear]:
         return (each for each in self._in_layers() if each.adaptable)
@@ -341,10 +300,14 @@ class Decoder:
         ]
 
     def _all_linears(self) -> list[Linear]:
+        if not self.stage.first:
+            return [*self._in_layers()]
         entrance = [] if self.entrance is None else [*self.entrance.linears]
         entrance += [] if self.layer_inputs is None else [self.layer_inputs.project]
-        ends = [each for each in (self.project_out, self.head) if each is not None]
-        return [*entrance, *self._in_layers(), *ends]
+        return [*entrance, *self._in_layers(), *self._ends()]
+
+    def _ends(self) -> list[Linear]:
+        return [each for each in (self.project_out, self.head) if each is not None]
 
     def matrices(self) -> list[LinearSpec]:
         return [linear.spec for linear in self._all_linears()]
@@ -365,14 +328,18 @@ class Decoder:
         return tokens * width * (2 * config.hidden_size + inside) + logits
 
     def forward(
-        self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: Sequence[KV]
+        self, token_ids: Tensor, metas: Sequence[AttentionMeta], kv: Mapping[int, KV]
     ) -> Tensor:
         residual = self.enter(token_ids, metas[0].positions)
         inputs = None if self.layer_inputs is None else self.layer_inputs(token_ids, residual)
         return self.leave(self.through(residual, metas, kv, inputs))
 
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The first part of `forward`: what the first layer sees, [num_tokens, hidden_size]."""
+        """The first part of `forward`: what the first layer sees, [num_tokens, hidden_size]. On a
+        later stage, where `receive` tells it, zeros of that shape."""
+        if not self.stage.first:
+            shape, dtype = (len(token_ids), self.config.hidden_size), self.build.activation_dtype
+            return torch.zeros(shape, dtype=dtype, device=self.device)
         residual = self.table.forward(token_ids).to(self.build.activation_dtype)
         return residual if self.entrance is None else self.entrance(residual, token_ids, positions)
 
@@ -380,7 +347,7 @@ class Decoder:
         self,
         residual: Tensor,
         metas: Sequence[AttentionMeta],
-        kv: Sequence[KV],
+        kv: Mapping[int, KV],
         inputs: Tensor | None = None,
     ) -> Tensor:
         for layer in self.layers:
@@ -389,8 +356,8 @@ class Decoder:
         return residual
 
     def leave(self, residual: Tensor) -> Tensor:
-        """The last: the final norm."""
-        return residual if self.norm is None else self.norm(residual)
+        """The last: the final norm. Of the whole model's layers, so not before the last stage."""
+        return residual if self.norm is None or not self.stage.first else self.norm(residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self.project_out is not None:
@@ -417,24 +384,33 @@ class Decoder:
                     alike.setdefault(key, []).append(linear)
         for (_, _, added), linears in alike.items():
             linears[0].method.tune([linear.state for linear in linears], tokens, added)
+        if not self.stage.first:
+            return
         if self.head is None:
             self._tied.tune([self._tied_head], samples, add=False)
         else:
             self.head.method.tune([self.head.state], samples, add=False)
 
     def parameters(self) -> Iterator[Parameter]:
-        yield from self.table.parameters
-        if self.entrance is not None:
-            yield from self.entrance.parameters()
-        if self.layer_inputs is not None:
-            yield from self.layer_inputs.parameters()
+        if self.stage.first:
+            yield from self.table.parameters
+            if self.entrance is not None:
+                yield from self.entrance.parameters()
+            if self.layer_inputs is not None:
+                yield from self.layer_inputs.parameters()
         for layer in self.layers:
             yield from layer.parameters()
-        if self.norm is not None:
-            yield from self.norm.parameters
-        for linear in (self.project_out, self.head):
-            if linear is not None:
+        if self.stage.first:
+            if self.norm is not None:
+                yield from self.norm.parameters
+            for linear in self._ends():
                 yield from linear.parameters
+
+    def _parameters_of_ends(self) -> list[Parameter]:
+        found = [*self.table.parameters]
+        found += [] if self.entrance is None else self.entrance.parameters()
+        found += [] if self.norm is None else self.norm.parameters
+        return found + [each for linear in self._ends() for each in linear.parameters]
 
     def units(self) -> Iterator[tuple[Sequence[Parameter], Callable[[], None]]]:
         for linear in self._all_linears():
@@ -462,10 +438,14 @@ class Decoder:
         quantized = self.config.quantized
         if quantized is not None and quantized.ignores(name):
             return True
-        return tied or name in self.build.elsewhere or self.config.ignores(stored)
+        elsewhere = self.build.elsewhere
+        if name in elsewhere or self.tensor_name(stored) in elsewhere:
+            return True
+        return tied or self.config.ignores(stored)
 
     def finish(self) -> None:
-        if self.config.unit_head and self.head is not None:
+        first = self.stage.first
+        if first and self.config.unit_head and self.head is not None:
             if not isinstance(self.head.state, DenseState):
                 raise ConfigError(
                     f"{self.config.architecture} divides the head's rows by their length, which "
@@ -476,6 +456,8 @@ class Decoder:
             weight.copy_(normalize(weight.float(), dim=1))
         with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
             list(pool.map(_finish_left, [*self._all_linears(), *self._stacks()]))
+        if not first:
+            return
         self.table.finish()
         if self.head is not None:
             return

@@ -1,17 +1,19 @@
 """Model: what the engine asks of a network; and the classes that fulfil it. How to add one:
 docs/adding-a-model.md."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.config.kv_groups import KVGroups
 from engine.config.model_config import ModelConfig
 from engine.layers.build import Builder
 from engine.layers.linear import Linear
 from engine.models.decoder import Decoder
 from engine.parallel.group import TensorParallelGroup
+from engine.parallel.stages import Stage
 from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec
 from engine.quantization.registry import linear_method
 from engine.weights.parameter import Parameter
@@ -25,6 +27,10 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
     group: TensorParallelGroup  # its rank's part is what this model holds
+    stage: Stage  # whose layers it holds; num_parameters and bytes are of these
+    layer_numbers: range
+    kv: KVGroups  # what these keep
+    modules_elsewhere: set[str]  # that adapters may change, of layers that other stages have
     num_parameters: int  # of this rank
     num_active_parameters: int  # of these, those that a token meets
     loading_bytes: int  # weights and tables as they are allocated and loaded
@@ -37,7 +43,7 @@ class Model(Protocol):
         self,
         token_ids: Tensor,
         metas: Sequence[AttentionMeta],
-        kv: Sequence[tuple[Cache, Cache]],
+        kv: Mapping[int, tuple[Cache, Cache]],
     ) -> Tensor:
         """token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size] after the
         final norm.
@@ -45,6 +51,23 @@ class Model(Protocol):
         metas: of each view, in the order of `KVGroups.views`, planned. kv: (keys, values) of
         each layer, as AttentionMeta describes; written in place.
         """
+        ...
+
+    def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """The first part of `forward`: what the first layer sees, [num_tokens, hidden_size]."""
+        ...
+
+    def through(
+        self,
+        residual: Tensor,
+        metas: Sequence[AttentionMeta],
+        kv: Mapping[int, tuple[Cache, Cache]],
+    ) -> Tensor:
+        """The middle: this stage's layers. residual may be written over."""
+        ...
+
+    def leave(self, residual: Tensor) -> Tensor:
+        """The last part: what comes out of the last layer of all, after the final norm."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -112,6 +135,7 @@ def build_model(
     *,
     quantization: str = "none",
     group: TensorParallelGroup | None = None,
+    stage: Stage = Stage(),  # noqa: B008, it is frozen
     virtual_tokens: int = 0,
     runs_on: str | None = None,
 ) -> Model:
@@ -134,6 +158,7 @@ def build_model(
         # The CPU computes in float32 and keeps 16 bits only where memory is read: weights and KV.
         torch.float32 if runs_on == "cpu" else dtype,
         device,
+        stage,
     )
     # A head that is the embedding is loaded with it, as the checkpoint has it.
     tied = method if method.FROM_DENSE else linear_method("none", kernels, runs_on)

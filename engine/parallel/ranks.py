@@ -63,7 +63,7 @@ class _Rank:
 
 
 class Ranks:
-    """Spawns ranks 1 to config.tensor_parallel - 1, which begin to import and load at once.
+    """Spawns ranks 1 to config.num_ranks - 1, which begin to import and load at once.
 
     on_death(error): from a thread, once a rank has ended that was not asked to. The thread that
     makes this has to live as long as the ranks shall.
@@ -72,9 +72,11 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, on_death: Callable[[MantaError], None]) -> None:
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("tensor_parallel needs Linux", param="tensor_parallel")
-        self.size = config.tensor_parallel
+            raise ConfigError("several ranks need Linux", param="tensor_parallel")
+        self.size, self.stages = config.num_ranks, config.pipeline_parallel
         self.memory = os.memfd_create("manta-ranks")
+        # More than what is laid out in it: a page is taken when it is first used.
+        os.ftruncate(self.memory, 1 << 40)
         self._on_death = on_death
         self._closing = False
         self._adapters_lock = threading.Lock()

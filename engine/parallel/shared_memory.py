@@ -42,6 +42,24 @@ class RankFailed(Exception):
     """Another rank's step has failed, so that this one cannot come to its end."""
 
 
+def wait_for(words: memoryview, at: int, wanted: int, check: Callable[[], None]) -> None:
+    """Until words[at] is as large as wanted. check: called now and then; what it raises ends the
+    wait."""
+    for _ in range(_LOOKS):
+        if words[at] >= wanted:
+            return
+    for _ in range(_YIELDS):
+        os.sched_yield()
+        if words[at] >= wanted:
+            return
+        check()
+    began = time.monotonic()
+    while words[at] < wanted:
+        check()
+        # Longer and longer: one that waits for ever shall not look as if it computed.
+        time.sleep(min(max(_SLEEP, (time.monotonic() - began) / 20), _NAP))
+
+
 @dataclass(slots=True)
 class _State:
     memory: mmap.mmap
@@ -65,8 +83,9 @@ class SharedMemoryGroup(TensorParallelGroup):
         """descriptor: of a file that all ranks have open; it can be closed afterwards. The file's
         pages are taken when they are first used."""
         begin = size * 8 * LINE_WORDS
-        length = begin + size * 2 * SLOT
-        os.ftruncate(descriptor, length)
+        length = cls.num_bytes(size)
+        if os.fstat(descriptor).st_size < length:
+            os.ftruncate(descriptor, length)
         memory = mmap.mmap(descriptor, length)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         slots = list(whole[begin:].view(2 * size, SLOT))
@@ -75,6 +94,11 @@ class SharedMemoryGroup(TensorParallelGroup):
         with contextlib.suppress(CompilerUnavailable, AttributeError):
             kernel = Meeting(rank, size, whole.data_ptr(), slots[0].data_ptr(), SLOT)
         return cls(rank, size, _State(memory, words, [slots[:size], slots[size:]], kernel))
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """Of its memory; what else lies in the file begins there."""
+        return size * (8 * LINE_WORDS + 2 * SLOT)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._sum(x, None)
@@ -179,24 +203,28 @@ class SharedMemoryGroup(TensorParallelGroup):
             return [slot[:size].view(piece.dtype) for slot in slots]
 
     def _wait(self, state: _State, at: int, wanted: int) -> None:
-        words = state.words
-        for _ in range(_LOOKS):
-            if words[at] >= wanted:
-                return
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if words[at] >= wanted:
-                return
-            self._look_for_failures(state)
-        began = time.monotonic()
-        while words[at] < wanted:
-            self._look_for_failures(state)
-            # Longer and longer: one that waits for ever shall not look as if it computed.
-            time.sleep(min(max(_SLEEP, (time.monotonic() - began) / 20), _NAP))
+        wait_for(state.words, at, wanted, lambda: self._look_for_failures(state))
+
+    @property
+    def fence(self) -> threading.Lock:
+        """What was written before it is taken is seen by those who see what is written in it."""
+        assert self.state is not None
+        return self.state.fence
+
+    @property
+    def round(self) -> int:
+        """Failed steps that this rank has put behind it."""
+        assert self.state is not None
+        return self.state.round
+
+    def check_round(self) -> None:
+        """Raises RankFailed where rank 0 has given the steps of this round up."""
+        assert self.state is not None
+        if self.state.words[ROUND] != self.state.round:
+            raise RankFailed("the step was given up")
 
     def _look_for_failures(self, state: _State) -> None:
-        if state.words[ROUND] != state.round:
-            raise RankFailed("the step was given up")
+        self.check_round()
         if state.words[FAILED] > state.round:
             rank = state.words[FAILED_ON]
             raise RankFailed(f"the step has failed on rank {rank} of {self.size}")

@@ -29,8 +29,8 @@ class FirstStart:
 
     def __init__(self, config: EngineConfig) -> None:
         self.compilers: Compilers | None = None
-        # With several ranks the sums between them cannot be left out, as launches are then.
-        if config.device == "cpu" or config.tensor_parallel > 1 or not _DRIVER.exists():
+        # With several ranks what is between them cannot be left out, as launches are then.
+        if config.device == "cpu" or config.num_ranks > 1 or not _DRIVER.exists():
             return
         try:
             self._mark = cache_folder() / f"manta-started-{_digest(config)}"

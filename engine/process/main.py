@@ -112,7 +112,7 @@ def _model(
     report("imports", 0.0)
     # Before the imports, so that those of the compilers, or of the other ranks, run beside ours.
     first, ranks = FirstStart(config), None
-    if config.tensor_parallel > 1:
+    if config.num_ranks > 1:
         ranks = Ranks(config, fail)
         ends.callback(ranks.close)
     from engine.factory import build  # brings torch, seconds that a fake core must not pay

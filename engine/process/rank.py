@@ -24,7 +24,8 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
 if TYPE_CHECKING:
     from engine.lora.loader import AdapterLoader
-    from engine.runner.model_runner import DeviceResult, ModelRunner
+    from engine.parallel.group import TensorParallelGroup
+    from engine.runner.model_runner import DeviceResult, ModelRunner, StagedResult
 
 logger = logging.getLogger("manta.engine")
 
@@ -32,10 +33,14 @@ logger = logging.getLogger("manta.engine")
 class RankLoop:
     """Carries out rank 0's orders, which are names of methods here."""
 
-    def __init__(self, runner: "ModelRunner", orders: "Connection[Any, Any]") -> None:
+    def __init__(
+        self, runner: "ModelRunner", world: "TensorParallelGroup", orders: "Connection[Any, Any]"
+    ) -> None:
+        """world: of all ranks."""
         self._runner = runner
+        self._world = world
         self._orders = orders
-        self._launched: deque[DeviceResult] = deque()
+        self._launched: deque[DeviceResult | StagedResult] = deque()
 
     def run(self) -> None:
         """Until rank 0 ends."""
@@ -47,9 +52,12 @@ class RankLoop:
             getattr(self, what)(*given)
 
     def launch(self, batch: Batch) -> None:
+        from engine.parallel.link import SharedMemoryLink
         from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
 
-        group = self._runner.model.group
+        world, link = self._world, self._runner.link
+        if link is not None:
+            link.begin()
         try:
             self._launched.append(self._runner.launch(batch))
             if len(self._launched) > 1:  # at most two are in flight, as on rank 0
@@ -57,21 +65,20 @@ class RankLoop:
         except AssertionError:
             raise
         except Exception as error:
-            if not isinstance(group, SharedMemoryGroup):
+            if not isinstance(world, SharedMemoryGroup):
                 raise
             if not isinstance(error, RankFailed):
                 logger.warning("a step has failed", exc_info=error)
-                group.fail()
+                failed = link if isinstance(link, SharedMemoryLink) else world
+                failed.fail()
 
     def recover(self) -> None:
         """After a step that failed anywhere."""
-        from engine.parallel.shared_memory import SharedMemoryGroup
+        from engine.runner.ranked import join_round
 
         self._launched.clear()
-        group = self._runner.model.group
-        assert isinstance(group, SharedMemoryGroup)
         done = self._runner.recover()
-        group.join_round()
+        join_round(self._world, self._runner.link)
         self._orders.send(done)
 
     def shrink(self, num_blocks: int) -> None:
@@ -121,14 +128,14 @@ def run(start: RankStart) -> None:
 
     from engine.factory import build_rank
 
-    runner, loader = build_rank(start.config, start.rank, start.memory, port)
+    runner, world, loader = build_rank(start.config, start.rank, start.memory, port)
     if loader is not None:
         adapters: Connection[Any, Any] = Connection(start.adapters)
         given = (loader, adapters)
         threading.Thread(target=_load_adapters, args=given, name="adapters", daemon=True).start()
     gc.collect()
     gc.freeze()
-    RankLoop(runner, orders).run()
+    RankLoop(runner, world, orders).run()
 
 
 def main() -> int:

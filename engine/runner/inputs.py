@@ -11,8 +11,9 @@ offsets, so that a graph can read the first sections):
 its entry. `counts` are the decodes and the entries. The offsets count from the start of the
 updates.
 
-Two pinned buffers alternate. Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and by
-then n has been waited for (the loop is one ahead, never two).
+There are as many pinned buffers as steps in flight: two, or more in a pipeline. Step n + 1 is
+packed while n runs; n + 2 reuses n's buffer, and by then n has been waited for (the loop is one
+ahead, never two).
 """
 
 from dataclasses import dataclass
@@ -128,8 +129,14 @@ class CudaInputs:
     """Packs a Batch into pinned memory, uploads it in one copy, assembles it with two kernels."""
 
     def __init__(
-        self, rows: RequestRows, block_size: int, max_num_tokens: int, device: torch.device
+        self,
+        rows: RequestRows,
+        block_size: int,
+        max_num_tokens: int,
+        device: torch.device,
+        steps: int = 2,
     ) -> None:
+        """steps: in flight at once."""
         self._rows = rows
         self._block_size = block_size
         entries = max_entries(rows.pad_row)
@@ -137,7 +144,7 @@ class CudaInputs:
         self._counts_at = 5 * entries + 1
         self._updates_at = self._counts_at + 2
         capacity = self._updates_at + UPDATE_CAPACITY
-        self._staging = [_Staging(capacity), _Staging(capacity)]
+        self._staging = [_Staging(capacity) for _ in range(max(2, steps))]
         self._packed = torch.zeros(capacity, dtype=torch.int32, device=device)
         self.rows = self._packed[:entries]
         self.starts = self._packed[entries : 2 * entries]
@@ -167,7 +174,7 @@ class CudaInputs:
         """
         from kernels.batch import apply_updates
 
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % len(self._staging)
         entries, count = self._entries, len(batch.rows)
         num_rows, num_blocks = len(batch.new_rows), len(batch.new_blocks)
         num_updates = 3 * (num_rows + num_blocks) + sum(

@@ -28,7 +28,7 @@ class KVCache:
     """
 
     groups: KVGroups
-    layers: list[tuple[Cache, Cache]]
+    layers: dict[int, tuple[Cache, Cache]]  # by their numbers, in order
     # All: [slots, KVGroups.tensors, num_blocks, block_size * elements (or bytes) of a token]
     storage: Tensor
     num_blocks: int
@@ -62,13 +62,13 @@ class KVCache:
         dtype = torch.uint8 if form.name else dtype
         width = block_size * groups.place_bytes(form) // dtype.itemsize
         storage = zeros((groups.slots, groups.tensors, num_blocks, width), dtype, device)
-        kv = cls(groups, [], storage, num_blocks, block_size, form)
+        kv = cls(groups, {}, storage, num_blocks, block_size, form)
         if groups.recurrent:
             kv.states = StateCache(groups.recurrent, rows, snapshots, device)
-        kv.layers += kv._views()
+        kv.layers |= kv._views()
         return kv
 
-    def _views(self) -> list[tuple[Cache, Cache]]:
+    def _views(self) -> dict[int, tuple[Cache, Cache]]:
         found: dict[int, tuple[Cache, Cache]] = {}
         if self.states is not None:
             found |= self.states.layers
@@ -88,20 +88,21 @@ class KVCache:
                     found[layer] = (keys.view(shape), values.view(shape))
         for layer, source in self.groups.borrowed:
             found[layer] = found[source]
-        return [found[layer] for layer in sorted(found)]
+        return dict(sorted(found.items()))
 
     def put(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
         """Keys and values that no layer computed, of a model of one group: values [n, 2 *
         num_layers, num_kv_heads, head_dim], the first layer's keys, its values, the second's ...,
         to the places int64 [n] in the blocks int64 [n]."""
         if not self.form.name:
-            whole = self.storage.view(*self.storage.shape[:2], *self.layers[0][0].shape)
+            shape = next(iter(self.layers.values()))[0].shape
+            whole = self.storage.view(*self.storage.shape[:2], *shape)
             whole.flatten(0, 1)[:, blocks, :, places] = values
             return
         count, _, heads, dim = values.shape
         head = torch.arange(heads, device=blocks.device).repeat(count)
         at = (blocks.repeat_interleave(heads), head, places.repeat_interleave(heads))
-        for number, (keys, own) in enumerate(self.layers):
+        for number, (keys, own) in enumerate(self.layers.values()):
             assert isinstance(keys, QuantizedKV) and isinstance(own, QuantizedKV)
             key = turned(self.form, values[:, 2 * number].float())  # as the layer turns its own
             keys.write(*at, key.reshape(-1, dim))
@@ -119,7 +120,7 @@ class KVCache:
             torch.cuda.empty_cache()
         self.storage = zeros(shape, dtype, device)
         self.num_blocks = num_blocks
-        self.layers += self._views()
+        self.layers |= self._views()
 
 
 def in_views(

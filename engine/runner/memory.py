@@ -5,7 +5,7 @@ measured, `manta plan` with estimates of that and a model that takes no memory (
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from engine.errors import ConfigError
 from engine.lora.build import adapter_bytes
 from engine.models.registry import Model, build_model
 from engine.parallel.group import TensorParallelGroup
+from engine.parallel.stages import Stage
 from engine.resolve import Resolved
 from engine.runner.rows import RequestRows
 from kernels.dispatch import kernels_for
@@ -54,8 +55,9 @@ GRAPHS_TOO_LARGE = (
 )
 
 
-def outline(resolved: Resolved) -> Model:
-    """The model of `resolved` without its memory, on any machine."""
+def outline(resolved: Resolved, stage: int = 0) -> Model:
+    """The model of `resolved`, or the largest rank's part of it, without its memory, on any
+    machine. stage: of a pipeline."""
     config = resolved.config
     return build_model(
         resolved.model,
@@ -64,9 +66,18 @@ def outline(resolved: Resolved) -> Model:
         kernels_for("cpu", config.deterministic),  # which is not asked for anything
         quantization=config.quantization,
         group=TensorParallelGroup(resolved.ranks - 1, resolved.ranks),  # no other has more heads
+        stage=Stage(stage, resolved.stages),
         virtual_tokens=config.max_loras * config.max_virtual_tokens,
         runs_on=resolved.device.type,
     )
+
+
+def parts_here(resolved: Resolved, model: Model) -> list[Model]:
+    """Of all ranks that share this rank's memory; model: its own, the first."""
+    others = [outline(resolved, stage) for stage in range(1, resolved.stages)]
+    if resolved.device.type == "cuda":
+        return [model]
+    return [model] * resolved.ranks + others
 
 
 def lora_host_bytes(config: EngineConfig, available: int) -> int:
@@ -99,9 +110,9 @@ def plan_memory(
     if activations is None:
         activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
     ranks, here, block_size = resolved.ranks, resolved.ranks_here, config.block_size
-    groups = kv_groups(resolved.model, ranks, model.group.rank)
+    groups, parts = model.kv, parts_here(resolved, model)
     rows = RequestRows.allocate(seqs, longest, block_size, torch.device("meta"), len(groups.groups))
-    used = [("weights", model.num_bytes), ("request rows", rows.num_bytes)]
+    used = [("request rows", rows.num_bytes)]
     if groups.state_bytes:
         used.append((f"states ({seqs} requests)", (seqs + 1) * groups.state_bytes))
     adapters = adapter_bytes(resolved, model)
@@ -110,12 +121,13 @@ def plan_memory(
     if cuda and config.cuda_graphs:
         used.append(("graphs (reserved)", GRAPH_BYTES * (2 if config.max_loras else 1)))
     used = [(name, here * size) for name, size in used]
+    used.insert(0, ("weights", sum(part.num_bytes for part in parts)))
     if not cuda and host_bytes:
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
     plan.groups, plan.block_size = groups, block_size
-    together = [groups]
-    if here > 1:
+    together = [part.kv for part in parts]
+    if len(parts) > 1 and ranks > 1:
         together = [kv_groups(resolved.model, ranks, rank) for rank in range(ranks)]
     plan.block_bytes = sum(each.bytes_per_block(block_size, resolved.kv) for each in together)
     free = plan.total - sum(size for _, size in plan.rows)
@@ -265,10 +277,10 @@ def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
         )
 
 
-def check_weights(model: Model, free: int, ranks: int = 1) -> None:
+def check_weights(parts: Sequence[Model], free: int) -> None:
     """Raises ConfigError where the weights do not fit while they are loaded, before the system ends
-    the process. ranks: that load as much."""
-    num_bytes = ranks * max(model.loading_bytes, model.num_bytes)
+    the process. parts: that are loaded at once."""
+    num_bytes = sum(max(model.loading_bytes, model.num_bytes) for model in parts)
     if num_bytes > free:
         raise ConfigError(
             f"the weights need {num_bytes / GIB:.2f} GiB and {free / GIB:.2f} GiB are free. "

@@ -26,6 +26,7 @@ from engine.lora.device import LoraDevice
 from engine.lora.virtual_tokens import VirtualTokensDevice
 from engine.models.decoder import Decoder
 from engine.models.registry import Model
+from engine.parallel.link import Link
 from engine.pooling import Pooling
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
@@ -130,6 +131,33 @@ class _HostLogprobs:
 
 
 @dataclass(slots=True)
+class StagedResult:
+    """A step that is on its way through the stages of a pipeline. conclude: takes what comes back,
+    and samples."""
+
+    conclude: Callable[[], DeviceResult]
+    masks: "NDArray[np.int32] | None" = None
+
+    def sample(self, masks: NDArray[np.int32]) -> None:
+        """Once there is something to sample from."""
+        self.masks = masks
+
+    def wait(self) -> StepResult:
+        """As of DeviceResult. Raises OutOfMemory; and RankFailed where another stage's part of the
+        step has failed."""
+        try:
+            with torch.inference_mode():
+                pending = self.conclude()
+                if self.masks is not None:
+                    pending.sample(self.masks)
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+        else:
+            return pending.wait()
+        raise OutOfMemory(message)
+
+
+@dataclass(slots=True)
 class _Samples:
     """What a forward pass leaves to choose from, n tokens."""
 
@@ -157,7 +185,10 @@ class ModelRunner:
         lora: LoraDevice | None = None,
         prompts: VirtualTokensDevice | None = None,
         pooling: Pooling | None = None,
+        link: Link | None = None,
+        steps: int = 2,
     ) -> None:
+        """link: to the stages before and after this one. steps: in flight at once."""
         self.model = model
         self.kernels = kernels
         self.sampler = sampler
@@ -165,6 +196,7 @@ class ModelRunner:
         self.kv = kv
         self.device = device
         self.lora = lora
+        self.link = link
         self._prompts = prompts
         self._pooling = pooling
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -174,7 +206,7 @@ class ModelRunner:
         self._cuda = device.type == "cuda"
         self.inputs: Any
         if self._cuda:
-            self.inputs = CudaInputs(rows, kv.block_size, max_num_batched_tokens, device)
+            self.inputs = CudaInputs(rows, kv.block_size, max_num_batched_tokens, device, steps)
             # Step n's results are read while n + 1 is in flight: two host buffers, alternating.
             self._host_tokens = [
                 torch.empty(rows.pad_row, dtype=torch.int64, pin_memory=True) for _ in range(2)
@@ -195,8 +227,9 @@ class ModelRunner:
         if not self._cuda and isinstance(model, Decoder) and model.group.recordable:
             self.programs = StepPrograms(model, rows, kv)
 
-    def launch(self, batch: Batch) -> DeviceResult:
-        """Start a step. Returns at once on CUDA; on the CPU the work is done when it returns.
+    def launch(self, batch: Batch) -> "DeviceResult | StagedResult":
+        """Start a step. Returns at once on CUDA; on the CPU the work, of this stage's layers, is
+        done when it returns.
 
         Raises OutOfMemory.
         """
@@ -207,7 +240,7 @@ class ModelRunner:
         raise OutOfMemory(message)  # out here, because torch's own holds the step's tensors
 
     @torch.inference_mode()
-    def _launch(self, batch: Batch) -> DeviceResult:
+    def _launch(self, batch: Batch) -> "DeviceResult | StagedResult":
         for new in batch.new_rows:
             self.sampler.set_row(new)
             params = new.params
@@ -245,20 +278,22 @@ class ModelRunner:
         size = None
         if self.graphs is not None and (decodes_only or not self._wants_hidden(batch)):
             size = self.graphs.size_of(batch)
-        prompt_logprobs = []
-        pooled = None
         if self.graphs is not None and size is not None:
             self.graphs.forward(batch, size)
             if plan.simple and not batch.masked:
                 tokens = self.graphs.choose(size, plan)[: len(sample_rows)]
                 return self._finish(batch.step, tokens, entries)
             hidden, rows, positions = self.graphs.samples(len(sample_rows), not decodes_only)
-        else:
-            step = self.inputs.assemble(batch)
-            if self.lora is not None:
-                step.adapt(self.lora.step(batch))
-            replayed = self._replayed(step) if decodes_only else None
-            hidden = self.forward(step) if replayed is None else replayed
+            samples = _Samples(hidden, rows, positions, sample_rows, entries, plan)
+            return self._sample_now_or_later(batch, samples, [], None)
+        step = self.inputs.assemble(batch)
+        if self.lora is not None:
+            step.adapt(self.lora.step(batch))
+
+        def conclude(hidden: Tensor) -> DeviceResult:
+            """What is left to do with what comes out of the last layer."""
+            prompt_logprobs = []
+            pooled = None
             if not decodes_only:
                 prompt_logprobs = self._launch_prompt_logprobs(batch, hidden)
                 if self._pooling is not None:
@@ -269,8 +304,51 @@ class ModelRunner:
                 return pending
             if step.last is not None:
                 hidden = hidden.index_select(0, step.last)
-            rows, positions = step.sample_rows, step.sample_positions
-        samples = _Samples(hidden, rows, positions, sample_rows, entries, plan)
+            given = hidden, step.sample_rows, step.sample_positions, sample_rows, entries, plan
+            return self._sample_now_or_later(batch, _Samples(*given), prompt_logprobs, pooled)
+
+        if self.link is not None:
+            return self._launch_stage(self.link, batch, step, conclude)
+        replayed = self._replayed(step) if decodes_only else None
+        return conclude(self.forward(step) if replayed is None else self.model.leave(replayed))
+
+    def _launch_stage(
+        self,
+        link: Link,
+        batch: Batch,
+        step: DeviceStep,
+        conclude: Callable[[Tensor], DeviceResult],
+    ) -> "DeviceResult | StagedResult":
+        """This stage's layers, and what they give to the next. The first concludes the step when it
+        is waited for, so that other steps are launched meanwhile."""
+        stage, count = self.model.stage, step.token_ids.shape[0]
+        if stage.first:
+            entered = self.model.enter(step.token_ids, step.metas[0].positions)
+        else:
+            entered = link.receive(count)
+        out = self._replayed(step, entered) if batch.num_decodes == len(batch.rows) else None
+        if out is None:
+            out = self.run(step.token_ids, step.metas, entered)
+        # Of the other tokens nothing is asked at the end.
+        last = None if self._wants_hidden(batch) else step.last
+        if stage.last and last is not None:
+            out = out.index_select(0, last)
+        link.send(out)
+        if not stage.first:
+            return self._finish(batch.step, step.sample_rows.new_empty(0), None)
+        if last is not None:
+            step.last, count = None, last.shape[0]
+        return StagedResult(lambda: conclude(self.model.leave(link.receive(count))))
+
+    def _sample_now_or_later(
+        self,
+        batch: Batch,
+        samples: "_Samples",
+        prompt_logprobs: "list[tuple[int, _HostLogprobs]]",
+        pooled: tuple[list[int], Tensor] | None,
+    ) -> DeviceResult:
+        """Later, when there are masks, if samples wait for these."""
+        entries, positions = samples.entries, samples.positions
         if not batch.masked or self.model.group.rank:  # the first rank has the masks
             pending = self._choose(batch.step, samples, prompt_logprobs, None)
             pending.pooled = pooled
@@ -345,8 +423,11 @@ class ModelRunner:
         """The model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
         return self.run(step.token_ids, step.metas)
 
-    def run(self, token_ids: Tensor, metas: Sequence[AttentionMeta]) -> Tensor:
-        """The same. metas: of each group of layers; they are planned here."""
+    def run(
+        self, token_ids: Tensor, metas: Sequence[AttentionMeta], entered: Tensor | None = None
+    ) -> Tensor:
+        """The same. metas: of each group of layers; they are planned here. entered: what the first
+        of this stage's layers sees; the result is then what comes out of the last."""
         layers, groups = self.kv.layers, self.kv.groups
         views = in_views(groups, metas, self.kv.block_size)
         for view, meta in zip(groups.views, views, strict=True):
@@ -354,14 +435,17 @@ class ModelRunner:
             if not attention.bidirectional:
                 cache = layers[view.layers[0]][0]
                 self.kernels.prepare(meta, attention.num_heads, cache, attention.rank)
+        if entered is not None:
+            return self.model.through(entered, views, layers)
         return self.model.forward(token_ids, views, layers)
 
-    def _replayed(self, step: DeviceStep) -> Tensor | None:
-        """The same for a step of decodes, by a program; None where there is none."""
+    def _replayed(self, step: DeviceStep, entered: Tensor | None = None) -> Tensor | None:
+        """What comes out of the last layer in a step of decodes, by a program; None where there is
+        none. entered: as of `run`."""
         if self.programs is None:
             return None
         views = in_views(self.kv.groups, step.metas, self.kv.block_size)
-        return self.programs.forward(replace(step, metas=views))
+        return self.programs.through(replace(step, metas=views), entered)
 
     def sample(
         self,
@@ -502,13 +586,15 @@ class ModelRunner:
         hidden = self.forward(step)
         if self.lora is not None:
             self.lora.forget()
+        decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
+        self.forward(self.inputs.assemble(decode))
+        if not self.model.stage.first:
+            return
         count = self.rows.pad_row
         rows = torch.full((count,), pad, dtype=torch.int64, device=self.device)
         last = torch.arange(count, device=self.device) % hidden.shape[0]
         masked = Masked.everything(count, self.model.config.vocab_size, self.device)
         self.sample(hidden.index_select(0, last), rows, torch.ones_like(rows), MOST, masked)
-        decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
-        self.forward(self.inputs.assemble(decode))
 
     def launch_everything(self, sizes: Sequence[int]) -> None:
         """What a start launches, where launches only tell which kernels they need

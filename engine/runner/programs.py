@@ -21,7 +21,7 @@ _MOST = 64  # decodes; in larger steps the kernels outweigh what they cost to la
 
 
 class StepPrograms:
-    """Inputs lie here, at fixed addresses. `forward` gives None for a step that is not recorded."""
+    """Inputs lie here, at fixed addresses. `through` gives None for a step that is not recorded."""
 
     def __init__(self, model: Decoder, rows: RequestRows, kv: KVCache) -> None:
         self._model, self._kv = model, kv
@@ -50,15 +50,16 @@ class StepPrograms:
         """The KV cache has moved."""
         self._programs.clear()
 
-    def forward(self, step: DeviceStep) -> Tensor | None:
-        """The model over the step, as `Decoder.forward`; None: it has to be computed as usual."""
+    def through(self, step: DeviceStep, entered: Tensor | None = None) -> Tensor | None:
+        """The model's layers over the step; None: they have to be computed as usual. entered: what
+        the first of them sees; None: what `Decoder.enter` makes."""
         first = step.metas[0]
         count = step.token_ids.shape[0]
         if not self._able or first.num_decodes != count or count > self._most:
             return None
         if first.lora is not None:
             return None
-        residual = self._enter(step)
+        residual = self._enter(step, entered)
         program = self._programs.get(count)
         if not self._tried:
             # A rank that finds only in the middle of a step that it cannot would leave the others.
@@ -66,11 +67,11 @@ class StepPrograms:
             self._able = self._model.group.all_can(lambda: self._can_record(step.metas, residual))
             if not self._able:
                 return None
-            residual = self._enter(step)
+            residual = self._enter(step, entered)
         if program is not None:
             out = program.play()
             self._model.group.check()
-            return self._model.leave(out)
+            return out
         try:
             program = self._record(step.metas, residual)
         except NotRecordable as error:
@@ -78,7 +79,7 @@ class StepPrograms:
             self._able = False
             return None
         self._programs[count] = program
-        return self._model.leave(program.out)
+        return program.out
 
     def _can_record(self, metas: Sequence[AttentionMeta], residual: Tensor) -> bool:
         try:
@@ -87,7 +88,7 @@ class StepPrograms:
             return False
         return True
 
-    def _enter(self, step: DeviceStep) -> Tensor:
+    def _enter(self, step: DeviceStep, entered: Tensor | None) -> Tensor:
         """The step's inputs, in their places."""
         count = step.token_ids.shape[0]
         positions, kv_len, slots, tables = self._arrays
@@ -98,7 +99,8 @@ class StepPrograms:
             slots[group, :count] = meta.slots.numpy()
             table: np.ndarray = meta.block_table.numpy()
             tables[group, :count, : table.shape[1]] = table
-        entered = self._model.enter(step.token_ids, first.positions)
+        if entered is None:
+            entered = self._model.enter(step.token_ids, first.positions)
         if self._residual.shape[1:] != entered.shape[1:]:
             self._residual = entered.new_empty(self._most, entered.shape[1])
         return self._residual[:count].copy_(entered)

@@ -51,7 +51,7 @@ def test_the_cache_holds_what_was_planned(name: str, tmp_path: Path) -> None:
     assert held(kv.storage) == 5 * groups.bytes_per_block(4, resolved.kv)
     kv.shrink(3)
     assert held(kv.storage) == 3 * groups.bytes_per_block(4, resolved.kv)
-    for number, layer in enumerate(kv.layers):
+    for number, layer in enumerate(kv.layers.values()):
         for cache in layer:
             assert isinstance(cache, QuantizedKV) and cache.shape == (3, 2, 4, 64)
             assert not cache.codes.view(torch.uint8).any() and not cache.numbers.any()

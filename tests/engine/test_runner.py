@@ -258,7 +258,7 @@ def test_warm_up_touches_no_request(runner: ModelRunner) -> None:
     """Warming up writes keys into blocks, or tokens into rows, that requests use later."""
     runner.warm_up(64)
     assert not runner.rows.tokens[:NUM_ROWS].any()
-    assert not any(cache[1:].any() for layer in runner.kv.layers for cache in layer)
+    assert not any(cache[1:].any() for layer in runner.kv.layers.values() for cache in layer)
 
 
 def test_the_largest_step_is_one_that_can_be(runner: ModelRunner) -> None:
@@ -317,7 +317,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_three_ways_out(tmp_path: Pat
         found.append(raised.value.message)
     with pytest.raises(ConfigError) as raised:
         sizes = SimpleNamespace(loading_bytes=16 * GIB, num_bytes=8 * GIB)
-        check_weights(sizes, 10 * GIB)  # type: ignore[arg-type]
+        check_weights([sizes], 10 * GIB)  # type: ignore[arg-type]
     found.append(raised.value.message)
     for text in found:
         assert text.count("GiB") >= 2

@@ -23,11 +23,15 @@ pytestmark = [
     ),
 ]
 
-ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 8, "tensor_parallel": 2}
+ENGINE = {"dtype": "float32", "num_blocks": 600, "max_num_seqs": 8}
 
 
-@pytest.fixture(scope="module")
-def broken(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broken]:
+@pytest.fixture(scope="module", params=["tensor_parallel", "pipeline_parallel"])
+def broken(
+    shared_cluster: Cluster,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[Broken]:
     model = agent_model(tmp_path_factory.mktemp("model"))
     # Cores of the cluster are those that Ray was told of.
     with deployed(
@@ -38,7 +42,7 @@ def broken(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         routers=1,
         num_cpus=2.0,
         router={"replicas": 1, "num_cpus": 0},
-        engine=ENGINE,
+        engine={**ENGINE, request.param: 2},
     ) as found:
         yield found
 

@@ -62,6 +62,7 @@ def test_more_gpus_than_an_engine_uses_are_refused(tmp_path):
         assert pools["gpu"].num_gpus == given
 
 
+@pytest.mark.parametrize("key", ["tensor_parallel", "pipeline_parallel"])
 @pytest.mark.parametrize(
     "pool, why",
     [
@@ -71,11 +72,11 @@ def test_more_gpus_than_an_engine_uses_are_refused(tmp_path):
         ("cpu: {num_cpus: 1}", "num_cpus is 1 and tensor_parallel 2: each rank needs a core"),
     ],
 )
-def test_a_reservation_that_does_not_suit_the_ranks_is_refused(tmp_path, pool, why):
+def test_a_reservation_that_does_not_suit_the_ranks_is_refused(tmp_path, pool, why, key):
     """Bug: Ray gives a replica one GPU, and its second rank fails at the start, or shares it."""
-    (found,) = faults(tmp_path, f"engine: {{tensor_parallel: 2}}\npools:\n  {pool}")
-    assert why in found
-    load_config(write(tmp_path, "engine: {tensor_parallel: 2}\npools: {gpu: {}, cpu: {}}"), {})
+    (found,) = faults(tmp_path, f"engine: {{{key}: 2}}\npools:\n  {pool}")
+    assert why.replace("tensor_parallel", key) in found
+    load_config(write(tmp_path, f"engine: {{{key}: 2}}\npools: {{gpu: {{}}, cpu: {{}}}}"), {})
 
 
 def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):

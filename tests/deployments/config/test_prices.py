@@ -102,6 +102,11 @@ def test_offers(tmp_path: Path) -> None:
     assert found["p5en.48xlarge"].replicas == 2 and "p5.4xlarge" not in found  # 8 GPUs, and one
     assert found["p5en.48xlarge"].million_tokens is None
     assert found["p5en.48xlarge"].plan.weights < 0.35 * h200.plan.weights
+    stages = offers("gpu", PoolConfig(), model, config(pipeline_parallel=4), prices, speeds)
+    staged = {offer.node.name: offer for offer in stages}["p5en.48xlarge"]
+    assert (staged.replicas, staged.plan.stages, staged.plan.ranks) == (2, 4, 4)
+    assert 0.2 * h200.plan.weights < staged.plan.weights < 0.35 * h200.plan.weights
+    assert staged.plan.parameters == h200.plan.parameters
     two = offers("gpu", PoolConfig(num_gpus=0.5), model, config(num_blocks=2048), prices, speeds)
     assert {o.node.name: o.replicas for o in two}["p5.4xlarge"] == 2
     cpus = offers("cpu", PoolConfig(num_cpus=8.0), model, config(), prices, speeds)

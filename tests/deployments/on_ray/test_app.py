@@ -49,10 +49,11 @@ def test_pools_take_what_the_machine_has():
     one = parse_config({"engine": {"num_threads": 3}}, {})
     (pool,) = pools(one, small).values()
     assert {**one.engine, **pool.engine}["num_threads"] == 3
-    ranks = parse_config({"engine": {"tensor_parallel": 2}, "pools": {"gpu": {}, "cpu": {}}}, {})
-    resolved = pools(ranks, NodeCapacity(cores=8, gpus=4))
-    assert (resolved["gpu"].num_gpus, resolved["gpu"].num_cpus) == (2.0, 2.0)
-    assert (resolved["cpu"].num_cpus, resolved["cpu"].engine["num_threads"]) == (8.0, 4)
+    for key in ("tensor_parallel", "pipeline_parallel"):
+        ranks = parse_config({"engine": {key: 2}, "pools": {"gpu": {}, "cpu": {}}}, {})
+        resolved = pools(ranks, NodeCapacity(cores=8, gpus=4))
+        assert (resolved["gpu"].num_gpus, resolved["gpu"].num_cpus) == (2.0, 2.0)
+        assert (resolved["cpu"].num_cpus, resolved["cpu"].engine["num_threads"]) == (8.0, 4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""Entrance: what becomes of an embedding before the first layer."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.layers.build import Builder
+from engine.layers.linear import Linear
+from engine.layers.norm import Norm
+from engine.weights.parameter import Parameter
+
+
+class Entrance:
+    """What becomes of an embedding before the first layer, where that is not nothing."""
+
+    def __init__(self, build: Builder) -> None:
+        config = build.config
+        # As such models were trained, the factor is rounded to the embedding's type.
+        factor = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
+        self.factor = factor / config.residual_scale
+        self.project: Linear | None = None
+        if config.embedding_size != config.hidden_size:
+            self.project = build.undivided().column(
+                "project_in", (config.hidden_size,), config.embedding_size
+            )
+        self.positions: Parameter | None = None
+        if build.has("positions"):
+            first = config.position_offset
+            self.positions = build.table(
+                "positions",
+                config.position_rows,
+                first,
+                first + config.max_positions,
+                config.hidden_size,
+            )
+        self.types: Parameter | None = None
+        if build.has("token_types"):
+            kinds = 1 if config.separator < 0 else 2
+            self.types = build.table(
+                "token_types", config.token_types, 0, kinds, config.hidden_size
+            )
+        self.separator = config.separator
+        self.norm: Norm | None = None
+        if build.has("embedding_norm"):
+            self.norm = build.norm("embedding_norm", config.hidden_size)
+
+    @classmethod
+    def of(cls, build: Builder) -> "Entrance | None":
+        made = cls(build)
+        others = (made.project, made.positions, made.types, made.norm)
+        plain = all(other is None for other in others)
+        return None if made.factor == 1 and plain else made
+
+    def __call__(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """x [n, embedding_size], which may be written over; token_ids and positions [n]. With types
+        that differ, texts are whole: a text begins at position 0."""
+        if self.factor != 1:
+            x = x.mul_(self.factor)
+        if self.project is not None:
+            x = self.project.forward(x)
+        if self.positions is not None:
+            x = x.add_(self.positions.tensor.index_select(0, positions))
+        if self.types is not None:
+            types = self.types.tensor
+            x = x.add_(types if len(types) == 1 else types[self._kinds(token_ids, positions)])
+        return x if self.norm is None else self.norm(x)
+
+    def _kinds(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """[n]: 0 up to the first separator of a text, 1 behind it."""
+        is_separator = (token_ids == self.separator).long()
+        before = is_separator.cumsum(0) - is_separator  # separators in front, of all texts
+        first = torch.arange(len(token_ids), device=positions.device) - positions
+        return (before > before[first]).long()
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [] if self.project is None else [self.project]
+
+    def parameters(self) -> Iterator[Parameter]:
+        if self.project is not None:
+            yield from self.project.parameters
+        if self.positions is not None:
+            yield self.positions
+        if self.types is not None:
+            yield self.types
+        if self.norm is not None:
+            yield from self.norm.parameters

@@ -1,0 +1,181 @@
+"""Links: what a pipeline's stages hand to each other, from each to the next and from the last to
+the first.
+
+`SharedMemoryLink` is for processes of one machine. The memory follows that of the group which all
+ranks share, and has a line of counters and some slots for each rank:
+
+    counters | rank 0: sent, failed | rank 1: sent, failed | ...
+    slots    | rank 0: step 0, 1, ... | rank 1: step 0, 1, ... | ...
+
+As many steps are in flight as a rank has slots. Rank 0 launches the next one when it has the oldest
+one's result, which has then been through all stages: a slot is free when it is written again.
+"""
+
+import mmap
+import os
+from math import prod
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup, wait_for
+from kernels.cpu.meeting import LINE_WORDS
+
+_SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # words of a line
+
+
+class Link(Protocol):
+    """Of one rank. Steps go through it in the order of their launches."""
+
+    def begin(self) -> None:
+        """A step is launched on this rank."""
+        ...
+
+    def send(self, x: Tensor) -> None:
+        """To the next stage, of the step begun last; x [n, hidden_size]. Does not wait."""
+        ...
+
+    def receive(self, rows: int) -> Tensor:
+        """From the stage before, of the oldest step that nothing was received of: [rows,
+        hidden_size], which may be written over. Raises RankFailed."""
+        ...
+
+
+class SharedMemoryLink:
+    """world: the group of all ranks. descriptor: of its file; it can be closed afterwards.
+    steps: in flight at once. shape: the most tokens of a step, and hidden_size."""
+
+    def __init__(
+        self,
+        world: SharedMemoryGroup,
+        descriptor: int,
+        steps: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self._world, self._rank, self._size = world, world.rank, world.size
+        self._dtype, self._hidden, self._steps = dtype, shape[1], steps
+        slot = -(-prod(shape) * dtype.itemsize // 64) * 64
+        lines = self._size * 8 * LINE_WORDS
+        begin = world.num_bytes(self._size)
+        length = lines + self._size * steps * slot
+        # Pages are taken when they are first used.
+        if os.fstat(descriptor).st_size < begin + length:
+            os.ftruncate(descriptor, begin + length)
+        self._memory = mmap.mmap(descriptor, begin + length)
+        view = memoryview(self._memory)[begin : begin + length]
+        self._words = view[:lines].cast("q")
+        self._slots = torch.frombuffer(view[lines:], dtype=torch.uint8).view(
+            self._size, steps, slot
+        )
+        self._begun = self._received = 0
+        self._waiting = 0  # the step that rank 0 waits for
+
+    def begin(self) -> None:
+        self._begun += 1
+
+    def send(self, x: Tensor) -> None:
+        x = x.to(self._dtype)
+        self._place(self._rank, self._begun)[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        with self._world.fence:  # it is written before it is counted, on any processor
+            self._words[self._rank * LINE_WORDS + _SENT] = self._begun
+
+    def receive(self, rows: int) -> Tensor:
+        # Rank 0 launches others before it takes the oldest one's result.
+        step = self._begun if self._rank else self._received + 1
+        before = (self._rank - 1) % self._size
+        self._check(step)  # what follows a failed step here has nothing to go on from
+        self._waiting = step
+        wait_for(self._words, before * LINE_WORDS + _SENT, step, lambda: self._check(step))
+        self._waiting = 0
+        self._received = step
+        with self._world.fence:
+            place = self._place(before, step)
+        size = rows * self._hidden * self._dtype.itemsize
+        return place[:size].view(self._dtype).view(rows, self._hidden)
+
+    def _place(self, rank: int, step: int) -> Tensor:
+        return self._slots[rank, step % self._steps]
+
+    def _check(self, step: int) -> None:
+        self._world.check_round()
+        for rank in range(self._size):
+            line = rank * LINE_WORDS
+            failed = self._words[line + _FAILED] > self._world.round
+            if failed and self._words[line + _FAILED_STEP] <= step:
+                raise RankFailed(f"the step has failed on rank {rank} of {self._size}")
+
+    def late(self) -> list[tuple[int, int]]:
+        """The rank that this one waits for, and how many steps it has done."""
+        sent = [self._words[rank * LINE_WORDS + _SENT] for rank in range(self._size)]
+        behind = [(rank, done) for rank, done in enumerate(sent) if rank and done < self._waiting]
+        return behind[:1]
+
+    def fail(self) -> None:
+        """The step begun last has failed on this rank: let those who wait for it know."""
+        line = self._rank * LINE_WORDS
+        if self._words[line + _FAILED] <= self._world.round:  # the first counts
+            self._words[line + _FAILED_STEP] = self._begun
+            with self._world.fence:
+                self._words[line + _FAILED] = self._world.round + 1
+
+    def join_round(self) -> None:
+        """After a failure, with no other rank in a step: begin to count anew."""
+        self._begun = self._received = 0
+        self._words[self._rank * LINE_WORDS + _SENT] = 0
+
+
+class DistributedLink:
+    """Over torch.distributed. Each of the ring's links has a group of its own, so that none waits
+    for another: what is sent lies on the way, behind the kernels that made it, while the sender
+    goes on.
+
+    outward, inward: groups of this rank with the next and with the one before. steps: in flight at
+    once, whose tensors are kept.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        groups: tuple[Any, Any],
+        steps: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._outward, self._inward = groups
+        self._next, self._before = (rank + 1) % size, (rank - 1) % size
+        self._steps, self._hidden, self._dtype, self._device = steps, hidden, dtype, device
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    def begin(self) -> None:
+        pass
+
+    def send(self, x: Tensor) -> None:
+        x = x.to(self._dtype).contiguous()
+        if not x.numel():
+            return
+        self._sent.append((dist.isend(x, self._next, group=self._outward), x))
+        if len(self._sent) > self._steps:  # which has been received long ago
+            work, _ = self._sent.pop(0)
+            work.wait()
+
+    def receive(self, rows: int) -> Tensor:
+        x = torch.empty(rows, self._hidden, dtype=self._dtype, device=self._device)
+        if rows:
+            work = dist.irecv(x, self._before, group=self._inward)
+            assert work is not None
+            work.wait()
+        return x
+
+
+def ring(rank: int, size: int) -> tuple[Any, Any]:
+    """A group for each link of a ring, made by all ranks in one order: this rank's two."""
+    made = [dist.new_group([each, (each + 1) % size]) for each in range(size)]
+    return made[rank], made[(rank - 1) % size]
+
+
+__all__ = ["DistributedLink", "Link", "RankFailed", "SharedMemoryLink", "ring"]

@@ -1,0 +1,61 @@
+"""Stage: which layers of a model a rank has, where ranks have them one after the other.
+
+The first stage has the embedding and the head too. So requests, scheduler and sampler are where
+tokens go in and where logits come out, a token never leaves that rank, and a head that is the
+embedding is there once:
+
+    rank 0   embedding, layers 0 .. a      head, sampler
+    rank 1                     layers a .. b  |
+    rank 2                         layers b .. end
+
+No torch here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of `count`."""
+
+    number: int = 0
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """It has the embedding and the head."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        return self.number == self.count - 1
+
+    def layers(self, costs: Sequence[int], ends: int) -> range:
+        """The layers of this stage, at least one. costs: of each layer, in any unit; ends: of what
+        the first stage has besides."""
+        cuts = divide(costs, ends, self.count)
+        return range(cuts[self.number], cuts[self.number + 1])
+
+
+def divide(costs: Sequence[int], ends: int, count: int) -> list[int]:
+    """Where to cut a row of layers into `count` pieces, so that the dearest piece is as cheap as it
+    can be: 0, the first layer of each other piece, and the number of layers."""
+    sums = list(accumulate(costs, initial=0))
+    total = len(costs)
+    # best[i]: the dearest of the pieces so far, if these have the layers before i; cut where.
+    best = [ends + sums[i] for i in range(total + 1)]
+    cuts: list[list[int]] = []
+    for piece in range(1, count):
+        found, where = list(best), [0] * (total + 1)
+        for end in range(piece + 1, total + 1):
+            found[end], where[end] = min(
+                (max(best[begin], sums[end] - sums[begin]), begin) for begin in range(piece, end)
+            )
+        best = found
+        cuts.append(where)
+    ways = [total]
+    for where in reversed(cuts):
+        ways.append(where[ways[-1]])
+    return [0, *reversed(ways)] if count > 1 else [0, total]

@@ -1,0 +1,196 @@
+"""A model in stages of layers: its texts are those of one rank, and several steps are in flight."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.config.engine_config import EngineConfig
+from engine.errors import ConfigError, EngineDead
+from engine.parallel.stages import Stage, divide
+from engine.process import rank as rank_process
+from engine.resolve import resolve
+from tests.engine.models.checkpoints import save_checkpoint
+from tests.engine.process.ranked import (
+    add_adapters,
+    children,
+    config_of,
+    everything,
+    logprobs_of,
+    model_and_adapters,
+    serve,
+    start,
+    told,
+)
+from tests.engine.process.test_process import running, wait_until
+from tests.engine.text import small_tokenizers
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of three layers and adapters for it."""
+    return model_and_adapters(tmp_path_factory.mktemp("model"), num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_texts_are_those_of_one_rank(
+    model: dict[str, Path],
+    two_cores: None,
+    monkeypatch: pytest.MonkeyPatch,
+    stages: int,
+) -> None:
+    """Bugs: a stage computes with the keys of another step's requests; an adapter, or a prefix, is
+    on one stage's layers only; a token is read before it is there; a preempted request's blocks
+    are written by a step that is still on its way; the prefix cache finds what one stage has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(stages)))
+    requests = everything(model)
+    found = []
+    for count in (1, stages):
+        core, others = start(config_of(model["model"], pipeline_parallel=count))
+        add_adapters(core, model)
+        sizes: list[int] = []
+        schedule = core.scheduler.schedule
+
+        def watched(schedule: Any = schedule, core: Any = core, sizes: Any = sizes) -> Any:
+            sizes.append(len(core.scheduler.in_flight))
+            return schedule()
+
+        core.scheduler.schedule = watched  # type: ignore[method-assign]
+        first = serve(core, requests)
+        assert core.stats().preemptions > 0
+        assert max(sizes) == count - 1, "as many others are in flight when a step is launched"
+        again = serve(core, requests[-3:])
+        assert any(output.cached for output in again.values())
+        assert told(again).items() <= told(first).items()
+        found.append(first)
+        if others is not None:
+            others.close()
+    assert told(found[0]) == told(found[1])
+    for id, output in found[0].items():
+        close = pytest.approx(logprobs_of(output), abs=1e-4)
+        assert logprobs_of(found[1][id]) == close
+
+
+def test_a_failed_step_costs_the_requests_that_are_to_blame(
+    model: dict[str, Path],
+    two_cores: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bugs: a step that raises on one stage leaves the others waiting for it; it fails a step that
+    was before it on a later stage, whose requests are then suspected; what was sent of it is taken
+    for the next one's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    runners: dict[int, Any] = {}
+    init = rank_process.RankLoop.__init__
+
+    def noted(self: Any, runner: Any, *given: Any) -> None:
+        runners[runner.model.stage.number] = runner
+        init(self, runner, *given)
+
+    monkeypatch.setattr(rank_process.RankLoop, "__init__", noted)
+    core, ranks = start(config_of(model["model"], pipeline_parallel=3, max_loras=0))
+    runners[0] = core._runner._runner  # type: ignore[attr-defined]
+    requests = [each for each in everything(model) if not each.adapter][:4]
+    want = told(serve(core, requests))
+    assert ranks is not None
+    poison = msgspec.structs.replace(requests[0], id=9, seed=99)
+    for number in range(3):
+        runner = runners[number]
+        launch = runner.launch
+
+        def launch_or_fail(batch: Any, launch: Any = launch) -> Any:
+            if any(new.seed == 99 for new in batch.new_rows):
+                raise ValueError("planted")
+            return launch(batch)
+
+        runner.launch = launch_or_fail
+        found = serve(core, [*requests, poison])
+        assert found[9].finish == "error"
+        assert {id: each for id, each in told(found).items() if id != 9} == want
+        runner.launch = launch
+    ranks.close()
+
+
+def test_layers_are_divided_by_what_they_cost() -> None:
+    """Bugs: a stage without a layer; the stage with the head is the slowest of all."""
+    assert divide([1] * 32, 2, 4) == [0, 6, 14, 23, 32]
+    assert divide([1] * 4, 10, 4) == [0, 1, 2, 3, 4]
+    assert divide([9, 1, 1, 1], 0, 2) == [0, 1, 4]
+    assert [Stage(n, 2).layers([1] * 4, 2) for n in range(2)] == [range(1), range(1, 4)]
+
+
+@pytest.mark.parametrize(
+    "changes, stages, why",
+    [
+        ({}, 4, "pipeline_parallel: 4: .* 3 layers, and a stage needs one"),
+        ({}, 3, "pipeline_parallel: 3 ranks on the CPU need as many cores"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    model: dict[str, Path], two_cores: None, tmp_path: Path,
+    changes: dict[str, Any], stages: int, why: str,
+) -> None:  # fmt: skip
+    """Bug: an engine starts processes that have nothing to do, or for which there is no core."""
+    with pytest.raises(ConfigError, match=why) as caught:
+        resolve(EngineConfig(model=str(model["model"]), device="cpu", pipeline_parallel=stages))
+    assert caught.value.param == "pipeline_parallel"
+    with pytest.raises(ConfigError, match="tensor_parallel 2 and pipeline_parallel 2") as caught:
+        EngineConfig(model="", tensor_parallel=2, pipeline_parallel=2)
+    assert caught.value.param == "pipeline_parallel"
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stages_die_together(
+    model: dict[str, Path],
+    real_cores: None,
+    victim: int,
+) -> None:
+    """Bugs: a request waits for ever for the stage that was killed; the error names no rank; a
+    process stays behind."""
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "pipeline_parallel": 2}
+    with LLM(model["model"], num_blocks=64, **options) as llm:
+        pids = [llm.pid, *children(llm.pid)]
+        assert len(pids) == 2
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        handles = [llm.start_request([5, 6, 7 + each], params) for each in range(4)]
+        handles[0].get(10)
+        time.sleep(0.02 * victim)
+        began = time.monotonic()
+        os.kill(pids[victim], 9)
+        named = "rank 1 of 2 of the engine was killed by signal 9" if victim else "killed"
+        with pytest.raises(EngineDead, match=named):
+            handles[3].sync(10)
+        assert time.monotonic() - began < 2.0  # a second, on a machine that has nothing else to do
+        assert wait_until(lambda: not any(map(running, pids)), 1.0)
+
+
+@pytest.mark.slow
+def test_each_stage_reads_its_own_tensors(
+    model: dict[str, Path],
+    real_cores: None,
+    tmp_path: Path,
+) -> None:
+    """Bugs: a stage reads, or asks for, what another one has; a file's fault on another stage than
+    the first is lost."""
+    theirs = tmp_path / "model"
+    save_checkpoint(theirs, "llama", num_hidden_layers=2)
+    small_tokenizers.byte_level().backend.save(str(theirs / "tokenizer.json"))
+    weights = theirs / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    header = int.from_bytes(raw[:8], "little")
+    tensors = msgspec.json.decode(bytes(raw[8 : 8 + header]))
+    begin, _ = tensors["model.layers.1.mlp.down_proj.weight"]["data_offsets"]
+    at = 8 + header + begin
+    raw[at : at + 4] = torch.tensor([float("nan")]).numpy().tobytes()
+    weights.write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj.*rank 1 of 2"):
+        LLM(theirs, dtype="float32", device="cpu", pipeline_parallel=2, num_blocks=64)
