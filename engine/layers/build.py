@@ -187,6 +187,9 @@ class Builder:
         if experts.bias:
             gate_up_bias = self._of_experts("experts_gate_up_bias", (2 * size,), both[1], None)
             down_bias = self._of_experts("experts_down_bias", (hidden,), down[1], None)
+            if self.group.rank:  # the first adds it
+                self.elsewhere.update(source.name for source in down_bias)
+                down_bias = ()
         return ExpertsSpec(
             self._name("experts"),
             experts.count,

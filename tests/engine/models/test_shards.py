@@ -35,6 +35,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 1,
         },
     ),
+    "experts with biases": (
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "hidden_size": 64,
+        },
+    ),
     "projections beside the embedding": (
         "opt",
         {
