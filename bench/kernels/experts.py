@@ -30,8 +30,10 @@ from kernels.experts.grouped import (
     sum_experts,
     tiles_for,
 )
-from kernels.experts.reference import ExpertWeights
+from kernels.experts.packed import packed_experts
+from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing
+from kernels.packed import E2M1, Format, PackedWeight
 
 COPIES = 8  # routings that a graph walks over, so that none finds its weights in the cache
 _BEST = 8  # of a sweep, that are printed
@@ -78,6 +80,21 @@ def make_stack(layer: Layer) -> ExpertWeights:
         layer.act,
         7.0,
     )
+
+
+def make_packed(stack: ExpertWeights) -> PackedExperts:
+    """Random codes of MXFP4, of the same sizes."""
+
+    def packed(weight: Tensor) -> PackedWeight:
+        form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
+        made = PackedWeight(form, *weight.flatten(0, 1).shape, None, weight.device)
+        made.codes.view(torch.uint8).random_(0, 256)
+        made.scale.fill_(2.0**-12)
+        return made
+
+    gate_up, down = packed(stack.gate_up), packed(stack.down)
+    biases = stack.gate_up_bias, stack.down_bias
+    return PackedExperts(gate_up, down, *biases, stack.act, stack.limit)
 
 
 @dataclass(slots=True)
@@ -138,6 +155,9 @@ def launches(step: Step) -> Iterator[tuple[str, float, list[Callable[[], object]
         yield "sum", 0, [partial(sum_experts, given, layer.chosen, residual)] * COPIES
     calls = [partial(kernels.experts, x, *each, stack, residual) for each in step.routed]
     yield "experts, whole", up_bytes + down_bytes, calls
+    packed = make_packed(stack)
+    calls = [partial(packed_experts, x, *each, packed, residual) for each in step.routed]
+    yield "experts in MXFP4, whole", (up_bytes + down_bytes) * 4.5 / 16, calls
 
 
 def few_tiles() -> Iterator[tuple[int, int, int]]:

@@ -1,5 +1,5 @@
-"""What measure.py times of latent attention and Gated DeltaNet: sizes of DeepSeek-V2-Lite and of
-Qwen3-Next."""
+"""What measure.py times of latent attention and of recurrent layers: sizes of DeepSeek-V2-Lite, of
+Qwen3-Next, of Granite 4 H Small (Mamba-2) and of LFM2 2.6B (short convolutions)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +10,15 @@ import torch
 from bench.kernels.measure import OPERATIONS, KernelWork, copies_for
 from bench.kernels.sizes import Sizes, meta_of
 from kernels.dispatch import kernels_for
+from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.mamba2 import Mamba2Heads
 
 cuda = kernels_for("cuda")
 HEADS, RANK, ROPE, NOPE, VALUE = 16, 512, 64, 128, 128
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 16, 32, 128, 4
+MAMBA_HEADS, MAMBA_SIZE, STATE_SIZE = 128, 64, 128
+SHORT, SHORT_TAPS = 2048, 3
 # Keys of each entry.
 DECODES = {"64 x 4096": [4096] * 64, "1 x 32768": [32768]}
 
@@ -51,13 +55,44 @@ def latent_write(s: Sizes, rows: int) -> KernelWork:
     return KernelWork([call] * 4, 2.0 * rows * width)
 
 
-def delta(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
-    """The bytes are those of states, read and written once, and of what tokens bring and take."""
+def _with_rows(s: Sizes, kv_len: list[int], query_len: list[int]) -> AttentionMeta:
+    """Each request's state is in a row of its own."""
     count, tokens = len(kv_len), sum(query_len)
     meta, _ = meta_of(s, kv_len, query_len, count if tokens == count else 0, 16)
     meta = replace(meta, rows=torch.arange(count, device=s.device))
-    cache = s.random(1, 1, 16, 16)
-    cuda.prepare(meta, 1, cache)
+    cuda.prepare(meta, 1, s.random(1, 1, 16, 16))
+    return meta
+
+
+def mamba2(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
+    """As of `delta`."""
+    count, tokens = len(kv_len), sum(query_len)
+    meta = _with_rows(s, kv_len, query_len)
+    channels = MAMBA_HEADS * MAMBA_SIZE + 2 * STATE_SIZE
+    numbers = (torch.randn(MAMBA_HEADS, device=s.device) for _ in range(3))
+    conv = torch.randn(channels, TAPS, device=s.device)
+    limits = (0.0, float("inf"))
+    heads = Mamba2Heads(MAMBA_HEADS, MAMBA_SIZE, 1, STATE_SIZE, conv, None, *numbers, limits)
+    x, dt = s.random(tokens, channels), s.random(tokens, MAMBA_HEADS)
+    tail = torch.zeros(count, TAPS - 1, channels, device=s.device)
+    state = torch.zeros(count, MAMBA_HEADS, MAMBA_SIZE, STATE_SIZE, device=s.device)
+    moved = 2.0 * (state.nbytes + tail.nbytes) + x.nbytes + 4.0 * tokens * MAMBA_HEADS * MAMBA_SIZE
+    return KernelWork([partial(cuda.mamba2, x, dt, heads, tail, state, meta)] * 4, moved)
+
+
+def short_convolution(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
+    count, tokens = len(kv_len), sum(query_len)
+    meta = _with_rows(s, kv_len, query_len)
+    x, conv = s.random(tokens, SHORT), torch.randn(SHORT, SHORT_TAPS, device=s.device)
+    tail = torch.zeros(count, SHORT_TAPS - 1, SHORT, device=s.device)
+    moved = 2.0 * tail.nbytes + x.nbytes + 4.0 * tokens * SHORT
+    return KernelWork([partial(cuda.causal_conv, x, conv, None, tail, meta)] * 4, moved)
+
+
+def delta(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
+    """The bytes are those of states, read and written once, and of what tokens bring and take."""
+    count, tokens = len(kv_len), sum(query_len)
+    meta = _with_rows(s, kv_len, query_len)
     channels = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
     heads = DeltaHeads(
         KEY_HEADS,
@@ -79,6 +114,9 @@ def delta(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     return KernelWork([partial(cuda.gated_delta, x, a, b, heads, tail, state, meta)] * 4, moved)
 
 
+RECURRENT = {"delta": delta, "mamba2": mamba2, "short convolution": short_convolution}
+
+
 def mixer_cases(s: Sizes) -> dict[str, Callable[[], KernelWork]]:
     cases: dict[str, Callable[[], KernelWork]] = {
         f"latent decode/{name}": partial(latent_decode, s, kv_len)
@@ -87,6 +125,8 @@ def mixer_cases(s: Sizes) -> dict[str, Callable[[], KernelWork]]:
     cases["latent prefill/1 x 8192"] = partial(latent_prefill, s, 8192)
     for rows in (1, 256):
         cases[f"rope and latent write/{rows}"] = partial(latent_write, s, rows)
-        cases[f"delta decode/{rows}"] = partial(delta, s, [1000] * rows, [1] * rows)
-    cases["delta prefill/1 x 8192"] = partial(delta, s, [8192], [8192])
+        for name, work in RECURRENT.items():
+            cases[f"{name} decode/{rows}"] = partial(work, s, [1000] * rows, [1] * rows)
+    for name, work in RECURRENT.items():
+        cases[f"{name} prefill/1 x 8192"] = partial(work, s, [8192], [8192])
     return cases

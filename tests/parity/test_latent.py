@@ -23,7 +23,8 @@ from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from kernels.kv.format import KVFormat
 from tests.engine.models.checkpoints import load_model
-from tests.engine.process.test_ranks import start, two_cores
+from tests.engine.process.conftest import two_cores
+from tests.engine.process.ranked import start
 from tests.parity.cases import LATENT, save
 from tests.parity.engine_driver import engine, run
 from tests.parity.test_deterministic import all_cuts

@@ -93,13 +93,15 @@ def _tell(messages: list[dict[str, Any]], tools: RequestedTools, known: Template
             out.append(dict(message))
     for message in out:
         message.pop("results", None)
+    messages[:] = out
+    if tools.mode == "none":
+        return
     given = [json.dumps(tool.given, ensure_ascii=False) for tool in tools.tools]
     text = _TOOLS.format("\n".join(given))
-    if out[0]["role"] == "system" or known.told == "user":
-        out[0]["content"] = f"{out[0].get('content') or ''}\n\n{text}".lstrip()
+    if messages[0]["role"] == "system" or known.told == "user":
+        messages[0]["content"] = f"{messages[0].get('content') or ''}\n\n{text}".lstrip()
     else:
-        out.insert(0, {"role": "system", "content": text})
-    messages[:] = out
+        messages.insert(0, {"role": "system", "content": text})
 
 
 def _adapt(message: dict[str, Any], known: TemplateOutput) -> None:

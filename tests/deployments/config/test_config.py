@@ -226,9 +226,9 @@ def test_the_model_folder_is_checked_first(tmp_path):
     (tmp_path / "empty").mkdir()
     (found,) = faults(tmp_path, "replicas: 1\nmodel: empty")
     assert found.startswith("2: model: ") and "config.json" in found
-    model_folder(tmp_path / "odd", architectures=["MambaForCausalLM"])
+    model_folder(tmp_path / "odd", architectures=["LammaForCausalLM"])
     (found,) = faults(tmp_path, "model: odd")
-    assert "MambaForCausalLM" in found and "LlamaForCausalLM" in found
+    assert "LammaForCausalLM" in found and "LlamaForCausalLM" in found
     good = model_folder(tmp_path / "good")
     config = load_config(write(tmp_path, "model: good"), {})
     assert config.model == str(good), "relative to the file"

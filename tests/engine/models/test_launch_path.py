@@ -38,7 +38,7 @@ ALLOWED = {
         "where no runner has said where the texts begin, as tests and `manta verify` do not"
     ),
     ("engine/lora/device.py", "LoraDevice._upload"): "a view of pinned host memory",
-    ("engine/models/decoder.py", "Entrance.__init__"): _START,
+    ("engine/models/entrance.py", "Entrance.__init__"): _START,
     ("engine/runner/graphs.py", "StepGraphs._device_seconds"): _START,
     ("engine/runner/graphs.py", "StepGraphs._launch_seconds"): _START,
     ("engine/runner/inputs.py", "CpuInputs.__init__"): _CPU,
@@ -58,7 +58,8 @@ ALLOWED = {
     ("engine/sampling/sampler.py", "Sampler.prompt_logprobs"): _CPU,
     ("kernels/attention/bidirectional.py", "_padded"): "of host memory, before the upload",
     ("kernels/experts/reference.py", "experts"): _ORACLE,
-    ("kernels/recurrent/delta_rule.py", "gated_delta"): _ORACLE,
+    ("kernels/recurrent/convolution.py", "chunks_of"): _ORACLE,
+    ("kernels/recurrent/mamba2.py", "mamba2"): _ORACLE,
     ("kernels/gemm/cublaslt_tune.py", "_AlgorithmSearch.milliseconds"): _START,
     ("kernels/attention/reference.py", "make_plan"): _ORACLE,
     ("kernels/attention/reference.py", "_plan_decodes"): _ORACLE,
