@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +64,8 @@ class Tab:
         return message
 
     def _note(self, event: dict[str, Any]) -> None:
+        if event.get("sessionId") != self._session:  # of the tab before
+            return
         method, params = event.get("method"), event.get("params", {})
         if method == "Runtime.consoleAPICalled":
             self.console.append(json.dumps(params["args"]))
@@ -148,26 +151,34 @@ class Tab:
         return float(self.until(script))
 
 
+# Chromium reads file 3 and writes file 4; a shell can name no more than nine of them.
+_START = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
+os.dup2(read, 3)
+os.dup2(write, 4)
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 _SHOWN = "document.body?.innerText.slice(0, 2000)"
 
 
 @contextlib.contextmanager
 def chromium(binary: str) -> Iterator[Callable[[], Tab]]:
     """A Chromium with a profile of its own; gives what opens a tab."""
-    ours, its = os.pipe(), os.pipe()  # it reads fd 3 and writes fd 4
+    ours, its = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "log"
-        script = 'exec "$0" "$@" 3<&"$IN" 4>&"$OUT"'
+        files = str(ours[0]), str(its[1])
         with log.open("wb") as errors:
             process = subprocess.Popen(
                 [
-                    *("sh", "-c", script, binary, "--headless=new", "--remote-debugging-pipe"),
+                    *(sys.executable, "-c", _START, *files, binary),
+                    *("--headless=new", "--remote-debugging-pipe"),
                     *("--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
                     *("--disable-background-networking", "--disable-dev-shm-usage"),
                     f"--user-data-dir={folder}/profile",
                 ],
                 pass_fds=(ours[0], its[1]),
-                env={**os.environ, "IN": str(ours[0]), "OUT": str(its[1])},
                 stdout=errors,
                 stderr=errors,
             )
