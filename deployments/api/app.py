@@ -28,7 +28,6 @@ from deployments.api.generation.openai_request import (
     check_context,
     completion_call,
     find_model,
-    in_thread,
 )
 from deployments.api.generation.openai_response import OpenAIResponse
 from deployments.api.generation.replay import recall
@@ -51,6 +50,7 @@ from deployments.api.http.exchange import (
     UntilDisconnect,
 )
 from deployments.api.http.json_body import parse_json
+from deployments.api.http.off_loop import in_thread
 from deployments.api.models import changes_models
 from deployments.api.ollama import routes as ollama
 from deployments.api.ollama.writer import error_body as ollama_error

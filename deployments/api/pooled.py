@@ -22,15 +22,11 @@ from deployments.api.generation.fields import (
     take_token_ids,
 )
 from deployments.api.generation.merge import failed
-from deployments.api.generation.openai_request import (
-    asked_model,
-    find_model,
-    in_thread,
-    too_many_tokens,
-)
+from deployments.api.generation.openai_request import asked_model, find_model, too_many_tokens
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
+from deployments.api.http.off_loop import in_thread
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
 from engine.errors import Overloaded, context_too_long, no_vectors
 from engine.messages import Delta

@@ -10,9 +10,9 @@ import numpy as np
 
 from deployments.api.fields.pooled import CLASSIFY, MAX_TEXTS, RERANK, SCORE, UINT31
 from deployments.api.generation.fields import take_bool, take_int
-from deployments.api.generation.openai_request import in_thread
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
 from deployments.api.pooled import PooledCall, pooled_call, take_prompts
 from engine.pooling import as_array
 

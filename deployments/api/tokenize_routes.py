@@ -7,9 +7,10 @@ import msgspec
 from deployments.api.fields.others import DETOKENIZE, TOKENIZE
 from deployments.api.generation.fields import check_names, take_bool, take_str, take_token_ids
 from deployments.api.generation.messages import check_messages
-from deployments.api.generation.openai_request import encode_texts, in_thread, template_options
+from deployments.api.generation.openai_request import encode_texts, template_options
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
 from deployments.api.tools.prompt import render_options
 from deployments.api.tools.request import take_tools

@@ -15,7 +15,7 @@ import msgspec
 
 from deployments.backend import GenerationRequest, Timing
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.failover.poison import Suspicion
+from deployments.router.poison import Suspicion
 from deployments.router.request_trace import RequestTrace
 from engine.errors import MantaError
 from engine.messages import Delta, EngineRequest

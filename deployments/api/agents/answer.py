@@ -16,10 +16,11 @@ from deployments.api.generation.event_ids import EventIds
 from deployments.api.generation.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS, first_items
 from deployments.api.generation.logprobs import chat_logprobs
 from deployments.api.generation.merge import ChoiceOutput
-from deployments.api.generation.openai_request import OpenAIRequest, in_thread
+from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.api.generation.replay import StreamReplay
 from deployments.api.http.errors import SERVER, ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
 from deployments.api.tools.chat_output import ParsedChoice, call_id
 from deployments.api.tools.plan import OutputPlan
 from deployments.api.tools.step_parser import Event

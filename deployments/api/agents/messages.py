@@ -10,9 +10,10 @@ from deployments.api.agents.messages_request import messages_request
 from deployments.api.agents.messages_writer import MessagesWriter, error_body
 from deployments.api.agents.turn import Turn
 from deployments.api.generation.event_ids import EventIds
-from deployments.api.generation.openai_request import OpenAIRequest, chat_call, in_thread
+from deployments.api.generation.openai_request import OpenAIRequest, chat_call
 from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
 from deployments.backend import RecalledChoice
 from engine.errors import MantaError
 

@@ -10,9 +10,10 @@ from deployments.api.agents.responses_request import ResponsesRequest, responses
 from deployments.api.agents.responses_writer import ResponsesWriter
 from deployments.api.agents.turn import Turn
 from deployments.api.generation.event_ids import EventIds
-from deployments.api.generation.openai_request import OpenAIRequest, chat_call, in_thread
+from deployments.api.generation.openai_request import OpenAIRequest, chat_call
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
 from deployments.backend import RecalledChoice
 from engine.errors import MantaError
 

@@ -1,16 +1,14 @@
 """OpenAIRequest: a checked generation request, and the two ways to get one from a JSON body."""
 
-import asyncio
 import dataclasses
 import functools
 import re
 import secrets
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -35,6 +33,7 @@ from deployments.api.http.errors import (
     shown,
     wrong_type,
 )
+from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
 from deployments.api.tools.plan import OutputPlan, plan_output
 from deployments.api.tools.prompt import render_options
@@ -44,18 +43,13 @@ from engine.errors import InvalidRequest, context_too_long
 from engine.sampling_params import MAX_N, SamplingParams
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
-T = TypeVar("T")
-
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-INLINE_CHARS = 16 * 1024  # larger bodies are read in a thread: up to 20 ms on the loop
 MAX_KWARGS_BYTES = 64 * 1024
 MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
 MAX_MODEL_NAME = 256
 MAX_NAMED = 4  # models that an error names
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@+=-]+")
-# Two: tokenising frees the interpreter lock only in part, and more would only take turns.
-_pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 
 
 @dataclass(slots=True)
@@ -118,13 +112,6 @@ class OpenAIRequest:
             )
             for i, ids in enumerate(self.prompts)
         ]
-
-
-async def in_thread(work: Callable[[], T], size: int) -> T:
-    """Run now if size (characters or bytes) is small, else off the event loop."""
-    if size <= INLINE_CHARS:
-        return work()
-    return await asyncio.get_running_loop().run_in_executor(_pool, work)
 
 
 def encode_texts(

@@ -22,10 +22,11 @@ from deployments.api.generation.logprobs import (
     with_first,
 )
 from deployments.api.generation.merge import ChoiceOutput, coalesce
-from deployments.api.generation.openai_request import OpenAIRequest, in_thread, scored_entries
+from deployments.api.generation.openai_request import OpenAIRequest, scored_entries
 from deployments.api.generation.replay import StreamReplay
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
 from deployments.backend import Generation, RecalledChoice
 from engine.batch import TokenLogprobs
 from engine.errors import MantaError

@@ -2,9 +2,9 @@
 
 import zlib
 
-from deployments.api.generation.openai_request import INLINE_CHARS, in_thread
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import ENCODINGS
+from deployments.api.http.off_loop import INLINE_CHARS, in_thread
 
 
 async def decoded(data: bytes, encoding: bytes, limit: int) -> bytes:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.failover.displaced import DisplacedChoices
-from deployments.router.failover.poison import by_itself
 from deployments.router.inflight import InflightChoice, InflightRequest
+from deployments.router.poison import by_itself
 from deployments.router.replica_client import ReplicaClient
 from engine.errors import RequestFailed
 

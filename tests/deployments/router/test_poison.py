@@ -10,8 +10,8 @@ from deployments.replica.server import ReplicaServer
 from deployments.replica.suspect_queue import SuspectQueue
 from deployments.replica.watchdog import StallLimits
 from deployments.router.dispatcher import Dispatcher, DispatchLimits
-from deployments.router.failover.poison import LONG_PROBATION, PROBATION, PROOF, Suspicion
 from deployments.router.inflight import InflightRequest
+from deployments.router.poison import LONG_PROBATION, PROBATION, PROOF, Suspicion
 from deployments.transport.channel import Submit
 from engine.config.engine_config import EngineConfig
 from engine.errors import MantaError, RequestFailed
