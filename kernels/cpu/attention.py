@@ -9,10 +9,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.compiler import (
+    CompilerUnavailable,
+    NativeFunction,
+    bits,
+    compile_ir,
+    lanes,
+)
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
-from kernels.cpu.scores import Numbers, Places, Scored, bits
+from kernels.cpu.scores import Numbers, Places, Scored
 from kernels.metadata import AttentionMeta
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}

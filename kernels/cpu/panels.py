@@ -3,14 +3,13 @@ of outputs, and a tile takes a few rows of x through one; bias, gate and residua
 """
 
 import ctypes
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_ir, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
 
@@ -237,7 +236,7 @@ class Panels(ABC):
         args[CHUNK] = max(1, panels // (FEW * threads))
         if norm is not None:
             args[NORM] = norm.data_ptr()
-            args[EPS] = struct.unpack("<i", struct.pack("<f", eps))[0]
+            args[EPS] = bits(eps)
         self._prepare(rows, threads, norm is not None)
         self._functions[name](args, threads)
         return out

@@ -2,11 +2,11 @@
 it is generated. `kernels.reference.Kernels.attention` says what it means."""
 
 import ctypes
-import struct
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.cpu.codegen.compiler import bits
 from kernels.cpu.codegen.ir import IRWriter, Value
 
 
@@ -70,8 +70,3 @@ class Places:
             turned = writer.tanh(writer.binary("fdiv", scores, self._cap))
             scores = writer.binary("fmul", turned, self._cap)
         return writer.fma(writer.counted(ahead), slope, scores) if slope else scores
-
-
-def bits(number: float) -> int:
-    """Of a float32, as an argument's word has them."""
-    return int(struct.unpack("<i", struct.pack("<f", number))[0])

@@ -82,6 +82,11 @@ def keep(memory: object) -> None:
         _recording.kept.append(memory)
 
 
+def bits(number: float) -> int:
+    """Of a float32, as a word of a native function's arguments has them."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
 class NativeFunction:
     """void f(i64 *args), run by all threads at once. They share the work by counters, args[0] and
     args[1], which are 0 when it starts; the other words are the caller's, addresses included.
