@@ -19,18 +19,19 @@ from tests.parity.recurrent_cases import MIXED
 BOUND = 1e-5
 ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS, **LATENT, **DELTA, **MIXED}
 IDS = torch.randint(3, 96, (40,), generator=torch.Generator().manual_seed(7))
+WHOLE = [3, 1, 9, 4, 8, 2, 0, 5, 7, 6]  # blocks of IDS
 OTHER = torch.cat((IDS[:8], torch.randint(3, 96, (9,), generator=torch.Generator().manual_seed(8))))
 
 
 @torch.inference_mode()
-def differences(case: Case, folder: Path) -> dict[str, float]:
+def differences(case: Case, folder: Path, device: str = "cpu") -> dict[str, float]:
     """The largest relative difference of the logits, for each way to compute them."""
     theirs = save(case, folder)
-    model = load_model(folder)
-    want, want_other = case.logits(theirs, IDS), case.logits(theirs, OTHER)
+    model = load_model(folder, device=device)
+    want, want_other = (case.logits(theirs, ids).to(device) for ids in (IDS, OTHER))
     assert want.std() > 0.05, "logits too flat to tell right from wrong"
     paged = Paged(model)
-    found = {"whole": relative(paged.run((IDS, [3, 1, 9, 4, 8, 2, 0, 5, 7, 6], 0))[0], want)}
+    found = {"whole": relative(paged.run((IDS, WHOLE, 0))[0], want)}
     chunked = [12, 18, 11, 13, 19, 14, 10, 16, 15, 17]
     chunks = [
         paged.run((IDS[:end], chunked, start))[0]
@@ -52,6 +53,24 @@ def differences(case: Case, folder: Path) -> dict[str, float]:
     ]
     found["preempted"] = relative(torch.cat(parts), want)
     return found
+
+
+@torch.inference_mode()
+def divergences(case: Case, folder: Path, device: str) -> dict[str, float]:
+    """What bfloat16 loses, ours and transformers' own: the mean KL of a token's probabilities from
+    those that transformers computes in float32, in nats."""
+    theirs = save(case, folder)
+    want = case.logits(theirs, IDS).double().log_softmax(-1)
+    ours = Paged(load_model(folder, torch.bfloat16, device)).run((IDS, WHOLE, 0))[0]
+    found = {"ours": ours.cpu(), "transformers": case.logits(theirs.bfloat16(), IDS)}
+    return {
+        f"KL in bfloat16, {name}": float(
+            torch.nn.functional.kl_div(
+                logits.double().log_softmax(-1), want, reduction="batchmean", log_target=True
+            )
+        )
+        for name, logits in found.items()
+    }
 
 
 @torch.inference_mode()
