@@ -270,6 +270,12 @@ class Cuda(Kernels):
             return topk.topk(logits, routing, correction)
         return super().route(logits, routing, correction)
 
+    def router_logits(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dtype == torch.float32 or not x.is_cuda:  # in the interpreter
+            return super().router_logits(x, router, bias)
+        logits = torch.mm(x, router.t(), out_dtype=torch.float32)
+        return logits if bias is None else logits.add_(bias)
+
     def norm_route(
         self,
         x: Tensor,

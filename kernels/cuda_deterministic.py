@@ -31,6 +31,7 @@ class CudaDeterministic(Cuda):
     norm_linear = Kernels.norm_linear
     norm_gated_linear = Kernels.norm_gated_linear
     norm_route = Kernels.norm_route
+    router_logits = Kernels.router_logits
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear_fixed(x, weight, bias)

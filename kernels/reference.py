@@ -376,6 +376,11 @@ class Kernels:
         """
         return mixture.route(logits, routing, correction)
 
+    def router_logits(self, x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
+        """x [num_tokens, hidden], router [experts, hidden], bias [experts] -> [num_tokens,
+        experts], float32 where that costs nothing: small differences choose experts."""
+        return self.linear(x, router, bias)
+
     def norm_route(
         self,
         x: Tensor,
@@ -388,7 +393,7 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """rms_norm(x), and what `route` makes of a router's logits for that."""
         normed = self.rms_norm(x, norm, eps)
-        return normed, *self.route(self.linear(normed, router, bias), routing, correction)
+        return normed, *self.route(self.router_logits(normed, router, bias), routing, correction)
 
     def experts(
         self,

@@ -111,7 +111,7 @@ class Experts:
             x = norm(x)
         elif residual is x:
             x = x.clone()
-        logits = self.kernels.linear(x, *router)
+        logits = self.kernels.router_logits(x, *router)
         return x, *self.kernels.route(logits, routing, self.correction)
 
     def _shared(
@@ -162,7 +162,7 @@ class ExpertsBeside(Experts):
         residual: Tensor | None = None,
     ) -> Tensor:
         """See Experts. norm: the MLP's."""
-        logits = self.kernels.linear(self.router_norm(x), self.router.tensor, None)
+        logits = self.kernels.router_logits(self.router_norm(x), self.router.tensor, None)
         weights, ids = self.kernels.route(logits, self.config.routing, None)
         weights = weights * self.factors.index_select(0, ids.flatten()).view_as(weights)
         given = self.stack.method.apply_experts(

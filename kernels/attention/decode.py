@@ -244,7 +244,7 @@ def attention_decode(
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    dims = triton.next_power_of_2(head_dim)
+    dims = max(16, triton.next_power_of_2(head_dim))  # as few as a product takes
     merge_rows = triton.next_power_of_2(group)
     shape = plan.shape
     programs = num_sms(q.device) * shape.per_sm

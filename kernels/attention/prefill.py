@@ -315,7 +315,7 @@ def attention_prefill(
     _, num_kv_heads, block_size, _ = k_cache.shape
     num_entries = meta.kv_len.shape[0]
     group = num_heads // num_kv_heads
-    dims = triton.next_power_of_2(head_dim)
+    dims = max(16, triton.next_power_of_2(head_dim))  # as few as a product takes
     shape = prefill_launch(dims, q.element_size(), deterministic)
     rows = max(shape.rows, triton.next_power_of_2(group))
     # Each entry, and the padding after the last, may leave its last block part empty.

@@ -56,11 +56,12 @@ def test_decode_lengths_around_pages(block_size: int, head_dim: int, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES[:1], ids=str)
 @pytest.mark.parametrize(
     ("heads", "head_dim"),
-    grid([(4, 4), (5, 1), (8, 2), (9, 3), (24, 1)], [64, 80, 96, 128, 256]),
+    grid([(4, 4), (5, 1), (8, 2), (9, 3), (24, 1)], [4, 64, 80, 96, 128, 256]),
     ids=str,
 )
 def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
-    """Padded heads or dimensions leaking into the sums; groups that are no power of two."""
+    """Padded heads or dimensions leaking into the sums; groups that are no power of two; heads
+    smaller than a product takes."""
     num_heads, num_kv_heads = heads
     check([200, 33, 40, 130], [1, 1, 7, 70], num_heads, num_kv_heads, head_dim, 16, 2, dtype)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.dispatch import kernels_for
 from kernels.experts import packed as packed_module
 from kernels.experts import reference
 from kernels.experts.few import MOST, few
@@ -271,3 +272,16 @@ def test_at_the_sizes_of_models(sizes: tuple[int, int, int, int]) -> None:
     weights = stack(experts, size, hidden, torch.bfloat16, CLAMPED if size == hidden else "silu")
     for tokens in (1, 2, 8, 9, 64, 256, 1024, 8192):
         assert error(tokens, weights, count, residual=True) < 2 * BOUND[torch.bfloat16], tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("biased", [False, True])
+def test_router_logits_are_not_rounded(biased: bool) -> None:
+    """Bug: a bfloat16 logit has three digits, so that of 256 experts some are alike, and another
+    one is chosen than in float32."""
+    x, router = random(64, 2048, dtype=torch.bfloat16), random(256, 2048, dtype=torch.bfloat16)
+    bias = random(256, dtype=torch.bfloat16) if biased else None
+    want = x.double() @ router.double().t()
+    if bias is not None:
+        want += bias.double()
+    assert row_error(kernels_for("cuda").router_logits(x, router, bias), want) < 1e-5
