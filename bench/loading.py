@@ -1,19 +1,29 @@
 """How quickly weights are read: from files in the page cache to the device, against a plain copy of
-as many bytes from host memory to the device, in turns.
+as many bytes from host memory to the device, in turns; and how soon an engine is ready with such
+files, against vLLM with its default loader, in turns.
 
     python -m bench.loading --gb 16 --out bench/results          # on the machine with the GPU
-    python -m bench.loading --device cpu --gb 1
+    python -m bench.loading --device cpu --gb 1 --cases dense moe
 
 It makes its files (random numbers, removed afterwards) in --folder and reads them once before it
-measures. Rows: `<n>gb-dense` has matrices as llama-8b has, `10000-tensors` ten thousand of a
-hundredth of that. `ratio` is the seconds of the copy by those of loading, the best of the rounds of
-each; `pinned_ratio` (CUDA) is that of a copy out of pinned memory, which no reader of files has
-for nothing. `host_bytes` is what the process's memory grew by at most, beside the weights where
-these are in host memory.
+measures. `dense` has matrices as llama-8b has (16 GB: all of llama-8b), `moe` ten thousand tensors:
+the experts of 26 layers, each expert's matrices by themselves, as the hub has them. Rows:
+
+`<n>gb-<case>/copy_ratio`: `ratio` is the seconds of the copy by those of loading, the best of the
+rounds of each; `pinned_ratio` (CUDA) is that of a copy out of pinned memory, which no reader of
+files has for nothing. `host_bytes` is what the process's memory grew by at most, beside the weights
+where these are in host memory.
+
+`<n>gb-dense/ready`: seconds from constructing an engine until it serves, each start a process of
+its own (case `ready`; only where vLLM is installed). The best of --starts counts: a first start
+also compiles kernels. 16 GB take about a minute for the two copies, and for `ready` one of Manta's
+and one of vLLM's starts --starts times over, so 2 to 3 minutes where kernels are compiled already.
+--resume keeps the day's lines of other cases, so that each case can be a call of its own.
 """
 
 import argparse
 import gc
+import importlib.util
 import json
 import math
 import resource
@@ -26,9 +36,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
-from bench.report.result_file import write
+from bench.report.result_file import Line, RawLines, print_ratios, versions
+from bench.versus.engine import run_side
 from engine.config.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.weights import load_weights
@@ -36,6 +49,7 @@ from engine.weights.index import CODES
 from kernels.dispatch import kernels_for
 
 GB = 10**9
+CASES = ("ready", "dense", "moe")
 _SHARD = 2 * GB
 _SOURCE = 1 << 30  # bytes of host memory that copies are made from, again and again
 
@@ -50,12 +64,32 @@ def dense(gb: float) -> dict[str, Any]:
     return _llama(hidden, inner, vocab, max(1, round((gb * GB - ends) / layer)), kv_heads=8)
 
 
-def many(gb: float, tensors: int = 10_000) -> dict[str, Any]:
-    """Nine tensors a layer, all in the layers."""
-    layers = tensors // 9
-    # A layer has 4 h^2 + 3 h * 2.75 h numbers.
-    hidden = max(64, round(math.sqrt(gb * GB / layers / 2 / 12.25) / 64) * 64)
-    return _llama(hidden, hidden * 11 // 4, 256, layers, kv_heads=hidden // 64)
+def moe(gb: float, layers: int = 26) -> dict[str, Any]:
+    """Qwen3-MoE's tensors, 393 a layer: 384 of experts, which are narrower than qwen3-30b-a3b's."""
+    # A layer has about 75 h^2 numbers: 3 * 128 * h * (3/16 h) in experts, the rest in attention.
+    hidden = max(256, round(math.sqrt(gb * GB / 2 / layers / 75) / 256) * 256)
+    heads = hidden // 64
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "moe_intermediate_size": max(16, round(hidden * 3 / 16 / 16) * 16),
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 32768,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
 
 
 def _llama(hidden: int, inner: int, vocab: int, layers: int, kv_heads: int) -> dict[str, Any]:
@@ -69,16 +103,15 @@ def _llama(hidden: int, inner: int, vocab: int, layers: int, kv_heads: int) -> d
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": min(kv_heads, heads),
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
         "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     }
 
 
-def make(folder: Path, config: dict[str, Any]) -> tuple[int, list[int]]:
-    """Write the folder. Returns its bytes, and those of each tensor."""
-    (folder / "config.json").write_text(json.dumps(config))
+def tensors(folder: Path) -> list[tuple[str, list[int]]]:
+    """What a checkpoint of the folder's config.json has: names and shapes."""
     meta = build_model(
         ModelConfig.from_folder(folder),
         torch.bfloat16,
@@ -86,9 +119,18 @@ def make(folder: Path, config: dict[str, Any]) -> tuple[int, list[int]]:
         kernels_for("cpu"),
         runs_on="cpu",
     )
-    names = [
+    return [
         (source.name, list(source.shape)) for each in meta.parameters() for source in each.sources
     ]
+
+
+def make(folder: Path, config: dict[str, Any]) -> list[int]:
+    """Write the folder. Returns the bytes of each tensor."""
+    (folder / "config.json").write_text(json.dumps(config))
+    # An engine that reads weights reads a tokenizer, too: a token for each row of the head.
+    words = {f"<{id}>": id for id in range(config["vocab_size"])}
+    Tokenizer(WordLevel(words, "<0>")).save(str(folder / "tokenizer.json"))
+    names = tensors(folder)
     pattern = torch.empty(32 << 20, dtype=torch.bfloat16).normal_(0, 0.02)
     raw = pattern.view(torch.uint8).numpy()
     sizes = [2 * math.prod(shape) for _, shape in names]
@@ -108,7 +150,7 @@ def make(folder: Path, config: dict[str, Any]) -> tuple[int, list[int]]:
             while at > 0:
                 file.write(memoryview(raw)[: min(at, len(raw))])
                 at -= len(raw)
-    return sum(sizes), sizes
+    return sizes
 
 
 def _shards(entries: list[Any]) -> Iterator[list[Any]]:
@@ -183,62 +225,116 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-def measure(case: str, config: dict[str, Any], device: str, rounds: int, place: Path) -> Any:
-    folder = Path(tempfile.mkdtemp(prefix="manta-loading-", dir=place))
-    try:
-        total, sizes = make(folder, config)
-        source = torch.empty(min(_SOURCE, total), dtype=torch.uint8).random_()
-        ways: dict[str, Callable[[], Any]] = {
-            "load": lambda: load(folder, device),
-            "copy": lambda: copy(source, sizes, device),
-        }
-        if device == "cuda":
-            pinned = source[: 256 << 20].pin_memory()
-            ways["pinned"] = lambda: copy(pinned, sizes, device)
-        timed(device, ways["load"])  # the page cache, kernels, the device's context
-        with _Peak() as peak:
-            timed(device, ways["load"])
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds):
-            for name, work in ways.items():
-                seconds[name].append(timed(device, work))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    best = {name: min(each) for name, each in seconds.items()}
-    row = {
-        "case": f"{case}/copy_ratio",
-        "ours": round(total / GB / best["load"], 2),
-        "peer": round(total / GB / best["copy"], 2),
-        "unit": "GB/s",
-        "ratio": round(best["copy"] / best["load"], 3),
+def against_copy(folder: Path, sizes: list[int], device: str, rounds: int) -> Line:
+    """Loading, and copies of as many bytes, in turns: the seconds of each round."""
+    total = sum(sizes)
+    source = torch.empty(min(_SOURCE, total), dtype=torch.uint8).random_()
+    ways: dict[str, Callable[[], Any]] = {
+        "load": lambda: load(folder, device),
+        "copy": lambda: copy(source, sizes, device),
+    }
+    if device == "cuda":
+        pinned = source[: 256 << 20].pin_memory()
+        ways["pinned"] = lambda: copy(pinned, sizes, device)
+    timed(device, ways["load"])  # the page cache, kernels, the device's context
+    with _Peak() as peak:
+        timed(device, ways["load"])
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, work in ways.items():
+            seconds[name].append(timed(device, work))
+    return {
         "bytes": total,
         "tensors": len(sizes),
         "host_bytes": peak.bytes - (total if device == "cpu" else 0),
+        "seconds": seconds,
+    }
+
+
+def starts(folder: Path, count: int) -> Iterator[Line]:
+    """Each start's line: its side, when it was ready, what it was configured with."""
+    for run in range(count):
+        for side in ("manta", "vllm"):
+            for line in run_side(side, str(folder), [], [], None, load_format="auto"):
+                yield {"run": run, **line}
+
+
+def rows(lines: list[Line]) -> list[Line]:
+    """Of all lines, those of earlier calls included."""
+    found = [_copy_row(line) for line in lines if "seconds" in line]
+    for case in dict.fromkeys(line["case"] for line in lines if "ready_s" in line):
+        ours, peer = (
+            min(li["ready_s"] for li in lines if li["case"] == case and li.get("side") == side)
+            for side in ("manta", "vllm")
+        )
+        ratio = round(ours / peer, 3)
+        found.append({"case": case, "ours": ours, "peer": peer, "unit": "s", "ratio": ratio})
+    return found
+
+
+def _copy_row(line: Line) -> Line:
+    best = {name: min(each) for name, each in line["seconds"].items()}
+    row = {
+        "case": line["case"],
+        "ours": round(line["bytes"] / GB / best["load"], 2),
+        "peer": round(line["bytes"] / GB / best["copy"], 2),
+        "unit": "GB/s",
+        "ratio": round(best["copy"] / best["load"], 3),
+        "bytes": line["bytes"],
+        "tensors": line["tensors"],
+        "host_bytes": line["host_bytes"],
     }
     if "pinned" in best:
         row["pinned_ratio"] = round(best["pinned"] / best["load"], 3)
-    return row, {"case": case, "seconds": seconds}
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--gb", type=float, default=16.0, help="bytes of each case's weights")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=3, help="of loading and copying, in turns")
+    parser.add_argument("--starts", type=int, default=2, help="of each engine, in turns")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--out", type=Path, help="folder for the result files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the result files")
+    parser.add_argument("--resume", action="store_true", help="keep the day's lines of other cases")
     args = parser.parse_args()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    cases = {f"{args.gb:g}gb-dense": dense(args.gb), "10000-tensors": many(args.gb)}
-    rows, lines = [], []
-    for case, config in cases.items():
-        row, line = measure(case, config, device, args.rounds, args.folder)
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-        lines.append(line)
-    if args.out:
-        settings = {"device": device, "gb": args.gb, "rounds": args.rounds}
-        write(args.out, "loading", {"ours": settings}, rows, lines)
+    cases = list(args.cases)
+    if "ready" in cases and not importlib.util.find_spec("vllm"):
+        cases.remove("ready")
+        print("ready: left out, vLLM is not installed here", flush=True)
+    labels = {
+        name: f"{args.gb:g}gb-" + ("dense/ready" if name == "ready" else f"{name}/copy_ratio")
+        for name in cases
+    }
+
+    def others(lines: list[Line]) -> list[Line]:
+        return [line for line in lines if line["case"] not in labels.values()]
+
+    raw = RawLines(args.out, "loading", others if args.resume else None)
+    for config, names in ((dense(args.gb), ("ready", "dense")), (moe(args.gb), ("moe",))):
+        if not labels.keys() & set(names):
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="manta-loading-", dir=args.folder))
+        try:
+            sizes = make(folder, config)
+            if "ready" in labels and "ready" in names:
+                # Before this process has a context on the device, which both engines want whole.
+                for line in starts(folder, args.starts):
+                    raw.keep({"case": labels["ready"], **line})
+            if names[-1] in labels:
+                line = against_copy(folder, sizes, device, args.rounds)
+                raw.keep({"case": labels[names[-1]], **line})
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    sides = {line["side"]: line["config"] for line in raw.all if "config" in line}
+    settings = {"device": device, "gb": args.gb, "rounds": args.rounds}
+    ours = {**settings, "starts": sides.get("manta"), "versions": versions("transformers")}
+    found = rows(raw.all)
+    raw.finish({"ours": ours, "peers": {"vllm": sides["vllm"]} if "vllm" in sides else {}}, found)
+    print_ratios(found)
 
 
 if __name__ == "__main__":

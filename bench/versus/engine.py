@@ -59,14 +59,18 @@ def engine_fields(items: list[str]) -> dict[str, Any]:
 
 
 def run_manta(
-    model: str, names: list[str], change: dict[str, Any] | None = None, side: str = "manta"
+    model: str,
+    names: list[str],
+    change: dict[str, Any] | None = None,
+    side: str = "manta",
+    load_format: str = "dummy",
 ) -> None:
     """One process: start, then each workload once; prints a JSON line for each."""
     from engine import LLM, SamplingParams
 
     began = time.perf_counter()
     config: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": load_format,
         "dtype": "bfloat16",
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
@@ -93,7 +97,7 @@ def run_manta(
             _report(side, name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds)
 
 
-def run_vllm(model: str, names: list[str]) -> None:
+def run_vllm(model: str, names: list[str], load_format: str = "dummy") -> None:
     """The same for vLLM, with its defaults but for what must be equal."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -103,7 +107,7 @@ def run_vllm(model: str, names: list[str]) -> None:
 
     began = time.perf_counter()
     config: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": load_format,
         "dtype": "bfloat16",
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
@@ -176,9 +180,14 @@ def _path_with(folder: Path) -> str:
 
 
 def run_side(
-    side: str, model: str, names: list[str], change: list[str], against: Path | None
+    side: str,
+    model: str,
+    names: list[str],
+    change: list[str],
+    against: Path | None,
+    load_format: str = "dummy",
 ) -> Iterator[Line]:
-    """The lines of one run in a process of its own, each when it is there."""
+    """The lines of one run in a process of its own, each when it is there. No names: a start."""
     module, folder = "bench.versus.engine", None
     if side == BEFORE:
         assert against is not None
@@ -189,6 +198,8 @@ def run_side(
     command = [sys.executable, "-m", module, "--side", own, "--model", str(Path(model).resolve())]
     if side == "manta" and change:
         command += ["--change", *change]
+    if load_format != "dummy":
+        command += ["--load-format", load_format]
     command += ["--workloads", *names]
     for line in lines_of(command, folder):
         yield {**line, "side": side}
@@ -292,9 +303,7 @@ def main() -> None:
     parser.add_argument(
         "--name", nargs="+", default=["model"], help="a label of the cases for each"
     )
-    parser.add_argument(
-        "--workloads", nargs="+", default=[], help="default: those of the docs' table"
-    )
+    parser.add_argument("--workloads", nargs="*", help="default: those of the docs' table")
     parser.add_argument("--runs", type=int, default=3, help="alternating runs of each side")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
@@ -303,19 +312,34 @@ def main() -> None:
     )
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout of Manta")
     parser.add_argument("--side", choices=["manta", PLAIN, "vllm"], help="run one side only, here")
+    parser.add_argument(
+        "--load-format",
+        choices=["dummy", "auto"],
+        default="dummy",
+        help="with --side: auto reads the folder's weights",
+    )
     args = parser.parse_args()
-    names = args.workloads or ALL
+    names = ALL if args.workloads is None else args.workloads
     if args.side in ("manta", PLAIN):
-        run_manta(args.model[0], names, engine_fields(args.change), args.side)
+        change = engine_fields(args.change)
+        run_manta(args.model[0], names, change, args.side, args.load_format)
     elif args.side == "vllm":
-        run_vllm(args.model[0], names)
+        run_vllm(args.model[0], names, args.load_format)
     elif args.change and args.against is not None:
         parser.error("--change and --against: one of them")
     elif len(args.name) != len(args.model):
         parser.error(f"--name: {len(args.name)} labels for {len(args.model)} models")
     else:
         models = dict(zip(args.name, args.model, strict=True))
-        compare(models, args.workloads, args.runs, args.out, args.change, args.resume, args.against)
+        compare(
+            models,
+            args.workloads or [],
+            args.runs,
+            args.out,
+            args.change,
+            args.resume,
+            args.against,
+        )
 
 
 if __name__ == "__main__":
