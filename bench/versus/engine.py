@@ -39,7 +39,12 @@ MAX_NUM_SEQS = 1024
 MEMORY_FRACTION = 0.85
 # What is run where --workloads does not say, by label: what docs/performance.md has a column for.
 ALL = ["single", "uniform", "dialogue", "prefill"]
-TABLE = {"qwen3-0.6b": ALL[:3]}  # of a small model's prompts nothing is wanted
+TABLE = {  # of a small model's prompts nothing is wanted, nor of these
+    "qwen3-0.6b": ALL[:3],
+    "qwen3-30b-a3b": ALL[:2],
+    "gpt-oss-20b": ALL[:2],
+    "gemma-3-12b": ALL[:3],
+}
 
 PLAIN = "manta-as-it-is"  # without the change
 BEFORE = "manta-before"  # of another checkout
