@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.runner.inputs import max_entries
-from engine.sampling.sampler import SamplePlan
+from engine.sampling.sampler import Sampled, SamplePlan
 
 if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
@@ -119,7 +119,7 @@ class StepGraphs:
                 self._forward(size, adapters)
         for count, is_mixed, greedy in self._each_choice():
             plan = self._runner.sampler.simple_plan(greedy)
-            self._runner.sample(*self.samples(count, is_mixed), plan)
+            self._sample(count, is_mixed, plan)
 
     def _allocate(self) -> None:
         runner = self._runner
@@ -202,6 +202,10 @@ class StepGraphs:
             rows, positions = rows.index_select(0, which), positions.index_select(0, which)
         return self._hidden[:entries], rows[:entries].long(), positions[:entries].long()
 
+    def _sample(self, entries: int, mixed: bool, plan: SamplePlan) -> Sampled:
+        hidden, rows, positions = self.samples(entries, mixed)
+        return self._runner.sample(self._runner.model.logits(hidden), rows, positions, plan)
+
     def _capture_forward(self, size: Size, adapters: bool) -> None:
         with self._recording() as graph:
             self._forward(size, adapters)
@@ -210,7 +214,7 @@ class StepGraphs:
     def _capture_choice(self, entries: int, mixed: bool, greedy: bool) -> None:
         plan = self._runner.sampler.simple_plan(greedy)
         with self._recording() as graph:
-            tokens = self._runner.sample(*self.samples(entries, mixed), plan).tokens
+            tokens = self._sample(entries, mixed, plan).tokens
         self._choices[entries, mixed, greedy] = (graph, tokens)
 
     @contextmanager

@@ -161,7 +161,8 @@ class StagedResult:
 class _Samples:
     """What a forward pass leaves to choose from, n tokens."""
 
-    hidden: Tensor  # [n, hidden_size]
+    # [n, vocab_size]; launched behind the forward pass, so that masks may be made meanwhile
+    logits: Tensor
     rows: Tensor  # [n] int64
     positions: Tensor  # [n] int64
     host_rows: list[int]  # rows, on the host
@@ -284,7 +285,8 @@ class ModelRunner:
                 tokens = self.graphs.choose(size, plan)[: len(sample_rows)]
                 return self._finish(batch.step, tokens, entries)
             hidden, rows, positions = self.graphs.samples(len(sample_rows), not decodes_only)
-            samples = _Samples(hidden, rows, positions, sample_rows, entries, plan)
+            logits = self.model.logits(hidden)
+            samples = _Samples(logits, rows, positions, sample_rows, entries, plan)
             return self._sample_now_or_later(batch, samples, [], None)
         step = self.inputs.assemble(batch)
         if self.lora is not None:
@@ -304,7 +306,8 @@ class ModelRunner:
                 return pending
             if step.last is not None:
                 hidden = hidden.index_select(0, step.last)
-            given = hidden, step.sample_rows, step.sample_positions, sample_rows, entries, plan
+            logits = self.model.logits(hidden)
+            given = logits, step.sample_rows, step.sample_positions, sample_rows, entries, plan
             return self._sample_now_or_later(batch, _Samples(*given), prompt_logprobs, pooled)
 
         if self.link is not None:
@@ -389,7 +392,7 @@ class ModelRunner:
         masked: Masked | None,
     ) -> DeviceResult:
         """The tokens of a step, chosen and on their way to the host."""
-        sampled = self.sample(samples.hidden, samples.rows, samples.positions, samples.plan, masked)
+        sampled = self.sample(samples.logits, samples.rows, samples.positions, samples.plan, masked)
         pending = self._finish(step, sampled.tokens, samples.entries)
         pending.logprobs = self._launch_logprobs(sampled, samples.host_rows)
         pending.prompt_logprobs = prompt_logprobs
@@ -449,18 +452,18 @@ class ModelRunner:
 
     def sample(
         self,
-        hidden: Tensor,
+        logits: Tensor,
         rows: Tensor,
         positions: Tensor,
         plan: SamplePlan,
         masked: Masked | None = None,
     ) -> Sampled:
-        """Logits, sampling, and the new tokens into their rows.
+        """Sampling, and the new tokens into their rows.
 
-        hidden [n, hidden_size], rows and positions [n] int64. The token of a row whose logits are
+        logits [n, vocab_size], rows and positions [n] int64. The token of a row whose logits are
         not finite is -1.
         """
-        logits, group = self.model.logits(hidden), self.model.group
+        group = self.model.group
         if group.rank:  # which have not all logits
             tokens = rows.new_empty(rows.shape)
             sampled = Sampled(tokens, torch.zeros_like(tokens, dtype=torch.bool))
@@ -594,7 +597,8 @@ class ModelRunner:
         rows = torch.full((count,), pad, dtype=torch.int64, device=self.device)
         last = torch.arange(count, device=self.device) % hidden.shape[0]
         masked = Masked.everything(count, self.model.config.vocab_size, self.device)
-        self.sample(hidden.index_select(0, last), rows, torch.ones_like(rows), MOST, masked)
+        logits = self.model.logits(hidden.index_select(0, last))
+        self.sample(logits, rows, torch.ones_like(rows), MOST, masked)
 
     def launch_everything(self, sizes: Sequence[int]) -> None:
         """What a start launches, where launches only tell which kernels they need

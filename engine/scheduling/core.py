@@ -13,8 +13,8 @@ last token in flight, the step's forward pass is launched without its sampling:
 
     launch forward n + 1 -> wait for n -> update with n -> masks -> launch sampling n + 1
 
-and the masks are made while the device computes. Where nothing of that kind is in flight they are
-made beside the launch.
+and the masks are made while the device computes the layers and the logits. Where nothing of that
+kind is in flight they are made beside the launch.
 
 If a step raises, the poison requests fail and the engine goes on: bisect_failure.py. If the device
 has no memory for a step, no request fails: the tokens are computed again in smaller steps.
@@ -22,6 +22,7 @@ has no memory for a step, no request fails: the tokens are computed again in sma
 
 import contextlib
 import logging
+import os
 import time
 from bisect import bisect_right
 from collections import deque
@@ -61,7 +62,7 @@ _PATIENCE = 64  # good steps until larger ones are tried again; each further tim
 
 _POISON = "engine_error: the engine fails on this request, and only on it"
 
-MASK_THREADS = 4
+_MOST_MASK_THREADS = 8  # a step of 64 rows is some 6 ms of one core
 _NO_GRAMMARS = InvalidRequest(
     "this engine has no vocabulary to constrain outputs with",
     param="structured",
@@ -125,7 +126,8 @@ class EngineCore:
         self._outbox: list[Delta] = []  # deltas that came up between steps
         self._grammars = grammars or Grammars(_NO_GRAMMARS)
         self._preparing: dict[int, Request] = {}  # their grammars are being compiled
-        self._masks = MaskFiller(MASK_THREADS)
+        usable = len(os.sched_getaffinity(0))  # the loop and what else the engine does have half
+        self._masks = MaskFiller(max(2, min(_MOST_MASK_THREADS, usable // 2)))
         self._beside = ThreadPoolExecutor(1, "masks")
         self._depth = max(config.lanes, 1 + config.async_scheduling)  # steps in flight
         self._timer = StepTimer()
