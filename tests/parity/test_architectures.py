@@ -13,8 +13,18 @@ from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
 from engine.runner.kv_cache import KVCache
 from tests.engine.models.checkpoints import Paged, adapter_on, load_model
-from tests.parity.cases import ALIBI, CASES, DELTA, EXPERTS, LATENT, WINDOWS, Case, relative, save
-from tests.parity.recurrent_cases import MIXED
+from tests.parity.cases import (
+    ALIBI,
+    CASES,
+    DELTA,
+    EXPERTS,
+    LATENT,
+    MIXED,
+    WINDOWS,
+    Case,
+    relative,
+    save,
+)
 
 BOUND = 1e-5
 ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS, **LATENT, **DELTA, **MIXED}

@@ -11,9 +11,8 @@ from engine.config.model_config import ModelConfig
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
-from tests.parity.cases import save
+from tests.parity.cases import MIXED, save
 from tests.parity.engine_driver import engine, run
-from tests.parity.recurrent_cases import MIXED
 from tests.parity.test_deterministic import all_cuts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -1,10 +1,45 @@
-"""Tiny random checkpoints of models that mix layers with states and layers of attention, beside
-Gated DeltaNet's (`tests.parity.cases`)."""
+"""Decoders that mix layers with states and layers of attention."""
 
 from typing import Any
 
-from tests.parity.cases import Case
+from tests.parity.cases.case import Case
+from tests.parity.cases.rewriting import stacked, wrapped
+from tests.parity.cases.settings import CHOSEN
 
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    # A state whose query is far from all keys gives little, which its norm makes large again with
+    # all that was rounded.
+    "rms_norm_eps": 1e-2,
+}
+_DELTA_EXPERTS = {
+    **_DELTA,
+    **CHOSEN,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+# Three layers of Gated DeltaNet and one of gated attention.
+DELTA: dict[str, Case] = {
+    "qwen 3 next": Case("qwen3_next", {**_DELTA_EXPERTS, "norm_topk_prob": True}),
+    "qwen 3.5": Case("qwen3_5_text", _DELTA),
+    "qwen 3.5 vl": Case(
+        "qwen3_5_text",
+        {**_DELTA, "tie_word_embeddings": True},
+        architecture="Qwen3_5ForConditionalGeneration",
+        rewrite=wrapped("model.language_model."),
+    ),
+    "qwen 3.5 moe": Case(
+        "qwen3_5_moe_text",
+        _DELTA_EXPERTS,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        rewrite=stacked,
+    ),
+}
 _LFM2: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "conv", "full_attention", "conv"],

@@ -1,0 +1,123 @@
+"""Mixtures of experts; three layers, of which some are dense where an architecture has such."""
+
+from tests.parity.cases.case import Case
+from tests.parity.cases.rewriting import wrapped
+from tests.parity.cases.settings import CHOSEN, GRANITE, HALF, LOCAL, ROUTED, SEVEN, SHORT
+
+_LLAMA4 = {
+    **LOCAL,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "no_rope_layer_interval": 3,
+    "attention_chunk_size": 7,
+    "floor_scale": 4,
+}
+_LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+}
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 7,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}
+EXPERTS: dict[str, Case] = {
+    "mixtral": Case("mixtral", LOCAL),
+    "qwen 2 moe": Case(
+        "qwen2_moe",
+        {
+            **CHOSEN,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen 3 moe": Case(
+        "qwen3_moe",
+        {**CHOSEN, "moe_intermediate_size": 24, "head_dim": 24, "norm_topk_prob": True},
+    ),
+    "gpt-oss": Case("gpt_oss", {**LOCAL, **SEVEN, "head_dim": 16}),
+    "glm 4.5": Case("glm4_moe", {**ROUTED, "attention_bias": True, "routed_scaling_factor": 1.5}),
+    "glm 4.6": Case(
+        "glm4_moe", {**ROUTED, "use_qk_norm": True, "n_group": 3, "topk_group": 2, "head_dim": 24}
+    ),
+    "solar open": Case("solar_open", {**ROUTED, "head_dim": 16}),
+    "dots": Case("dots1", {**ROUTED, "n_shared_experts": 2, "first_k_dense_replace": 1}),
+    "minimax m2": Case("minimax_m2", {**LOCAL, "head_dim": 16, "rope_parameters": HALF}),
+    "hy3": Case("hy_v3", {**CHOSEN, "moe_intermediate_size": 24, "head_dim": 16}),
+    "hunyuan moe": Case("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 2, "head_dim": 16}),
+    "olmoe": Case("olmoe", CHOSEN),
+    "llama 4": Case("llama4_text", _LLAMA4),
+    "llama 4 scout": Case(
+        "llama4_text",
+        {**_LLAMA4, "interleave_moe_layer_step": 1, "rope_parameters": _LLAMA4_ROPE},
+        architecture="Llama4ForConditionalGeneration",
+        rewrite=wrapped("language_model."),
+    ),
+    "gemma 4 e2b": Case(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_key_value_heads": 1,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+        calm=0.3,
+    ),
+    "gemma 4 31b": Case(
+        "gemma4_text",
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        calm=0.3,
+        architecture="Gemma4ForConditionalGeneration",
+        rewrite=wrapped("model.language_model."),
+    ),
+    "gemma 4 26b": Case(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+        calm=0.3,
+    ),
+    "dbrx": Case(
+        "dbrx",
+        {
+            "d_model": 64,
+            "n_layers": 3,
+            "n_heads": 4,
+            "max_seq_len": 64,
+            "attn_config": {"clip_qkv": 1.0, "kv_n_heads": 2, "rope_theta": 1e5},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+        },
+        drop=(*SHORT, "intermediate_size", "num_key_value_heads"),
+    ),
+    "granite moe": Case("granitemoe", {**GRANITE, **LOCAL}),
+    "granite moe, shared": Case(
+        "granitemoeshared", {**GRANITE, **LOCAL, "shared_intermediate_size": 40}
+    ),
+    "phi 3.5 moe": Case("phimoe", {**LOCAL, "lm_head_bias": True, "router_jitter_noise": 0.2}),
+    "ernie 4.5 moe": Case(
+        "ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
+    ),
+}

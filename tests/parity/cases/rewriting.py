@@ -1,0 +1,206 @@
+"""Architectures that have no code in transformers: tensors and config.json of their nearest
+relative under their names and in their layout."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.parity.cases.case import Logits, Tensors
+
+
+def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
+    """Each pair's first by its second in all names, one pair after the other."""
+    found = {}
+    for name, tensor in tensors.items():
+        for old, new in pairs:
+            name = name.replace(old, new)
+        found[name] = tensor
+    return found
+
+
+def fused(tensors: Tensors, pieces: tuple[str, ...], whole: str) -> Tensors:
+    """The pieces of each layer below each other."""
+    found = dict(tensors)
+    for name in tensors:
+        if pieces[0] in name:
+            rows = [found.pop(name.replace(pieces[0], piece)) for piece in pieces]
+            found[name.replace(pieces[0], whole)] = torch.cat(rows)
+    return found
+
+
+_QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
+
+
+def chatglm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    tensors = renamed(
+        fused(tensors, _QKV, "self_attention.query_key_value"),
+        ("model.embed_tokens", "transformer.embedding.word_embeddings"),
+        ("model.layers", "transformer.encoder.layers"),
+        ("self_attn.o_proj", "self_attention.dense"),
+        ("mlp.gate_up_proj", "mlp.dense_h_to_4h"),
+        ("mlp.down_proj", "mlp.dense_4h_to_h"),
+        ("model.norm", "transformer.encoder.final_layernorm"),
+        ("lm_head", "transformer.output_layer"),
+    )
+    tensors["transformer.rotary_pos_emb.inv_freq"] = torch.ones(4)
+    theta = config["rope_parameters"]["rope_theta"]
+    new = {
+        "model_type": "chatglm",
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_layers": config["num_hidden_layers"],
+        "num_attention_heads": config["num_attention_heads"],
+        "multi_query_attention": True,
+        "multi_query_group_num": config["num_key_value_heads"],
+        "kv_channels": config["head_dim"],
+        "padded_vocab_size": config["vocab_size"],
+        "vocab_size": 1,
+        "seq_length": config["max_position_embeddings"],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "rope_ratio": theta / 10000,
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+        "rmsnorm": True,
+        "post_layer_norm": True,
+        "torch_dtype": "float32",
+        "eos_token_id": 2,
+    }
+    config.clear()
+    config.update(new)
+    return tensors
+
+
+def qwen1(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    config.update(
+        intermediate_size=2 * config["intermediate_size"],
+        kv_channels=config["hidden_size"] // config["num_attention_heads"],
+        seq_length=config["max_position_embeddings"],
+        max_position_embeddings=4 * config["max_position_embeddings"],
+        layer_norm_epsilon=config.pop("rms_norm_eps"),
+        rotary_emb_base=config.pop("rope_parameters")["rope_theta"],
+        rotary_pct=1.0,
+        no_bias=True,
+        use_logn_attn=True,
+        use_dynamic_ntk=True,
+    )
+    return renamed(
+        fused(tensors, _QKV, "attn.c_attn"),
+        ("model.embed_tokens", "transformer.wte"),
+        ("model.layers", "transformer.h"),
+        ("input_layernorm", "ln_1"),
+        ("post_attention_layernorm", "ln_2"),
+        ("self_attn.o_proj", "attn.c_proj"),
+        ("mlp.gate_proj", "mlp.w2"),
+        ("mlp.up_proj", "mlp.w1"),
+        ("mlp.down_proj", "mlp.c_proj"),
+        ("model.norm", "transformer.ln_f"),
+    )
+
+
+def baichuan(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    config["model_max_length"] = config["max_position_embeddings"]
+    return fused(tensors, _QKV, "self_attn.W_pack")
+
+
+def internlm1(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    config["bias"] = config.pop("attention_bias")
+    return tensors
+
+
+def internlm2(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Queries, key and value of each key head side by side."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    config["bias"] = config.pop("attention_bias")
+    config["rope_scaling"] = {"type": "dynamic", "factor": 2.0}
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    grouped = {}
+    for name, tensor in fused(tensors, _QKV, "attention.wqkv").items():
+        if "wqkv" in name:
+            by_head = tensor.view(heads + 2 * kv_heads, -1, *tensor.shape[1:])
+            q, k, v = by_head.split((heads, kv_heads, kv_heads))
+            parts = (q.unflatten(0, (kv_heads, -1)), k[:, None], v[:, None])
+            tensor = torch.cat(parts, 1).reshape(tensor.shape)
+        grouped[name] = tensor
+    return renamed(
+        grouped,
+        ("embed_tokens", "tok_embeddings"),
+        ("self_attn.o_proj", "attention.wo"),
+        ("mlp.gate_proj", "feed_forward.w1"),
+        ("mlp.up_proj", "feed_forward.w3"),
+        ("mlp.down_proj", "feed_forward.w2"),
+        ("input_layernorm", "attention_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("lm_head", "output"),
+    )
+
+
+def minicpm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    config["scale_emb"] = config.pop("embedding_multiplier")
+    config["scale_depth"] = config.pop("residual_multiplier") * config["num_hidden_layers"] ** 0.5
+    config["dim_model_base"] = config["hidden_size"] / config.pop("logits_scaling")
+    config.pop("attention_multiplier")
+    return tensors
+
+
+def wrapped(before: str) -> Callable[[Tensors, dict[str, Any]], Tensors]:
+    """In a wrapper, beside another part. before: what the text model's names begin with."""
+
+    def rewrite(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+        text = {**config}
+        text.pop("architectures")
+        ends = {key: text.pop(key) for key in ("eos_token_id", "dtype", "bos_token_id")}
+        config.clear()
+        config.update(text_config=text, model_type="wrapper", vision_config={"hidden_size": 9})
+        config.update(ends)
+        found = {}
+        for name, tensor in tensors.items():
+            if before == "model.language_model." and name.startswith("model."):
+                name = name.removeprefix("model.")
+            elif before == "model.language_model.":
+                found[name] = tensor
+                continue
+            found[f"{before}{name}"] = tensor
+        found["vision_tower.patch.weight"] = torch.ones(3, 3)
+        found["multi_modal_projector.norm.weight"] = torch.ones(3)
+        return found
+
+    return rewrite
+
+
+def with_alibi(slopes: list[float]) -> Logits:
+    """Llama without rotation, with slopes on the scores."""
+
+    def ask(model: PreTrainedModel, ids: Tensor) -> Tensor:
+        at = torch.arange(len(ids))
+        behind = at[None] - at[:, None]
+        mask = torch.tensor(slopes)[:, None, None] * behind
+        mask = mask.masked_fill(behind > 0, -1e30)[None]
+        zeros = torch.zeros_like(ids)[None]
+        found: Tensor = model(ids[None], attention_mask=mask, position_ids=zeros).logits[0]
+        return found
+
+    return ask
+
+
+def stacked(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """All experts of a layer in one tensor, as Qwen 3.5's files have them, in its wrapper."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(config["num_hidden_layers"]):
+        names = f"model.layers.{layer}.mlp.experts.{{}}.{{}}_proj.weight"
+        experts = range(config["num_experts"])
+
+        def matrix(expert: int, kind: str, names: str = names) -> Tensor:
+            return next(
+                tensor
+                for name, tensor in tensors.items()
+                if name.endswith(names.format(expert, kind).removeprefix("model."))
+            )
+
+        both = [torch.cat((matrix(e, "gate"), matrix(e, "up"))) for e in experts]
+        here = f"model.layers.{layer}.mlp.experts."
+        found[f"{here}gate_up_proj"] = torch.stack(both)
+        found[f"{here}down_proj"] = torch.stack([matrix(e, "down") for e in experts])
+    return wrapped("model.language_model.")(found, config)
