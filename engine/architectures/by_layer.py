@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.config.model_config import LayerAttention, Rope
+    from engine.config.model_config import LayerAttention
+    from engine.config.rope import Rope
 
 FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 

@@ -1,20 +1,20 @@
 """ModelConfig: what config.json says about the network, in our words. No torch here."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Read, Wrapper
+from engine.architectures import ARCHITECTURES, WRAPPERS, Architecture, Read
 from engine.architectures.experts import Experts
+from engine.architectures.find import find
 from engine.architectures.latent import Latent
 from engine.architectures.record import renamed
 from engine.architectures.recurrent.mixer import Mixer
 from engine.config.quantized import KEY, Quantized
 from engine.config.quantized_config import read_quantized
-from engine.config_reader import CLASSIFIER, MODULES, Reader
+from engine.config.rope import Rope, read_rope, stretch_positions
+from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError
 
 # hidden_act as files spell it -> kernels.reference.Kernels.GATES or ACTIVATIONS.
@@ -30,35 +30,7 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-# "mrope" turns text as "default" does: its three positions coincide. "dynamic" stretches from
-# max_position_embeddings on, where we do not go. "su" is what longrope was first called.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "su", "dynamic", "mrope")
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding. Fields after ``factor`` mean nothing to types that are not named.
-
-    dim: elements of a head that turn, the first ones; 0 = all.
-    """
-
-    theta: float
-    type: str = "default"
-    dim: int = 0
-    factor: float = 1.0  # how many times longer the context is than in training
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # cosines and sines are multiplied by it: yarn, longrope
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
-    part: float = 1.0  # proportional: of the pairs, those that turn; the others keep their places
-    # longrope, [dim / 2]: what divides each frequency where all texts are as short as in the first
-    # training, and where they may be longer
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
 
 
 def divide_heads(
@@ -269,14 +241,14 @@ class ModelConfig:
         cls, config: Reader, generation: Reader, rope_scaling: Mapping[str, Any] | None = None
     ) -> "ModelConfig":
         classifies = config.classifies()
-        architecture, wrapper, config = _find(config)
+        architecture, wrapper, config = find(config)
         config = config.renamed(architecture.keys, architecture.defaults)
         _refuse_others(config, architecture)
         for key, made in architecture.made.items():
             config.values[key] = made(config)
         read = {**_SWITCHES, **architecture.switches}
         if rope_scaling:
-            stretched_to = _stretch(config, read["max_positions"](config), rope_scaling)
+            stretched_to = stretch_positions(config, read["max_positions"](config), rope_scaling)
             read["max_positions"] = lambda config: stretched_to
         values = {name: switch(config) for name, switch in read.items()}
         _check_heads(config, values)
@@ -379,70 +351,6 @@ def no_folder(folder: Path) -> ConfigError:
     )
 
 
-def _find(config: Reader) -> tuple[Architecture, str, Reader]:
-    """The record, the name of the wrapper around it or "", and the text model's own keys."""
-    names = config.get("architectures", [])
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise config.error("architectures", f"must be a list of one name, got {names!r}")
-    (name,) = names
-    wrapper = WRAPPERS.get(name)
-    if wrapper is not None:
-        config = _text_of(config, wrapper)
-        found = _by_model_type(config, wrapper)
-    elif (record := _record_of(name)) is not None:
-        found = record
-    else:
-        known = [each.name for each in ARCHITECTURES.values() if each.models] + [*WRAPPERS]
-        near = get_close_matches(name, known, 1, cutoff=0.0)[0]
-        raise config.error(
-            "architectures",
-            f"{name!r} is not supported, and code of a model folder is never run; the nearest that "
-            f"is: {near}. All that are: docs/models.md",
-        )
-    if found.variant is not None:
-        found = ARCHITECTURES[found.variant(config.renamed(found.keys, found.defaults))]
-    return found, "" if wrapper is None else wrapper.name, config
-
-
-def _record_of(name: str) -> Architecture | None:
-    """Qwen3Model is Qwen3ForCausalLM without its head, BertForMaskedLM is BertModel with one."""
-    base = name.removesuffix("Model").removesuffix("ForMaskedLM").removesuffix(CLASSIFIER)
-    names = [name]
-    if base != name:
-        names += [f"{base}Model", f"{base}ForCausalLM", f"{base}LMHeadModel"]
-    return next((ARCHITECTURES[each] for each in names if each in ARCHITECTURES), None)
-
-
-def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
-    """text_config over what stands around it, which may have token ids, dtype and ties."""
-    inner = config.inner("text_config").values
-    if not inner and not wrapper.flat:
-        raise config.error("text_config", "is missing")
-    outer = {key: value for key, value in config.values.items() if key not in _OF_WRAPPER}
-    values = {**outer, **{key: value for key, value in inner.items() if value is not None}}
-    if not inner:
-        values["model_type"] = wrapper.flat
-    return Reader(values, config.path if not inner else f"{config.path}: text_config")
-
-
-# Keys that mean something else, or nothing, to the text model.
-_OF_WRAPPER = ("architectures", "model_type", "text_config", "vision_config", "audio_config")
-
-
-def _by_model_type(config: Reader, wrapper: Wrapper) -> Architecture:
-    kind = config.get("model_type", wrapper.flat)
-    kind = TEXT_TYPES.get(kind, kind)
-    decoders = [each for each in ARCHITECTURES.values() if not each.encoder]
-    for architecture in decoders:
-        if kind and architecture.model_type == kind:
-            return architecture
-    known = sorted({each.model_type for each in decoders} - {""})
-    raise config.error(
-        "model_type",
-        f"{kind!r} is not supported in a {wrapper.name}; supported: {', '.join(known)}",
-    )
-
-
 def _refuse_others(config: Reader, architecture: Architecture) -> None:
     """What would change the result and is not computed."""
     for key, allowed in architecture.only.items():
@@ -472,118 +380,6 @@ def _head_dim(config: Reader) -> int:
     return config.size("head_dim", hidden_size // num_heads)
 
 
-def _rope(config: Reader) -> Rope:
-    """transformers 5 writes rope_parameters, with one object for each type of layer where these
-    differ; before, rope_theta and rope_scaling were apart."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    read = config.inner(key)
-    if isinstance(read.get("full_attention"), dict):
-        read = read.inner("full_attention")
-    if read.get("rope_type") is None and read.get("type") is not None:
-        read.values = {**read.values, "rope_type": read.values["type"]}
-    kind = read.one_of("rope_type", ROPE_TYPES, "default")
-    theta = read.number("rope_theta", config.number("rope_theta", 10000.0))
-    part = read.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-    head_dim = _head_dim(config)
-    dim = config.size_or_none("rotary_dim") or int(head_dim * part)
-    rope = Rope(theta, dim=0 if dim == head_dim else dim)
-    if kind == "dynamic" and read.get("alpha") is not None:
-        return replace(rope, theta=theta * read.number("alpha") ** (dim / (dim - 2)))
-    if kind in ("default", "mrope", "dynamic"):
-        return rope
-    if kind in ("longrope", "su"):
-        return _longrope(config, read, replace(rope, type="longrope"))
-    rope = replace(rope, type=kind, factor=read.number("factor"))
-    if kind == "linear":
-        return rope
-    if kind == "llama3":
-        return replace(
-            rope,
-            original_max_positions=read.size("original_max_position_embeddings"),
-            low_freq_factor=read.number("low_freq_factor"),
-            high_freq_factor=read.number("high_freq_factor"),
-        )
-    original = read.size(
-        "original_max_position_embeddings",
-        config.get("original_max_position_embeddings", config.size("max_position_embeddings")),
-    )
-    return replace(
-        rope,
-        original_max_positions=original,
-        beta_fast=read.number("beta_fast", 32.0),
-        beta_slow=read.number("beta_slow", 1.0),
-        attention_factor=_yarn_attention_factor(read, rope.factor),
-        truncate=bool(read.get("truncate", True)),
-    )
-
-
-def _stretch(config: Reader, positions: int, scaling: Mapping[str, Any]) -> int:
-    """Put the setting in the place of config.json's own scaling; how many positions there are
-    then. positions: without it."""
-    given = Reader(dict(scaling), "rope_scaling")
-    kind = given.get("rope_type")
-    if kind not in _STRETCHES:
-        raise ConfigError(
-            f"rope_scaling: rope_type: must be one of {', '.join(_STRETCHES)}, got {kind!r}; "
-            "others change the keys of earlier tokens with a text's length, or need tables",
-            param="rope_scaling",
-        )
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    parameters = config.get(key) or {}
-    full = parameters.get("full_attention")
-    own = full if isinstance(full, dict) else parameters
-    original = own.get("original_max_position_embeddings", positions)
-    made = {**_LLAMA3, "original_max_position_embeddings": original, **scaling}
-    made |= {name: own[name] for name in _NOT_OF_SCALING if name in own and name not in scaling}
-    config.values[key] = made if own is parameters else {**parameters, "full_attention": made}
-    made_read = Reader(made, "rope_scaling")
-    original = made_read.size("original_max_position_embeddings")
-    return max(positions, int(original * made_read.number("factor")))
-
-
-_STRETCHES = ("yarn", "linear", "llama3")
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_NOT_OF_SCALING = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
-
-
-def _longrope(config: Reader, read: Reader, rope: Rope) -> Rope:
-    """Ding et al. 2024. The factors for long texts hold from the first token on, if texts may be
-    long: keys in the cache cannot be turned again."""
-    positions = config.size("max_position_embeddings")
-    original = read.size(
-        "original_max_position_embeddings",
-        config.size("original_max_position_embeddings", positions),
-    )
-    factors = []
-    for key in ("short_factor", "long_factor"):
-        values = read.get(key)
-        half = (rope.dim or _head_dim(config)) // 2
-        if not isinstance(values, list) or len(values) != half:
-            raise read.error(key, f"must be a list of {half} numbers")
-        factors.append(tuple(float(value) for value in values))
-    stretch = read.number("factor", positions / original)
-    scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-    return replace(
-        rope,
-        original_max_positions=original,
-        attention_factor=read.number("attention_factor", scale),
-        short_factors=factors[0],
-        long_factors=factors[1],
-    )
-
-
-def _yarn_attention_factor(read: Reader, factor: float) -> float:
-    if read.get("attention_factor") is not None:
-        return read.number("attention_factor")
-
-    def scale(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    if read.get("mscale") and read.get("mscale_all_dim"):
-        return scale(read.number("mscale")) / scale(read.number("mscale_all_dim"))
-    return scale(1.0)
-
-
 def _activation(config: Reader) -> str:
     return ACTIVATIONS[config.one_of("hidden_act", tuple(ACTIVATIONS), "silu")]
 
@@ -605,7 +401,7 @@ _SWITCHES: Mapping[str, Read] = {
     "head_dim": _head_dim,
     "vocab_size": lambda config: config.size("vocab_size"),
     "max_positions": lambda config: config.size("max_position_embeddings"),
-    "rope": _rope,
+    "rope": lambda config: read_rope(config, _head_dim(config)),
     "embedding_size": lambda config: config.size("hidden_size"),
     "embedding_scale": lambda config: 1.0,
     "residual_scale": lambda config: 1.0,

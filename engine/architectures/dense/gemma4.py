@@ -14,7 +14,8 @@ from engine.architectures.record import Architecture, CheckpointTensor, Read, al
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
-    from engine.config.model_config import LayerAttention, ModelConfig, Rope
+    from engine.config.model_config import LayerAttention, ModelConfig
+    from engine.config.rope import Rope
 
 _TENSORS: Mapping[str, CheckpointTensor] = {
     **SANDWICH,

@@ -1,0 +1,70 @@
+"""find: the record of the architecture that a config.json names."""
+
+from difflib import get_close_matches
+
+from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Wrapper
+from engine.config_reader import CLASSIFIER, Reader
+
+
+def find(config: Reader) -> tuple[Architecture, str, Reader]:
+    """The record, the name of the wrapper around it or "", and the text model's own keys."""
+    names = config.get("architectures", [])
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise config.error("architectures", f"must be a list of one name, got {names!r}")
+    (name,) = names
+    wrapper = WRAPPERS.get(name)
+    if wrapper is not None:
+        config = _text_of(config, wrapper)
+        found = _by_model_type(config, wrapper)
+    elif (record := _record_of(name)) is not None:
+        found = record
+    else:
+        known = [each.name for each in ARCHITECTURES.values() if each.models] + [*WRAPPERS]
+        near = get_close_matches(name, known, 1, cutoff=0.0)[0]
+        raise config.error(
+            "architectures",
+            f"{name!r} is not supported, and code of a model folder is never run; the nearest that "
+            f"is: {near}. All that are: docs/models.md",
+        )
+    if found.variant is not None:
+        found = ARCHITECTURES[found.variant(config.renamed(found.keys, found.defaults))]
+    return found, "" if wrapper is None else wrapper.name, config
+
+
+def _record_of(name: str) -> Architecture | None:
+    """Qwen3Model is Qwen3ForCausalLM without its head, BertForMaskedLM is BertModel with one."""
+    base = name.removesuffix("Model").removesuffix("ForMaskedLM").removesuffix(CLASSIFIER)
+    names = [name]
+    if base != name:
+        names += [f"{base}Model", f"{base}ForCausalLM", f"{base}LMHeadModel"]
+    return next((ARCHITECTURES[each] for each in names if each in ARCHITECTURES), None)
+
+
+def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
+    """text_config over what stands around it, which may have token ids, dtype and ties."""
+    inner = config.inner("text_config").values
+    if not inner and not wrapper.flat:
+        raise config.error("text_config", "is missing")
+    outer = {key: value for key, value in config.values.items() if key not in _OF_WRAPPER}
+    values = {**outer, **{key: value for key, value in inner.items() if value is not None}}
+    if not inner:
+        values["model_type"] = wrapper.flat
+    return Reader(values, config.path if not inner else f"{config.path}: text_config")
+
+
+# Keys that mean something else, or nothing, to the text model.
+_OF_WRAPPER = ("architectures", "model_type", "text_config", "vision_config", "audio_config")
+
+
+def _by_model_type(config: Reader, wrapper: Wrapper) -> Architecture:
+    kind = config.get("model_type", wrapper.flat)
+    kind = TEXT_TYPES.get(kind, kind)
+    decoders = [each for each in ARCHITECTURES.values() if not each.encoder]
+    for architecture in decoders:
+        if kind and architecture.model_type == kind:
+            return architecture
+    known = sorted({each.model_type for each in decoders} - {""})
+    raise config.error(
+        "model_type",
+        f"{kind!r} is not supported in a {wrapper.name}; supported: {', '.join(known)}",
+    )
