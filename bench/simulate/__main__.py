@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.report import result_file
 from bench.simulate import calibrate, costs, overload, routing, scaling
-from bench.simulate.cluster import RoutingOutcome
+from bench.simulate.fleet.cluster import RoutingOutcome
 from bench.simulate.pictures import Line, Panel, svg
 from bench.versus.engine import engine_fields
 

@@ -14,9 +14,9 @@ from random import Random
 from typing import Any
 
 from bench.report import result_file
-from bench.simulate.cluster import run
+from bench.simulate.fleet.cluster import run
+from bench.simulate.fleet.replica import Job, Speed
 from bench.simulate.policies import RoundRobin
-from bench.simulate.replica import Job, Speed
 from deployments.routing.step_cost import STRETCH, StepCost, StepCostModel
 from engine.messages import EngineRequest, EngineStats, StepFrame
 from engine.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ import tracemalloc
 from collections.abc import Callable
 from random import Random
 
+from bench.simulate.fleet.speeds import GPU
 from bench.simulate.routing import RoutingRow
-from bench.simulate.speeds import GPU
 from deployments.routing.decision import RoutingRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import PrefixIndex, hash_prefix, pack_hashes, unpack_hashes

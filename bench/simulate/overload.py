@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from bench.simulate import virtual_time
-from bench.simulate.engine import SimEngine
-from bench.simulate.replica import Speed
+from bench.simulate.fleet import virtual_time
+from bench.simulate.fleet.engine import SimEngine
+from bench.simulate.fleet.replica import Speed
 from bench.simulate.routing import RoutingRow
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.replica.server import ReplicaServer

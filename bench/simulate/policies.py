@@ -7,7 +7,7 @@ and one prefix tree for all routers.
 from collections.abc import Sequence
 from random import Random
 
-from bench.simulate.replica import Job, SimReplica
+from bench.simulate.fleet.replica import Job, SimReplica
 from deployments.routing.decision import RoutingRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import FORWARDED_HASHES, STRIDE

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from statistics import fmean as mean
 
-from bench.simulate.cluster import RoutingOutcome, RoutingPolicy, run
+from bench.simulate.fleet.cluster import RoutingOutcome, RoutingPolicy, run
+from bench.simulate.fleet.replica import Job, Speed
+from bench.simulate.fleet.speeds import CPU, GPU, SLOW
+from bench.simulate.fleet.workload import Mix, ideal_hits, jobs
 from bench.simulate.policies import MantaRouting, OurSlots, PrefixTree, RoundRobin, TwoChoices
-from bench.simulate.replica import Job, Speed
-from bench.simulate.speeds import CPU, GPU, SLOW
-from bench.simulate.workload import Mix, ideal_hits, jobs
 
 LOAD = 0.8  # of what the fleet could do
 SEED = 1

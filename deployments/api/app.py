@@ -16,10 +16,12 @@ from deployments.api.agents.store import ResponseStore
 from deployments.api.agents.turn import Turn
 from deployments.api.auth import authenticate
 from deployments.api.caller import CALLER, Caller
-from deployments.api.generation.event_ids import EventIds, event_ids
+from deployments.api.generation.answer.event_ids import EventIds, event_ids
+from deployments.api.generation.answer.merge import start
+from deployments.api.generation.answer.openai_response import OpenAIResponse
+from deployments.api.generation.answer.replay import recall
 from deployments.api.generation.fields import take_object
 from deployments.api.generation.grammars import grammar_of, output_grammar_of
-from deployments.api.generation.merge import start
 from deployments.api.generation.openai_request import (
     OpenAIRequest,
     allowed,
@@ -29,8 +31,6 @@ from deployments.api.generation.openai_request import (
     completion_call,
     find_model,
 )
-from deployments.api.generation.openai_response import OpenAIResponse
-from deployments.api.generation.replay import recall
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of, salt_of
 from deployments.api.http.cors import answer_preflight, is_preflight, tell_origin
 from deployments.api.http.encodings import decoded

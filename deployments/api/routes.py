@@ -10,7 +10,6 @@ import msgspec
 from deployments.api import adapters, models
 from deployments.api.agents import liteqwen, messages, responses
 from deployments.api.batches import routes as batches
-from deployments.api.embeddings import embeddings
 from deployments.api.fields import agents, generation, others, pooled
 from deployments.api.fields import liteqwen as lq
 from deployments.api.fields import ollama as ollama_fields
@@ -29,8 +28,9 @@ from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
 from deployments.api.page import routes as web
 from deployments.api.page.live import LIVE, live
+from deployments.api.pooling.embeddings import embeddings
+from deployments.api.pooling.rerank import classify, rerank, score
 from deployments.api.requests_route import REQUESTS, explain_request
-from deployments.api.rerank import classify, rerank, score
 from deployments.api.tokenize_routes import detokenize, tokenize
 from deployments.backend import DRAINING
 from deployments.environment import installed_version

@@ -14,8 +14,8 @@ from torch.nn.functional import normalize
 
 from engine.config.kv_groups import kv_groups
 from engine.errors import ConfigError
+from engine.layers.attention.edited import attention_block
 from engine.layers.build import Builder
-from engine.layers.edited_attention import attention_block
 from engine.layers.experts import Stack, experts_block
 from engine.layers.layer_inputs import LayerInput, LayerInputs
 from engine.layers.linear import HeadProducts, Linear, RowParallelLinear

@@ -12,12 +12,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from deployments.api.generation.event_ids import EventIds
-from deployments.api.generation.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS, first_items
-from deployments.api.generation.logprobs import chat_logprobs
-from deployments.api.generation.merge import ChoiceOutput
+from deployments.api.generation.answer.event_ids import EventIds
+from deployments.api.generation.answer.keepalive import (
+    COMMENT,
+    EVENT_STREAM,
+    STREAM_HEADERS,
+    first_items,
+)
+from deployments.api.generation.answer.logprobs import chat_logprobs
+from deployments.api.generation.answer.merge import ChoiceOutput
+from deployments.api.generation.answer.replay import StreamReplay
 from deployments.api.generation.openai_request import OpenAIRequest
-from deployments.api.generation.replay import StreamReplay
 from deployments.api.http.errors import SERVER, ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread

@@ -10,7 +10,7 @@ from deployments.api.agents.renaming import Renaming
 from deployments.api.agents.turn import Turn
 from deployments.api.fields.generation import QUEUED
 from deployments.api.fields.liteqwen import CHAT, KWARGS, MAX_HISTORY, STOP
-from deployments.api.generation.event_ids import LAST, EventIds
+from deployments.api.generation.answer.event_ids import LAST, EventIds
 from deployments.api.generation.fields import (
     check_names,
     name_fields,

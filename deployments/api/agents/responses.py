@@ -9,7 +9,7 @@ from deployments.api.agents.answer import ItemAnswer, Naming, new_number
 from deployments.api.agents.responses_request import ResponsesRequest, responses_request
 from deployments.api.agents.responses_writer import ResponsesWriter
 from deployments.api.agents.turn import Turn
-from deployments.api.generation.event_ids import EventIds
+from deployments.api.generation.answer.event_ids import EventIds
 from deployments.api.generation.openai_request import OpenAIRequest, chat_call
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange

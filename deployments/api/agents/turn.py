@@ -6,7 +6,7 @@ from typing import Any
 
 from deployments.api.agents.answer import ItemAnswer
 from deployments.api.agents.renaming import Renaming
-from deployments.api.generation.event_ids import EventIds
+from deployments.api.generation.answer.event_ids import EventIds
 from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange

@@ -9,7 +9,7 @@ import msgspec
 
 from deployments.api.agents.answer import ItemAnswer, Naming, new_number
 from deployments.api.agents.turn import Turn
-from deployments.api.generation.event_ids import EventIds
+from deployments.api.generation.answer.event_ids import EventIds
 from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.ollama.request import ollama_chat

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from deployments.api.fields.schema import TEXT, Body, Schema, number, one_of
-from deployments.api.generation.event_ids import LAST, WANTED
+from deployments.api.generation.answer.event_ids import LAST, WANTED
 from deployments.api.generation.tenancy import DEADLINE_HEADER, MAX_DEADLINE
 from deployments.environment import installed_version
 

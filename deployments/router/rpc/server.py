@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from deployments.api.app import Api
 from deployments.api.auth import authenticate
-from deployments.api.generation.event_ids import LAST
+from deployments.api.generation.answer.event_ids import LAST
 from deployments.api.generation.tenancy import MAX_DEADLINE
 from deployments.api.http.errors import (
     AUTHENTICATION,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, 
 from typing import Any
 
 from deployments.api.caller import CALLER, Caller
-from deployments.api.generation.event_ids import LAST, WANTED
+from deployments.api.generation.answer.event_ids import LAST, WANTED
 from deployments.api.generation.tenancy import MAX_DEADLINE
 
 Message = MutableMapping[str, Any]

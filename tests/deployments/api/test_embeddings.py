@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.api import pooled
 from deployments.api.app import build_asgi
+from deployments.api.pooling import pooled
 from engine.errors import Overloaded
 from engine.pooling import Pooling, as_array
 from tests.deployments.api.asgi import Client, Reply

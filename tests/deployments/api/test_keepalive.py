@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from deployments.api.app import Api, build_asgi
-from deployments.api.generation import keepalive
+from deployments.api.generation.answer import keepalive
 from deployments.api.options import ApiOptions
 from deployments.backend import Timing
 from engine.errors import MantaError, Overloaded

@@ -13,7 +13,7 @@ from engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[3]
 LOOKED_AT = (
-    "engine/layers/*.py",
+    "engine/layers/**/*.py",
     "engine/models/*.py",
     "engine/runner/*.py",
     "engine/sampling/*.py",
@@ -34,7 +34,7 @@ _CPU = "on the CPU alone, where tensors and arrays share memory and nothing is i
 _ORACLE = "the oracle in plain torch, not the CUDA back end"
 _START = "at the start, before any request"
 ALLOWED = {
-    ("engine/layers/bidirectional_attention.py", "BidirectionalAttention.forward"): (
+    ("engine/layers/attention/bidirectional.py", "BidirectionalAttention.forward"): (
         "where no runner has said where the texts begin, as tests and `manta verify` do not"
     ),
     ("engine/lora/device.py", "LoraDevice._upload"): "a view of pinned host memory",

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine.layers.attention import Attention
+from engine.layers.attention.plain import Attention
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables, turn

@@ -13,17 +13,22 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.generation.event_ids import ENDED, FINISHED, OPENED, EventIds
-from deployments.api.generation.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS, first_items
-from deployments.api.generation.logprobs import (
+from deployments.api.generation.answer.event_ids import ENDED, FINISHED, OPENED, EventIds
+from deployments.api.generation.answer.keepalive import (
+    COMMENT,
+    EVENT_STREAM,
+    STREAM_HEADERS,
+    first_items,
+)
+from deployments.api.generation.answer.logprobs import (
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
     with_first,
 )
-from deployments.api.generation.merge import ChoiceOutput, coalesce
+from deployments.api.generation.answer.merge import ChoiceOutput, coalesce
+from deployments.api.generation.answer.replay import StreamReplay
 from deployments.api.generation.openai_request import OpenAIRequest, scored_entries
-from deployments.api.generation.replay import StreamReplay
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread

@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Protocol
 
-from bench.simulate.replica import Job, SimReplica, Speed
+from bench.simulate.fleet.replica import Job, SimReplica, Speed
 
 _HOP = 0.0005  # seconds from router to replica
 

@@ -9,7 +9,7 @@ CPU: assumed, of the size of the default model's. `bench.simulate calibrate` fou
 model of 8B would be slower still: a small one keeps the two kinds closer.
 """
 
-from bench.simulate.replica import Speed
+from bench.simulate.fleet.replica import Speed
 
 GPU = Speed(
     "gpu",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.fields.pooled import MAX_PROMPT_NAME, MAX_TEXTS, UINT31
 from deployments.api.fields.schema import Body
+from deployments.api.generation.answer.merge import failed
 from deployments.api.generation.fields import (
     check_names,
     take_bool,
@@ -21,7 +22,6 @@ from deployments.api.generation.fields import (
     take_str,
     take_token_ids,
 )
-from deployments.api.generation.merge import failed
 from deployments.api.generation.openai_request import asked_model, find_model, too_many_tokens
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of
 from deployments.api.http.errors import invalid, wrong_type

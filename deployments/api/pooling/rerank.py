@@ -13,7 +13,7 @@ from deployments.api.generation.fields import take_bool, take_int
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
-from deployments.api.pooled import PooledCall, pooled_call, take_prompts
+from deployments.api.pooling.pooled import PooledCall, pooled_call, take_prompts
 from engine.pooling import as_array
 
 if TYPE_CHECKING:

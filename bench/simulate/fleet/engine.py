@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from bench.simulate.replica import Job, SimReplica, Speed
+from bench.simulate.fleet.replica import Job, SimReplica, Speed
 from engine.config.engine_config import EngineConfig
 from engine.errors import MantaError
 from engine.messages import AdapterInfo, Delta, EngineRequest, Pulse, Ready, StepFrame

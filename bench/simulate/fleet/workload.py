@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from bench.simulate.replica import Job
+from bench.simulate.fleet.replica import Job
 from deployments.routing.prefix_index import STRIDE
 
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from engine.config.model_config import LayerAttention, ModelConfig
 from engine.errors import ConfigError
-from engine.layers.attention import Attention
-from engine.layers.bidirectional_attention import BidirectionalAttention
+from engine.layers.attention.bidirectional import BidirectionalAttention
+from engine.layers.attention.gated import GatedAttention
+from engine.layers.attention.latent import LatentAttention
+from engine.layers.attention.plain import Attention
 from engine.layers.build import Builder
-from engine.layers.gated_attention import GatedAttention
-from engine.layers.latent_attention import LatentAttention
 from engine.layers.norm import Norm
 from engine.layers.recurrent.block import MixerBlock, mixer_block
 from engine.layers.rotary import Tables, turn

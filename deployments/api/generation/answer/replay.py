@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from deployments.api.generation.event_ids import (
+from deployments.api.generation.answer.event_ids import (
     ENDED,
     FINISHED,
     OPENED,
@@ -13,7 +13,7 @@ from deployments.api.generation.event_ids import (
     checksum,
     lost,
 )
-from deployments.api.generation.merge import ChoiceOutput
+from deployments.api.generation.answer.merge import ChoiceOutput
 from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.backend import Backend, RecalledChoice
 from engine.messages import Delta

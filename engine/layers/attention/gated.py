@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.layers.attention import Attention
+from engine.layers.attention.plain import Attention
 from engine.layers.norm import Norm
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta

@@ -1,0 +1,1 @@
+"""The simulated fleet: replicas, their engines, what they are asked, and time."""

@@ -1,0 +1,1 @@
+"""The routes that answer with what a pooling model makes of texts: vectors, scores and labels."""

@@ -1,0 +1,1 @@
+"""Attention between its two projections, a module a kind."""
