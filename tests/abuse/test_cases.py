@@ -230,7 +230,7 @@ def check_error(reply: Reply, case: dict[str, Any]) -> None:
         assert part in error["message"], error
 
 
-GENERATION = "tests/deployments/api/test_generation.py"
+GENERATION = "tests/deployments/api/generation/test_generation.py"
 ADAPTERS = "tests/abuse/test_adapters.py"
 # Rows that need another door, or do not concern these routes.
 ELSEWHERE = {

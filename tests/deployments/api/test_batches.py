@@ -20,8 +20,8 @@ from deployments.api.options import ApiOptions
 from deployments.cli.batch import run
 from deployments.router.batch_worker import PRIORITY, BatchWorker, asker
 from tests.deployments.api.asgi import COMPLETION, Client, Reply
+from tests.deployments.api.pooling.test_embeddings import POOLING
 from tests.deployments.api.server import serve
-from tests.deployments.api.test_embeddings import POOLING
 from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend
 
 URL = "/v1/completions"

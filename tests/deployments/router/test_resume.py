@@ -20,7 +20,7 @@ from engine.errors import Overloaded
 from engine.messages import Delta, EngineRequest
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.asgi import Client, Reply
-from tests.deployments.api.test_resume import ASKS, JSON, events, told
+from tests.deployments.api.generation.test_resume import ASKS, JSON, events, told
 from tests.deployments.fake_adapters import make_folder, settings
 from tests.deployments.fake_backend import FakeBackend, tiny_tokenizer
 from tests.deployments.router.fleet import Fleet, until

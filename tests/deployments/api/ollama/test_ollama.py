@@ -9,8 +9,8 @@ import pytest
 from deployments.api.app import build_asgi
 from tests.deployments.api.asgi import CHAT, Client, Reply
 from tests.deployments.api.server import serve
-from tests.deployments.api.test_tools import TOOLS, backend_with, written
-from tests.deployments.api.tool_templates import TEMPLATES
+from tests.deployments.api.tools.test_tools import TOOLS, backend_with, written
+from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
 
 GREEDY = {"temperature": 0, "num_predict": 32}

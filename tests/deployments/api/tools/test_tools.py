@@ -20,7 +20,7 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.asgi import CHAT, Client, Reply
 from tests.deployments.api.server import serve
-from tests.deployments.api.tool_templates import TEMPLATES
+from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
 from tests.engine.text.small_tokenizers import byte_level
 from tests.engine.text.test_structured import make_core, request, run, save_model

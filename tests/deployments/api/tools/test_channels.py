@@ -18,8 +18,8 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.asgi import Client
 from tests.deployments.api.server import serve
-from tests.deployments.api.test_tools import HARD, NAMED, PARIS, TOOLS, USER
-from tests.deployments.api.tool_templates import HARMONY, HARMONY_MARKS
+from tests.deployments.api.tools.test_tools import HARD, NAMED, PARIS, TOOLS, USER
+from tests.deployments.api.tools.tool_templates import HARMONY, HARMONY_MARKS
 from tests.deployments.fake_backend import MODEL, FakeBackend
 from tests.engine.text.small_tokenizers import byte_level
 from tests.engine.text.test_structured import make_core, request, run, save_model

@@ -1,10 +1,11 @@
-"""A random model that has to call tools. 200 seeds: `python -m tests.deployments.api.tool_seeds`"""
+"""A random model that has to call tools. 200 seeds:
+`python -m tests.deployments.api.tools.tool_seeds`"""
 
 from pathlib import Path
 
 import pytest
 
-from tests.deployments.api.tool_seeds import FORMATS, wrong_calls
+from tests.deployments.api.tools.tool_seeds import FORMATS, wrong_calls
 
 
 @pytest.mark.parametrize("name", FORMATS)

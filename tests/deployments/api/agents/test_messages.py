@@ -10,8 +10,8 @@ import pytest
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from tests.deployments.api.asgi import Client, Reply
-from tests.deployments.api.test_tools import CITY, CLOSER, HARD, PARIS, backend_with, written
-from tests.deployments.api.tool_templates import TEMPLATES
+from tests.deployments.api.tools.test_tools import CITY, CLOSER, HARD, PARIS, backend_with, written
+from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
 
 WEATHER: dict[str, Any] = {"name": "weather", "description": "Of a city.", "input_schema": CITY}

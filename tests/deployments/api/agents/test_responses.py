@@ -14,7 +14,7 @@ from deployments.api.options import ApiOptions
 from deployments.api.tools.text_reader import TextReader
 from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.api.server import serve
-from tests.deployments.api.test_tools import (
+from tests.deployments.api.tools.test_tools import (
     CITY,
     CLOSER,
     HARD,
@@ -23,7 +23,7 @@ from tests.deployments.api.test_tools import (
     code_of,
     written,
 )
-from tests.deployments.api.tool_templates import TEMPLATES
+from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
 
 WEATHER: dict[str, Any] = {

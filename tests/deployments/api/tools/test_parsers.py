@@ -16,7 +16,7 @@ from deployments.api.tools.plan import OutputPlan
 from deployments.api.tools.step_parser import Event, StepParser
 from engine.messages import Delta
 from engine.sampling_params import SamplingParams
-from tests.deployments.api.test_tools import CITY, DEEP
+from tests.deployments.api.tools.test_tools import CITY, DEEP
 from tests.engine.text.small_tokenizers import byte_level
 
 Make = Callable[[], StepParser]

@@ -1,6 +1,6 @@
 """Calls of a random model that has to call tools, of each format, with many seeds.
 
-    python -m tests.deployments.api.tool_seeds --seeds 200
+    python -m tests.deployments.api.tools.tool_seeds --seeds 200
 
 The engine on the CPU writes under the grammar that a request makes, at temperature 1.3, and its
 tokens go through the API again. Prints a line for each format; exit status 1 if a call is not
@@ -19,9 +19,9 @@ import jsonschema
 
 from deployments.api.app import build_asgi
 from tests.deployments.api.asgi import Client
-from tests.deployments.api.test_channels import backend_of_channels
-from tests.deployments.api.test_tools import CITY, backend_with, tool
-from tests.deployments.api.tool_templates import TEMPLATES
+from tests.deployments.api.tools.test_channels import backend_of_channels
+from tests.deployments.api.tools.test_tools import CITY, backend_with, tool
+from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.engine.text.test_structured import make_core, request, run, save_model
 
 FORMATS = (*TEMPLATES, "harmony")
