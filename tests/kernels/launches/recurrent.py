@@ -1,7 +1,6 @@
-"""Launches of the layers with states, at the sizes of models, for test_compile.py."""
+"""Launches of the layers with states."""
 
 import torch
-from torch import Tensor
 
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.convolution_cuda import causal_conv
@@ -9,6 +8,7 @@ from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import gated_delta
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.recurrent.mamba2_cuda import mamba2
+from tests.kernels.launches.sizes import int32, int64
 
 # Key heads and value heads of 128: Qwen3.5-27B, Qwen3.5-0.8B, Qwen3-Next.
 _DELTAS = {"llama-8b": (16, 48), "qwen3-0.6b": (16, 16), "smollm2-135m": (16, 32)}
@@ -21,12 +21,8 @@ _MAMBAS = {
 
 
 def _meta() -> AttentionMeta:
-    def int32(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
-
-    slots = torch.zeros(20, dtype=torch.int64)
     return AttentionMeta(
-        int32(20), slots, int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2),
+        int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2),
         rows=int32(2),
     )  # fmt: skip
 

@@ -1,0 +1,126 @@
+"""Launches of attention, and of what writes its caches."""
+
+from dataclasses import replace
+
+import torch
+from triton.runtime import driver
+
+from kernels.attention.decode import attention_decode
+from kernels.attention.decode_plan import plan
+from kernels.attention.latent.decode import latent_decode, plan_latent
+from kernels.attention.latent.prefill import latent_prefill
+from kernels.attention.latent.write import latent_write
+from kernels.attention.paged import attend_chunks, attend_decodes
+from kernels.attention.prefill import attention_prefill
+from kernels.kv.format import FORMATS
+from kernels.kv.quantized import QuantizedKV
+from kernels.kv.write import rope_kv_write
+from kernels.metadata import AttentionMeta
+from tests.kernels.launches.sizes import BLOCK_SIZE, EPS, MODELS, NUM_BLOCKS, bf16, int32, int64
+
+
+def attention(model: str) -> None:
+    """Rotation and cache write, then both kinds of attention."""
+    d = MODELS[model]
+    heads, dim = d.num_heads + 2 * d.num_kv_heads, d.head_dim
+    k_cache, v_cache = (bf16(NUM_BLOCKS, d.num_kv_heads, BLOCK_SIZE, dim) for _ in range(2))
+    norms = (bf16(dim), bf16(dim)) if d.qk_norm else (None, None)
+    for num_tokens in (5, 300):  # with and without an early start
+        meta = AttentionMeta(
+            positions=int32(num_tokens),
+            slots=int64(num_tokens),
+            query_start=int32(3),
+            kv_len=int32(2),
+            block_table=int32(2, 40),
+            num_decodes=0,
+            max_query_len=num_tokens,
+            max_kv_len=600,
+            counts=int32(2),
+        )
+        qkv, cos_sin = bf16(num_tokens, heads * dim), torch.empty(1024, dim)
+        q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
+    for deterministic in (False, True):
+        attention_prefill(
+            q,
+            k_cache,
+            v_cache,
+            torch.empty_like(q),
+            dim**-0.5,
+            meta,
+            deterministic,
+        )
+    for entries in (1, 20, 64, 512):
+        splits = plan(int32(entries), d.num_heads, k_cache, 8192, int32(1))
+        q = bf16(entries, d.num_heads, dim)
+        table = int32(entries, 512)
+        attention_decode(q, k_cache, v_cache, torch.empty_like(q), table, dim**-0.5, splits)
+    # What some layers see and how their scores are changed (tests/kernels/test_masks.py).
+    heads32 = torch.empty(d.num_heads)
+    for window, chunk, how in (
+        (1024, 0, (0.0, None, None)),
+        (0, 8192, (50.0, None, None)),
+        (128, 0, (0.0, heads32, None)),
+        (0, 0, (0.0, None, heads32)),
+    ):
+        splits = plan(int32(20), d.num_heads, k_cache, 8192, int32(1), window, chunk)
+        q = bf16(20, d.num_heads, dim)
+        out = torch.empty_like(q)
+        attention_decode(q, k_cache, v_cache, out, int32(20, 512), dim**-0.5, splits, *how)
+        meta.window, meta.chunk = window, chunk
+        for deterministic in (False, True):
+            attention_prefill(q, k_cache, v_cache, out, dim**-0.5, meta, deterministic, *how)
+
+
+def quantized_attention(model: str) -> None:
+    """The same over keys and values in fewer bits."""
+    d = MODELS[model]
+    heads, dim = d.num_heads + 2 * d.num_kv_heads, d.head_dim
+    norms = (bf16(dim), bf16(dim)) if d.qk_norm else (None, None)
+    heads32 = torch.empty(d.num_heads)
+    for form in FORMATS.values():
+        if form.name == "fp8" and driver.active.get_current_target().arch < 89:
+            continue  # engine/resolve.py refuses it there
+        form = replace(form, turn=dim // 2) if form.name == "int4" else form
+        shape = (NUM_BLOCKS, d.num_kv_heads, BLOCK_SIZE, dim)
+        k_cache, v_cache = (QuantizedKV.empty(form, shape) for _ in range(2))
+        meta = AttentionMeta(
+            int32(5), int64(5), int32(3), int32(2), int32(2, 40), 0, 5, 600, counts=int32(2)
+        )
+        qkv, cos_sin = bf16(5, heads * dim), torch.empty(1024, dim)
+        q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
+        out = torch.empty_like(q)
+        for deterministic in (False, True):
+            attend_chunks(q, k_cache, v_cache, out, dim**-0.5, meta, deterministic)
+        meta.window = 1024
+        attend_chunks(q, k_cache, v_cache, out, dim**-0.5, meta, False, 50.0, heads32, None)
+        q, table = bf16(512, d.num_heads, dim), int32(512, 512)
+        out = torch.empty_like(q)
+        for entries in (1, 20, 64, 512):
+            splits = plan(int32(entries), d.num_heads, k_cache, 8192, int32(1))
+            attend_decodes(q[:entries], k_cache, v_cache, out, table, dim**-0.5, splits)
+        for how in ((50.0, heads32, None), (0.0, None, heads32)):
+            attend_decodes(q, k_cache, v_cache, out, table, dim**-0.5, splits, *how)
+
+
+# Heads, and elements of a head that do not turn: DeepSeek-V3, GLM-4.7-Flash, DeepSeek-V2-Lite.
+LATENTS = {"llama-8b": (128, 128), "qwen3-0.6b": (20, 192), "smollm2-135m": (16, 128)}
+
+
+def latent(model: str) -> None:
+    """Latents of 512 and 64: their way into the cache, decodes, chunks; in float32 too."""
+    heads, nope = LATENTS[model]
+    rank, rope = 512, 64
+    for dtype in (torch.bfloat16, torch.float32):
+        cache = torch.empty(NUM_BLOCKS, 1, BLOCK_SIZE, rank + rope, dtype=dtype)
+        meta = AttentionMeta(
+            int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2)
+        )
+        down = torch.empty(20, heads * (nope + rope) + rank + rope, dtype=dtype)
+        q = down[:, : -(rank + rope)].unflatten(1, (heads, nope + rope))
+        norm, cos_sin = torch.empty(rank, dtype=dtype), torch.empty(1024, rope)
+        q = latent_write(q, down[:, -(rank + rope) :], norm, EPS, cos_sin, cache, meta)
+        absorbed = torch.empty(heads, 20, rank, dtype=dtype)
+        out = torch.empty(20, heads, rank, dtype=dtype)
+        latent_prefill(absorbed, q, cache, out, 0.1, meta)
+        splits = plan_latent(int32(20), heads, rank, cache, 8192, int32(1))
+        latent_decode(absorbed, q, cache, out, int32(20, 512), 0.1, splits)

@@ -1,0 +1,85 @@
+"""Launches of mixtures of experts."""
+
+import torch
+
+from kernels.experts import grouped as moe
+from kernels.experts import packed as packed_moe
+from kernels.experts.few import few
+from kernels.experts.few_route import few_route
+from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.experts.routing import CLAMPED, Routing
+from kernels.experts.topk import topk
+from kernels.packed import E2M1, Format, PackedWeight
+from tests.kernels.launches.sizes import EPS, bf16, int32
+
+# Experts, how many a token has, the inner width and the hidden one: Qwen3-30B-A3B, gpt-oss-20b,
+# OLMoE.
+MIXTURES = {
+    "llama-8b": (128, 8, 768, 2048),
+    "qwen3-0.6b": (32, 4, 2880, 2880),
+    "smollm2-135m": (64, 8, 1024, 2048),
+}
+
+
+def experts(model: str) -> None:
+    """Choice and products of a layer of a mixture, of a few tokens and of many."""
+    count, chosen, size, hidden = MIXTURES[model]
+    biased = size == hidden
+    router, bias = bf16(count, hidden), bf16(count) if biased else None
+    for score, correction in (("softmax", None), ("sigmoid", torch.empty(count))):
+        routing = Routing(chosen, score)
+        topk(bf16(3, count), routing, correction)
+        few_route(bf16(2, hidden), bf16(hidden), EPS, router, bias, routing, correction)
+
+    def stack(dtype: torch.dtype) -> ExpertWeights:
+        one = torch.empty(1, 1, 1, dtype=dtype)  # without memory for the rest
+        return ExpertWeights(
+            one.expand(count, 2 * size, hidden),
+            one.expand(count, hidden, size),
+            bf16(count, 2 * size) if biased else None,
+            bf16(count, hidden) if biased else None,
+            CLAMPED if biased else "silu",
+            7.0,
+        )
+
+    weights = stack(torch.bfloat16)
+    for tokens in (1, 8):
+        x, scale, ids = bf16(tokens, hidden), torch.empty(tokens, chosen), int32(tokens, chosen)
+        few(x, scale, ids, weights, x)
+        few(x, scale, ids, weights, None)
+    x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
+    for tiles in (*(tiles for _, tiles in moe.TILES), moe.FIXED):
+        moe.grouped(x, scale, ids, weights, x, tiles)
+    weights.act, weights.weigh_input = "gelu_pytorch_tanh", True
+    few(x[:2], scale[:2], ids[:2], weights, None)
+    moe.grouped(x, scale, ids, weights, None)
+    if not biased:
+        for tiles in (moe.PLAIN, moe.FIXED):
+            moe.grouped(x.float(), scale, ids, stack(torch.float32), None, tiles)
+
+
+def experts_in_fewer_bits(model: str) -> None:
+    """Of each way to decode: with PTX for pairs of codes, without, a scale a block."""
+    count, chosen, size, hidden = MIXTURES[model]
+    biased = size == hidden
+    forms = [
+        Format(4, 32, torch.bfloat16, zero=12, table=E2M1),
+        *([] if size % 128 else [Format(4, 128, offset="add")]),
+        *([] if size % 128 else [Format(8, 128, torch.float32, code="e4m3", rows=128)]),
+        None,
+    ]
+    x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
+    for form in forms:
+        row = [Format(8, width, torch.float32, code="e4m3") for width in (hidden, size)]
+        up, down = row if form is None else (form, form)
+        stack = PackedExperts(
+            PackedWeight(up, count * 2 * size, hidden, None, torch.device("cpu")),
+            PackedWeight(down, count * hidden, size, None, torch.device("cpu")),
+            bf16(count, 2 * size) if biased else None,
+            bf16(count, hidden) if biased else None,
+            CLAMPED if biased else "silu",
+            7.0,
+        )
+        packed_moe.packed_experts(x[:1], scale[:1], ids[:1], stack, x[:1])
+        for tile in (tile for _, tile in packed_moe.TILES[1:] if form is forms[0]):
+            packed_moe.packed_experts(x, scale, ids, stack, None, tile)

@@ -1,0 +1,89 @@
+"""Launches of norms, products and activations, with weights as they are and in fewer bits."""
+
+import torch
+
+from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu
+from kernels.gemm.deterministic import TILES, product
+from kernels.gemm.fp8 import round_rows
+from kernels.gemm.gemv import gemv
+from kernels.gemm.packed_dot import expand, packed_dot
+from kernels.gemm.packed_few import packed_few
+from kernels.gemm.packed_gemv import packed_gemv
+from kernels.gemm.small_m import few_rows
+from kernels.norm import layer_norm, rms_norm
+from kernels.packed import E2M1, Format, PackedWeight
+from tests.kernels.launches.sizes import EPS, MODELS, bf16
+
+
+def layers(model: str) -> None:
+    """Norms, products and activations of a layer."""
+    d = MODELS[model]
+    rms_norm(bf16(3, d.hidden), bf16(d.hidden), EPS)
+    silu_mul(bf16(3, 2 * d.intermediate))
+    gelu_tanh_mul(bf16(3, 2 * d.intermediate))
+    x, norm = bf16(1, d.hidden), bf16(d.hidden)
+    qkv = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim
+    gemv(x, bf16(qkv, d.hidden), norm=norm, eps=EPS)
+    gemv(x, bf16(qkv, d.hidden), bf16(qkv), norm=norm, eps=EPS)
+    for gate in ("silu", "gelu_pytorch_tanh"):
+        gemv(x, bf16(2 * d.intermediate, d.hidden), norm=norm, eps=EPS, gate=gate)
+    gemv(bf16(1, d.intermediate), bf16(d.hidden, d.intermediate), residual=x)
+    gemv(x, bf16(d.vocab, d.hidden))
+    for tokens in (2, 3, 4):
+        few_rows(bf16(tokens, d.hidden), bf16(qkv, d.hidden), bf16(qkv))
+        x = bf16(tokens, d.hidden)
+        few_rows(bf16(tokens, d.intermediate), bf16(d.hidden, d.intermediate), residual=x)
+    for dtype, tiles in ((torch.bfloat16, TILES[2]), (torch.float32, TILES[4])):
+        x, weight = bf16(5, d.hidden).to(dtype), bf16(qkv, d.hidden).to(dtype)
+        for tile in tiles:
+            product(x, weight, None, None, tile)
+
+
+def packed(model: str) -> None:
+    """Products with weights of 4 and 8 bits: one token, a few, many."""
+    d = MODELS[model]
+    forms = [
+        Format(4, 64, zero=8),
+        Format(4, 32, torch.bfloat16, offset="add"),
+        Format(4, 64, torch.float32, offset="shift"),
+        Format(4, 32, torch.bfloat16, zero=12, table=E2M1),
+        Format(4, 16, torch.float32, zero=128, table=tuple(range(16))),
+        Format(8, d.hidden, torch.float32, zero=128),
+        Format(8, d.hidden, torch.float32, code="e4m3"),
+        Format(8, 64, torch.float32, code="e4m3", rows=64),
+    ]
+    qkv = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim
+    x, norm, device = bf16(1, d.hidden), bf16(d.hidden), torch.device("cpu")
+    for form in forms:
+        weight = PackedWeight(form, qkv, d.hidden, None, device)
+        gated = PackedWeight(form, 2 * d.intermediate, d.hidden, None, device)
+        packed_gemv(x, weight, norm=norm, eps=EPS)
+        packed_gemv(x, weight, residual=bf16(1, qkv))
+        packed_gemv(x, gated, norm=norm, eps=EPS, gate="silu")
+        packed_dot(bf16(8, d.hidden), weight, bf16(8, qkv))
+        expand(weight, x)
+    few = [
+        Format(4, 128, zero=8),
+        Format(4, 128, offset="add"),
+        Format(4, 128, offset="shift"),
+        forms[-3],
+        forms[-2],
+    ]
+    for form in few if d.hidden % 256 == 0 else ():
+        packed_few(bf16(4, d.hidden), PackedWeight(form, qkv, d.hidden, bf16(qkv), device))
+        packed_few(bf16(1, d.hidden), PackedWeight(form, qkv, d.hidden, None, device), bf16(1, qkv))
+    round_rows(bf16(64, d.hidden))
+    round_rows(bf16(64, d.hidden), norm, EPS)
+    for tokens in (32, 64, 256):
+        packed_dot(bf16(tokens, d.hidden), PackedWeight(forms[0], qkv, d.hidden, bf16(qkv), device))
+
+
+def plain(model: str) -> None:
+    """What networks without gates and RMS norms launch."""
+    d = MODELS[model]
+    for name in ("silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"):
+        activation(bf16(64, d.intermediate), name)
+    xielu(bf16(64, d.intermediate), bf16(4))
+    weight = bf16(d.hidden)
+    for scale, bias in ((weight, weight), (weight, None), (None, None)):
+        layer_norm(bf16(64, d.hidden), scale, bias, 1e-5)
