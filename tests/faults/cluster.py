@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,32 @@ class Broken:
 
     async def ask(self, body: dict[str, Any]) -> Said:
         return await ask(self.port, {"model": NAME, **body}, self.prefix)
+
+    async def same_under_kills(
+        self, asked: list[dict[str, Any]], kill: Callable[[int], Awaitable[None]]
+    ) -> tuple[list[Said], list[Said]]:
+        """What is said to these requests undisturbed, and again while `kill` is given the process
+        id of an engine that runs them. Asserts that both are the same and that a request moved."""
+        await self.settled(120)
+        wanted = await asyncio.gather(*map(self.ask, asked))
+        assert not any(said.error for said in wanted), wanted
+        said: list[Said] = []
+        for _ in range(3):  # on a busy machine all may be said before the signal comes
+            tasks = [asyncio.create_task(self.ask(body)) for body in asked]
+            victims: list[int] = []
+            while not victims and not all(task.done() for task in tasks):
+                replicas = (await self.states())["replicas"]
+                victims = [one["engine_pid"] for one in replicas if one["running"]]
+            if victims:
+                await kill(victims[0])
+            said = await asyncio.gather(*tasks)
+            for got, right in zip(said, wanted, strict=True):
+                assert got.outcome == right.outcome
+            await self.settled(120)  # another replica in its place
+            if victims and any(one.migrations for one in said):
+                break
+        assert any(one.migrations for one in said)
+        return wanted, said
 
     async def seen(self) -> int:
         """Replicas that some router is connected to; 0 if none answers."""

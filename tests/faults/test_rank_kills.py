@@ -64,29 +64,15 @@ def test_a_killed_rank_ends_its_replica_and_no_stream(broken: Broken) -> None:
         {**question, "max_tokens": 250, "temperature": 0.9, "seed": 5},
     ]
 
+    async def kill(engine: int) -> None:
+        (rank,) = ranks_of(engine)
+        os.kill(rank, signal.SIGKILL)
+        assert await asyncio.to_thread(wait_until, partial(ended, rank, engine), 5.0), (
+            "a process stayed behind"
+        )
+
     async def case() -> None:
-        await broken.settled(120)
-        wanted = await asyncio.gather(*map(broken.ask, asked))
-        assert not any(said.error for said in wanted), wanted
-        for _ in range(3):  # on a busy machine all may be said before the signal comes
-            tasks = [asyncio.create_task(broken.ask(body)) for body in asked]
-            victims: list[int] = []
-            while not victims and not all(task.done() for task in tasks):
-                replicas = (await broken.states())["replicas"]
-                victims = [one["engine_pid"] for one in replicas if one["running"]]
-            if victims:
-                (rank,) = ranks_of(victims[0])
-                os.kill(rank, signal.SIGKILL)
-                assert await asyncio.to_thread(wait_until, partial(ended, rank, victims[0]), 5.0), (
-                    "a process stayed behind"
-                )
-            said = await asyncio.gather(*tasks)
-            for got, right in zip(said, wanted, strict=True):
-                assert got.outcome == right.outcome
-            await broken.settled(120)  # another replica in its place
-            if victims and any(one.migrations for one in said):
-                break
-        assert any(one.migrations for one in said)
+        _, said = await broken.same_under_kills(asked, kill)
         print(f"longest gap {max(one.gap for one in said):.2f} s")
 
     asyncio.run(case())

@@ -65,25 +65,11 @@ def test_a_lost_state_is_computed_again(broken: Broken) -> None:
         {**question, "ignore_eos": True, "max_tokens": 200, "temperature": 0.9, "seed": 5},
     ]
 
+    async def kill(engine: int) -> None:
+        os.kill(engine, signal.SIGKILL)
+
     async def case() -> None:
-        await broken.settled(120)
-        wanted = await asyncio.gather(*map(broken.ask, asked))
-        assert not any(said.error for said in wanted), wanted
-        for _ in range(3):  # on a busy machine all may be said before the signal comes
-            tasks = [asyncio.create_task(broken.ask(body)) for body in asked]
-            victims: list[int] = []
-            while not victims and not all(task.done() for task in tasks):
-                replicas = (await broken.states())["replicas"]
-                victims = [one["engine_pid"] for one in replicas if one["running"]]
-            if victims:
-                os.kill(victims[0], signal.SIGKILL)
-            said = await asyncio.gather(*tasks)
-            for got, right in zip(said, wanted, strict=True):
-                assert got.outcome == right.outcome
-            await broken.settled(120)  # another replica in its place
-            if victims and any(one.migrations for one in said):
-                break
-        assert any(one.migrations for one in said)
+        wanted, _ = await broken.same_under_kills(asked, kill)
         turn = [
             *question["messages"],
             {"role": "assistant", "content": wanted[0].texts[0]},

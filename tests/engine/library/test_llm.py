@@ -472,3 +472,6 @@ def test_real_model_answers(default_model: Path) -> None:
         (output,) = llm.chat(chat, SamplingParams(max_tokens=16, temperature=0))
         assert output.outputs[0].text == "The capital of France is Paris."
         assert output.outputs[0].finish_reason == "stop"
+        assert output.num_cached_tokens == 0
+        (again,) = llm.chat(chat, SamplingParams(max_tokens=1, temperature=0))
+        assert again.num_cached_tokens == (len(again.prompt_token_ids) - 1) // 16 * 16
