@@ -44,6 +44,9 @@ class Cuda(Kernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
 
+    def norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+        return norm.rms_norm(x, weight, eps, add_to=residual)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
 

@@ -9,7 +9,9 @@ from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, eps, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm_kernel(
+    x, weight, out, eps, size, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * size
     cols = tl.arange(0, BLOCK)
     mask = cols < size
@@ -19,21 +21,32 @@ def _rms_norm_kernel(x, weight, out, eps, size, BLOCK: tl.constexpr, PDL: tl.con
         gdc_launch_dependents()
     value = tl.load(x + row + cols, mask=mask, other=0.0).to(tl.float32)
     rms = tl.sqrt(tl.sum(value * value, axis=0) / size + eps)
-    normed = value / rms * scale.to(tl.float32)
-    tl.store(out + row + cols, normed.to(out.dtype.element_ty), mask=mask)
+    normed = (value / rms * scale.to(tl.float32)).to(out.dtype.element_ty)
+    if ADD:
+        before = tl.load(out + row + cols, mask=mask, other=0.0).to(tl.float32)
+        normed = (before + normed.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + row + cols, normed, mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis of x [..., size]; a new tensor of x's dtype."""
-    out = torch.empty_like(x)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None) -> Tensor:
+    """x / rms(x) * weight over the last axis of x [..., size], rounded to x's dtype: a new tensor,
+    or added to one of x's shape and dtype, in place."""
+    out = torch.empty_like(x) if add_to is None else add_to
     size = x.shape[-1]
     rows = x.numel() // size
     if rows:
         block = triton.next_power_of_2(size)
-        # 16 bytes a thread (8 elements): a lone row wants every warp it can get.
-        num_warps = max(1, min(16, block // 256))
         _rms_norm_kernel[(rows,)](
-            x, weight, out, eps, size, BLOCK=block, num_warps=num_warps, **pdl(x.device)
+            x,
+            weight,
+            out,
+            eps,
+            size,
+            ADD=add_to is not None,
+            BLOCK=block,
+            # 16 bytes a thread (8 elements): a lone row wants every warp it can get.
+            num_warps=max(1, min(16, block // 256)),
+            **pdl(x.device),
         )
     return out
 

@@ -88,6 +88,10 @@ class Kernels:
         mean = torch.addcmul(_scalar(eps, x.device), norm, norm, value=1 / x.shape[-1])
         return torch.mul(x, mean.rsqrt_()).mul_(weight)
 
+    def norm_add(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> Tensor:
+        """rms_norm(x) added to residual, which has x's shape and dtype, and is written over."""
+        return residual.add_(self.rms_norm(x, weight, eps))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[num_tokens, 2 * size] -> [num_tokens, size]: silu(first half) * second half."""
         size = gate_up.shape[-1] // 2

@@ -64,4 +64,4 @@ class LayerInput:
     def add(self, residual: Tensor, mine: Tensor, meta: AttentionMeta) -> Tensor:
         """residual [n, hidden] is written over. mine [n, size]."""
         gate = self.kernels.activation(self.gate.forward(residual, meta.lora), self.act)
-        return residual.add_(self.norm(self.out.forward(gate.mul_(mine), meta.lora)))
+        return self.norm.added(self.out.forward(gate.mul_(mine), meta.lora), residual)

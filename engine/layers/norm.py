@@ -15,8 +15,12 @@ class Norm(Protocol):
         """x [n, size] -> the same normed, in other memory."""
         ...
 
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x normed and added to residual [n, size], which is written over."""
+        return residual.add_(self(x))
 
-class RMSNorm:
+
+class RMSNorm(Norm):
     """x / rms(x) * weight. weight: a tensor where the checkpoint has none, of ones."""
 
     def __init__(self, kernels: Kernels, weight: Parameter | Tensor, eps: float) -> None:
@@ -30,8 +34,11 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.kernels.norm_add(x, self.weight, self.eps, residual)
 
-class LayerNorm:
+
+class LayerNorm(Norm):
     """(x - mean) / deviation * weight + bias; either may be missing."""
 
     def __init__(

@@ -76,7 +76,7 @@ class Sublayer:
         """residual [n, hidden] is written over."""
         if self.after is None:
             return self.block.forward(residual, kv, meta, norm=self.before, residual=residual)
-        return residual.add_(self.after(self.block.forward(residual, kv, meta, norm=self.before)))
+        return self.after.added(self.block.forward(residual, kv, meta, norm=self.before), residual)
 
     @property
     def norms(self) -> Iterator[Norm]:

@@ -19,8 +19,12 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     wide = x.double()
     ref = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     kept = x.clone()
-    assert row_error(rms_norm(x, weight, 1e-5), ref) < BOUND[dtype]
-    assert torch.equal(x, kept)
+    normed = rms_norm(x, weight, 1e-5)
+    assert row_error(normed, ref) < BOUND[dtype]
+    residual = random(*shape, dtype=dtype)
+    want = residual + normed
+    assert torch.equal(rms_norm(x, weight, 1e-5, add_to=residual), want)
+    assert torch.equal(residual, want) and torch.equal(x, kept)
 
 
 @pytest.mark.parametrize("parts", ["weight and bias", "weight", "neither"])

@@ -48,7 +48,7 @@ def _edits(config: ModelConfig, layer: LayerAttention) -> bool:
     )
 
 
-class HeadNorm:
+class HeadNorm(Norm):
     """Of queries or keys [n, heads, head_dim]; weights for all elements of all heads.
 
     flat: an RMS norm over all heads together; else a layer norm of each.
