@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels import activation, lora, norm
 from kernels.attention.decode_plan import plan
 from kernels.attention.latent.decode import latent_decode, plan_latent
+from kernels.attention.latent.expanded import latent_expanded, worth_expanding
 from kernels.attention.latent.prefill import latent_prefill
 from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
@@ -220,24 +221,33 @@ class Cuda(Kernels):
     def latent_attention(
         self, q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta
     ) -> Tensor:
-        """Absorbed, chunks too: neither makes keys or values, whose number the host knows not."""
+        """Decodes absorbed. Chunks with keys and values that are made for them, where the host
+        knows how many and they are worth it; else absorbed too."""
         num_tokens, heads, head_dim = q.shape
-        rank = up.shape[2]
+        each, rank = up.shape[1:]
         nope = head_dim - (cache.shape[3] - rank)
         if meta.counts is None:
             self.prepare(meta, heads, cache, rank)
-        absorbed = torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope])
-        found = q.new_empty(num_tokens, heads, rank)
-        if meta.num_decodes:
-            latent_decode(absorbed, q, cache, found, meta.block_table, scale, meta.plan)
-        if num_tokens > meta.num_decodes:
-            latent_prefill(absorbed, q, cache, found, scale, meta)
-        values = torch.bmm(found.transpose(0, 1), up[:, nope:].transpose(1, 2))
-        return values.transpose(0, 1).flatten(1)
+        out = q.new_empty(num_tokens, heads, each - nope)
+        count = num_tokens  # of absorbed queries
+        if count > meta.num_decodes and worth_expanding(meta, count, each, rank):
+            latent_expanded(q, cache, up, out, scale, meta)
+            count = meta.num_decodes
+        if count:
+            absorbed = torch.bmm(q[:count, :, :nope].transpose(0, 1), up[:, :nope])
+            found = q.new_empty(count, heads, rank)
+            if meta.num_decodes:
+                latent_decode(absorbed, q, cache, found, meta.block_table, scale, meta.plan)
+            if count > meta.num_decodes:
+                latent_prefill(absorbed, q, cache, found, scale, meta)
+            values = torch.bmm(found.transpose(0, 1), up[:, nope:].transpose(1, 2))
+            out[:count] = values.transpose(0, 1)
+        return out.flatten(1)
 
     def gated_delta(
         self,
         x: Tensor,
+        z: Tensor,
         a: Tensor,
         b: Tensor,
         heads: DeltaHeads,
@@ -246,7 +256,7 @@ class Cuda(Kernels):
         meta: AttentionMeta,
     ) -> Tensor:
         _count(meta)
-        return delta_rule_cuda.gated_delta(x, a, b, heads, tail, state, meta)
+        return delta_rule_cuda.gated_delta(x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC)
 
     def causal_conv(
         self, x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta

@@ -30,7 +30,7 @@ class AttentionMeta:
     num_decodes: int
     max_query_len: int
     max_kv_len: int
-    # the same on the host; the CPU back end loops over them
+    # the same on the host; the CPU back end loops over them. Steps that graphs replay have none.
     query_start_host: list[int] | None = None
     kv_len_host: list[int] | None = None
     # what a back end computed once a step for all layers (e.g. how decode splits the keys)

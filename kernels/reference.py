@@ -40,7 +40,7 @@ from kernels.kv.quantized import Cache, QuantizedKV, turned
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent.convolution import causal_conv
-from kernels.recurrent.delta_rule import DeltaHeads, gated_delta
+from kernels.recurrent.delta_rule import DeltaHeads, delta_rule
 from kernels.recurrent.mamba2 import Mamba2Heads, mamba2
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -326,6 +326,7 @@ class Kernels:
     def gated_delta(
         self,
         x: Tensor,  # [num_tokens, channels]: queries, keys, values before their convolution
+        z: Tensor,  # [num_tokens, value_heads * value_size]: results are multiplied by its silu
         a: Tensor,  # [num_tokens, value_heads]: decay is exp(-exp(A_log) softplus(a + dt_bias))
         b: Tensor,  # [num_tokens, value_heads]: corrections are multiplied by its sigmoid
         heads: DeltaHeads,
@@ -337,9 +338,12 @@ class Kernels:
 
         silu(convolution of x) are queries, keys and values; queries and keys are divided by their
         length. For each token: state *= decay; state += k (sigmoid(b) (v - k^T state))^T; the
-        result is q^T state / sqrt(key_size), [num_tokens, value_heads, value_size] float32.
+        result is rms_norm(q^T state / sqrt(key_size)) silu(z), head by head: [num_tokens,
+        value_heads * value_size] of x's dtype.
         """
-        return gated_delta(x, a, b, heads, tail, state, meta)
+        found = delta_rule(x, a, b, heads, tail, state, meta)
+        normed = self.rms_norm(found, heads.norm, heads.eps).flatten(1)
+        return normed.mul_(silu(z.float())).to(x.dtype)
 
     def causal_conv(
         self,

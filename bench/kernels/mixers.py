@@ -35,14 +35,29 @@ def latent_decode(s: Sizes, kv_len: list[int]) -> KernelWork:
 
 
 def latent_prefill(s: Sizes, length: int) -> KernelWork:
-    """The operations are those of attention with a key and a value for each head."""
+    """The operations are those of making a key and a value of each head, and of attention."""
     meta, num_blocks = meta_of(s, [length], [length], 0, 16)
+    meta.query_start_host, meta.kv_len_host = [0, length], [length]
     caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(2)]
     cuda.prepare(meta, HEADS, caches[0], RANK)
     q, up = s.random(length, HEADS, NOPE + ROPE), s.random(HEADS, NOPE + VALUE, RANK)
     calls = [partial(cuda.latent_attention, q, cache, up, 0.1, meta) for cache in caches]
     seen = length * (length + 1) / 2
-    return KernelWork(calls, 2 * seen * HEADS * (NOPE + ROPE + VALUE), OPERATIONS)
+    made = length * RANK * (NOPE + VALUE)
+    amount = 2.0 * HEADS * (made + seen * (NOPE + ROPE + VALUE))
+    return KernelWork(calls, amount, OPERATIONS)
+
+
+def latent_chunk(s: Sizes, length: int, before: int) -> KernelWork:
+    """Absorbed, as in a graph, which does not know how many keys there are."""
+    meta, num_blocks = meta_of(s, [before + length], [length], 0, 16)
+    caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(2)]
+    cuda.prepare(meta, HEADS, caches[0], RANK)
+    q, up = s.random(length, HEADS, NOPE + ROPE), s.random(HEADS, NOPE + VALUE, RANK)
+    calls = [partial(cuda.latent_attention, q, cache, up, 0.1, meta) for cache in caches]
+    seen = length * before + length * (length + 1) / 2
+    made = length * RANK * (NOPE + VALUE)
+    return KernelWork(calls, 2.0 * HEADS * (made + seen * (2 * RANK + ROPE)), OPERATIONS)
 
 
 def latent_write(s: Sizes, rows: int) -> KernelWork:
@@ -102,16 +117,17 @@ def delta(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
         torch.randn(channels, TAPS, device=s.device),
         torch.randn(VALUE_HEADS, device=s.device),
         torch.randn(VALUE_HEADS, device=s.device),
+        torch.randn(SIZE, device=s.device),
+        1e-6,
     )
-    x, a, b = (
-        s.random(tokens, channels),
-        s.random(tokens, VALUE_HEADS),
-        s.random(tokens, VALUE_HEADS),
-    )
+    sizes = (channels, VALUE_HEADS * SIZE, VALUE_HEADS, VALUE_HEADS)
+    x, z, a, b = s.random(tokens, sum(sizes)).split(sizes, dim=1)
     tail = torch.zeros(count, TAPS - 1, channels, device=s.device)
     state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
-    moved = 2.0 * (state.nbytes + tail.nbytes) + x.nbytes + 4.0 * tokens * VALUE_HEADS * SIZE
-    return KernelWork([partial(cuda.gated_delta, x, a, b, heads, tail, state, meta)] * 4, moved)
+    moved = 2.0 * (state.nbytes + tail.nbytes)
+    moved += tokens * (sum(sizes) + VALUE_HEADS * SIZE) * s.dtype.itemsize
+    call = partial(cuda.gated_delta, x, z, a, b, heads, tail, state, meta)
+    return KernelWork([call] * 4, moved)
 
 
 RECURRENT = {"delta": delta, "mamba2": mamba2, "short convolution": short_convolution}
@@ -123,7 +139,8 @@ def mixer_cases(s: Sizes) -> dict[str, Callable[[], KernelWork]]:
         for name, kv_len in DECODES.items()
     }
     cases["latent prefill/1 x 8192"] = partial(latent_prefill, s, 8192)
-    for rows in (1, 256):
+    cases["latent chunk of a graph/256 after 4096"] = partial(latent_chunk, s, 256, 4096)
+    for rows in (1, 64, 256):
         cases[f"rope and latent write/{rows}"] = partial(latent_write, s, rows)
         for name, work in RECURRENT.items():
             cases[f"{name} decode/{rows}"] = partial(work, s, [1000] * rows, [1] * rows)

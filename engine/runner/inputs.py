@@ -303,14 +303,13 @@ class CudaInputs:
         self.upload(batch, count, batch.num_tokens)
         decodes_only = batch.num_decodes == count
         lengths = batch.lengths
-        max_kv_len = max(
-            start + length for start, length in zip(batch.starts, lengths, strict=True)
-        )
+        kv_len = [start + length for start, length in zip(batch.starts, lengths, strict=True)]
         token_ids, metas = self.lay_out(
-            count, batch.num_tokens, batch.num_decodes, max(lengths), max_kv_len
+            count, batch.num_tokens, batch.num_decodes, max(lengths), max(kv_len)
         )
         for meta in metas:
             meta.query_start_host = [0, *accumulate(lengths)]
+            meta.kv_len_host = kv_len
         if decodes_only:
             positions = metas[0].kv_len.long()
             return DeviceStep(token_ids, metas, None, self.rows[:count].long(), positions)

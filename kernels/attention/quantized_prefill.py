@@ -5,7 +5,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.decode import LOG2E, capped
-from kernels.attention.prefill import PrefillLaunch, borders, entry_of
+from kernels.attention.prefill import PrefillLaunch, borders
+from kernels.entries import entry_of
 from kernels.kv.codes import (
     constants,
     exponent_of,

@@ -197,6 +197,7 @@ class Deterministic(PlannedByFirstLayer):
     def gated_delta(
         self,
         x: Tensor,
+        z: Tensor,
         a: Tensor,
         b: Tensor,
         heads: DeltaHeads,
@@ -206,7 +207,7 @@ class Deterministic(PlannedByFirstLayer):
     ) -> Tensor:
         step = super().gated_delta
         return self._token_by_token(
-            meta, (x, a, b), lambda own, part: step(*own, heads, tail, state, part)
+            meta, (x, z, a, b), lambda own, part: step(*own, heads, tail, state, part)
         )
 
     def causal_conv(

@@ -1,5 +1,6 @@
 """Causal convolutions on CUDA: a program has some channels of some of an entry's tokens. Mixers
-that walk their tokens anyway make their own with `convolved`."""
+make their own on the way, with `convolved` token by token and with `convolved_rows` by tiles, and
+keep the last inputs with `keep_tail`."""
 
 import triton
 import triton.language as tl
@@ -34,6 +35,53 @@ def convolved(
         weight = tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)
         total += (seen.to(tl.float32) + kept) * weight
     return total
+
+
+@triton.jit
+def convolved_rows(
+    x, tail, conv, bias, first_token, first, length, before, channels, mask, x_stride,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The convolution of some channels at ROWS tokens of an entry, [ROWS, channels], from its token
+    number `first` on, which is the step's first_token (int64). Zeros, and the bias, behind the
+    entry's `length` tokens. bias, before: as of `convolved`."""
+    rows = tl.arange(0, ROWS)
+    ago = first + rows
+    there = ago < length
+    base = x + first_token * x_stride
+    total = tl.zeros([ROWS, channels.shape[0]], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channels, mask=mask, other=0.0)[None, :]
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        own = (there & (ago >= back))[:, None] & mask[None, :]
+        at = ((rows - back) * x_stride)[:, None] + channels[None, :]
+        seen = tl.load(base + at, mask=own, other=0.0).to(tl.float32)
+        total += seen * tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)[None, :]
+    if (first == 0) & (before > 0):
+        for tap in tl.static_range(TAPS - 1):
+            old = (there & (ago < TAPS - 1 - tap))[:, None] & mask[None, :]
+            at = ((ago + tap) * CHANNELS)[:, None] + channels[None, :]
+            kept = tl.load(tail + at, mask=old, other=0.0)
+            total += kept * tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
+def keep_tail(
+    x, tail, begin, end, before, channels, mask, x_stride,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Writes what the convolutions of some channels of an entry's next tokens will read. begin, end
+    (int64): the entry's tokens. Nobody may read the old any more."""
+    has_tail = mask & (before + channels * 0 > 0)
+    for place in tl.static_range(TAPS - 1):  # an old one is read before its place is written
+        token = end - (TAPS - 1) + place
+        own = token - begin + channels * 0 >= 0
+        new = tl.load(x + token * x_stride + channels, mask=mask & own, other=0.0)
+        at = (end - begin + place) * CHANNELS
+        old = tl.load(tail + at + channels, mask=has_tail & (own == 0), other=0.0)
+        tl.store(tail + place * CHANNELS + channels, new.to(tl.float32) + old, mask=mask)
 
 
 @triton.jit(
@@ -82,15 +130,8 @@ def _tail_kernel(
     before = tl.load(kv_len + entry) - (end - begin)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channels < CHANNELS
-    has_tail = mask & (before + channels * 0 > 0)
     tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
-    for place in tl.static_range(TAPS - 1):  # an old one is read before its place is written
-        token = end - (TAPS - 1) + place
-        own = token - begin + channels * 0 >= 0
-        new = tl.load(x + token * x_stride + channels, mask=mask & own, other=0.0)
-        at = (end - begin + place) * CHANNELS
-        old = tl.load(tail + at + channels, mask=has_tail & (own == 0), other=0.0)
-        tl.store(tail + place * CHANNELS + channels, new.to(tl.float32) + old, mask=mask)
+    keep_tail(x, tail, begin, end, before, channels, mask, x_stride, CHANNELS, TAPS)
 
 
 def keep_tails(x: Tensor, taps: int, tail: Tensor, meta: AttentionMeta) -> None:

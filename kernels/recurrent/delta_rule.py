@@ -1,5 +1,5 @@
 """Gated DeltaNet in plain torch (arXiv 2412.06464), as `kernels.reference.Kernels.gated_delta` says
-it: the oracle of every back end.
+it but for the norm of results: the oracle of every back end.
 
 A head's state is a matrix from keys to values. Each token lets it decay, and puts right what it
 gives for the token's key. Tokens of one request follow each other; decodes of several are one
@@ -24,7 +24,8 @@ _EPS = 1e-6  # of the length that queries and keys are divided by
 class DeltaHeads:
     """key_heads of key_size elements, for queries too; value_heads of value_size, several of which
     share a key head. conv [channels, taps] float32: of queries, keys and values, in this order.
-    decay, bias [value_heads] float32: A_log and dt_bias."""
+    decay, bias [value_heads] float32: A_log and dt_bias. norm [value_size] float32, eps: of each
+    head's results."""
 
     key_heads: int
     value_heads: int
@@ -33,13 +34,15 @@ class DeltaHeads:
     conv: Tensor
     decay: Tensor
     bias: Tensor
+    norm: Tensor
+    eps: float
 
 
-def gated_delta(
+def delta_rule(
     x: Tensor, a: Tensor, b: Tensor, heads: DeltaHeads, tail: Tensor, state: Tensor,
     meta: AttentionMeta,
 ) -> Tensor:  # fmt: skip
-    """See `Kernels.gated_delta`."""
+    """`Kernels.gated_delta` before its norm: [num_tokens, value_heads, value_size] float32."""
     mixed = silu(causal_conv(x, heads.conv, None, tail, meta))
     q, k, v = _heads(mixed, heads)
     out = torch.zeros_like(v)

@@ -1,40 +1,84 @@
-"""Gated DeltaNet on CUDA: each program keeps a piece of a head's state in registers and walks the
-tokens of an entry, be it one or a prompt. Convolution, gates and norms of queries and keys are made
-on the way, so a decode step reads and writes each state once.
+"""Gated DeltaNet on CUDA.
 
-The entry alone decides what is computed, in which order: the numbers do not depend on the step.
+Decodes: each program keeps a head's state in registers and walks the tokens of an entry, of which a
+decode has one. Convolution, gates, norms of queries and keys, norm and gate of the result and the
+next tail are made on the way: a decode step is one launch, which reads and writes each state once.
+Prompts go by chunks (`delta_chunks_cuda`), or are walked too where their numbers must not depend on
+the step: the entry alone decides what a walk computes, in which order.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.metadata import AttentionMeta
-from kernels.recurrent.convolution_cuda import convolved, keep_tails
+from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.recurrent.chunks_cuda import softplus
+from kernels.recurrent.convolution_cuda import convolved, keep_tail
+from kernels.recurrent.delta_chunks_cuda import delta_chunks
 from kernels.recurrent.delta_rule import DeltaHeads
 
-VALUES = 32  # columns of a state that a program keeps
+_TICKETS = 1 << 17  # of groups of programs, at least
+
+
+class WalkLaunch(NamedTuple):
+    columns: int  # of a state that a program has in registers at once
+    num_warps: int
+
+
+def walk_launch(programs: int, sms: int, values: int, deterministic: bool) -> WalkLaunch:
+    """Decision rule; programs = entries * heads, values = the padded columns of a state. A few
+    programs need all of their bytes in flight at once; many share a multiprocessor, where one reads
+    while others write. A walk of many tokens keeps the whole state."""
+    if deterministic or programs <= 2 * sms:
+        return WalkLaunch(values, 16 if values >= 128 else 4)
+    return WalkLaunch(min(32, values), 4)
+
+
+@lru_cache
+def tickets(device: torch.device, count: int = _TICKETS) -> Tensor:
+    """Zeros, by which programs that share channels know who comes last; it leaves zeros again."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def comes_last(arrived, SHARED: tl.constexpr):
+    """Whether the SHARED - 1 other programs have come here: what they have read may be written."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == SHARED - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
 
 
 @triton.jit(
-    do_not_specialize=["x_stride", "gate_stride"],
+    do_not_specialize=["x_stride", "z_stride", "gate_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
 )
 def _delta_kernel(
     x,
+    z,
     a,
     b,
     conv,
     decay,
     bias,
+    norm,
     tail,
     state,
     out,
+    arrived,  # [entries * KEY_HEADS]: of `tickets`
     rows,
     query_start,
     kv_len,
     counts,
+    eps,
     x_stride,
+    z_stride,
     gate_stride,  # of a and b
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
@@ -43,36 +87,48 @@ def _delta_kernel(
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     KEYS: tl.constexpr,  # KEY padded to a power of two
-    VALUES: tl.constexpr,  # columns of the state
+    COLUMNS: tl.constexpr,  # of the state, at once
+    PIECES: tl.constexpr,  # which the columns are
+    ALL: tl.constexpr,  # entries, and padding; else decodes
+    PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, KEYS)
-    columns = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    own = tl.arange(0, COLUMNS)
+    pieces = tl.arange(0, PIECES)[:, None]
+    columns = pieces * COLUMNS + own[None, :]
     key_mask = dims < KEY
     value_mask = columns < VALUE
+    scale = tl.load(norm + columns, mask=value_mask, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)
-    into = out + head * VALUE + columns
-    if entry >= tl.load(counts + 1):  # padding
-        for token in range(begin, end):
-            zeros = tl.zeros([VALUES], tl.float32)
-            tl.store(into + token * VALUE_HEADS * VALUE, zeros, mask=value_mask)
+    if entry >= tl.load(counts + ALL):
+        if ALL:
+            pads = tl.zeros([PIECES, COLUMNS], out.dtype.element_ty)
+            for token in range(begin, end):
+                into = out + (token * VALUE_HEADS + head) * VALUE
+                tl.store(into + columns, pads, mask=value_mask)
         return
     if begin == end:
         return
     before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
     row = tl.load(rows + entry).to(tl.int64)
     tail += row * (TAPS - 1) * CHANNELS
-    at = (row * VALUE_HEADS + head) * KEY * VALUE
-    tile = at + dims[:, None] * VALUE + columns[None, :]
-    tile_mask = key_mask[:, None] & value_mask[None, :]
-    goes_on = tile_mask & (before + tile * 0 > 0)
-    matrix = tl.load(state + tile, mask=goes_on, other=0.0)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    state += (row * VALUE_HEADS + head) * KEY * VALUE
+    tile = dims[:, None] * VALUE + own[None, :]
+    matrix = tl.zeros([KEYS, COLUMNS], tl.float32)
+    if PIECES == 1:
+        tile_mask = key_mask[:, None] & (own < VALUE)[None, :]
+        matrix = tl.load(state + tile, mask=tile_mask & (before + tile * 0 > 0), other=0.0)
+    SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    key_head = head // SHARED
     of_q = key_head * KEY + dims
     of_k = KEY_HEADS * KEY + of_q
-    of_v = 2 * KEY_HEADS * KEY + head * VALUE + columns
+    of_v = 2 * KEY_HEADS * KEY + head * VALUE + own
     rate = tl.exp(tl.load(decay + head))
     shift = tl.load(bias + head)
     for token in range(begin, end):
@@ -85,64 +141,109 @@ def _delta_kernel(
             x, tail, conv, None, token, ago, before, of_k, key_mask, x_stride, CHANNELS, TAPS
         )
         k = k * tl.sigmoid(k)
-        v = convolved(
-            x, tail, conv, None, token, ago, before, of_v, value_mask, x_stride, CHANNELS, TAPS
-        )
-        v = v * tl.sigmoid(v)
         q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * KEY**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-        step = tl.load(a + token * gate_stride + head).to(tl.float32) + shift
-        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+        step = softplus(tl.load(a + token * gate_stride + head).to(tl.float32) + shift)
         beta = tl.sigmoid(tl.load(b + token * gate_stride + head).to(tl.float32))
-        matrix = matrix * tl.exp(-rate * step)
-        wrong = (v - tl.sum(matrix * k[:, None], axis=0)) * beta
-        matrix += k[:, None] * wrong[None, :]
-        found = tl.sum(matrix * q[:, None], axis=0)
-        tl.store(into + token * VALUE_HEADS * VALUE, found, mask=value_mask)
-    tl.store(state + tile, matrix, mask=tile_mask)
+        found = tl.zeros([PIECES, COLUMNS], tl.float32)
+        for piece in tl.static_range(PIECES):
+            there = piece * COLUMNS + own < VALUE
+            v = convolved(
+                x, tail, conv, None, token, ago, before, of_v + piece * COLUMNS, there, x_stride,
+                CHANNELS, TAPS,
+            )  # fmt: skip
+            v = v * tl.sigmoid(v)
+            at = state + piece * COLUMNS + tile
+            tile_mask = key_mask[:, None] & there[None, :]
+            if PIECES > 1:
+                goes_on = tile_mask & (before + ago + tile * 0 > 0)
+                matrix = tl.load(at, mask=goes_on, other=0.0)
+            matrix = matrix * tl.exp(-rate * step)
+            wrong = (v - tl.sum(matrix * k[:, None], axis=0)) * beta
+            matrix += k[:, None] * wrong[None, :]
+            if PIECES > 1:
+                tl.store(at, matrix, mask=tile_mask)
+            read = tl.sum(matrix * q[:, None], axis=0)
+            found = tl.where(pieces == piece, read[None, :], found)
+        mean = tl.sum(tl.sum(found * found, axis=1), axis=0) / VALUE
+        found = found / tl.sqrt(mean + eps) * scale
+        gate = tl.load(z + token * z_stride + head * VALUE + columns, mask=value_mask, other=0.0)
+        gate = gate.to(tl.float32)
+        found = found * gate * tl.sigmoid(gate)
+        into = out + (token * VALUE_HEADS + head) * VALUE + columns
+        tl.store(into, found.to(out.dtype.element_ty), mask=value_mask)
+    if PIECES == 1:
+        tl.store(state + tile, matrix, mask=key_mask[:, None] & (own < VALUE)[None, :])
+    for piece in tl.static_range(PIECES):
+        there = piece * COLUMNS + own < VALUE
+        channels = of_v + piece * COLUMNS
+        keep_tail(x, tail, begin, end, before, channels, there, x_stride, CHANNELS, TAPS)
+    # Queries and keys are of all heads that share them.
+    if comes_last(arrived + entry * KEY_HEADS + key_head, SHARED):
+        keep_tail(x, tail, begin, end, before, of_q, key_mask, x_stride, CHANNELS, TAPS)
+        keep_tail(x, tail, begin, end, before, of_k, key_mask, x_stride, CHANNELS, TAPS)
 
 
 def gated_delta(
     x: Tensor,
+    z: Tensor,
     a: Tensor,
     b: Tensor,
     heads: DeltaHeads,
     tail: Tensor,
     state: Tensor,
     meta: AttentionMeta,
+    deterministic: bool = False,
 ) -> Tensor:
-    """See `kernels.reference.Kernels.gated_delta`; x, a and b may have rows of any stride, a and b
-    of the same. Tokens after the last entry's get zeros."""
-    num_entries = meta.kv_len.shape[0]
-    channels, taps = heads.conv.shape
-    out = state.new_empty(x.shape[0], heads.value_heads, heads.value_size)
+    """See `kernels.reference.Kernels.gated_delta`; x, z, a and b may have rows of any stride, a and
+    b of the same. Tokens after the last entry's get zeros.
+
+    deterministic: a token's result is the same bit by bit however its prompt is cut.
+    """
     assert a.stride(0) == b.stride(0) and meta.rows is not None and meta.counts is not None
-    pieces = triton.cdiv(heads.value_size, VALUES)
-    _delta_kernel[(num_entries, heads.value_heads, pieces)](
-        x,
-        a,
-        b,
-        heads.conv,
-        heads.decay,
-        heads.bias,
-        tail,
-        state,
-        out,
-        meta.rows,
-        meta.query_start,
-        meta.kv_len,
-        meta.counts,
-        x.stride(0),
-        a.stride(0),
-        KEY_HEADS=heads.key_heads,
-        VALUE_HEADS=heads.value_heads,
-        KEY=heads.key_size,
-        VALUE=heads.value_size,
-        CHANNELS=channels,
-        TAPS=taps,
-        KEYS=triton.next_power_of_2(heads.key_size),
-        VALUES=VALUES,
-        num_warps=4,
-    )
-    keep_tails(x, taps, tail, meta)
+    num_tokens = x.shape[0]
+    out = x.new_empty(num_tokens, heads.value_heads * heads.value_size)
+    walked = meta.kv_len.shape[0] if deterministic else meta.num_decodes
+    if walked:
+        channels, taps = heads.conv.shape
+        keys = triton.next_power_of_2(heads.key_size)
+        values = triton.next_power_of_2(heads.value_size)
+        programs = walked * heads.value_heads
+        shape = walk_launch(programs, num_sms(x.device), values, deterministic)
+        _delta_kernel[(walked, heads.value_heads)](
+            x,
+            z,
+            a,
+            b,
+            heads.conv,
+            heads.decay,
+            heads.bias,
+            heads.norm,
+            tail,
+            state,
+            out,
+            tickets(x.device, max(_TICKETS, triton.next_power_of_2(programs))),
+            meta.rows,
+            meta.query_start,
+            meta.kv_len,
+            meta.counts,
+            heads.eps,
+            x.stride(0),
+            z.stride(0),
+            a.stride(0),
+            KEY_HEADS=heads.key_heads,
+            VALUE_HEADS=heads.value_heads,
+            KEY=heads.key_size,
+            VALUE=heads.value_size,
+            CHANNELS=channels,
+            TAPS=taps,
+            KEYS=keys,
+            COLUMNS=shape.columns,
+            PIECES=values // shape.columns,
+            ALL=int(deterministic),
+            num_warps=shape.num_warps,
+            **pdl(x.device),
+        )
+    if not deterministic and num_tokens > meta.num_decodes:
+        delta_chunks(x, z, a, b, heads, tail, state, out, meta)
     return out

@@ -1,18 +1,22 @@
 """Gated DeltaNet on CUDA against the reference, which test_recurrent.py holds against its rule and
 transformers: results, states, and what convolutions read next."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu, softplus
 
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.reference import Kernels
-from tests.kernels.oracle import DEVICE, grid, random, row_error
+from tests.kernels.oracle import DEVICE, DTYPES, grid, random, row_error
 
 pytestmark = pytest.mark.triton
-cuda, reference = kernels_for("cuda"), Kernels()
+BACK_ENDS = {"chunks": kernels_for("cuda"), "walk": kernels_for("cuda", deterministic=True)}
+reference = Kernels()
 ROWS = 8
 
 
@@ -36,47 +40,129 @@ def step(kv_len: list[int], query_len: list[int], decodes: int) -> AttentionMeta
 def made(heads: tuple[int, int], sizes: tuple[int, int], taps: int) -> DeltaHeads:
     channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
     conv, decay, bias = random(channels, taps), random(heads[1]), random(heads[1])
-    return DeltaHeads(*heads, *sizes, conv, decay, bias)
+    return DeltaHeads(*heads, *sizes, conv, decay, bias, random(sizes[1]), 1e-5)
 
 
+def inputs(how: DeltaHeads, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """x, z, a, b, of rows of a longer one."""
+    sizes = (how.conv.shape[0], how.value_heads * how.value_size, *[how.value_heads] * 2)
+    x, z, b, a = random(tokens, sum(sizes), dtype=dtype).split(sizes, dim=1)
+    return x, z, a, b
+
+
+def rule(part: list[Tensor], how: DeltaHeads, tail: Tensor, state: Tensor) -> Tensor:
+    """The rule, of one entry, float64. state [heads, key, value] is written over."""
+    x, z, a, b = part
+    taps, keys = how.conv.shape[1], how.key_heads * how.key_size
+    padded, conv = torch.cat((tail, x)), how.conv.double()
+    mixed = silu(sum(padded[t : t + len(x)] * conv[:, t] for t in range(taps)))
+    q, k, v = (
+        each.unflatten(1, (heads, -1)).repeat_interleave(how.value_heads // heads, 1)
+        for each, heads in zip(
+            mixed.split((keys, keys, mixed.shape[1] - 2 * keys), 1),
+            (how.key_heads, how.key_heads, how.value_heads),
+            strict=True,
+        )
+    )
+    found = []
+    for t in range(len(x)):
+        key = k[t] * (k[t].square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        query = q[t] * (q[t].square().sum(-1, keepdim=True) + 1e-6).rsqrt() / how.key_size**0.5
+        state *= (-how.decay.double().exp() * softplus(a[t] + how.bias)).exp()[:, None, None]
+        wrong = v[t] - torch.einsum("hk,hkv->hv", key, state)
+        state += torch.einsum("hk,hv->hkv", key, wrong * b[t].sigmoid()[:, None])
+        read = torch.einsum("hk,hkv->hv", query, state)
+        normed = read / (read.square().mean(-1, keepdim=True) + how.eps).sqrt() * how.norm
+        found.append(normed.flatten() * silu(z[t]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize(
     ("heads", "sizes"), grid([(1, 1), (2, 4), (1, 3)], [(16, 8), (12, 40), (8, 33)]), ids=str
 )
 @pytest.mark.parametrize("taps", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_mixed_step(heads: tuple[int, int], sizes: tuple[int, int], taps: int) -> None:
+def test_mixed_step(
+    heads: tuple[int, int], sizes: tuple[int, int], taps: int, back_end: str
+) -> None:
     """A request that begins in another's state, a chunk that reads the wrong tail, one that is
     shorter than the tail, a value head with another's key head, padding that writes."""
     torch.manual_seed(0)
     how = made(heads, sizes, taps)
     meta = step([9, 1, 12, 4, 2, 0], [1, 1, 4, 4, 2, 2], 2)
     meta.counts = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)  # the last one pads
-    tokens, channels = 14, how.conv.shape[0]
-    whole = random(tokens, channels + 2 * heads[1])
-    x, b, a = whole.split((channels, heads[1], heads[1]), dim=1)
-    tail, state = random(ROWS, taps - 1, channels), random(ROWS, heads[1], *sizes)
+    given = inputs(how, 14)
+    tail, state = random(ROWS, taps - 1, how.conv.shape[0]), random(ROWS, heads[1], *sizes)
     other = step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
     want_tail, want_state = tail.clone(), state.clone()
-    want = reference.gated_delta(x[:12], a[:12], b[:12], how, want_tail, want_state, other)
-    found = cuda.gated_delta(x, a, b, how, tail, state, meta)
+    want = reference.gated_delta(*(each[:12] for each in given), how, want_tail, want_state, other)
+    found = BACK_ENDS[back_end].gated_delta(*given, how, tail, state, meta)
     assert row_error(found[:12], want) < 1e-4
     assert not found[12:].any()
     assert torch.equal(tail, want_tail)
     assert row_error(state, want_state) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "sizes"), [((1, 2), (16, 16)), ((1, 1), (64, 48))], ids=str)
+def test_chunks(heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """A state that is lost between two chunks, a block of the triangular system solved with
+    another's rows, a slot of one entry's last chunk that is the next one's first: decodes, prompts
+    of several chunks, one that goes on, and what a graph knows of them."""
+    torch.manual_seed(2)
+    how = made(heads, sizes, 4)
+    lengths, kv_len = [1, 130, 64, 65, 3], [7, 130, 100, 65, 30]
+    meta = step(kv_len, lengths, 1)
+    given = inputs(how, sum(lengths), dtype)
+    tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, heads[1], *sizes)
+    before = tail.clone(), state.clone()
+    want_state, want, at = state.double(), [], 0
+    for row, length, count in zip([5, 2, 7, 0, 3], kv_len, lengths, strict=True):
+        part = [each[at : at + count].double() for each in given]
+        at += count
+        if length == count:
+            want_state[row], before[0][row] = 0, 0
+        want.append(rule(part, how, before[0][row].double(), want_state[row]))
+    found = BACK_ENDS["chunks"].gated_delta(*given, how, tail, state, meta)
+    assert found.dtype == dtype and found.isfinite().all()
+    bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    assert row_error(found, torch.cat(want)) < bound
+    assert row_error(state.flatten(1), want_state.flatten(1)) < bound
+    assert torch.equal(tail[2], given[0][128:131].float())
+    graph = replace(meta, num_decodes=5, counts=torch.tensor([1, 5], device=DEVICE).int())
+    again = BACK_ENDS["chunks"].gated_delta(*given, how, *before, graph)
+    assert torch.equal(again, found) and torch.equal(before[1], state)
+
+
+def test_equal_keys() -> None:
+    """Powers of the triangular system grow as binomials where keys repeat and nothing decays: an
+    inverse made of these is noise."""
+    torch.manual_seed(3)
+    how = made((1, 1), (16, 16), 2)
+    x, z, a, b = inputs(how, 100)
+    x[:, 16:32] = x[0, 16:32]
+    a, b = a * 0 - 30.0, b * 0 + 30.0
+    meta, kept = step([100], [100], 0), (random(ROWS, 1, 48), random(ROWS, 1, 16, 16))
+    found = BACK_ENDS["chunks"].gated_delta(x, z, a, b, how, *kept, meta)
+    part = [each.double() for each in (x, z, a, b)]
+    want = rule(part, how, kept[0][5].double() * 0, kept[1][5].double() * 0)
+    assert row_error(found, want) < 1e-3
+
+
 def test_token_by_token() -> None:
-    """Numbers that depend on how a prompt was cut: bit by bit they must not."""
+    """Numbers that depend on how a prompt was cut: in deterministic mode they must not, bit by
+    bit."""
     torch.manual_seed(1)
     how = made((1, 2), (16, 16), 4)
-    x, a, b = random(6, how.conv.shape[0]), random(6, 2), random(6, 2)
+    given = inputs(how, 6)
 
     def run(cuts: list[int]) -> tuple[Tensor, Tensor]:
         tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 16, 16)
         found, at = [], 0
         for count in cuts:
-            part = slice(at, at + count)
+            part = [each[at : at + count] for each in given]
             meta = step([at + count], [count], int(count == 1))
-            found.append(cuda.gated_delta(x[part], a[part], b[part], how, tail, state, meta))
+            found.append(BACK_ENDS["walk"].gated_delta(*part, how, tail, state, meta))
             at += count
         return torch.cat(found), state[5]
 

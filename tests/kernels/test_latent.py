@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import cuda
+from kernels.attention.latent import expanded
 from kernels.attention.latent.decode import head_parts
+from kernels.attention.latent.expanded import worth_expanding
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
@@ -55,6 +58,35 @@ def test_mixed_step(heads: int, rank: int, back_end: str) -> None:
     torch.manual_seed(0)
     cache, meta = latents([90, 1, 17, 50, 33, 1], [1, 1, 1, 7, 33, 1], 3, rank, padding=2)
     check(back_end, heads, cache, meta, rank)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("piece", [2048, 40])
+def test_expanded(piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values made for chunks, where the host knows how many: another entry's, a piece that
+    forgets what was found in the ones before, an entry that a piece has nothing of."""
+    torch.manual_seed(5)
+    lengths = [1, 5, 33, 90, 1]
+    cache, meta = latents([60, 150, 33, 91, 1], lengths, 1, 32, padding=3, dtype=dtype)
+    meta.kv_len_host = meta.kv_len.tolist()
+    meta.query_start_host = meta.query_start.tolist()
+    monkeypatch.setattr(expanded, "LEAST_PIECE", piece)
+    monkeypatch.setattr(expanded, "MOST_ABSORBED", 10)
+    monkeypatch.setattr(cuda, "latent_prefill", None)
+    check("cuda", 3, cache, meta, 32)
+
+
+def test_few_queries_are_absorbed() -> None:
+    """Keys made of a long context for a few queries, which costs more than it spares."""
+    meta = latents([5000, 5000], [1, 1], 1, 16)[1]
+    for tokens, keys, worth in (
+        (1, 5000, False), (100, 5000, False), (400, 5000, True), (100, 100, True),
+        (5000, 100_000, True),
+    ):  # fmt: skip
+        meta.query_start_host, meta.kv_len_host = [0, 1, 1 + tokens], [5000, keys]
+        assert worth_expanding(meta, 1 + tokens, 256, 512) is worth
+    meta.kv_len_host = None
+    assert not worth_expanding(meta, 5001, 256, 512)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,7 +3,6 @@
 from itertools import accumulate
 
 from torch import Tensor
-from torch.nn.functional import silu
 
 from engine.architectures.recurrent.delta import Delta
 from engine.layers.build import Builder
@@ -22,7 +21,7 @@ class GatedDelta:
         assert build.layer is not None
         delta = config.attention[build.layer].mixer
         assert isinstance(delta, Delta)
-        self.delta, self.kernels, self.eps = delta, build.kernels, config.norm_eps
+        self.delta, self.kernels = delta, build.kernels
         self.inner = delta.value_heads * delta.value_size
         self.sizes = (delta.channels, self.inner, delta.value_heads, delta.value_heads)
         sizes: tuple[int, ...] = self.sizes
@@ -34,7 +33,6 @@ class GatedDelta:
         decay = build.vector("delta_decay", delta.value_heads)
         bias = build.vector("delta_bias", delta.value_heads, std=0.0)
         norm = build.vector("delta_norm", delta.value_size, std=0.0)
-        self.norm = norm.tensor
         self.heads = DeltaHeads(
             delta.key_heads,
             delta.value_heads,
@@ -43,6 +41,8 @@ class GatedDelta:
             conv.tensor.view(delta.channels, delta.taps),
             decay.tensor,
             bias.tensor,
+            norm.tensor,
+            config.norm_eps,
         )
         self.linears = (self.into, self.out)
         self.norms: tuple[Norm, ...] = ()
@@ -70,7 +70,5 @@ class GatedDelta:
         ends = list(accumulate(self.sizes))
         mixed, gate = made[:, : ends[0]], made[:, ends[0] : ends[1]]
         b, a = made[:, ends[1] : ends[2]], made[:, ends[2] :]
-        found = self.kernels.gated_delta(mixed, a, b, self.heads, tail, state, meta)
-        normed = self.kernels.rms_norm(found, self.norm, self.eps).flatten(1)
-        gated = normed.mul_(silu(gate.float())).to(x.dtype)
-        return self.out.forward(gated, meta.lora, residual=residual)
+        found = self.kernels.gated_delta(mixed, gate, a, b, self.heads, tail, state, meta)
+        return self.out.forward(found, meta.lora, residual=residual)

@@ -2,7 +2,9 @@
 whose plan and merge serve here too.
 
 A latent is read once for all heads, as their key and as their value. Its tile stays where it is
-between the two products, so a program takes as many heads as registers hold results for.
+between the two products, so a program takes as many heads as registers hold results for. The matrix
+unit multiplies 64 rows at once: those are heads where there are so many, and else latents, whose
+products with few heads waste nothing.
 """
 
 import triton
@@ -41,6 +43,23 @@ def latent_tile(
     return new_top, denominator, acc
 
 
+@triton.jit
+def few_heads_tile(
+    query, turned, latent, shared, seen, top, denominator, acc, scale_log2,
+):  # fmt: skip
+    """The same with a column a head: seen [keys, 1], acc [elements, heads]."""
+    score = tl.dot(latent, tl.trans(query), input_precision="ieee")
+    score = tl.dot(shared, tl.trans(turned), score, input_precision="ieee") * scale_log2
+    score = tl.where(seen, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=0))
+    weight = tl.exp2(score - new_top[None, :])
+    shrink = tl.exp2(top - new_top)
+    denominator = denominator * shrink + tl.sum(weight, axis=0)
+    acc = acc * shrink[None, :]
+    acc = tl.dot(tl.trans(latent), weight.to(latent.dtype), acc, input_precision="ieee")
+    return new_top, denominator, acc
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "head_stride"],
     do_not_specialize_on_alignment=["block_table", "counted", "items"],
@@ -68,6 +87,7 @@ def _latent_decode_kernel(
     RANKS: tl.constexpr,  # RANK padded
     ROPES: tl.constexpr,  # ROPE padded
     KEYS: tl.constexpr,  # keys a tile
+    FEW: tl.constexpr,  # heads are columns
     PDL: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
@@ -99,7 +119,7 @@ def _latent_decode_kernel(
         turned = tl.load(from_q + turns[None, :], mask=turned_mask, other=0.0)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, RANKS], tl.float32)
+        acc = tl.zeros([RANKS, ROWS] if FEW else [ROWS, RANKS], tl.float32)
         # Block ids are read a tile ahead, as in decode.py; so is the next pair drawn.
         position = begin + keys
         page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
@@ -119,9 +139,16 @@ def _latent_decode_kernel(
             shared = tl.load(
                 cache + offset[:, None] + (RANK + turns)[None, :], mask=there, other=0.0
             )
-            top, denominator, acc = latent_tile(
-                query, turned, latent, shared, seen[None, :], top, denominator, acc, scale_log2,
-            )  # fmt: skip
+            if FEW:
+                top, denominator, acc = few_heads_tile(
+                    query, turned, latent, shared, seen[:, None], top, denominator, acc, scale_log2,
+                )  # fmt: skip
+            else:
+                top, denominator, acc = latent_tile(
+                    query, turned, latent, shared, seen[None, :], top, denominator, acc, scale_log2,
+                )  # fmt: skip
+        if FEW:
+            acc = tl.trans(acc)
         # A padding entry may have no key at all: 0 / 1 instead of 0 / 0.
         denominator = tl.where(denominator > 0.0, denominator, 1.0)
         acc = acc / denominator[:, None]
@@ -136,12 +163,17 @@ def _latent_decode_kernel(
         entry, begin, end = next_item
 
 
+def few_heads(group: int, element_size: int) -> bool:
+    """Whether the heads of a part are columns. The matrix unit takes no float32."""
+    return group <= 32 and element_size == 2
+
+
 def _launch(rows: int, rank: int, element_size: int) -> DecodeLaunch:
     """What fits: a program's results are rows x rank in registers, its tiles in shared memory."""
     if element_size > 2:
         return DecodeLaunch(16, 8, 2, 1)
-    if rows * rank <= 16 * 512:
-        return DecodeLaunch(64, 4, 2, 1)
+    if rows * rank <= 32 * 512:
+        return DecodeLaunch(64, 8, 2, 1)
     return DecodeLaunch(32, 8, 2, 1)
 
 
@@ -200,6 +232,7 @@ def latent_decode(
         RANKS=ranks,
         ROPES=max(16, triton.next_power_of_2(rope)),
         KEYS=shape.keys,
+        FEW=few_heads(num_heads // parts, cache.element_size()),
         **pdl(q.device),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

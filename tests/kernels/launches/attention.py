@@ -8,6 +8,7 @@ from triton.runtime import driver
 from kernels.attention.decode import attention_decode
 from kernels.attention.decode_plan import plan
 from kernels.attention.latent.decode import latent_decode, plan_latent
+from kernels.attention.latent.expanded import latent_expanded
 from kernels.attention.latent.prefill import latent_prefill
 from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
@@ -122,5 +123,8 @@ def latent(model: str) -> None:
         absorbed = torch.empty(heads, 20, rank, dtype=dtype)
         out = torch.empty(20, heads, rank, dtype=dtype)
         latent_prefill(absorbed, q, cache, out, 0.1, meta)
+        meta = replace(meta, query_start_host=[0, 10, 20], kv_len_host=[40, 30])
+        up = torch.empty(heads, nope + 128, rank, dtype=dtype)
+        latent_expanded(q, cache, up, out[:, :, :128].contiguous(), 0.1, meta)
         splits = plan_latent(int32(20), heads, rank, cache, 8192, int32(1))
         latent_decode(absorbed, q, cache, out, int32(20, 512), 0.1, splits)

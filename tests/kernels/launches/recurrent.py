@@ -1,5 +1,7 @@
 """Launches of the layers with states."""
 
+from dataclasses import replace
+
 import torch
 
 from kernels.metadata import AttentionMeta
@@ -20,10 +22,10 @@ _MAMBAS = {
 }
 
 
-def _meta() -> AttentionMeta:
+def _meta(entries: int = 2) -> AttentionMeta:
     return AttentionMeta(
-        int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2),
-        rows=int32(2),
+        int32(20), int64(20), int32(entries + 1), int32(entries), int32(entries, 40), 0, 20, 600,
+        counts=int32(2), rows=int32(entries),
     )  # fmt: skip
 
 
@@ -32,11 +34,15 @@ def delta(model: str) -> None:
     keys, values = _DELTAS[model]
     channels = 2 * keys * 128 + values * 128
     vector = torch.empty(values)
-    heads = DeltaHeads(keys, values, 128, 128, torch.empty(channels, 4), vector, vector)
+    conv, norm = torch.empty(channels, 4), torch.empty(128)
+    heads = DeltaHeads(keys, values, 128, 128, conv, vector, vector, norm, 1e-6)
     whole = torch.empty(20, channels + values * 130, dtype=torch.bfloat16)
-    x, b, a = whole[:, :channels], whole[:, -2 * values : -values], whole[:, -values:]
+    x, z, b, a = whole.split((channels, values * 128, values, values), dim=1)
     tail, state = torch.empty(5, 3, channels), torch.empty(5, values, 128, 128)
-    gated_delta(x, a, b, heads, tail, state, _meta())
+    for decodes in (1, 19):  # programs that have a state in one piece, and in several
+        some = replace(_meta(20), num_decodes=decodes)
+        gated_delta(x, z, a, b, heads, tail, state, some)
+    gated_delta(x, z, a, b, heads, tail, state, _meta(), deterministic=True)
 
 
 def mamba(model: str) -> None:

@@ -1,0 +1,325 @@
+"""Attention over paged latents for entries with many query tokens, with a key and a value of each
+head made of each latent: they are shorter than latents, so that many queries pay for the making.
+
+The keys of all entries lie behind each other, and are made a piece at a time, so that long contexts
+take no more memory than a step's own tokens. What queries found in a piece goes on to the next: the
+launches depend on how many keys there are, which the host must know. A graph cannot.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear
+
+from kernels.entries import entry_of
+from kernels.metadata import AttentionMeta
+
+LEAST_PIECE = 2048  # keys made at once, where a step has fewer tokens
+MOST_ABSORBED = 2048  # tokens of chunks, whose queries and results are as long as latents
+_GATHER = 16  # latents of a program
+
+
+def worth_expanding(meta: AttentionMeta, num_tokens: int, each: int, rank: int) -> bool:
+    """Whether fewer operations make the keys of a step's chunks than absorbed queries need more.
+    False where the host does not know the lengths. each: elements made of a latent for a head."""
+    starts, lengths = meta.query_start_host, meta.kv_len_host
+    if starts is None or lengths is None:
+        return False
+    if num_tokens - meta.num_decodes > MOST_ABSORBED:
+        return True
+    spared = 0
+    for entry in range(meta.num_decodes, len(lengths)):
+        tokens, keys = starts[entry + 1] - starts[entry], lengths[entry]
+        spared += tokens * keys * (2 * rank - each) - (keys - tokens) * rank * each
+    return spared > 0
+
+
+@triton.jit
+def _key_start(kv_len, first_entry, entry, ENTRIES: tl.constexpr):
+    """Of an entry's first key among the keys of all chunks."""
+    index = tl.arange(0, ENTRIES)
+    before = (index >= first_entry) & (index < entry)
+    return tl.sum(tl.load(kv_len + index, mask=before, other=0), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "piece", "size"],
+    do_not_specialize_on_alignment=["block_table", "kv_len", "counts"],
+)
+def _latent_gather_kernel(
+    cache,
+    gathered,  # [size, KEPT]
+    block_table,
+    kv_len,
+    counts,
+    table_stride,
+    piece,  # the first key
+    size,  # keys of the piece
+    KEPT: tl.constexpr,
+    WIDTH: tl.constexpr,  # KEPT padded
+    BLOCK_SIZE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    first_entry = tl.load(counts)
+    entry = first_entry + tl.program_id(0)
+    if entry >= tl.load(counts + 1):
+        return
+    start = _key_start(kv_len, first_entry, entry, ENTRIES)
+    begin = tl.maximum(piece - start, 0)
+    end = tl.minimum(tl.load(kv_len + entry), piece + size - start)
+    position = begin + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there = position < end
+    table = block_table + entry.to(tl.int64) * table_stride
+    page = tl.load(table + position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    dims = tl.arange(0, WIDTH)
+    mask = there[:, None] & (dims < KEPT)[None, :]
+    source = (page * BLOCK_SIZE + position % BLOCK_SIZE) * KEPT
+    latent = tl.load(cache + source[:, None] + dims[None, :], mask=mask, other=0.0)
+    target = (start + position - piece).to(tl.int64) * KEPT
+    tl.store(gathered + target[:, None] + dims[None, :], latent, mask=mask)
+
+
+@triton.jit
+def _walk(
+    query, turned, made, shared, begin, end, row_position, top, denominator, acc, scale_log2,
+    EACH: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, NOPE: tl.constexpr,
+    VALUE: tl.constexpr, ROPE: tl.constexpr, NOPES: tl.constexpr, VALUES: tl.constexpr,
+    ROPES: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Keys begin .. end - 1 (int64) of an entry. made, shared: of its key 0, which may be
+    elsewhere."""
+    keys = tl.arange(0, KEYS)
+    dims = tl.arange(0, NOPES)
+    columns = tl.arange(0, VALUES)
+    turns = tl.arange(0, ROPES)
+    for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+        own = made + start * WIDTH
+        position = start + keys
+        seen = position < end
+        if MASKED or NOPE < NOPES:
+            mask = seen[:, None] & (dims < NOPE)[None, :]
+            key = tl.load(own + keys[:, None] * WIDTH + dims[None, :], mask=mask, other=0.0)
+        else:
+            key = tl.load(own + keys[:, None] * WIDTH + dims[None, :])
+        from_shared = shared + start * KEPT + keys[:, None] * KEPT + turns[None, :]
+        if MASKED or ROPE < ROPES:
+            mask = seen[:, None] & (turns < ROPE)[None, :]
+            also = tl.load(from_shared, mask=mask, other=0.0)
+        else:
+            also = tl.load(from_shared)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee")
+        score = tl.dot(turned, tl.trans(also), score, input_precision="ieee")
+        if MASKED:
+            visible = (position[None, :] <= row_position[:, None]) & seen[None, :]
+            score = tl.where(visible, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=1) * scale_log2)
+        weight = tl.exp2(score * scale_log2 - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        denominator = denominator * shrink + tl.sum(weight, axis=1)
+        acc = acc * shrink[:, None]
+        from_made = own + keys[:, None] * WIDTH + (NOPE + columns)[None, :]
+        if MASKED or VALUE < VALUES:
+            mask = seen[:, None] & (columns < VALUE)[None, :]
+            value = tl.load(from_made, mask=mask, other=0.0)
+        else:
+            value = tl.load(from_made)
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
+        top = new_top
+    return top, denominator, acc
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "piece", "size"],
+    do_not_specialize_on_alignment=["query_start", "kv_len", "counts"],
+)
+def _latent_expanded_kernel(
+    q,  # [tokens, heads, NOPE + ROPE]
+    made,  # [size, heads, NOPE + VALUE]
+    gathered,  # [size, RANK + ROPE]
+    out,  # [tokens, heads, VALUE]
+    carried,  # [tokens, heads, VALUE] float32: what was found in pieces before
+    carried_top,  # [2, tokens, heads] float32: the largest scores, and the sums
+    query_start,
+    kv_len,
+    counts,
+    scale_log2,
+    num_tokens,
+    piece,
+    size,
+    HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK: tl.constexpr,
+    VALUE: tl.constexpr,
+    NOPES: tl.constexpr,
+    ROPES: tl.constexpr,
+    VALUES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    EACH: tl.constexpr = NOPE + VALUE
+    WIDTH: tl.constexpr = HEADS * EACH
+    KEPT: tl.constexpr = RANK + ROPE
+    head = tl.program_id(0)
+    # The last queries of a request see the most keys: start them first.
+    index = tl.num_programs(1) - 1 - tl.program_id(1)
+    first_entry = tl.load(counts)
+    num_entries = tl.load(counts + 1)
+    entry, begin, first = entry_of(query_start, first_entry, num_entries, index, ROWS)
+    query_len = num_tokens - begin
+    if entry < num_entries:
+        query_len = tl.load(query_start + entry + 1) - begin
+    if first >= query_len:
+        return
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, VALUES)
+    row_mask = first + rows < query_len
+    token = (begin + first + rows).to(tl.int64)
+    at = token * HEADS + head
+    tile_mask = row_mask[:, None] & (columns < VALUE)[None, :]
+    where = at[:, None] * VALUE + columns[None, :]
+    if entry == num_entries:
+        tl.store(out + where, tl.zeros([ROWS, VALUES], out.dtype.element_ty), mask=tile_mask)
+        return
+    length = tl.load(kv_len + entry)
+    start = _key_start(kv_len, first_entry, entry, ENTRIES)
+    first_position = length - query_len + first
+    end = tl.minimum(first_position + ROWS, length)  # of the keys that any row sees
+    lowest = tl.maximum(piece - start, 0).to(tl.int64)  # of the keys that are here
+    highest = tl.minimum(end, piece + size - start).to(tl.int64)
+    if lowest >= highest:
+        return
+    dims = tl.arange(0, NOPES)
+    turns = tl.arange(0, ROPES)
+    from_q = q + (at * (NOPE + ROPE))[:, None]
+    mask = row_mask[:, None] & (dims < NOPE)[None, :]
+    query = tl.load(from_q + dims[None, :], mask=mask, other=0.0)
+    mask = row_mask[:, None] & (turns < ROPE)[None, :]
+    turned = tl.load(from_q + (NOPE + turns)[None, :], mask=mask, other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    denominator = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUES], tl.float32)
+    if lowest > 0:
+        top = tl.load(carried_top + at, mask=row_mask, other=0.0)
+        sums = carried_top + num_tokens.to(tl.int64) * HEADS
+        denominator = tl.load(sums + at, mask=row_mask, other=1.0)
+        acc = tl.load(carried + where, mask=tile_mask, other=0.0)
+    # Rows past the last query look at what the last one sees.
+    row_position = tl.minimum(first_position + rows, length - 1)
+    full = tl.maximum(tl.minimum(first_position + 1, highest) - lowest, 0) // KEYS * KEYS + lowest
+    origin = (start - piece).to(tl.int64)
+    from_made = made + origin * WIDTH + head * EACH
+    shared = gathered + origin * KEPT + RANK
+    top, denominator, acc = _walk(
+        query, turned, from_made, shared, lowest, full, row_position, top, denominator, acc,
+        scale_log2, EACH, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, False, STAGES,
+    )  # fmt: skip
+    top, denominator, acc = _walk(
+        query, turned, from_made, shared, full, highest, row_position, top, denominator, acc,
+        scale_log2, EACH, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, True, STAGES,
+    )  # fmt: skip
+    if highest < end:
+        tl.store(carried_top + at, top, mask=row_mask)
+        sums = carried_top + num_tokens.to(tl.int64) * HEADS
+        tl.store(sums + at, denominator, mask=row_mask)
+        tl.store(carried + where, acc, mask=tile_mask)
+    else:
+        acc = acc / denominator[:, None]
+        tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
+
+
+class ExpandedLaunch(NamedTuple):
+    rows: int  # queries of one head, a program
+    keys: int  # a tile
+    num_warps: int
+    num_stages: int
+
+
+def expanded_launch(widest: int, element_size: int) -> ExpandedLaunch:
+    """What fits; widest: of a key before the shared part and of a value, padded."""
+    if element_size > 2:
+        return ExpandedLaunch(16, 16, 4, 1)
+    return ExpandedLaunch(128, 32, 8, 2) if widest > 128 else ExpandedLaunch(128, 64, 8, 3)
+
+
+def latent_expanded(
+    q: Tensor,  # [num_tokens, num_heads, nope + rope], the last `rope` elements turned
+    cache: Tensor,  # [num_blocks, 1, block_size, rank + rope]
+    up: Tensor,  # [num_heads, nope + value, rank]
+    out: Tensor,  # [num_tokens, num_heads, value]
+    scale: float,
+    meta: AttentionMeta,
+) -> None:
+    """Attention of the entries num_decodes .. of meta over their latents; tokens after the last get
+    zeros. The host knows how long they are."""
+    num_tokens, heads, head_dim = q.shape
+    rank, kept = up.shape[2], cache.shape[3]
+    nope, rope = head_dim - (kept - rank), kept - rank
+    value = up.shape[1] - nope
+    entries = meta.kv_len.shape[0]
+    assert meta.kv_len_host is not None and meta.counts is not None
+    keys = sum(meta.kv_len_host[meta.num_decodes :])
+    size = min(keys, max(num_tokens, LEAST_PIECE))
+    sizes = {
+        "NOPES": max(16, triton.next_power_of_2(nope)),
+        "ROPES": max(16, triton.next_power_of_2(rope)),
+        "VALUES": max(16, triton.next_power_of_2(value)),
+        "ENTRIES": triton.next_power_of_2(entries),
+    }
+    shape = expanded_launch(max(sizes["NOPES"], sizes["VALUES"]), q.element_size())
+    blocks = num_tokens // shape.rows + entries - meta.num_decodes + 1
+    gathered = cache.new_empty(size, kept)
+    carried = q.new_empty(num_tokens, heads, value, dtype=torch.float32)
+    carried_top = q.new_empty(2, num_tokens, heads, dtype=torch.float32)
+    products = up.reshape(-1, rank)
+    for piece in range(0, keys, size):
+        here = min(size, keys - piece)
+        longest = min(here, meta.max_kv_len)
+        _latent_gather_kernel[(entries - meta.num_decodes, triton.cdiv(longest, _GATHER))](
+            cache,
+            gathered,
+            meta.block_table,
+            meta.kv_len,
+            meta.counts,
+            meta.block_table.stride(0),
+            piece,
+            here,
+            KEPT=kept,
+            WIDTH=triton.next_power_of_2(kept),
+            BLOCK_SIZE=cache.shape[2],
+            ENTRIES=sizes["ENTRIES"],
+            ROWS=_GATHER,
+            num_warps=8,
+        )
+        made = linear(gathered[:here, :rank], products)
+        _latent_expanded_kernel[(heads, blocks)](
+            q,
+            made,
+            gathered,
+            out,
+            carried,
+            carried_top,
+            meta.query_start,
+            meta.kv_len,
+            meta.counts,
+            scale * 1.4426950408889634,
+            num_tokens,
+            piece,
+            here,
+            HEADS=heads,
+            NOPE=nope,
+            ROPE=rope,
+            RANK=rank,
+            VALUE=value,
+            **sizes,
+            ROWS=shape.rows,
+            KEYS=shape.keys,
+            STAGES=shape.num_stages,
+            num_warps=shape.num_warps,
+        )

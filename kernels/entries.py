@@ -1,0 +1,25 @@
+"""Which entry of a step a block of tokens is of: grids are upper bounds that the host knows, and a
+program finds its entry on the device."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def entry_of(query_start, first_entry, num_entries, index, QUERIES: tl.constexpr):
+    """The entry that block `index` of QUERIES queries is of, its first token in the step, and the
+    block's first query in the entry."""
+    # Entry e's blocks start at index (query_start[e] - origin) // QUERIES + (e - first_entry).
+    # num_entries stands for the padding tokens that follow the last entry.
+    origin = tl.load(query_start + first_entry)
+    low = first_entry
+    high = num_entries
+    while low < high:
+        middle = (low + high + 1) // 2
+        blocks_before = (tl.load(query_start + middle) - origin) // QUERIES + middle - first_entry
+        at_or_before = blocks_before <= index
+        low = tl.where(at_or_before, middle, low)
+        high = tl.where(at_or_before, high, middle - 1)
+    begin = tl.load(query_start + low)
+    first = (index - ((begin - origin) // QUERIES + low - first_entry)) * QUERIES
+    return low, begin, first

@@ -1,0 +1,378 @@
+"""Gated DeltaNet over prompts on CUDA, 64 tokens at a time on tensor cores, in three launches:
+
+    prepare   of each chunk and head: convolutions, gates, and the triangular system that says what
+              each token corrects, solved but for the state before the chunk
+    pass      of each entry, head and some columns: the state goes from chunk to chunk
+    read      of each chunk and head: what tokens read of the state and of each other, normed, gated
+
+As in `kernels.recurrent.delta_rule.chunk_rule`, of which the letters are: the corrections of a
+chunk are U - W S where S is the state before it, U = T beta V, W = T beta exp(g) K with the inverse
+T = (1 + tril(beta K K^T, decayed))^-1. States are float32 between chunks; what is multiplied, and
+what one launch leaves for the next, is of x's type.
+
+Sums begin with a chunk, and chunks with an entry: the numbers depend on where a prompt was cut.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.metadata import AttentionMeta
+from kernels.recurrent.chunks_cuda import (
+    CHUNK,
+    ENTRIES,
+    decays,
+    first_slot,
+    num_chunked,
+    num_slots,
+    slot_of,
+    softplus,
+    unit_lower_inverse,
+)
+from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
+from kernels.recurrent.delta_rule import DeltaHeads
+
+
+class Launch(NamedTuple):
+    num_warps: int
+    num_stages: int
+
+
+class PassLaunch(NamedTuple):
+    columns: int  # of a state, a program
+    num_warps: int
+    num_stages: int
+
+
+PREPARE = Launch(4, 1)
+PASS = PassLaunch(32, 4, 2)
+READ = Launch(4, 1)
+
+
+@triton.jit(
+    do_not_specialize=["x_stride", "gate_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
+)
+def _delta_prepare_kernel(
+    x,
+    a,
+    b,
+    conv,
+    decay,
+    bias,
+    tail,
+    queries,  # [slots, KEY_HEADS, CHUNK, KEYS], as keys
+    keys,
+    weights,  # W: [slots, VALUE_HEADS, CHUNK, KEYS]
+    values,  # U: [slots, VALUE_HEADS, CHUNK, VALUES]
+    totals,  # [slots, VALUE_HEADS, CHUNK] float32: logarithms of decays since the chunk's begin
+    rows,
+    query_start,
+    kv_len,
+    counts,
+    x_stride,
+    gate_stride,  # of a and b
+    num_tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    KEYS: tl.constexpr,  # KEY padded
+    VALUES: tl.constexpr,  # VALUE padded
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
+    if (entry >= tl.load(counts + 1)) | (first >= length):
+        return
+    dtype = keys.dtype.element_ty
+    SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    key_head = head // SHARED
+    steps = tl.arange(0, CHUNK)
+    dims = tl.arange(0, KEYS)
+    columns = tl.arange(0, VALUES)
+    there = first + steps < length
+    first_token = (begin + first).to(tl.int64)
+    before = tl.load(kv_len + entry) - length  # 0: the request begins
+    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
+    own = key_head * KEY + dims
+    at = (slot.to(tl.int64) * KEY_HEADS + key_head) * CHUNK * KEYS
+    key_tile = at + steps[:, None] * KEYS + dims[None, :]
+    if head % SHARED == 0:
+        q = convolved_rows(
+            x, tail, conv, None, first_token, first, length, before, own, dims < KEY, x_stride,
+            CHUNK, CHANNELS, TAPS,
+        )  # fmt: skip
+        q = q * tl.sigmoid(q)
+        q = q * (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * KEY**-0.5)[:, None]
+        tl.store(queries + key_tile, q.to(dtype))
+    k = convolved_rows(
+        x, tail, conv, None, first_token, first, length, before, KEY_HEADS * KEY + own, dims < KEY,
+        x_stride, CHUNK, CHANNELS, TAPS,
+    )  # fmt: skip
+    k = k * tl.sigmoid(k)
+    k = (k * tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]).to(dtype)
+    if head % SHARED == 0:
+        tl.store(keys + key_tile, k)
+
+    gates = (first_token + steps) * gate_stride + head
+    step = tl.load(a + gates, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head)
+    step = tl.where(there, -tl.exp(tl.load(decay + head)) * softplus(step), 0.0)
+    beta = tl.sigmoid(tl.load(b + gates, mask=there, other=0.0).to(tl.float32))
+    total = tl.cumsum(step, axis=0)
+    at = (slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK
+    tl.store(totals + at + steps, total)
+    overlap = tl.dot(k, tl.trans(k), input_precision="ieee")
+    lower = tl.where(steps[:, None] > steps[None, :], overlap, 0.0)
+    lower = lower * decays(total, CHUNK) * beta[:, None]
+    inverse = unit_lower_inverse(lower, CHUNK, PRECISION) * beta[None, :]
+    w = tl.dot((inverse * tl.exp(total)[None, :]).to(dtype), k, input_precision="ieee")
+    tl.store(weights + at * KEYS + steps[:, None] * KEYS + dims[None, :], w.to(dtype))
+    v = convolved_rows(
+        x, tail, conv, None, first_token, first, length, before,
+        2 * KEY_HEADS * KEY + head * VALUE + columns, columns < VALUE, x_stride, CHUNK, CHANNELS,
+        TAPS,
+    )  # fmt: skip
+    v = (v * tl.sigmoid(v)).to(dtype)
+    u = tl.dot(inverse.to(dtype), v, input_precision="ieee")
+    tl.store(values + at * VALUES + steps[:, None] * VALUES + columns[None, :], u.to(dtype))
+
+
+@triton.jit(
+    do_not_specialize=["x_stride"],
+    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
+)
+def _delta_pass_kernel(
+    x,
+    keys,
+    weights,
+    values,  # corrections take the place of U
+    totals,
+    states,  # [slots, VALUE_HEADS, KEYS, VALUES]: before each chunk
+    tail,
+    state,
+    rows,
+    query_start,
+    kv_len,
+    counts,
+    x_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the state
+    SLICE: tl.constexpr,  # channels whose tails a program keeps
+    STAGES: tl.constexpr,
+):
+    head = tl.program_id(0)
+    piece = tl.program_id(1)
+    dtype = keys.dtype.element_ty
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    steps = tl.arange(0, CHUNK)
+    dims = tl.arange(0, KEYS)
+    columns = piece * COLUMNS + tl.arange(0, COLUMNS)
+    channels = (head * tl.num_programs(1) + piece) * SLICE + tl.arange(0, SLICE)
+    key_tile = steps[:, None] * KEYS + dims[None, :]
+    turned_tile = steps[None, :] * KEYS + dims[:, None]
+    value_tile = steps[:, None] * VALUES + columns[None, :]
+    state_tile = dims[:, None] * VALUES + columns[None, :]
+    own_tile = dims[:, None] * VALUE + columns[None, :]
+    own_mask = (dims < KEY)[:, None] & (columns < VALUE)[None, :]
+    first_entry = tl.load(counts) + tl.program_id(2)
+    for entry in range(first_entry, tl.load(counts + 1), tl.num_programs(2)):
+        begin = tl.load(query_start + entry)
+        end = tl.load(query_start + entry + 1)
+        if begin < end:
+            before = tl.load(kv_len + entry) - (end - begin)
+            row = tl.load(rows + entry).to(tl.int64)
+            own = state + (row * VALUE_HEADS + head) * KEY * VALUE
+            goes_on = own_mask & (before + own_tile * 0 > 0)
+            kept = tl.load(own + own_tile, mask=goes_on, other=0.0)
+            first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
+            last = first + tl.cdiv(end - begin, CHUNK)
+            for slot in tl.range(first, last, num_stages=STAGES):
+                at = slot * VALUE_HEADS + head
+                of_keys = keys + (slot * KEY_HEADS + key_head) * CHUNK * KEYS
+                w = tl.load(weights + at * CHUNK * KEYS + key_tile)
+                u = tl.load(values + at * CHUNK * VALUES + value_tile)
+                k = tl.load(of_keys + turned_tile)
+                total = tl.load(totals + at * CHUNK + steps)
+                whole = tl.load(totals + at * CHUNK + CHUNK - 1)
+                known = kept.to(dtype)
+                tl.store(states + at * KEYS * VALUES + state_tile, known)
+                corrections = u.to(tl.float32) - tl.dot(w, known, input_precision="ieee")
+                tl.store(values + at * CHUNK * VALUES + value_tile, corrections.to(dtype))
+                corrections = (corrections * tl.exp(whole - total)[:, None]).to(dtype)
+                kept = kept * tl.exp(whole)
+                kept = tl.dot(k, corrections, kept, input_precision="ieee")
+            tl.store(own + own_tile, kept, mask=own_mask)
+            keep_tail(
+                x, tail + row * (TAPS - 1) * CHANNELS, begin.to(tl.int64), end.to(tl.int64), before,
+                channels, channels < CHANNELS, x_stride, CHANNELS, TAPS,
+            )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["z_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start", "counts"],
+)
+def _delta_read_kernel(
+    queries,
+    keys,
+    values,  # corrections
+    totals,
+    states,
+    z,
+    norm,
+    out,
+    query_start,
+    counts,
+    eps,
+    z_stride,
+    num_tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
+    if first >= length:
+        return
+    dtype = keys.dtype.element_ty
+    steps = tl.arange(0, CHUNK)
+    dims = tl.arange(0, KEYS)
+    columns = tl.arange(0, VALUES)
+    token = (begin + first + steps).to(tl.int64)
+    mask = (first + steps < length)[:, None] & (columns < VALUE)[None, :]
+    into = out + (token * VALUE_HEADS * VALUE)[:, None] + head * VALUE + columns[None, :]
+    if entry >= tl.load(counts + 1):  # padding
+        tl.store(into, tl.zeros([CHUNK, VALUES], out.dtype.element_ty), mask=mask)
+        return
+    at = slot.to(tl.int64) * VALUE_HEADS + head
+    of_keys = (slot.to(tl.int64) * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * CHUNK * KEYS
+    key_tile = of_keys + steps[:, None] * KEYS + dims[None, :]
+    q = tl.load(queries + key_tile)
+    k = tl.load(keys + key_tile)
+    kept = tl.load(states + at * KEYS * VALUES + dims[:, None] * VALUES + columns[None, :])
+    total = tl.load(totals + at * CHUNK + steps)
+    found = tl.dot(q, kept, input_precision="ieee") * tl.exp(total)[:, None]
+    overlap = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(total, CHUNK)
+    corrections = tl.load(values + at * CHUNK * VALUES + steps[:, None] * VALUES + columns[None, :])
+    found = tl.dot(overlap.to(dtype), corrections, found, input_precision="ieee")
+    found = found / tl.sqrt(tl.sum(found * found, axis=1) / VALUE + eps)[:, None]
+    found *= tl.load(norm + columns, mask=columns < VALUE, other=0.0)[None, :]
+    gate = z + (token * z_stride)[:, None] + head * VALUE + columns[None, :]
+    gate = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
+    tl.store(into, (found * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=mask)
+
+
+def delta_chunks(
+    x: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    heads: DeltaHeads,
+    tail: Tensor,
+    state: Tensor,
+    out: Tensor,  # [num_tokens, value_heads * value_size]
+    meta: AttentionMeta,
+) -> None:
+    """As `kernels.reference.Kernels.gated_delta`, of the entries counts[0] .. counts[1] - 1 of
+    meta; tokens after the last get zeros."""
+    assert meta.rows is not None and meta.counts is not None
+    num_tokens, (channels, taps) = x.shape[0], heads.conv.shape
+    key_heads, value_heads = heads.key_heads, heads.value_heads
+    slots = num_slots(num_tokens, meta)
+    sizes = {
+        "KEY_HEADS": key_heads,
+        "VALUE_HEADS": value_heads,
+        "VALUE": heads.value_size,
+        "KEYS": max(16, triton.next_power_of_2(heads.key_size)),
+        "VALUES": max(16, triton.next_power_of_2(heads.value_size)),
+        "CHUNK": CHUNK,
+    }
+    convolution = {"KEY": heads.key_size, "CHANNELS": channels, "TAPS": taps}
+    queries = x.new_empty(slots, key_heads, CHUNK, sizes["KEYS"])
+    keys = torch.empty_like(queries)
+    weights = x.new_empty(slots, value_heads, CHUNK, sizes["KEYS"])
+    values = x.new_empty(slots, value_heads, CHUNK, sizes["VALUES"])
+    totals = state.new_empty(slots, value_heads, CHUNK)
+    states = x.new_empty(slots, value_heads, sizes["KEYS"], sizes["VALUES"])
+    where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
+    _delta_prepare_kernel[(value_heads, slots)](
+        x,
+        a,
+        b,
+        heads.conv,
+        heads.decay,
+        heads.bias,
+        tail,
+        queries,
+        keys,
+        weights,
+        values,
+        totals,
+        *where,
+        x.stride(0),
+        a.stride(0),
+        num_tokens,
+        **sizes,
+        **convolution,
+        PRECISION="ieee" if x.element_size() > 2 else "tf32",
+        num_warps=PREPARE.num_warps,
+        num_stages=PREPARE.num_stages,
+    )
+    columns = min(PASS.columns, sizes["VALUES"])
+    pieces = triton.cdiv(heads.value_size, columns)
+    _delta_pass_kernel[(value_heads, pieces, min(ENTRIES, num_chunked(num_tokens, meta)))](
+        x,
+        keys,
+        weights,
+        values,
+        totals,
+        states,
+        tail,
+        state,
+        *where,
+        x.stride(0),
+        **sizes,
+        **convolution,
+        COLUMNS=columns,
+        SLICE=triton.next_power_of_2(triton.cdiv(channels, value_heads * pieces)),
+        STAGES=PASS.num_stages,
+        num_warps=PASS.num_warps,
+    )
+    _delta_read_kernel[(value_heads, slots)](
+        queries,
+        keys,
+        values,
+        totals,
+        states,
+        z,
+        heads.norm,
+        out,
+        meta.query_start,
+        meta.counts,
+        heads.eps,
+        z.stride(0),
+        num_tokens,
+        **sizes,
+        num_warps=READ.num_warps,
+        num_stages=READ.num_stages,
+    )
