@@ -1,0 +1,174 @@
+"""Other launches of the kernels of latent attention and of recurrent layers beside today's, on one
+GPU: what the tables in kernels/recurrent and kernels/attention/latent should say there.
+
+    python -m bench.kernels.mixer_sweep --only "delta prefill"
+
+For each case the microseconds of each kernel in a call as it is today, then of a call with one
+launch changed at a time. Kernels are compiled before anything is timed, in several processes.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from bench.kernels.measure import KernelWork, time_us
+from bench.kernels.mixers import mixer_cases
+from bench.kernels.sizes import LLAMA
+from kernels.attention.decode_plan import DecodeLaunch
+from kernels.attention.latent import decode, expanded
+from kernels.attention.latent.expanded import ExpandedLaunch
+from kernels.recurrent import delta_chunks_cuda, delta_rule_cuda
+from kernels.recurrent.delta_chunks_cuda import Launch, PassLaunch
+from kernels.recurrent.delta_rule_cuda import WalkLaunch
+
+PROCESSES, COMPILE_S = 8, 100
+Table = tuple[Any, str, list[Any]]  # a module, its table's name, launches
+TABLES: dict[str, list[Table]] = {
+    "delta prefill/": [
+        (delta_chunks_cuda, "PREPARE", [Launch(8, 1), Launch(4, 2), Launch(8, 2)]),
+        (
+            delta_chunks_cuda,
+            "PASS",
+            [
+                PassLaunch(*launch)
+                for launch in (
+                    *((16, 4, 2), (16, 4, 3), (32, 4, 1), (32, 4, 3), (32, 8, 2)),
+                    *((64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 2)),
+                )
+            ],
+        ),
+        (delta_chunks_cuda, "READ", [Launch(8, 1), Launch(4, 2), Launch(8, 2)]),
+    ],
+    "delta decode/": [
+        (
+            delta_rule_cuda,
+            "walk_launch",
+            [
+                WalkLaunch(*launch)
+                for launch in (
+                    *((16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8)),
+                    *((128, 8), (128, 16)),
+                )
+            ],
+        )
+    ],
+    "latent decode/": [
+        (
+            decode,
+            "_launch",
+            [
+                DecodeLaunch(*launch)
+                for launch in ((64, 4, 2, 1), (64, 8, 2, 1), (64, 4, 1, 2), (64, 8, 1, 2))
+            ],
+        )
+    ],
+    "latent prefill/": [
+        (
+            expanded,
+            "expanded_launch",
+            [
+                ExpandedLaunch(*launch)
+                for launch in (
+                    *((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)),
+                    *((64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2)),
+                )
+            ],
+        )
+    ],
+}
+
+
+@contextmanager
+def replaced(module: Any, name: str, launch: Any) -> Iterator[None]:
+    """A table that says `launch` whatever it is asked."""
+    old = getattr(module, name)
+    setattr(module, name, (lambda *_: launch) if callable(old) and name.islower() else launch)
+    try:
+        yield
+    finally:
+        setattr(module, name, old)
+
+
+def variants(only: list[str]) -> Iterator[tuple[str, Any, Table | None, Any]]:
+    """Case, what makes its work, and of another launch the table and the launch."""
+    for case, make in mixer_cases(LLAMA).items():
+        if not case.startswith(tuple(only)):
+            continue
+        yield case, make, None, None
+        for prefix, tables in TABLES.items():
+            if case.startswith(prefix):
+                for table in tables:
+                    yield from ((case, make, table, launch) for launch in table[2])
+
+
+def by_kernel(work: KernelWork) -> str:
+    """Microseconds of each kernel of a call."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    work.calls[0]()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(3):
+            work.calls[0]()
+        torch.cuda.synchronize()
+    rows = [
+        (row.self_device_time_total / 3, row.count // 3, row.key) for row in seen.key_averages()
+    ]
+    return ", ".join(f"{us:.1f} {count}x {key[:40]}" for us, count, key in sorted(rows)[::-1])
+
+
+def compile_all(only: list[str]) -> None:
+    base = [sys.executable, "-m", "bench.kernels.mixer_sweep", "--only", *only]
+    processes = [subprocess.Popen([*base, "--share", str(i)]) for i in range(PROCESSES)]
+    limit = time.monotonic() + COMPILE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def run(make: Any, table: Table | None, launch: Any, use: Any) -> Any:
+    """use(the case's work), with the launch if there is one."""
+    if table is None:
+        return use(make())
+    with replaced(table[0], table[1], launch):
+        return use(make())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[*TABLES], metavar="PREFIX")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    every = list(variants(args.only))
+    if args.share is not None:
+        for _, make, table, launch in every[args.share :: PROCESSES]:
+            with suppress(Exception):  # it will fail again, and be told
+                run(make, table, launch, lambda work: work.calls[0]())
+        return 0
+    began = time.perf_counter()
+    compile_all(args.only)
+    print(f"compiled after {time.perf_counter() - began:.1f} s", flush=True)
+    for case, make, table, launch in every:
+        what = "as it is" if table is None else f"{table[1]} {tuple(launch)}"
+        try:
+            us = run(make, table, launch, lambda work: time_us(work.calls, 10))
+            print(f"{case:<28} {us:9.1f} us  {what}", flush=True)
+            if table is None:
+                print(f"    {by_kernel(make())}", flush=True)
+        except Exception as error:
+            print(f"{case:<28} {what}: {type(error).__name__}: {error}"[:200], flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
