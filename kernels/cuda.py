@@ -274,7 +274,7 @@ class Cuda(Kernels):
         meta: AttentionMeta,
     ) -> Tensor:
         _count(meta)
-        return mamba2_cuda.mamba2(x, dt, heads, tail, state, meta)
+        return mamba2_cuda.mamba2(x, dt, heads, tail, state, meta, self.DETERMINISTIC)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -21,8 +21,8 @@ from bench.kernels.sizes import LLAMA
 from kernels.attention.decode_plan import DecodeLaunch
 from kernels.attention.latent import decode, expanded
 from kernels.attention.latent.expanded import ExpandedLaunch
-from kernels.recurrent import delta_chunks_cuda, delta_rule_cuda
-from kernels.recurrent.delta_chunks_cuda import Launch, PassLaunch
+from kernels.recurrent import delta_chunks_cuda, delta_rule_cuda, mamba2_chunks_cuda
+from kernels.recurrent.chunks_cuda import Launch, PassLaunch
 from kernels.recurrent.delta_rule_cuda import WalkLaunch
 
 PROCESSES, COMPILE_S = 8, 100
@@ -55,6 +55,18 @@ TABLES: dict[str, list[Table]] = {
                 )
             ],
         )
+    ],
+    "mamba2 prefill/": [
+        (mamba2_chunks_cuda, "PREPARE", [Launch(2, 1), Launch(8, 1)]),
+        (
+            mamba2_chunks_cuda,
+            "PASS",
+            [
+                PassLaunch(*launch)
+                for launch in ((32, 4, 2), (32, 2, 3), (64, 4, 1), (64, 4, 3), (64, 8, 2))
+            ],
+        ),
+        (mamba2_chunks_cuda, "READ", [Launch(8, 1), Launch(4, 2)]),
     ],
     "latent decode/": [
         (

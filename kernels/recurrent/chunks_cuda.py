@@ -4,6 +4,8 @@ A step's chunks have a slot each, by which what kernels hand on is laid out. The
 slots there are at most, and not which are used: a program finds its slot's entry by binary search.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -12,6 +14,17 @@ from kernels.metadata import AttentionMeta
 
 CHUNK = 64  # tokens
 ENTRIES = 16  # that are walked at once, at most
+
+
+class Launch(NamedTuple):
+    num_warps: int
+    num_stages: int
+
+
+class PassLaunch(NamedTuple):
+    columns: int  # of a state, or rows, a program
+    num_warps: int
+    num_stages: int
 
 
 def num_slots(num_tokens: int, meta: AttentionMeta) -> int:

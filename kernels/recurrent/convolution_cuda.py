@@ -2,6 +2,9 @@
 make their own on the way, with `convolved` token by token and with `convolved_rows` by tiles, and
 keep the last inputs with `keep_tail`."""
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +13,28 @@ from kernels.metadata import AttentionMeta
 
 BLOCK = 512  # channels of a program
 PIECES = 16  # programs that share the tokens of an entry
+_TICKETS = 1 << 17  # made at once, before any graph is recorded
+
+
+def tickets(device: torch.device, count: int) -> Tensor:
+    """At least so many zeros, by which programs that share channels know who comes last; it leaves
+    zeros again."""
+    return _zeros(device, max(_TICKETS, triton.next_power_of_2(count)))
+
+
+@lru_cache
+def _zeros(device: torch.device, count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def comes_last(arrived, shared):
+    """Whether shared - 1 other programs have come here: what they have read may be written."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == shared - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
 
 
 @triton.jit

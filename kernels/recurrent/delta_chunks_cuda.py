@@ -13,8 +13,6 @@ what one launch leaves for the next, is of x's type.
 Sums begin with a chunk, and chunks with an entry: the numbers depend on where a prompt was cut.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +22,8 @@ from kernels.metadata import AttentionMeta
 from kernels.recurrent.chunks_cuda import (
     CHUNK,
     ENTRIES,
+    Launch,
+    PassLaunch,
     decays,
     first_slot,
     num_chunked,
@@ -34,18 +34,6 @@ from kernels.recurrent.chunks_cuda import (
 )
 from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
 from kernels.recurrent.delta_rule import DeltaHeads
-
-
-class Launch(NamedTuple):
-    num_warps: int
-    num_stages: int
-
-
-class PassLaunch(NamedTuple):
-    columns: int  # of a state, a program
-    num_warps: int
-    num_stages: int
-
 
 PREPARE = Launch(4, 1)
 PASS = PassLaunch(32, 4, 2)

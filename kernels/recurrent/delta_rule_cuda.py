@@ -7,10 +7,8 @@ Prompts go by chunks (`delta_chunks_cuda`), or are walked too where their number
 the step: the entry alone decides what a walk computes, in which order.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,11 +16,9 @@ from torch import Tensor
 from kernels.metadata import AttentionMeta
 from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.recurrent.chunks_cuda import softplus
-from kernels.recurrent.convolution_cuda import convolved, keep_tail
+from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail, tickets
 from kernels.recurrent.delta_chunks_cuda import delta_chunks
 from kernels.recurrent.delta_rule import DeltaHeads
-
-_TICKETS = 1 << 17  # of groups of programs, at least
 
 
 class WalkLaunch(NamedTuple):
@@ -37,22 +33,6 @@ def walk_launch(programs: int, sms: int, values: int, deterministic: bool) -> Wa
     if deterministic or programs <= 2 * sms:
         return WalkLaunch(values, 16 if values >= 128 else 4)
     return WalkLaunch(min(32, values), 4)
-
-
-@lru_cache
-def tickets(device: torch.device, count: int = _TICKETS) -> Tensor:
-    """Zeros, by which programs that share channels know who comes last; it leaves zeros again."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-@triton.jit
-def comes_last(arrived, SHARED: tl.constexpr):
-    """Whether the SHARED - 1 other programs have come here: what they have read may be written."""
-    tl.debug_barrier()
-    last = tl.atomic_add(arrived, 1, sem="acq_rel") == SHARED - 1
-    if last:
-        tl.store(arrived, 0)
-    return last
 
 
 @triton.jit(
@@ -222,7 +202,7 @@ def gated_delta(
             tail,
             state,
             out,
-            tickets(x.device, max(_TICKETS, triton.next_power_of_2(programs))),
+            tickets(x.device, programs),
             meta.rows,
             meta.query_start,
             meta.kv_len,

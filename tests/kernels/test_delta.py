@@ -10,7 +10,9 @@ from torch.nn.functional import silu, softplus
 
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
+from kernels.recurrent import delta_rule_cuda
 from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule_cuda import WalkLaunch
 from kernels.reference import Kernels
 from tests.kernels.oracle import DEVICE, DTYPES, grid, random, row_error
 
@@ -132,6 +134,20 @@ def test_chunks(heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dty
     graph = replace(meta, num_decodes=5, counts=torch.tensor([1, 5], device=DEVICE).int())
     again = BACK_ENDS["chunks"].gated_delta(*given, how, *before, graph)
     assert torch.equal(again, found) and torch.equal(before[1], state)
+
+
+def test_decodes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a state that are another piece's: decodes of more rows than multiprocessors."""
+    torch.manual_seed(4)
+    how, meta = made((1, 2), (16, 40), 4), step([9, 1, 3], [1, 1, 1], 3)
+    given = inputs(how, 3)
+    tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 16, 40)
+    whole_tail, whole_state = tail.clone(), state.clone()
+    whole = BACK_ENDS["chunks"].gated_delta(*given, how, whole_tail, whole_state, meta)
+    monkeypatch.setattr(delta_rule_cuda, "walk_launch", lambda *_: WalkLaunch(16, 2))
+    found = BACK_ENDS["chunks"].gated_delta(*given, how, tail, state, meta)
+    assert row_error(found, whole) < 1e-5 and row_error(state, whole_state) < 1e-5
+    assert torch.equal(tail, whole_tail)
 
 
 def test_equal_keys() -> None:

@@ -1,6 +1,8 @@
 """Mamba-2 and causal convolutions on CUDA against the reference, and the reference against their
 rules token by token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +11,11 @@ from torch.nn.functional import silu, softplus
 from kernels.dispatch import kernels_for
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
-from tests.kernels.oracle import DEVICE, grid, random, row_error
+from tests.kernels.oracle import DEVICE, DTYPES, grid, random, row_error
 from tests.kernels.test_delta import ROWS, step
 
 cuda, reference = kernels_for("cuda"), Kernels()
+BACK_ENDS = {"chunks": cuda, "walk": kernels_for("cuda", deterministic=True)}
 LIMITS = (0.1, 1.5)
 
 
@@ -24,10 +27,11 @@ def made(heads: int, size: int, groups: int, state: int, taps: int) -> Mamba2Hea
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize(
     ("heads", "sizes"), grid([(1, 1), (4, 2), (3, 1)], [(16, 8), (12, 20), (40, 16)]), ids=str
 )
-def test_mamba2(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+def test_mamba2(heads: tuple[int, int], sizes: tuple[int, int], back_end: str) -> None:
     """A request that begins in another's state, a head with another group's B, a step that is not
     cut, padding that writes, a chunk shorter than the tail."""
     torch.manual_seed(0)
@@ -40,11 +44,37 @@ def test_mamba2(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
     want_tail, want_state = tail.clone(), state.clone()
     other = step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
     want = reference.mamba2(x[:12], dt[:12], how, want_tail, want_state, other)
-    found = cuda.mamba2(x, dt, how, tail, state, meta)
+    found = BACK_ENDS[back_end].mamba2(x, dt, how, tail, state, meta)
     assert row_error(found[:12], want) < 1e-4
     assert not found[12:].any()
     assert torch.equal(tail, want_tail)
     assert row_error(state, want_state) < 1e-4
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "sizes"), [((2, 1), (16, 16)), ((4, 2), (40, 24))], ids=str)
+def test_mamba2_chunks(heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """A state that is lost between two chunks, a slot of one entry's last chunk that is the next
+    one's first: decodes, prompts of several chunks, one that goes on, and what a graph knows."""
+    torch.manual_seed(2)
+    how = made(heads[0], sizes[0], heads[1], sizes[1], 4)
+    lengths = [1, 130, 64, 65, 3]
+    meta = step([7, 130, 100, 65, 30], lengths, 1)
+    channels = how.conv.shape[0]
+    x, dt = random(sum(lengths), channels + heads[0], dtype=dtype).split((channels, heads[0]), 1)
+    tail, state = random(ROWS, 3, channels), random(ROWS, heads[0], *sizes)
+    want_tail, want_state = tail.clone(), state.clone()
+    before = tail.clone(), state.clone()
+    want = reference.mamba2(x, dt, how, want_tail, want_state, meta)
+    found = cuda.mamba2(x, dt, how, tail, state, meta)
+    bound = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
+    assert row_error(found.flatten(1), want.flatten(1)) < bound
+    assert row_error(state.flatten(1), want_state.flatten(1)) < bound
+    assert torch.equal(tail, want_tail)
+    graph = replace(meta, num_decodes=5, counts=torch.tensor([1, 5], device=DEVICE).int())
+    again = cuda.mamba2(x, dt, how, *before, graph)
+    assert torch.equal(again, found) and torch.equal(before[1], state)
 
 
 @pytest.mark.triton

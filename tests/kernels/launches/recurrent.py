@@ -55,7 +55,9 @@ def mamba(model: str) -> None:
     how = Mamba2Heads(heads, size, groups, elements, conv, bias, vector, vector, vector, limits)
     whole = torch.empty(20, channels + heads, dtype=torch.bfloat16)
     tail, state = torch.empty(5, 3, channels), torch.empty(5, heads, size, elements)
-    mamba2(whole[:, :channels], whole[:, channels:], how, tail, state, _meta())
+    some = replace(_meta(), num_decodes=1)
+    mamba2(whole[:, :channels], whole[:, channels:], how, tail, state, some)
+    mamba2(whole[:, :channels], whole[:, channels:], how, tail, state, _meta(), deterministic=True)
 
 
 def convolution(model: str) -> None:

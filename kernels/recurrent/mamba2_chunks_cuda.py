@@ -1,0 +1,338 @@
+"""Mamba-2 over prompts on CUDA, 64 tokens at a time on tensor cores, in three launches:
+
+    prepare   of each chunk and head: convolutions and steps
+    pass      of each entry, head and some rows: the state goes from chunk to chunk
+    read      of each chunk and head: what tokens read of the state and of each other
+
+As in `kernels.recurrent.mamba2.chunk_scan`. States are float32 between chunks; what is multiplied,
+and what one launch leaves for the next, is of x's type. Sums begin with a chunk, and chunks with an
+entry: the numbers depend on where a prompt was cut.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.metadata import AttentionMeta
+from kernels.recurrent.chunks_cuda import (
+    CHUNK,
+    ENTRIES,
+    Launch,
+    PassLaunch,
+    decays,
+    first_slot,
+    num_chunked,
+    num_slots,
+    slot_of,
+    softplus,
+)
+from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
+from kernels.recurrent.mamba2 import Mamba2Heads
+
+PREPARE = Launch(4, 1)
+PASS = PassLaunch(64, 4, 2)
+READ = Launch(4, 1)
+
+
+@triton.jit(
+    do_not_specialize=["x_stride", "dt_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "dt"],
+)
+def _mamba2_prepare_kernel(
+    x,
+    dt,
+    conv,
+    conv_bias,
+    decay,
+    bias,
+    tail,
+    inner,  # [slots, HEADS, CHUNK, SIZES]: x behind its convolution
+    inputs,  # [slots, GROUPS, CHUNK, STATES]: B, as outputs: C
+    outputs,
+    sizes,  # [slots, HEADS, CHUNK] float32: steps
+    totals,  # the same: logarithms of decays since the chunk's begin
+    rows,
+    query_start,
+    kv_len,
+    counts,
+    x_stride,
+    dt_stride,
+    num_tokens,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    SIZES: tl.constexpr,  # SIZE padded
+    STATES: tl.constexpr,  # STATE padded
+    CHUNK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
+    if (entry >= tl.load(counts + 1)) | (first >= length):
+        return
+    dtype = inner.dtype.element_ty
+    EACH: tl.constexpr = HEADS // GROUPS
+    steps = tl.arange(0, CHUNK)
+    dims = tl.arange(0, STATES)
+    own = tl.arange(0, SIZES)
+    there = first + steps < length
+    first_token = (begin + first).to(tl.int64)
+    before = tl.load(kv_len + entry) - length  # 0: the request begins
+    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
+    u = convolved_rows(
+        x, tail, conv, conv_bias, first_token, first, length, before, head * SIZE + own, own < SIZE,
+        x_stride, CHUNK, CHANNELS, TAPS,
+    )  # fmt: skip
+    u = tl.where(there[:, None], u * tl.sigmoid(u), 0.0)
+    at = (slot.to(tl.int64) * HEADS + head) * CHUNK
+    tl.store(inner + at * SIZES + steps[:, None] * SIZES + own[None, :], u.to(dtype))
+    step = tl.load(dt + (first_token + steps) * dt_stride + head, mask=there, other=0.0)
+    step = softplus(step.to(tl.float32) + tl.load(bias + head))
+    step = tl.where(there, tl.minimum(tl.maximum(step, LEAST), MOST), 0.0)
+    tl.store(sizes + at + steps, step)
+    tl.store(totals + at + steps, tl.cumsum(-tl.exp(tl.load(decay + head)) * step, axis=0))
+    if head % EACH == 0:
+        group = head // EACH
+        of_b = HEADS * SIZE + group * STATE + dims
+        at = (slot.to(tl.int64) * GROUPS + group) * CHUNK * STATES
+        tile = at + steps[:, None] * STATES + dims[None, :]
+        known = there[:, None] & (dims < STATE)[None, :]
+        b = convolved_rows(
+            x, tail, conv, conv_bias, first_token, first, length, before, of_b, dims < STATE,
+            x_stride, CHUNK, CHANNELS, TAPS,
+        )  # fmt: skip
+        tl.store(inputs + tile, tl.where(known, b * tl.sigmoid(b), 0.0).to(dtype))
+        c = convolved_rows(
+            x, tail, conv, conv_bias, first_token, first, length, before, GROUPS * STATE + of_b,
+            dims < STATE, x_stride, CHUNK, CHANNELS, TAPS,
+        )  # fmt: skip
+        tl.store(outputs + tile, tl.where(known, c * tl.sigmoid(c), 0.0).to(dtype))
+
+
+@triton.jit(
+    do_not_specialize=["x_stride"],
+    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
+)
+def _mamba2_pass_kernel(
+    x,
+    inner,
+    inputs,
+    sizes,
+    totals,
+    states,  # [slots, HEADS, SIZES, STATES]: before each chunk
+    tail,
+    state,
+    rows,
+    query_start,
+    kv_len,
+    counts,
+    x_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    SIZES: tl.constexpr,
+    STATES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,  # of the state
+    SLICE: tl.constexpr,  # channels whose tails a program keeps
+    STAGES: tl.constexpr,
+):
+    head = tl.program_id(0)
+    piece = tl.program_id(1)
+    dtype = inner.dtype.element_ty
+    group = head // (HEADS // GROUPS)
+    steps = tl.arange(0, CHUNK)
+    dims = tl.arange(0, STATES)
+    own = piece * ROWS + tl.arange(0, ROWS)
+    channels = (head * tl.num_programs(1) + piece) * SLICE + tl.arange(0, SLICE)
+    inner_tile = steps[None, :] * SIZES + own[:, None]
+    input_tile = steps[:, None] * STATES + dims[None, :]
+    state_tile = own[:, None] * STATES + dims[None, :]
+    own_tile = own[:, None] * STATE + dims[None, :]
+    own_mask = (own < SIZE)[:, None] & (dims < STATE)[None, :]
+    first_entry = tl.load(counts) + tl.program_id(2)
+    for entry in range(first_entry, tl.load(counts + 1), tl.num_programs(2)):
+        begin = tl.load(query_start + entry)
+        end = tl.load(query_start + entry + 1)
+        if begin < end:
+            before = tl.load(kv_len + entry) - (end - begin)
+            row = tl.load(rows + entry).to(tl.int64)
+            mine = state + (row * HEADS + head) * SIZE * STATE
+            goes_on = own_mask & (before + own_tile * 0 > 0)
+            kept = tl.load(mine + own_tile, mask=goes_on, other=0.0)
+            first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
+            last = first + tl.cdiv(end - begin, CHUNK)
+            for slot in tl.range(first, last, num_stages=STAGES):
+                at = slot * HEADS + head
+                u = tl.load(inner + at * CHUNK * SIZES + inner_tile)
+                b = tl.load(inputs + (slot * GROUPS + group) * CHUNK * STATES + input_tile)
+                step = tl.load(sizes + at * CHUNK + steps)
+                total = tl.load(totals + at * CHUNK + steps)
+                whole = tl.load(totals + at * CHUNK + CHUNK - 1)
+                tl.store(states + at * SIZES * STATES + state_tile, kept.to(dtype))
+                added = u.to(tl.float32) * (step * tl.exp(whole - total))[None, :]
+                kept = kept * tl.exp(whole)
+                kept = tl.dot(added.to(dtype), b, kept, input_precision="ieee")
+            tl.store(mine + own_tile, kept, mask=own_mask)
+            keep_tail(
+                x, tail + row * (TAPS - 1) * CHANNELS, begin.to(tl.int64), end.to(tl.int64), before,
+                channels, channels < CHANNELS, x_stride, CHANNELS, TAPS,
+            )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["query_start", "counts"],
+)
+def _mamba2_read_kernel(
+    inner,
+    inputs,
+    outputs,
+    sizes,
+    totals,
+    states,
+    skip,
+    out,
+    query_start,
+    counts,
+    num_tokens,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZES: tl.constexpr,
+    STATES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
+    if first >= length:
+        return
+    dtype = inner.dtype.element_ty
+    steps = tl.arange(0, CHUNK)
+    dims = tl.arange(0, STATES)
+    own = tl.arange(0, SIZES)
+    token = (begin + first + steps).to(tl.int64)
+    mask = (first + steps < length)[:, None] & (own < SIZE)[None, :]
+    into = out + (token * HEADS * SIZE)[:, None] + head * SIZE + own[None, :]
+    if entry >= tl.load(counts + 1):  # padding
+        tl.store(into, tl.zeros([CHUNK, SIZES], tl.float32), mask=mask)
+        return
+    at = slot.to(tl.int64) * HEADS + head
+    group = (slot.to(tl.int64) * GROUPS + head // (HEADS // GROUPS)) * CHUNK * STATES
+    tile = group + steps[:, None] * STATES + dims[None, :]
+    b = tl.load(inputs + tile)
+    c = tl.load(outputs + tile)
+    u = tl.load(inner + at * CHUNK * SIZES + steps[:, None] * SIZES + own[None, :])
+    kept = tl.load(states + at * SIZES * STATES + own[None, :] * STATES + dims[:, None])
+    step = tl.load(sizes + at * CHUNK + steps)
+    total = tl.load(totals + at * CHUNK + steps)
+    found = tl.dot(c, kept, input_precision="ieee") * tl.exp(total)[:, None]
+    overlap = tl.dot(c, tl.trans(b), input_precision="ieee")
+    overlap = overlap * decays(total, CHUNK) * step[None, :]
+    found = tl.dot(overlap.to(dtype), u, found, input_precision="ieee")
+    found += tl.load(skip + head) * u.to(tl.float32)
+    tl.store(into, found, mask=mask)
+
+
+def mamba2_chunks(
+    x: Tensor,
+    dt: Tensor,
+    heads: Mamba2Heads,
+    tail: Tensor,
+    state: Tensor,
+    out: Tensor,  # [num_tokens, heads, head_size] float32
+    meta: AttentionMeta,
+) -> None:
+    """As `kernels.reference.Kernels.mamba2`, of the entries counts[0] .. counts[1] - 1 of meta;
+    tokens after the last get zeros."""
+    assert meta.rows is not None and meta.counts is not None
+    num_tokens, (channels, taps) = x.shape[0], heads.conv.shape
+    slots = num_slots(num_tokens, meta)
+    padded = max(16, triton.next_power_of_2(heads.head_size))
+    states_padded = max(16, triton.next_power_of_2(heads.state_size))
+    sizes = {
+        "HEADS": heads.heads,
+        "SIZE": heads.head_size,
+        "GROUPS": heads.groups,
+        "SIZES": padded,
+        "STATES": states_padded,
+        "CHUNK": CHUNK,
+    }
+    convolution = {"STATE": heads.state_size, "CHANNELS": channels, "TAPS": taps}
+    inner = x.new_empty(slots, heads.heads, CHUNK, padded)
+    inputs = x.new_empty(slots, heads.groups, CHUNK, states_padded)
+    outputs = torch.empty_like(inputs)
+    steps = state.new_empty(slots, heads.heads, CHUNK)
+    totals = torch.empty_like(steps)
+    states = x.new_empty(slots, heads.heads, padded, states_padded)
+    where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
+    _mamba2_prepare_kernel[(heads.heads, slots)](
+        x,
+        dt,
+        heads.conv,
+        heads.conv_bias,
+        heads.decay,
+        heads.bias,
+        tail,
+        inner,
+        inputs,
+        outputs,
+        steps,
+        totals,
+        *where,
+        x.stride(0),
+        dt.stride(0),
+        num_tokens,
+        **sizes,
+        **convolution,
+        LEAST=heads.limits[0],
+        MOST=min(heads.limits[1], 3e38),
+        num_warps=PREPARE.num_warps,
+        num_stages=PREPARE.num_stages,
+    )
+    rows = min(PASS.columns, padded)
+    pieces = triton.cdiv(heads.head_size, rows)
+    _mamba2_pass_kernel[(heads.heads, pieces, min(ENTRIES, num_chunked(num_tokens, meta)))](
+        x,
+        inner,
+        inputs,
+        steps,
+        totals,
+        states,
+        tail,
+        state,
+        *where,
+        x.stride(0),
+        **sizes,
+        **convolution,
+        ROWS=rows,
+        SLICE=triton.next_power_of_2(triton.cdiv(channels, heads.heads * pieces)),
+        STAGES=PASS.num_stages,
+        num_warps=PASS.num_warps,
+    )
+    _mamba2_read_kernel[(heads.heads, slots)](
+        inner,
+        inputs,
+        outputs,
+        steps,
+        totals,
+        states,
+        heads.skip,
+        out,
+        meta.query_start,
+        meta.counts,
+        num_tokens,
+        **sizes,
+        num_warps=READ.num_warps,
+        num_stages=READ.num_stages,
+    )
