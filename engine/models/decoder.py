@@ -317,7 +317,7 @@ class Decoder:
 
     def _tied_bytes(self, spec: LinearSpec) -> int:
         """Of what the head's method makes of the embedding, beside it."""
-        if self.head is not None or self.table.head() is not None:
+        if self.head is not None or not self.config.generates or self.table.head() is not None:
             return 0
         return self._tied.packed_bytes(spec) or 0
 
@@ -459,7 +459,7 @@ class Decoder:
         if not first:
             return
         self.table.finish()
-        if self.head is not None:
+        if self.head is not None or not self.config.generates:
             return
         kept = self.table.head()
         if kept is not None:

@@ -302,7 +302,7 @@ class DenseCuda(Dense):
 
 
 class DenseCpu(Dense):
-    """On the CPU activations are float32; 16-bit weights are packed for that where it is faster."""
+    """On the CPU activations are float32; weights are packed for that where it is faster."""
 
     def finish(self, state: DenseState) -> Any:
         packed = pack(state.weight, state.bias)
@@ -338,12 +338,10 @@ class DenseCpu(Dense):
         return apply_apart(self, state, x, weights, ids, residual)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
-        if spec.dtype == torch.float32:
-            return None
         shape = (spec.out_features, spec.in_features)
         if PackedLinear.fits(*shape):
-            return PackedLinear.num_bytes(*shape, spec.bias)
-        if self.kernels.DETERMINISTIC:
+            return PackedLinear.num_bytes(*shape, spec.bias, spec.dtype.itemsize)
+        if self.kernels.DETERMINISTIC or spec.dtype == torch.float32:
             return None
         return 2 * shape[0] * shape[1] + 4 * shape[0] * spec.bias
 

@@ -1,4 +1,4 @@
-"""x @ W.T for 16-bit weights and float32 activations, generated for one width of x.
+"""x @ W.T for 16- or 32-bit weights and float32 activations, generated for one width of x.
 
 W is packed into panels of two vector registers of outputs: a thread takes a panel, streams it once
 for each dozen rows of x and keeps their sums in registers. Products and sums are float32, and a row
@@ -27,15 +27,16 @@ from kernels.cpu.panels import (
 )
 
 _ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hold
-_NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
+_NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _ROW_END = 64  # bytes behind a quantised row of x: its scale
-_AHEAD = 2048  # 16-bit weights from here that are asked for now
+_AHEAD = 2048  # weights from here that are asked for now
 
 
 def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
     """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel. stride: out's, in floats."""
     size = writer.lanes
     kind = writer.vector
+    unit, line_weights = ("float", 16) if dtype == "float" else ("i16", 32)
     bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
     sums = [(kind, bias[half]) for _ in range(rows) for half in (0, 1)]
 
@@ -51,9 +52,9 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
     def pair(k: Value, *sums: Value) -> list[Value]:
         """Two columns of x. bfloat16: a lane holds both weights of an output."""
         begin = writer.mul(k, 4 * size)  # weights of two columns: two registers of outputs each
-        panel = writer.at("%w", begin, "i16")
-        for line in range(0, 4 * size, 32):
-            writer.prefetch(writer.at(panel, _AHEAD + line, "i16"))
+        panel = writer.at("%w", begin, unit)
+        for line in range(0, 4 * size, line_weights):
+            writer.prefetch(writer.at(panel, _AHEAD + line, unit))
         if dtype == "bfloat":
             raw = [
                 writer.load(writer.at(panel, half * 2 * size, "i16"), writer.integers)
@@ -68,7 +69,7 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
         else:
             both = [
                 [
-                    writer.load_as_float(writer.at(panel, (2 * column + half) * size, "i16"), dtype)
+                    writer.load_as_float(writer.at(panel, (2 * column + half) * size, unit), dtype)
                     for half in (0, 1)
                 ]
                 for column in (0, 1)
@@ -208,12 +209,12 @@ def _driver(
     norm: bool,
     add: bool,
     gate: str | None,
-    int8: bool = False,
+    dtype: str,
 ) -> None:
-    size = writer.lanes
+    size, int8 = writer.lanes, dtype == "i8"
     x, num_rows = writer.argument(X, "ptr"), writer.argument(NUM_ROWS)
     buffer = "" if gate is None else gate_buffer(writer, most)
-    x_bytes, w_bytes = 4 * width, 4 * size * width
+    x_bytes, w_bytes = 4 * width, (8 if dtype == "float" else 4) * size * width
     if norm or int8:
         slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
         offset = writer.mul(slot, writer.mul(num_rows, scratch_bytes(width, int8)))
@@ -245,7 +246,7 @@ def _functions(width: int, dtype: str) -> dict[str, NativeFunction]:
             _tile(writer, rows, width, dtype)
 
     def driver(writer: IRWriter, norm: bool, add: bool, gate: str | None) -> None:
-        _driver(writer, width, most, norm=norm, add=add, gate=gate, int8=int8)
+        _driver(writer, width, most, norm=norm, add=add, gate=gate, dtype=dtype)
 
     return product_functions(most, tile, driver)
 
@@ -255,7 +256,8 @@ def _bias_bytes(outputs: int, bias: bool) -> int:
 
 
 class PackedLinear(Panels):
-    """A weight [out, in] of bfloat16 or float16, packed; x is float32, [n, in], contiguous."""
+    """A weight [out, in] of bfloat16, float16 or float32, packed; x is float32, [n, in],
+    contiguous."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Raises CompilerUnavailable. `fits` must hold."""
@@ -271,8 +273,9 @@ class PackedLinear(Panels):
         return outputs % (4 * size) == 0 and width % size == 0
 
     @staticmethod
-    def num_bytes(outputs: int, width: int, bias: bool) -> int:
-        return 2 * outputs * width + _bias_bytes(outputs, bias)
+    def num_bytes(outputs: int, width: int, bias: bool, itemsize: int) -> int:
+        """itemsize: of a weight."""
+        return itemsize * outputs * width + _bias_bytes(outputs, bias)
 
     def _kind(self, weight: Tensor) -> str:
         return _NAMES[weight.dtype]
@@ -294,7 +297,7 @@ class PackedInt8(PackedLinear):
     `has_int8()`."""
 
     @staticmethod
-    def num_bytes(outputs: int, width: int, bias: bool) -> int:
+    def num_bytes(outputs: int, width: int, bias: bool, itemsize: int = 1) -> int:
         """A byte a weight, a scale and a sum an output."""
         return outputs * (width + 8) + _bias_bytes(outputs, bias)
 

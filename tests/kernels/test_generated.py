@@ -76,7 +76,7 @@ def products(linear: PackedLinear, rows: int, weight: Tensor, bias: Tensor) -> l
     return [error(out, want) for out, want in pairs]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_products(dtype: torch.dtype, biased: bool) -> None:
     """Weights in the wrong lane, rows lost between tiles, gate and up exchanged."""
@@ -109,10 +109,20 @@ def test_int8_products() -> None:
         assert error(PackedInt8(weight, None)(x), x @ weight.T) < 1e-6
 
 
-@pytest.mark.parametrize("kind", [PackedLinear, pytest.param(PackedInt8, marks=needs_int8)])
-def test_a_row_does_not_depend_on_its_neighbours(kind: type[PackedLinear]) -> None:
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        (PackedLinear, torch.bfloat16),
+        (PackedLinear, torch.float32),
+        pytest.param(PackedInt8, torch.bfloat16, marks=needs_int8),
+    ],
+    ids=str,
+)
+def test_a_row_does_not_depend_on_its_neighbours(
+    kind: type[PackedLinear], dtype: torch.dtype
+) -> None:
     """A request's text would change with what else is in the batch."""
-    linear = kind((torch.randn(128, 96) * 0.05).bfloat16(), None)
+    linear = kind((torch.randn(128, 96) * 0.05).to(dtype), None)
     x, norm = torch.randn(30, 96) * torch.rand(30, 1), torch.rand(96)
     whole = linear.after_norm(x, norm, 1e-5)
     for rows in (1, 7, 13):
