@@ -381,6 +381,13 @@ def _texts(parts: Any) -> list[str]:
     return [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
 
 
+def _format_echo(format: dict[str, Any]) -> dict[str, Any]:
+    """As asked; of a schema with the fields that Open Responses wants, null where empty."""
+    if format.get("type") != "json_schema":
+        return format
+    return {"description": None, **format, "strict": bool(format.get("strict"))}
+
+
 def _echo(body: dict[str, Any], made: ResponsesRequest) -> dict[str, Any]:
     """Fields of the answer that say what was asked; null where nothing was."""
     text = body.get("text") or {}
@@ -398,7 +405,7 @@ def _echo(body: dict[str, Any], made: ResponsesRequest) -> dict[str, Any]:
         "tool_choice": "auto" if body.get("tool_choice") is None else body["tool_choice"],
         "truncation": body.get("truncation") or "disabled",
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "text": {"format": {"type": "text"}, **text},
+        "text": {**text, "format": _format_echo(text.get("format") or {"type": "text"})},
         "presence_penalty": body.get("presence_penalty") or 0.0,
         "frequency_penalty": body.get("frequency_penalty") or 0.0,
         "top_logprobs": body.get("top_logprobs") or 0,
