@@ -21,7 +21,7 @@ def test_openai_1() -> None:
     version = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert version.stdout.startswith("1.")
     api = ROOT / "tests/deployments/api"
-    tests = [str(api / "test_openai_client.py"), f"{api / 'test_tools.py'}::test_table"]
+    tests = [str(api / "test_openai_client.py"), f"{api / 'tools/test_tools.py'}::test_table"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,

@@ -9,10 +9,10 @@ import openresponses_types as types
 import pytest
 from pydantic import BaseModel
 
+from tests.deployments.api.agents.test_responses import client_of, events
 from tests.deployments.api.asgi import Client
-from tests.deployments.api.test_responses import client_of, events
-from tests.deployments.api.test_tools import PARIS, backend_with, code_of, written
-from tests.deployments.api.tool_templates import TEMPLATES
+from tests.deployments.api.tools.test_tools import PARIS, backend_with, code_of, written
+from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL
 
 # type -> the schema of such an event
