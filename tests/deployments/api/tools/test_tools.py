@@ -16,6 +16,7 @@ from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.api.tools.detect import template_output
 from deployments.api.tools.output_format import FORMATS, Reasoning
+from engine.structured.compiler import Compiler, Vocabulary
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.asgi import CHAT, Client, Reply
@@ -75,7 +76,7 @@ def backend_with(template: str) -> FakeBackend:
     backend = FakeBackend()
     backend._tokenizer = tokenizer_with(template)
     size = backend._tokenizer.vocab_size + 7
-    backend.cards = {MODEL: replace(backend.cards[MODEL], max_model_len=16_384, vocab_size=size)}
+    backend.cards = {MODEL: replace(backend.cards[MODEL], max_model_len=24_576, vocab_size=size)}
     return backend
 
 
@@ -101,6 +102,15 @@ DEEP = {"city": "123", "days": 3, "where": {"x": True, "in": {"x": False}}, "odd
 NAMED = {"type": "function", "function": {"name": "now"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 TEXT = "I look { it up."
+OPTIONAL = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "number"}}}
+NUMBERS = {"a": -9007199254740993, "b": 1.5e-07, "c": 6.02e23, "d": 0}
+LONG = "f" * 64
+MANY: Any = [tool(name, description="") for name in (*(f"f{i}" for i in range(127)), LONG)]
+ODD = tool("odd", {"type": "object", "properties": {"a": {"not": {"type": "null"}}}})
+FORM = {
+    "type": "json_schema",
+    "json_schema": {"name": "city", "schema": {**CITY, "required": []}, "strict": True},
+}
 
 # id, fields, what the model writes, content, reasoning, calls, finish_reason
 CASES: list[tuple[str, dict[str, Any], str, str | None, str | None, list[Any], str]] = [
@@ -146,6 +156,61 @@ CASES: list[tuple[str, dict[str, Any], str, str | None, str | None, list[Any], s
     (
         "allowed",
         {"tool_choice": ALLOWED},
+        written(("now", {})),
+        None,
+        None,
+        [("now", {})],
+        "tool_calls",
+    ),
+    (
+        "not in parallel",
+        {"parallel_tool_calls": False},
+        written(("now", {})),
+        None,
+        None,
+        [("now", {})],
+        "tool_calls",
+    ),
+    (
+        "nothing of what is optional, and some",
+        {"tools": [tool("some", OPTIONAL)]},
+        written(("some", {}), ("some", {"b": 2.5})),
+        None,
+        None,
+        [("some", {}), ("some", {"b": 2.5})],
+        "tool_calls",
+    ),
+    (
+        "large, negative and small numbers",
+        {"tools": [tool("some", {"type": "object"})]},
+        written(("some", NUMBERS)),
+        None,
+        None,
+        [("some", NUMBERS)],
+        "tool_calls",
+    ),
+    (
+        "128 tools, and a long name",
+        {"tools": MANY},
+        written((LONG, {})),
+        None,
+        None,
+        [(LONG, {})],
+        "tool_calls",
+    ),
+    (
+        "a keyword that is not enforced",
+        {"tools": [ODD]},
+        written(("odd", {"a": None})),
+        None,
+        None,
+        [("odd", {"a": None})],
+        "tool_calls",
+    ),
+    ("a document", {"response_format": FORM}, '{"days": 2}', '{"days": 2}', None, [], "stop"),
+    (
+        "a call where a document was asked for",
+        {"response_format": FORM},
         written(("now", {})),
         None,
         None,
@@ -201,6 +266,20 @@ CASES: list[tuple[str, dict[str, Any], str, str | None, str | None, list[Any], s
 ]
 
 
+def allowed(backend: FakeBackend, text: str) -> bool:
+    """Whether the grammar of the last request lets a model write all of a text, and end there."""
+    grammar = backend.requests[-1].params.structured
+    if grammar is None:
+        return True
+    tokenizer = backend._tokenizer
+    special = {id: name for name, id in tokenizer.backend.get_vocab(True).items()}
+    special = {id: name for id, name in special.items() if id in tokenizer.special_ids}
+    known = Vocabulary.outline(special, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    matcher = Compiler(known).compile(grammar).deep_copy()
+    ids = known.tokens.tokenize_str(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
 def test_table(served: tuple[FakeBackend, openai.OpenAI], case: Any, streamed: bool) -> None:
@@ -215,6 +294,7 @@ def test_table(served: tuple[FakeBackend, openai.OpenAI], case: Any, streamed: b
             answer = stream.get_final_completion()
     else:
         answer = client.chat.completions.create(**sent)
+    assert allowed(backend, text) is (case[0] != "never closed")
     (choice,) = answer.choices
     told = choice.message
     assert (told.content or None, getattr(told, "reasoning_content", None)) == (content, reasoning)
@@ -222,6 +302,61 @@ def test_table(served: tuple[FakeBackend, openai.OpenAI], case: Any, streamed: b
     assert (found, choice.finish_reason) == (calls, finish)
     ids = [c.id for c in told.tool_calls or []]
     assert len(set(ids)) == len(ids) and all(len(one) == 29 for one in ids)
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        ({"parallel_tool_calls": False}, written(("now", {}), ("now", {}))),
+        ({"tool_choice": "none"}, written(("now", {}))),
+        ({"tool_choice": "required"}, "hello"),
+        ({"tool_choice": NAMED}, written(("weather", PARIS))),
+        ({"tool_choice": ALLOWED}, written(("weather", PARIS))),
+        ({}, written(("when", {}))),
+        ({}, written(("now", {"a": 1}))),
+        ({}, written(("weather", {"city": "Paris"}))),
+        ({}, written(("weather", {**PARIS, "unit": "k"}))),
+        ({}, written(("weather", {**PARIS, "days": "1"}))),
+        ({"response_format": FORM}, "hello"),
+        ({"response_format": FORM}, '{"days": 10}'),
+    ],
+    ids=str,
+)
+def test_what_no_model_can_write(fields: dict[str, Any], text: str) -> None:
+    """A choice of tools, or a schema, that is only asked for in the prompt."""
+    backend = backend_with(TEMPLATES["hermes"])
+    client = Client(build_asgi(backend))
+    assert asyncio.run(client.chat(**{"tools": TOOLS, **fields})).status == 200
+    assert not allowed(backend, text)
+
+
+def test_three_choices() -> None:
+    """Choices whose calls have one id, or share what is left of a call."""
+    backend = backend_with(TEMPLATES["hermes"])
+    backend.script = "So:\n" + written(("weather", HARD), ("now", {}))
+    client = Client(build_asgi(backend))
+    fields = {"tools": TOOLS, "n": 3, "max_tokens": 2000}
+    choices = asyncio.run(client.chat(**fields)).json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["tool_calls"] * 3
+    calls = [call for choice in choices for call in choice["message"]["tool_calls"]]
+    assert [call["function"]["name"] for call in calls] == ["weather", "now"] * 3
+    assert len({call["id"] for call in calls}) == 6
+
+
+def test_results_of_calls() -> None:
+    """Results that come in another order than their calls; one of a call that was never made."""
+    backend = backend_with(TEMPLATES["hermes"])
+    client = Client(build_asgi(backend))
+    function = {"name": "now", "arguments": "{}"}
+    calls = [{"id": id, "type": "function", "function": function} for id in ("c1", "c2")]
+    results = [{"role": "tool", "tool_call_id": id, "content": f"of {id}"} for id in ("c2", "c1")]
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+    assert asyncio.run(client.chat(tools=TOOLS, messages=messages)).status == 200
+    prompt = backend._tokenizer.decode(backend.requests[-1].token_ids)
+    assert prompt.index("of c2") < prompt.index("of c1")
+    results[1]["tool_call_id"] = "c3"
+    found = code_of(asyncio.run(client.chat(tools=TOOLS, messages=messages)))
+    assert found == (400, "invalid_tool_call_id", "messages[3].tool_call_id")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
