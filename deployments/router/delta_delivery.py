@@ -6,7 +6,7 @@ from deployments.router.adapters.stale import StaleAdapters
 from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.inflight import InflightChoice
 from deployments.router.placement import Placement
-from deployments.router.replica_client import ReplicaClient
+from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.routing.fleet import Fleet
 from engine.messages import Delta, StepFrame
 

@@ -2,6 +2,8 @@
 
     RequestQueue      admits requests and keeps them until a replica has room
     Placement         sends choices to replicas and takes them off again
+    RequestsInFlight  those that have not ended, and what became of the last that have
+    RouterLoad        what arrives and waits, for autoscaling
     ReplicaClients    the connections to the replicas; Fleet is what routing knows of them
     ReplicaLosses     decides what becomes of choices whose replica is lost
     DisplacedChoices  keeps choices that lost their replica while no other can take them
@@ -10,7 +12,6 @@
 No Ray and no HTTP here: replicas come through `set_replicas`, requests through `generate`.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,14 +35,14 @@ from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.failover.recall import recall
 from deployments.router.inflight import InflightChoice, InflightRequest
 from deployments.router.live.model_view import ReplicaEvents, view_of_model
+from deployments.router.load import RouterLoad
 from deployments.router.model_cards import ModelCards
 from deployments.router.placement import Placement
-from deployments.router.replica_calls import ReplicaCalls
-from deployments.router.replica_client import ReplicaClient, ReplicaEndpoint
-from deployments.router.replica_clients import ReplicaClients
-from deployments.router.request_trace import RequestTraces, log_trace
+from deployments.router.replicas.replica_calls import ReplicaCalls
+from deployments.router.replicas.replica_client import ReplicaClient, ReplicaEndpoint
+from deployments.router.replicas.replica_clients import ReplicaClients
+from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import Fleet
-from deployments.scaling.policy import CounterRates
 from deployments.transport.channel import ChannelLimits, FromReplica, Recalled
 from engine.errors import MantaError, Overloaded
 from engine.messages import AdapterAnswer, Failed
@@ -85,16 +86,13 @@ class Dispatcher:
         self._tokenizer = tokenizer
         self._limits = limits
         self.name = name
-        self._traces = RequestTraces()
         self._clients = ReplicaClients(
             self._connect, "" if identity is None else identity.tokenizer
         )
         self._fleet = Fleet()
-        self._rates = CounterRates(time.monotonic())
-        self._requests: dict[InflightRequest, None] = {}  # in the order of arrival
+        self.requests = RequestsInFlight(name)
         self._events = ReplicaEvents()
         self._random = Random()
-        self.on_end: list[Callable[[InflightRequest], None]] = []  # of each prompt
         self.on_models: Callable[[], None] = lambda: None  # `models` has changed
         self._draining = False
         self.waking = waking or Waking()
@@ -121,19 +119,20 @@ class Dispatcher:
             lambda: self._cards.base.max_model_len,
         )
         self._losses = ReplicaLosses(
-            limits.losses, self._requests, self._displaced, self.metrics, self._placement.place
+            limits.losses, self.requests, self._displaced, self.metrics, self._placement.place
         )
         self._stale = StaleAdapters(self.adapters, self._placement.place_again)
         self._delivery = DeltaDelivery(self._fleet, self._placement, self._losses, self._stale)
         self._queue = RequestQueue(
             RequestQueueLimits(limits.wait_seconds, limits.waiting, limits.admission),
             self._fleet,
-            self._requests,
+            self.requests,
             self._random.random,
             lambda: self._cards.base.max_model_len,
             self._placement.begin,
             self.waking.seconds,
         )
+        self.load = RouterLoad(self.metrics, self.requests, self._queue, self._displaced, calls)
 
     # -- Backend
 
@@ -161,8 +160,8 @@ class Dispatcher:
             if not self._queue.ready():
                 self.wake()
                 self.waking.check(self._limits.wait_seconds)
-            if len(self._requests) >= self._limits.in_flight:
-                message = f"this router has {len(self._requests)} requests in flight already"
+            if len(self.requests) >= self._limits.in_flight:
+                message = f"this router has {len(self.requests)} requests in flight already"
                 raise Overloaded(message, retry_after=self._queue.seconds())
             now = self._queue.check(request)
         except MantaError as refusal:
@@ -176,16 +175,10 @@ class Dispatcher:
             self._placement.take_off,
             self._placement.bring_back,
         )
-        self._requests[inflight] = None
+        self.requests.add(inflight)
         self.metrics.prompt_tokens.add(len(request.token_ids))
         if not request.params.pooled:
             self.metrics.prompt_size.observe(len(request.token_ids))
-        if request.deadline is not None:
-            error = MantaError("the request's deadline has passed", code="deadline_exceeded")
-            left = max(0.0, request.deadline - time.monotonic())
-            inflight.timers.append(
-                asyncio.get_running_loop().call_later(left, inflight.fail, error)
-            )
         self._queue.enter(inflight, now=now)
         return inflight
 
@@ -206,7 +199,7 @@ class Dispatcher:
                 for client in self._clients.values()
                 if client.connection
             },
-            in_flight=len(self._requests),
+            in_flight=len(self.requests),
             queued=self._queue.choices,
             queued_tokens=self._queue.tokens,
             draining=self._draining,
@@ -215,34 +208,14 @@ class Dispatcher:
     def held(self) -> dict[str, int]:
         """What requests hold here; nothing of it may outlive its request."""
         return {
-            "requests": len(self._requests),
+            "requests": len(self.requests),
             "waiting": len(self._displaced) + self._queue.choices,
             "choices": sum(len(client.choices) for client in self._clients.everywhere()),
         }
 
-    def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
-        """What became of the requests with this id; see request_trace.py."""
-        unfinished = (inflight.trace for inflight in self._requests)
-        now = time.monotonic()
-        return [trace.tell(self.name, now) for trace in self._traces.find(id, owner, unfinished)]
-
     def live(self) -> dict[str, Any]:
         """What is known at this moment; see live/model_view.py."""
-        return view_of_model(
-            self._clients, self._fleet, self._queue, self._requests, self._traces, self._events
-        )
-
-    def stop(self, id: str, owner: str | None) -> int:
-        """End the live requests with this id, and tell how many prompts these were. owner: of
-        explain."""
-        found = [
-            inflight
-            for inflight in self._requests
-            if inflight.trace.id == id and owner in (None, inflight.trace.owner)
-        ]
-        for inflight in found:
-            inflight.fail(MantaError("the request was stopped", code="cancelled"))
-        return len(found)
+        return view_of_model(self._clients, self._fleet, self._queue, self.requests, self._events)
 
     def ready(self) -> bool:
         """Whether requests are taken: a model that sleeps takes them, too."""
@@ -294,35 +267,9 @@ class Dispatcher:
         """What it has counted, for /metrics and Ray's exporter."""
         return families(self.metrics, self.state())
 
-    def autoscaling_stats(self) -> dict[str, int | float]:
-        """What arrives and what waits here, for scaling/policy.py. Rates are tokens/s since the
-        last call: of prompts without cached tokens, of outputs by the mean length so far."""
-        metrics = self.metrics
-        ended = sum(metrics.output_size.counts)
-        output = metrics.output_size.sum / ended if ended else 128.0
-        rates = self._rates.update(
-            time.monotonic(),
-            prompt=sum(metrics.prompt_tokens.values.values())
-            - sum(metrics.cached_tokens.values.values()),
-            requests=sum(metrics.prompt_size.counts),
-        )
-        return {
-            "prompt_rate": rates["prompt"],
-            "output_rate": rates["requests"] * output,
-            "in_flight": len(self._requests),
-            "queued": self._queue.choices + len(self._displaced) + self._adapter_calls.waiting,
-            "queued_tokens": self._queue.tokens,
-        }
-
     def refuse_new(self) -> None:
         """Refuse new requests; those in flight go on."""
         self._draining = True
-
-    def fail_all(self) -> None:
-        """Fail the requests in flight: their time to end is over."""
-        for inflight in list(self._requests):
-            message = "the service is stopping, and the time it had for this request is over"
-            inflight.fail(Overloaded(message, code="draining", retry_after=5))
 
     def close(self) -> None:
         """Fail the requests in flight and disconnect from the replicas."""
@@ -330,15 +277,11 @@ class Dispatcher:
         self.waking.close()
         self.adapters.close()
         self._stale.close()
-        self.fail_all()
+        self.requests.fail_all()
         self._clients.close()
 
     def _ended(self, inflight: InflightRequest) -> None:
-        self._requests.pop(inflight, None)
-        self._traces.add(inflight.trace)
-        log_trace(inflight.trace)
-        for tell in self.on_end:
-            tell(inflight)
+        self.requests.ended(inflight)
         self._queue.ended(inflight)
 
     # -- from the replicas

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.backend import ModelCard
-from deployments.router.replica_client import ReplicaEndpoint
+from deployments.router.replicas.replica_client import ReplicaEndpoint
 
 
 class ModelCards:

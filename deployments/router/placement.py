@@ -7,8 +7,8 @@ from random import Random
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.failover.displaced import DisplacedChoices
 from deployments.router.inflight import InflightChoice, InflightRequest
-from deployments.router.replica_client import ReplicaClient
-from deployments.router.replica_clients import ReplicaClients
+from deployments.router.replicas.replica_client import ReplicaClient
+from deployments.router.replicas.replica_clients import ReplicaClients
 from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import hash_prefix, pack_hashes

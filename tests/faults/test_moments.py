@@ -34,6 +34,6 @@ def test_a_replica_is_lost_after_any_number_of_tokens(how: str) -> None:
                         router.close("test")
                 said = await read(inflight)
                 assert said == {0: text(len(PROMPT), TOKENS), 1: text(len(PROMPT), TOKENS)}, moment
-                assert first.done and second.done and not fleet.dispatcher._requests
+                assert first.done and second.done and not fleet.dispatcher.requests
 
     asyncio.run(asyncio.wait_for(case(), 60))

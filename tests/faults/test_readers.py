@@ -164,7 +164,7 @@ async def test_a_reader_that_does_not_come_back_is_ended_with_an_error(monkeypat
     async with fleet_of_one() as fleet:
         fleet.engines["r0"].pace = 0.0
         inflight = fleet.generate(max_tokens=25_000)
-        await until(lambda: not fleet.dispatcher._requests, 15)
+        await until(lambda: not fleet.dispatcher.requests, 15)
         assert await inflight.next()
         with pytest.raises(MantaError) as caught:
             await inflight.next()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.router.replica_calls import ReplicaCalls
-from deployments.router.replica_client import ReplicaClient
+from deployments.router.replicas.replica_calls import ReplicaCalls
+from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.routing.decision import RoutingRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.route import route

@@ -9,7 +9,7 @@ from deployments.observe.metrics import RouterMetrics
 from deployments.router.failover.displaced import DisplacedChoices
 from deployments.router.inflight import InflightChoice, InflightRequest
 from deployments.router.poison import by_itself
-from deployments.router.replica_client import ReplicaClient
+from deployments.router.replicas.replica_client import ReplicaClient
 from engine.errors import RequestFailed
 
 logger = logging.getLogger("manta.router")

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from deployments.backend import RecalledChoice
-from deployments.router.replica_calls import ReplicaCalls
-from deployments.router.replica_client import ReplicaClient
+from deployments.router.replicas.replica_calls import ReplicaCalls
+from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.transport.channel import Recall, Recalled
 
 SECONDS = 2.0  # for all replicas: a new router has to connect first; longer is not worth it

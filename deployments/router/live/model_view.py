@@ -16,8 +16,9 @@ import msgspec
 
 from deployments.router.admission.request_queue import RequestQueue
 from deployments.router.inflight import InflightRequest
-from deployments.router.replica_client import ReplicaClient
-from deployments.router.request_trace import RequestTrace, RequestTraces
+from deployments.router.replicas.replica_client import ReplicaClient
+from deployments.router.request_trace import RequestTrace
+from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import DECODE, FIXED, TOKEN, Fleet
 
 _REQUESTS = 256  # in flight, the oldest: those that run
@@ -46,15 +47,14 @@ def view_of_model(
     clients: Mapping[str, ReplicaClient],
     fleet: Fleet,
     queue: RequestQueue,
-    requests: dict[InflightRequest, None],
-    traces: RequestTraces,
+    requests: RequestsInFlight,
     events: ReplicaEvents,
 ) -> dict[str, Any]:
-    """requests: in flight, in the order of arrival. Moments are seconds ago, and spans are
-    milliseconds, because the clocks of two routers differ; null is not known, or not yet."""
+    """Moments are seconds ago, and spans are milliseconds: two routers' clocks differ. null is not
+    known, or not yet."""
     now = time.monotonic()
     newest = [inflight.trace for inflight in islice(reversed(requests), _NEWEST)]
-    known = list(chain(newest, traces.last(_NEWEST)))
+    known = list(chain(newest, requests.traces.last(_NEWEST)))
     moved = chain(events.told(), *(_moves(trace) for trace in known))
     return {
         "in_flight": len(requests),

@@ -43,7 +43,7 @@ class ModelFront:
     def put(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
         """Serve the model by this one from now on. What another one answers under its name may go
         on for so many seconds."""
-        dispatcher.on_end = self.on_end
+        dispatcher.requests.on_end = self.on_end
         dispatcher.on_models = self._rebuild
         if not self.several:
             self.metrics = dispatcher.metrics
@@ -81,7 +81,7 @@ class ModelFront:
 
     async def _wait_idle(self, dispatcher: Dispatcher, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while dispatcher.held()["requests"] and time.monotonic() < deadline:
+        while dispatcher.requests and time.monotonic() < deadline:
             await asyncio.sleep(_POLL)
         dispatcher.close()
         del self._leaving[dispatcher]
@@ -162,7 +162,7 @@ class ModelFront:
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
         """What became of the requests with this id; see request_trace.py."""
-        return [part for one in self._all() for part in one.explain(id, owner)]
+        return [part for one in self._all() for part in one.requests.explain(id, owner)]
 
     def live(self) -> dict[str, Any]:
         """What this router knows at this moment, by model; see live/model_view.py."""
@@ -171,13 +171,13 @@ class ModelFront:
 
     def stop(self, id: str, owner: str | None) -> int:
         """End the live requests with this id; how many prompts these were."""
-        return sum(one.stop(id, owner) for one in self._all())
+        return sum(one.requests.stop(id, owner) for one in self._all())
 
     def autoscaling_stats(self) -> dict[str, int | float]:
         """Of the one model; models of their own applications scale by what their engines say."""
         if self.several:
             return {}
-        return next((one.autoscaling_stats() for one in self.dispatchers.values()), {})
+        return next((one.load.stats() for one in self.dispatchers.values()), {})
 
     def refuse_new(self) -> None:
         """Refuse new requests; those in flight go on."""
@@ -188,7 +188,7 @@ class ModelFront:
     def fail_all(self) -> None:
         """Fail the requests in flight: their time to end is over."""
         for dispatcher in self._all():
-            dispatcher.fail_all()
+            dispatcher.requests.fail_all()
 
     def close(self) -> None:
         """Fail the requests in flight and disconnect from all replicas."""

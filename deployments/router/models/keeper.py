@@ -190,7 +190,7 @@ class ModelKeeper:
         kept = () if same is None else [(same.app, pool) for pool in same.pools]
 
         async def end() -> None:
-            while connected.dispatcher.held()["requests"]:
+            while connected.dispatcher.requests:
                 await asyncio.sleep(_LOOK)
             for unsubscribe in connected.unsubscribe:
                 unsubscribe()

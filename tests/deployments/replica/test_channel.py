@@ -390,7 +390,7 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
     async def case():
         from deployments.backend import GenerationRequest, ModelCard
         from deployments.router.dispatcher import Dispatcher, DispatchLimits
-        from deployments.router.replica_client import ReplicaClient, ReplicaEndpoint
+        from deployments.router.replicas.replica_client import ReplicaClient, ReplicaEndpoint
 
         rounds, size = 300, 64
         replica_server = ReplicaServer(FAST, StallLimits(), LocalEngine)

@@ -2,6 +2,7 @@
 There is no engine and no socket: a connection is a list of what was sent."""
 
 import asyncio
+import time
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from deployments.router.admission.request_queue import RequestQueue, RequestQueu
 from deployments.router.failover.displaced import DisplacedChoices
 from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.inflight import InflightRequest
+from deployments.router.load import RouterLoad
 from deployments.router.model_cards import ModelCards
 from deployments.router.placement import Placement
-from deployments.router.replica_client import ReplicaEndpoint
-from deployments.router.replica_clients import ReplicaClients
+from deployments.router.replicas.replica_client import ReplicaEndpoint
+from deployments.router.replicas.replica_clients import ReplicaClients
+from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import Fleet
 from deployments.routing.step_cost import StepCost
 from deployments.transport.channel import Submit
@@ -82,7 +85,7 @@ class Parts:
         )  # type: ignore[arg-type, return-value]
         self.displaced = DisplacedChoices(wait)
         self.metrics = RouterMetrics()
-        self.all_inflight: set[InflightRequest] = set()
+        self.all_inflight = RequestsInFlight("router-1")
         self.placement = Placement(
             self.clients, self.fleet, self.displaced, self.metrics, Random(1), lambda: 4096
         )
@@ -91,14 +94,15 @@ class Parts:
         )
         self.clients.replace(replicas)
 
-    def inflight(self, n: int = 1) -> InflightRequest:
-        request = GenerationRequest("q", "m", [5] * 10, SamplingParams(n=n, max_tokens=9), seed=1)
+    def inflight(self, n: int = 1, id: str = "q", **more: Any) -> InflightRequest:
+        params = SamplingParams(n=n, max_tokens=9)
+        request = GenerationRequest(id, "m", [5] * 10, params, seed=1, **more)
         place = self.placement
         inflight = InflightRequest(
             request,
             place.numbers(n),
             self.metrics,
-            self.all_inflight.discard,
+            self.all_inflight.ended,
             place.take_off,
             place.bring_back,
         )
@@ -235,3 +239,69 @@ async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_
     assert refused.value.retry_after == 60.0
     with pytest.raises(Overloaded):
         queue.check(running[0].request)
+
+
+async def test_requests_are_found_by_id_and_owner_and_told_of_when_they_have_ended():
+    """Another key that reads or ends a request because it knows its id; a trace that is lost with
+    the request, or told twice."""
+    parts, seen = Parts(), []
+    requests = parts.all_inflight
+    requests.on_end.append(seen.append)
+    owned = [("q", "me"), ("q", "you"), ("p", "me")]
+    mine, other, third = (parts.inflight(id=id, owner=owner) for id, owner in owned)
+    assert list(requests) == [mine, other, third] and next(reversed(requests)) is third
+    assert len(requests.explain("q", "me")) == 1 and len(requests.explain("q", None)) == 2
+    assert requests.stop("q", "nobody") == 0 and len(requests) == 3
+    assert requests.stop("q", "me") == 1 and list(requests) == [other, third]
+    assert requests.stop("q", "me") == 0, "it has ended"
+    (told,) = requests.explain("q", "me")
+    assert (told["error"], told["router"]) == ("cancelled", "router-1")
+    with pytest.raises(MantaError, match="was stopped"):
+        await mine.next()
+    requests.fail_all()
+    assert not requests and seen == [mine, other, third]
+    with pytest.raises(Overloaded, match="stopping"):
+        await third.next()
+
+
+async def test_a_request_fails_at_its_deadline():
+    """One that is already over when the request comes, too."""
+    parts = Parts()
+    now = time.monotonic()
+    late, soon, never = (parts.inflight(deadline=at) for at in (now - 1, now + 0.05, None))
+    for inflight in (late, soon):
+        with pytest.raises(MantaError) as caught:
+            await inflight.next()
+        assert caught.value.code == "deadline_exceeded"
+    assert time.monotonic() >= now + 0.05 and list(parts.all_inflight) == [never]
+    never.abort()
+    assert not parts.all_inflight
+
+
+async def test_load_counts_what_arrives_and_what_waits(monkeypatch):
+    """Cached tokens that are scaled for; choices between two replicas, or adapters' requests, that
+    nobody counts."""
+    parts, clock = Parts(), [100.0]
+    monkeypatch.setattr("deployments.router.load.time.monotonic", lambda: clock[0])
+    queue, calls = SimpleNamespace(choices=3, tokens=700), SimpleNamespace(waiting=2)
+    load = RouterLoad(parts.metrics, parts.all_inflight, queue, [1], calls)
+    clock[0] += 1.0
+    assert load.stats()["prompt_rate"] == 0.0, "before there was a call to compare with"
+    inflight = parts.inflight()
+    parts.metrics.prompt_tokens.add(1000)
+    parts.metrics.cached_tokens.add(400)
+    for _ in range(4):
+        parts.metrics.prompt_size.observe(250)
+    clock[0] += 2.0
+    assert load.stats() == {
+        "prompt_rate": 300.0,
+        "output_rate": 2 * 128.0,  # no request has ended: its output is guessed
+        "in_flight": 1,
+        "queued": 3 + 1 + 2,
+        "queued_tokens": 700,
+    }
+    parts.metrics.output_size.observe(50)
+    parts.metrics.prompt_size.observe(250)
+    clock[0] += 1.0
+    assert load.stats()["output_rate"] == 50.0
+    inflight.abort()

@@ -102,7 +102,7 @@ def test_the_router_keeps_the_story_of_each_request() -> None:
             inflight = fleet.generate(n=2)
             other = fleet.generate(max_tokens=2000)
             await until(lambda: bool(inflight.choices[1].emitted))
-            explain = fleet.dispatcher.explain
+            explain = fleet.dispatcher.requests.explain
             first, _ = explain("q", "")
             assert first["state"] == "running" and first["output_tokens"] == 0
             lost = first["route"][0]["replica"]

@@ -410,7 +410,7 @@ def test_a_router_that_is_to_stop_ends_what_it_has_and_takes_nothing_new():
                     refused()
                 assert caught.value.code == "draining" and caught.value.retry_after > 0
             assert await read(short) == WHOLE
-            dispatcher.fail_all()
+            dispatcher.requests.fail_all()
             with pytest.raises(Overloaded) as caught:
                 await read(long)
             assert caught.value.code == "draining"
@@ -509,7 +509,7 @@ def test_random_requests_aborts_and_losses_leave_nothing_behind():
             await asyncio.gather(*tasks)
             await until(lambda: fleet.load() == dict.fromkeys(fleet.replica_servers, 0))
             await until(lambda: not any(e.core.has_work() for e in fleet.engines.values()))
-            assert not fleet.dispatcher._requests and not fleet.dispatcher._displaced
+            assert not fleet.dispatcher.requests and not fleet.dispatcher._displaced
             assert not any(client.choices for client in fleet.dispatcher._clients.values())
             loop = asyncio.get_running_loop()
             timers = [t for t in getattr(loop, "_scheduled", []) if not t.cancelled()]

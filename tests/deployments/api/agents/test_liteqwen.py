@@ -180,12 +180,12 @@ def test_a_router_stops_a_request() -> None:
             inflight = fleet.generate(max_tokens=10_000)
             while not inflight.choices[0].emitted:
                 await asyncio.sleep(0.001)
-            assert fleet.dispatcher.stop("q", "another") == 0
-            assert fleet.dispatcher.stop("q", None) == 1
+            assert fleet.dispatcher.requests.stop("q", "another") == 0
+            assert fleet.dispatcher.requests.stop("q", None) == 1
             with pytest.raises(Exception, match="stopped") as failure:
                 await read(inflight)
             assert getattr(failure.value, "code", "") == "cancelled"
-            assert fleet.dispatcher.stop("q", None) == 0
+            assert fleet.dispatcher.requests.stop("q", None) == 0
             assert fleet.dispatcher.held()["requests"] == 0
 
     asyncio.run(case())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from deployments.router.inflight import InflightChoice
-from deployments.router.replica_client import ReplicaClient, ReplicaEndpoint
+from deployments.router.replicas.replica_client import ReplicaClient, ReplicaEndpoint
 
 logger = logging.getLogger("manta.router")
 

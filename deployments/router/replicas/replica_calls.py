@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from typing import Any, Protocol
 
-from deployments.router.replica_client import ReplicaClient
+from deployments.router.replicas.replica_client import ReplicaClient
 
 
 class Ticketed(Protocol):

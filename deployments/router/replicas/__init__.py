@@ -1,0 +1,1 @@
+"""The connections to the replicas, as a router has them."""

@@ -1,0 +1,74 @@
+"""RequestsInFlight: the requests of a dispatcher that have not ended, and the traces of the last
+ones that have."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from deployments.router.inflight import InflightRequest
+from deployments.router.request_trace import RequestTraces, log_trace
+from engine.errors import MantaError, Overloaded
+
+
+class RequestsInFlight(Collection[InflightRequest]):
+    """In the order of arrival. router: its name, for traces. on_end: each is called with a prompt
+    that has ended."""
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+        self._requests: dict[InflightRequest, None] = {}
+        self.traces = RequestTraces()
+        self.on_end: list[Callable[[InflightRequest], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[InflightRequest]:
+        return iter(self._requests)
+
+    def __reversed__(self) -> Iterator[InflightRequest]:
+        return reversed(self._requests)
+
+    def __contains__(self, inflight: object) -> bool:
+        return inflight in self._requests
+
+    def add(self, inflight: InflightRequest) -> None:
+        """It fails at its deadline, if it has one. Needs a running event loop then."""
+        self._requests[inflight] = None
+        deadline = inflight.request.deadline
+        if deadline is not None:
+            error = MantaError("the request's deadline has passed", code="deadline_exceeded")
+            left = max(0.0, deadline - time.monotonic())
+            timer = asyncio.get_running_loop().call_later(left, inflight.fail, error)
+            inflight.timers.append(timer)
+
+    def ended(self, inflight: InflightRequest) -> None:
+        self._requests.pop(inflight, None)
+        self.traces.add(inflight.trace)
+        log_trace(inflight.trace)
+        for tell in self.on_end:
+            tell(inflight)
+
+    def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
+        """What became of the requests with this id; see request_trace.py."""
+        unfinished = (inflight.trace for inflight in self._requests)
+        now = time.monotonic()
+        return [trace.tell(self._router, now) for trace in self.traces.find(id, owner, unfinished)]
+
+    def stop(self, id: str, owner: str | None) -> int:
+        """End those with this id, and tell how many prompts these were. owner: None may end any."""
+        found = [
+            inflight
+            for inflight in self._requests
+            if inflight.trace.id == id and owner in (None, inflight.trace.owner)
+        ]
+        for inflight in found:
+            inflight.fail(MantaError("the request was stopped", code="cancelled"))
+        return len(found)
+
+    def fail_all(self) -> None:
+        """Their time to end is over."""
+        for inflight in list(self._requests):
+            message = "the service is stopping, and the time it had for this request is over"
+            inflight.fail(Overloaded(message, code="draining", retry_after=5))
