@@ -29,6 +29,7 @@ from engine.parallel.ranks import Ranks
 from engine.pooled_checkpoint import read_head, read_pooling
 from engine.pooling import Pooling
 from engine.resolve import Resolved, resolve
+from engine.runner.cache_memory import CacheMemory
 from engine.runner.graphs import default_sizes
 from engine.runner.kv_cache import KVCache
 from engine.runner.memory import (
@@ -50,6 +51,7 @@ from engine.runner.memory import (
 from engine.runner.model_runner import ModelRunner
 from engine.runner.ranked import RankedRunner
 from engine.runner.rows import RequestRows
+from engine.runner.sleep_memory import SleepMemory, sleep_memory
 from engine.runner.token_pool import TokenPool
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
@@ -104,6 +106,7 @@ class _Part:
     adapters: DeviceAdapters | None
     host_bytes: int  # for adapters
     pooling: Pooling | None
+    memory: SleepMemory | None  # of an engine that may sleep
 
 
 def build(
@@ -151,6 +154,7 @@ def build(
         _adapters(config, part.adapters, part.host_bytes, ranks),
         FreeList if config.allocation == "list" else lambda n: TokenPool(n, resolved.device),
         _grammars(resolved),
+        part.memory,
     )
     phases.start("rehearsal")
     _rehearse(core)
@@ -244,12 +248,13 @@ def _build_part(
     place.world.least(rank)  # what is free now is what all weights leave
     phases.end("weights")
 
+    memory = _sleep_memory(resolved, model)
     pooling = read_pooling(resolved.folder)
     phases.start("memory")
     device_adapters = _device_adapters(resolved, model) if config.max_loras else None
     host_bytes = lora_host_bytes(config, available_host_memory())
     runner, plan = _build_runner(
-        resolved, place, model, kernels, device_adapters, host_bytes, compilers, pooling
+        resolved, place, model, kernels, device_adapters, host_bytes, compilers, pooling, memory
     )
     phases.end("memory")
 
@@ -259,7 +264,18 @@ def _build_part(
             runner.capture_graphs(_graph_sizes(resolved))
             torch.cuda.synchronize()
         phases.end("graphs")
-    return _Part(resolved, place, runner, plan, device_adapters, host_bytes, pooling)
+    return _Part(resolved, place, runner, plan, device_adapters, host_bytes, pooling, memory)
+
+
+def _sleep_memory(resolved: Resolved, model: Model) -> SleepMemory | None:
+    config, device = resolved.config, resolved.device
+    if not config.sleep_in_host_memory:
+        return None
+    memory = sleep_memory(device)
+    with fits_on(device, "the weights", WEIGHTS_TOO_LARGE, param="model"):
+        # Rows of the embedding's table are written by adapters with virtual tokens.
+        memory.keep(model, available_host_memory(), written=config.max_virtual_tokens > 0)
+    return memory
 
 
 def _handed_on(resolved: Resolved) -> Activations:
@@ -373,6 +389,7 @@ def _build_runner(
     host_bytes: int,
     compilers: Compilers | None,
     pooling: Pooling | None,
+    memory: SleepMemory | None,
 ) -> tuple[ModelRunner, MemoryPlan | None]:
     config, device = resolved.config, resolved.device
     max_num_seqs, max_model_len = resolved.max_num_seqs, resolved.max_model_len
@@ -386,7 +403,12 @@ def _build_runner(
         never = missing_ids(resolved.folder, vocab_size)
         sampler = Sampler(max_num_seqs + 1, vocab_size, device, never)
 
-    def runner_with(num_blocks: int, model: Model = model, snapshots: int = 0) -> ModelRunner:
+    def runner_with(
+        num_blocks: int,
+        model: Model = model,
+        snapshots: int = 0,
+        memory: CacheMemory | None = None,
+    ) -> ModelRunner:
         kv = KVCache.allocate(
             groups,
             num_blocks,
@@ -396,6 +418,7 @@ def _build_runner(
             resolved.kv,
             rows=max_num_seqs + 1,
             snapshots=snapshots,
+            memory=memory,
         )
         return ModelRunner(
             model,
@@ -419,10 +442,8 @@ def _build_runner(
         activations = _measure_step(resolved, runner_with)
         activations -= (max_num_seqs + 1) * groups.state_bytes  # which have a line of their own
         free, total = torch.cuda.mem_get_info(device)
-        context = (
-            "CUDA context and other processes",
-            total - free - torch.cuda.memory_reserved(device),
-        )
+        ours = torch.cuda.memory_reserved(device) + (0 if memory is None else memory.num_bytes)
+        context = ("CUDA context and other processes", total - free - ours)
         plan = plan_memory(
             resolved,
             model,
@@ -442,7 +463,8 @@ def _build_runner(
     size = num_blocks * groups.bytes_per_block(config.block_size, resolved.kv) / GIB
     what = f"the KV cache's {num_blocks} blocks ({size:.2f} GiB)"
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
-        return runner_with(num_blocks, snapshots=0 if plan is None else plan.snapshots), plan
+        snapshots = 0 if plan is None else plan.snapshots
+        return runner_with(num_blocks, snapshots=snapshots, memory=memory), plan
 
 
 def _hand_over(

@@ -52,8 +52,8 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 class Control(msgspec.Struct, array_like=True, tag="control"):
     """An order to the engine.
 
-    what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache" or
-        "stop".
+    what: "drain" (refuse new, finish old), "stats" (send a frame now), "reset_prefix_cache",
+        "sleep" (once nothing is left to do), "wake" or "stop".
     ticket: the next frame's carries it, so that the sender can tell it from a frame under way.
     """
 
@@ -165,6 +165,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     snapshot_slots: int = 0
     snapshots_taken: int = 0  # since start
     snapshots_evicted: int = 0  # since start, to make room for others
+    asleep: bool = False
+    wakes: int = 0  # since start
+    wake_seconds: float = 0.0  # of the last one, until the engine could go on
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):

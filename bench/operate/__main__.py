@@ -1,33 +1,50 @@
-"""What operating costs: from a wheel to the first token, a second model, a model that is added.
+"""What operating costs: from a wheel to the first token, a second model, a model that is added; on
+a GPU, waking a model and keeping a promise between tokens.
 
     python -m bench.operate --out bench/results
     python -m bench.operate --cases two-models
+    python -m bench.operate --cases wake tpot-50ms --model LLAMA --name llama-8b    # on a GPU
 
-Cases that are not named keep their lines of the same day.
+A model for a GPU is a folder with a config.json: its weights are random. Cases that are not named
+keep their lines of the same day, and without a case the table is made of these.
 """
 
 import argparse
-import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
-from bench.operate import add_model, two_models, wheel
 from bench.report.result_file import Line, RawLines, print_ratios, versions
 
-CASES = {"wheel": wheel, "two-models": two_models, "add-model": add_model}
+# By case its module, which is imported when it runs: those of a GPU need no Ray.
+CASES = {
+    "wheel": "wheel",
+    "two-models": "two_models",
+    "add-model": "add_model",
+    "wake": "wake",
+    "tpot-50ms": "tpot",
+}
+ON_GPU = ("wake", "tpot-50ms")
 PEERS = {
     "wheel": "the promise",
     "two-models": "a router of one of the models",
     "add-model": "the same streams before",
+    "wake": "the promise",
+    "tpot-50ms": "the promise; the engine without a target",
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    without = [name for name in CASES if name not in ON_GPU]
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=without)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", help="Folder of the model for a GPU.")
+    parser.add_argument("--name", help="What the result calls it; default: the folder's.")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args()
+    if args.model is None and any(name in args.cases for name in ON_GPU):
+        parser.error(f"{', '.join(ON_GPU)} need --model, a folder with a config.json")
 
     def case(line: dict[str, object]) -> str:
         return str(line["case"]).partition("/")[0]
@@ -35,18 +52,23 @@ def main() -> int:
     raw = RawLines(
         args.out, "operate", lambda kept: [line for line in kept if case(line) not in args.cases]
     )
+    here = versions("transformers")
     for name in args.cases:
-        for line in CASES[name].lines(args.rounds):
-            raw.keep(line)
+        module = import_module(f"bench.operate.{CASES[name]}")
+        model = (args.model, args.name or Path(args.model).name) if name in ON_GPU else ()
+        for line in module.lines(args.rounds, *model):
+            raw.keep({**line, "versions": here})
     rows: list[Line] = []
     peers: dict[str, object] = {}
-    for name, module in CASES.items():
+    for name, file in CASES.items():
         if found := [line for line in raw.all if case(line) == name]:
-            rows += module.rows(found)
+            rows += import_module(f"bench.operate.{file}").rows(found)
             peers[PEERS[name]] = {}
     config: dict[str, object] = {"ours": {"model": "default"}, "peers": peers}
-    config["versions"] = versions("transformers")
-    raw.finish(config, rows, f"{os.cpu_count()} CPU cores, busy with other work")
+    ran = {case(line): line.get("versions", here) for line in raw.all}
+    config["versions"] = ran
+    devices = dict.fromkeys(str(each["device"]) for each in ran.values())
+    raw.finish(config, rows, ", ".join(devices))
     print_ratios(rows)
     return 0
 

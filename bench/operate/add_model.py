@@ -6,6 +6,7 @@ removes it again. Ours is the p99 of the second, the peer that of the first; fai
 counted, and there may be none. Each model has its own cores: the first one's engine, the routers
 and the client have a core to themselves, Ray and what is added have the others. With fewer cores
 than that a start takes time from whatever runs beside it, and that is the machine's doing.
+MANTA_TEST_MODEL: the default model's file, on a machine that cannot fetch it.
 """
 
 import json
@@ -30,7 +31,11 @@ STREAMS = 4
 BEFORE_S = 10.0
 READY_S = 180.0
 KEY = "key-of-the-measurement-0123456789"
-MODEL = {"model": "default", "pools": {"cpu": {"num_cpus": 0.5}}, "engine": {"max_num_seqs": 8}}
+MODEL = {
+    "model": os.environ.get("MANTA_TEST_MODEL", "default"),
+    "pools": {"cpu": {"num_cpus": 0.5}},
+    "engine": {"max_num_seqs": 8},
+}
 
 
 class Streams:

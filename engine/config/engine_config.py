@@ -127,6 +127,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pipeline_parallel: ranks that the layers are divided among, each with its layers' weights and
         KV: so many GPUs of one machine, or processes on its CPU. As many steps are in flight, each
         of other requests. Not together with tensor_parallel. docs/parallel.md.
+    sleep_in_host_memory: the engine can sleep, and the weights are then in host memory: on a GPU
+        nothing of weights and caches is on the device, and on the CPU caches have no pages. It
+        wakes in about the time that the weights take to be copied. Takes the weights' size of host
+        memory from its first sleep on. Not for several ranks. docs/several-models.md.
     seed: decides the seeds of requests that give none, by their prompts: the same request has the
         same text again, from any router and replica. None = each draws one at random. Also of the
         dummy weights, where None is 0.
@@ -167,6 +171,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_threads: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    sleep_in_host_memory: bool = False
     seed: int | None = None
     log_level: Literal["info", "debug"] = "info"
 
@@ -217,6 +222,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"tensor_parallel {self.tensor_parallel} and pipeline_parallel "
                 f"{self.pipeline_parallel} do not work together yet; leave one of them out",
                 param="pipeline_parallel",
+            )
+        if self.sleep_in_host_memory and self.num_ranks > 1:
+            raise ConfigError(
+                f"sleep_in_host_memory: a model in {self.num_ranks} ranks cannot sleep; leave one "
+                "of them out",
+                param="sleep_in_host_memory",
             )
         if not 1 <= self.max_lora_rank <= 256:
             raise ConfigError(

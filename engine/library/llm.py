@@ -202,6 +202,17 @@ class LLM(RequestManager):
         """The engine's state after all that was asked of it before. Raises EngineDead."""
         return self._loop.call(self._stats())
 
+    def sleep(self) -> None:
+        """Give the memory of weights and caches back once no request is left; the weights stay in
+        host memory. Returns when that is so. The next request, or `wake`, takes it again. Raises
+        ConfigError without `sleep_in_host_memory`, EngineDead."""
+        self._loop.call(self._sleep())
+
+    def wake(self) -> None:
+        """End the sleep; returns when the engine could go on. Raises EngineDead, with the code
+        device_taken where the device has no room any more."""
+        self._loop.call(self._wake())
+
     def close(self) -> None:
         """End the engine process. Open requests end with EngineDead. Idempotent."""
         with contextlib.suppress(EngineDead):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.config.engine_config import EngineConfig
-from engine.errors import EngineDead, InvalidRequest, MantaError
+from engine.errors import ConfigError, EngineDead, InvalidRequest, MantaError
 from engine.library.handle import RequestHandle
 from engine.library.progress import RequestProgress
 from engine.library.prompts import Messages, Prompt, Prompts
@@ -17,6 +17,8 @@ from engine.process.client import EngineClient, OnProgress
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder
 from engine.text.tokenizer import Tokenizer
+
+_LOOK_SECONDS = 0.02  # between looks at whether the engine sleeps
 
 
 class RequestManager:
@@ -118,6 +120,20 @@ class RequestManager:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Raises EngineDead."""
         self._client.control("reset_prefix_cache")
+
+    async def _sleep(self) -> None:
+        if not self.config.sleep_in_host_memory:
+            raise ConfigError(
+                "sleep: this engine was not made to sleep; set sleep_in_host_memory",
+                param="sleep_in_host_memory",
+            )
+        self._client.control("sleep")
+        while not (await self._stats()).asleep:
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _wake(self) -> None:
+        self._client.control("wake")
+        await self._stats()
 
     def _abort(self, ids: list[int]) -> None:
         if ids:

@@ -130,8 +130,8 @@ class EngineClient:
         self._live().send(Abort(ids))
 
     def control(self, what: str) -> int:
-        """ "drain", "stats" or "reset_prefix_cache" (see `Control`). Returns the order's ticket.
-        Raises EngineDead.
+        """ "drain", "stats", "reset_prefix_cache", "sleep" or "wake" (see `Control`). Returns the
+        order's ticket. Raises EngineDead.
         """
         ticket = next(self._tickets)
         self._live().send(Control(what, ticket))

@@ -18,7 +18,7 @@ import msgspec
 
 from engine.batch import TokenLogprobs
 from engine.config.engine_config import EngineConfig
-from engine.errors import AdapterError, ConfigError
+from engine.errors import AdapterError, ConfigError, EngineDead
 from engine.lora.fake import FakeLoader
 from engine.lora.tiers.adapter import Adapter
 from engine.lora.tiers.store import AdapterStore
@@ -53,6 +53,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lethal_at of the answer (from 0), or a later one, and not before it has given lethal_after
         tokens here.
     lost_at_signal: SIGUSR1 takes the device away: the step after it raises.
+    wake_seconds: of waking. fail_wake: raise instead.
     """
 
     vocab_size: int = 1000
@@ -73,6 +74,8 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lethal_at: int = 0
     lethal_after: int = 0
     lost_at_signal: bool = False
+    wake_seconds: float = 0.0
+    fail_wake: bool = False
 
     @classmethod
     def parse(cls, model: str) -> "FakeOptions":
@@ -207,6 +210,7 @@ class FakeCore:
 
     def step(self) -> list[Delta]:
         options, stats = self._options, self._stats
+        self.wake()
         stats.step += 1
         began = time.perf_counter()
         if stats.step == options.fail_step:
@@ -290,6 +294,18 @@ class FakeCore:
 
     def drain(self) -> None:
         self._stats.draining = True
+
+    def sleep(self) -> None:
+        self._stats.asleep = not self._requests
+
+    def wake(self) -> None:
+        if self._stats.asleep:
+            if self._options.fail_wake:
+                raise EngineDead("the fake engine was told not to wake", code="device_taken")
+            time.sleep(self._options.wake_seconds)
+            self._stats.asleep = False
+            self._stats.wakes += 1
+            self._stats.wake_seconds = self._options.wake_seconds
 
     def reset_prefix_cache(self) -> None:
         """There is none."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from engine.config.kv_groups import KVGroups
 from engine.errors import ConfigError
+from engine.runner.cache_memory import CacheMemory
 from engine.runner.state_cache import StateCache
-from engine.runner.zeros import zeros
 from kernels.kv.format import KVFormat
 from kernels.kv.quantized import Cache, QuantizedKV, turned
 from kernels.metadata import AttentionMeta
@@ -34,6 +34,7 @@ class KVCache:
     num_blocks: int
     block_size: int
     form: KVFormat
+    memory: CacheMemory
     states: StateCache | None = None  # of layers that keep states
 
     @classmethod
@@ -47,9 +48,11 @@ class KVCache:
         form: KVFormat = KVFormat(),  # noqa: B008, it is frozen
         rows: int = 0,
         snapshots: int = 0,
+        memory: CacheMemory | None = None,
     ) -> "KVCache":
         """dtype: of a plain form. A form of fewer bits is of layers that keep equally much.
-        rows, snapshots: that have a state each, where layers keep one."""
+        rows, snapshots: that have a state each, where layers keep one. memory: where it lies."""
+        memory = memory or CacheMemory()
         for group in groups.groups:
             if groups.elements % group.elements:
                 raise ConfigError(
@@ -61,10 +64,11 @@ class KVCache:
         form = form if form.name else KVFormat(bits=8 * dtype.itemsize)
         dtype = torch.uint8 if form.name else dtype
         width = block_size * groups.place_bytes(form) // dtype.itemsize
-        storage = zeros((groups.slots, groups.tensors, num_blocks, width), dtype, device)
-        kv = cls(groups, {}, storage, num_blocks, block_size, form)
+        shape = (groups.slots, groups.tensors, num_blocks, width)
+        storage = memory.zeros(shape, dtype, device)
+        kv = cls(groups, {}, storage, num_blocks, block_size, form, memory)
         if groups.recurrent:
-            kv.states = StateCache(groups.recurrent, rows, snapshots, device)
+            kv.states = StateCache(groups.recurrent, rows, snapshots, device, memory)
         kv.layers |= kv._views()
         return kv
 
@@ -112,13 +116,12 @@ class KVCache:
         """So few blocks, all empty; the memory of the others is free before that of these is
         taken."""
         old = self.storage
-        shape, dtype, device = list(old.shape), old.dtype, old.device
+        shape, dtype, device, address = list(old.shape), old.dtype, old.device, old.data_ptr()
         shape[2] = num_blocks
         self.layers.clear()
         self.storage = old = old.new_empty(0)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.storage = zeros(shape, dtype, device)
+        self.memory.release(address)
+        self.storage = self.memory.zeros(shape, dtype, device)
         self.num_blocks = num_blocks
         self.layers |= self._views()
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.runner.zeros import zeros
+from engine.runner.cache_memory import CacheMemory
 
 
 class StateRecord(Protocol):
@@ -36,6 +36,7 @@ class StateCache:
         rows: int,
         snapshots: int,
         device: torch.device,
+        memory: CacheMemory,
     ) -> None:
         self.rows, self.snapshots = rows, snapshots
         # Tensors of one shape lie together, [tensors, slots, *shape]: a slot is copied for all of
@@ -47,7 +48,8 @@ class StateCache:
                 shapes.setdefault(shape, []).append((layer, index))
         found: dict[int, dict[int, Tensor]] = {layer: {} for layer, _ in recurrent}
         for shape, places in shapes.items():
-            storage = zeros((len(places), rows + snapshots, *shape), torch.float32, device)
+            size = (len(places), rows + snapshots, *shape)
+            storage = memory.zeros(size, torch.float32, device)
             self._storages.append(storage)
             for own, (layer, index) in zip(storage, places, strict=True):
                 found[layer][index] = own

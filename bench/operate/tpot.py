@@ -1,0 +1,130 @@
+"""`tpot-50ms/itl_p99` and `tpot-50ms/goodput`: what `target_tpot_ms` keeps, and what it costs.
+
+An engine with random weights, without Ray, routers and HTTP, is offered 1,024 streams of the
+workload `dialogue` at a time, from one second to the next without a pause: once with the target and
+once without. Measured is until the last request has been handed over, so that as many are offered
+throughout. The times between a request's tokens are those at which their frames come out of the
+engine's process. Tokens count for goodput if they came within the target; its peer is the
+throughput of the engine that has no target.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from bench.report.result_file import Line
+from engine.config.engine_config import EngineConfig
+from engine.messages import EngineRequest, StepFrame
+from engine.process.client import EngineClient
+from engine.sampling_params import SamplingParams
+from loadtest.scenario import workloads
+
+TARGET_MS = 50.0
+STREAMS = 1024
+ROUNDS_OF_STREAMS = 2  # requests a stream; the last are not waited for
+MAX_MODEL_LEN = 4096
+
+
+class Offered:
+    """Keeps STREAMS requests at an engine. gaps: seconds between a request's tokens."""
+
+    def __init__(self) -> None:
+        self.gaps: list[float] = []
+        self.tokens = 0
+        self.failed: list[str] = []
+        self.rows: list[int] = []  # that ran, in each frame
+        self.over = asyncio.Event()  # every request was handed over
+        self.client = EngineClient(self._take, lambda error: self._died(str(error)))
+        requests = workloads.build("dialogue") * ROUNDS_OF_STREAMS
+        self._left = iter(enumerate(requests, 1))
+        self._last: dict[int, float] = {}  # when its last tokens came
+
+    def _died(self, why: str) -> None:
+        self.failed.append(why)
+        self.over.set()
+
+    def offer(self) -> None:
+        """One more."""
+        found = next(self._left, None)
+        if found is None:
+            self.over.set()
+            return
+        number, (ids, count) = found
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
+        self.client.submit(EngineRequest(number, ids, len(ids), params, seed=0))
+
+    def _take(self, frame: StepFrame) -> None:
+        if self.over.is_set():
+            return
+        now = time.perf_counter()
+        self.rows.append(frame.stats.running)
+        for delta in frame.deltas:
+            if delta.finish == "error":
+                self.failed.append(delta.error)
+            count = len(delta.token_ids)
+            self.tokens += count
+            last = self._last.get(delta.id)
+            if last is not None and count:
+                self.gaps += [now - last, *[0.0] * (count - 1)]
+            if count:
+                self._last[delta.id] = now
+            if delta.finish:
+                self._last.pop(delta.id, None)
+                self.offer()
+
+
+async def _measure(model: str, target_ms: float) -> Line:
+    offered = Offered()
+    config = EngineConfig(
+        model=model, load_format="dummy", prefix_caching=False, max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=STREAMS, target_tpot_ms=target_ms,
+    )  # fmt: skip
+    await offered.client.start(config)
+    try:
+        began = time.perf_counter()
+        for _ in range(STREAMS):
+            offered.offer()
+        await offered.over.wait()
+        seconds = time.perf_counter() - began
+    finally:
+        await offered.client.close()
+    if offered.failed:
+        raise SystemExit(f"{len(offered.failed)} requests failed: {offered.failed[0]}")
+    gaps = sorted(offered.gaps)
+    late = sum(gap * 1e3 > TARGET_MS for gap in gaps)
+    return {
+        "case": "tpot-50ms",
+        "target_ms": target_ms,
+        "itl_p99_ms": round(gaps[int(0.99 * len(gaps))] * 1e3, 2),
+        "itl_p50_ms": round(gaps[len(gaps) // 2] * 1e3, 2),
+        "tok_s": round(offered.tokens / seconds, 1),
+        "goodput_tok_s": round((offered.tokens - late) / seconds, 1),
+        "rows": round(sum(offered.rows) / len(offered.rows), 1),
+        "seconds": round(seconds, 1),
+    }
+
+
+def lines(rounds: int, model: str, name: str) -> Iterator[Line]:
+    """Two lines a round: with the target, and without."""
+    for _ in range(rounds):
+        for target in (TARGET_MS, 0.0):
+            yield {**asyncio.run(_measure(model, target)), "model": name}
+
+
+def rows(lines: list[Line]) -> list[Line]:
+    """The worst p99 of the rounds, and the least goodput against the best throughput."""
+    capped = [line for line in lines if line["target_ms"]]
+    free = [line for line in lines if not line["target_ms"]]
+    p99 = max(line["itl_p99_ms"] for line in capped)
+    good = min(line["goodput_tok_s"] for line in capped)
+    best = max(line["tok_s"] for line in free)
+    return [
+        {
+            "case": "tpot-50ms/itl_p99", "ours": p99, "peer": TARGET_MS, "unit": "ms",
+            "ratio": round(p99 / TARGET_MS, 3),
+        },
+        {
+            "case": "tpot-50ms/goodput", "ours": good, "peer": best, "unit": "tok/s",
+            "ratio": round(good / best, 3),
+        },
+    ]  # fmt: skip

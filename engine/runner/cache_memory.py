@@ -1,0 +1,27 @@
+"""CacheMemory: where caches lie; pages of host memory that cost nothing until they are used."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class CacheMemory:
+    """Zeros, because an attention tile may load a slot that was never written, and 0 * NaN is still
+    NaN."""
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[*shape] on the device."""
+        size = math.prod(shape) * dtype.itemsize
+        if device.type == "cpu" and size:  # an empty array has no stride to be seen by
+            # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
+            raw = np.zeros(size, np.uint8)
+            return torch.from_numpy(raw).view(dtype).view(*shape)
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    def release(self, address: int) -> None:
+        """Nothing uses the zeros at this address any more."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()

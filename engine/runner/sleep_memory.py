@@ -1,0 +1,237 @@
+"""Memory of an engine that can sleep: asleep it has the weights in host memory and nothing in its
+caches, and every address stays.
+
+So nothing is built again when it wakes: recorded graphs and programs are right as soon as the
+memory is there. What stays on a GPU meanwhile is its context, what belongs to requests' rows,
+adapters' slots and the memory of graphs.
+"""
+
+import gc
+import math
+import mmap
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, EngineDead
+from engine.runner.cache_memory import CacheMemory
+from kernels.device_memory import Region
+from kernels.dispatch import Kernels
+
+GIB = 1 << 30
+_SLAB = GIB  # weights lie together in regions of about this size
+_ALIGNMENT = 512  # bytes, as torch aligns what it allocates
+
+
+class SleepMemory(CacheMemory):
+    """On the CPU: weights stay where they are, and caches give their pages back."""
+
+    num_bytes = 0  # on a device, of what torch does not count
+
+    def __init__(self) -> None:
+        self._maps: dict[int, mmap.mmap] = {}  # of caches, by address
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        if not size:
+            return super().zeros(shape, dtype, device)
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raw = torch.from_numpy(np.frombuffer(pages, np.uint8))
+        self._maps[raw.data_ptr()] = pages
+        return raw.view(dtype).view(*shape)
+
+    def release(self, address: int) -> None:
+        self._maps.pop(address, None)
+
+    def keep(self, model: object, host_bytes: int, *, written: bool) -> None:
+        """Take the model's tensors, which are filled, into memory that can be given back.
+
+        host_bytes: that are free. written: some of it may change later. Raises ConfigError where
+        the host has no room for them.
+        """
+
+    def sleep(self) -> None:
+        """Legal when nothing is in flight. The caches' content is lost."""
+        for pages in self._maps.values():
+            pages.madvise(mmap.MADV_DONTNEED)
+
+    def wake(self) -> None:
+        """As before, with zeros in the caches. Raises EngineDead where there is no room."""
+
+
+class Pages(Protocol):
+    """What is used of `kernels.device_memory.Region`."""
+
+    size: int
+    bytes: Tensor
+    held: bool
+
+    def take(self) -> None: ...
+    def give(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class CudaSleepMemory(SleepMemory):
+    """On CUDA: pages go back to the driver. The copy in host memory is pinned, made when it is
+    first needed, and kept, so that sleeping again takes milliseconds."""
+
+    def __init__(
+        self, device: torch.device, make: Callable[[int, torch.device], Pages] = Region
+    ) -> None:
+        self._device = device
+        self._make = make
+        self._weights: list[Pages] = []
+        self._caches: dict[int, Pages] = {}  # by address
+        self._copies: list[Tensor] = []  # of _weights, in host memory
+        self._written = False
+
+    @property
+    def num_bytes(self) -> int:  # type: ignore[override]
+        return sum(each.size for each in (*self._weights, *self._caches.values()) if each.held)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        if not size:
+            return super().zeros(shape, dtype, device)
+        region = self._make(size, device)
+        region.bytes.zero_()
+        self._caches[region.bytes.data_ptr()] = region
+        return region.bytes[:size].view(dtype).view(*shape)
+
+    def release(self, address: int) -> None:
+        region = self._caches.pop(address, None)
+        if region is not None:
+            self._finish_work()
+            region.close()
+
+    @torch.inference_mode()
+    def keep(self, model: object, host_bytes: int, *, written: bool) -> None:
+        storages: dict[int, list[Tensor]] = {}
+        for tensor in tensors_of(model, self._device):
+            if tensor.untyped_storage().nbytes():
+                storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        size = sum(_storage_bytes(tensors) for tensors in storages.values())
+        if size > host_bytes:
+            raise ConfigError(
+                f"sleep_in_host_memory: the weights need {size / GIB:.2f} GiB of host memory while "
+                f"the model sleeps, and {host_bytes / GIB:.2f} GiB are free. Ways out: leave it "
+                "out, a machine with more memory, or a smaller model",
+                param="sleep_in_host_memory",
+            )
+        self._written = written
+        slab: list[list[Tensor]] = []
+        filled = 0
+        while storages:
+            _, tensors = storages.popitem()
+            slab.append(tensors)
+            filled += _storage_bytes(tensors)
+            if filled >= _SLAB or not storages:
+                self._move(slab, filled)
+                filled = 0
+
+    def _move(self, slab: list[list[Tensor]], size: int) -> None:
+        """The tensors of these storages, of so many bytes together, into a region. slab is emptied,
+        so that nothing holds what they have left."""
+        region = self._make(size, self._device)
+        self._weights.append(region)
+        at = 0
+        while slab:
+            tensors = slab.pop()
+            old = tensors[0].untyped_storage()
+            place = region.bytes[at : at + old.nbytes()]
+            place.copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(old))
+            for tensor in tensors:
+                offset = at // tensor.element_size() + tensor.storage_offset()
+                shape, stride = tensor.shape, tensor.stride()
+                tensor.set_(region.bytes.untyped_storage(), offset, shape, stride)
+            at += _storage_bytes(tensors, old.nbytes())
+            del tensors, old
+        self._finish_work()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def sleep(self) -> None:
+        self._finish_work()
+        if not self._copies or self._written:
+            self._copies = self._copies or [self._pinned(each.size) for each in self._weights]
+            for region, copy in zip(self._weights, self._copies, strict=True):
+                copy.copy_(region.bytes, non_blocking=True)
+            self._finish_work()
+        for region in (*self._weights, *self._caches.values()):
+            region.give()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        try:
+            # Copies run while more pages are taken.
+            for region, copy in zip(self._weights, self._copies, strict=True):
+                region.take()
+                region.bytes.copy_(copy, non_blocking=True)
+            for region in self._caches.values():
+                region.take()
+                region.bytes.zero_()
+        except torch.OutOfMemoryError:
+            free, total = torch.cuda.mem_get_info(self._device)
+            size = sum(each.size for each in (*self._weights, *self._caches.values()))
+            raise EngineDead(
+                f"the model cannot wake: it needs {size / GIB:.2f} GiB, and beside the "
+                f"{self.num_bytes / GIB:.2f} GiB that it has got {free / GIB:.2f} of "
+                f"{total / GIB:.2f} GiB are free. Ways out: free what other processes hold of the "
+                "device, or lower memory_fraction of the models that share it",
+                code="device_taken",
+            ) from None
+        self._finish_work()
+
+    def _finish_work(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _pinned(self, size: int) -> Tensor:
+        """uint8 [size] of host memory that the device copies from by itself, exactly as much: torch
+        would round it up to a power of two. Huge pages are pinned many times faster."""
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.from_numpy(np.frombuffer(pages, np.uint8))
+        if self._device.type == "cuda":
+            code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
+            if int(code):
+                raise RuntimeError(f"{size / GIB:.2f} GiB of host memory cannot be pinned: {code}")
+        return memory
+
+
+def sleep_memory(device: torch.device) -> SleepMemory:
+    return CudaSleepMemory(device) if device.type == "cuda" else SleepMemory()
+
+
+def _storage_bytes(tensors: Sequence[Tensor], num_bytes: int = -1) -> int:
+    """That their storage takes in a region. num_bytes: of it, if they have left it."""
+    size = tensors[0].untyped_storage().nbytes() if num_bytes < 0 else num_bytes
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
+    """Each tensor on the device that can be reached from root, however it is kept there. Back ends
+    are left out: what these have is no model's."""
+    seen, left = {id(root)}, [root]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            if one.device == device:
+                yield one
+            continue
+        if isinstance(one, types.ModuleType | type | Kernels):
+            continue
+        # A function leads to its whole module.
+        inside = (one.__closure__,) if isinstance(one, types.FunctionType) else (one,)
+        for each in gc.get_referents(*inside):
+            if id(each) not in seen:
+                seen.add(id(each))
+                left.append(each)
