@@ -32,6 +32,12 @@ def gpus_here() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
+def visible_devices() -> str:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; "" if it names
+    none."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
 def auth_token_source() -> str | None:
     """Where Ray on this machine takes its authentication token from; None if it has none yet."""
     if os.environ.get("RAY_AUTH_TOKEN"):

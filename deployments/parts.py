@@ -18,6 +18,7 @@ from deployments.checkpoints.resolve import keeps_blocks, resolve_model
 from deployments.config.load import MantaConfig, PoolConfig
 from deployments.environment import gpus_here
 from deployments.replica.deployment import EngineReplica, ReplicaSettings
+from deployments.replica.sleep import SleepSettings
 from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.dispatcher import DispatchLimits
 from deployments.router.models.served import ServedModel
@@ -64,6 +65,7 @@ def engine_deployments(
             drain_seconds=config.limits.drain_seconds,
             loopback=config.http.loopback,
             channel=channel_limits(config),
+            sleep=_sleep_settings(config, pool),
         )
         engine = deployment(EngineReplica).options(
             name=deployment_name(name),
@@ -80,6 +82,16 @@ def engine_deployments(
         )
         engines.append(engine.bind(settings, prepare or prepare_engine))
     return engines
+
+
+def _sleep_settings(config: MantaConfig, pool: PoolConfig) -> SleepSettings | None:
+    if not config.sleeps(pool):
+        return None
+    return SleepSettings(
+        idle_seconds=config.scaling.idle_seconds,
+        wait_seconds=config.router.wait_seconds,
+        takes_turns=bool(pool.num_gpus),
+    )
 
 
 def prepare_engine(settings: ReplicaSettings) -> EngineConfig:

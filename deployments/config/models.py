@@ -202,7 +202,7 @@ class ScalingConfig(Section):
         ge=0,
         le=86400,
         description="Seconds without a request before the last replica goes, where min_replicas "
-        "is 0.",
+        "is 0, or before a replica sleeps (engine.sleep_in_host_memory).",
     )
 
 
@@ -348,6 +348,13 @@ class MantaConfig(Section):
             )
         for kind, pool in self.pools.items():
             self._check_ranks(kind, pool)
+            if self.sleeps(pool):
+                _check_sleep(kind, pool)
+        if not self.pools and self.engine.get("sleep_in_host_memory"):
+            raise ValueError(
+                "engine.sleep_in_host_memory: say what a replica shares while it sleeps, "
+                "pools: {gpu: {num_gpus: 0.5}}, or that it runs on the CPU, pools: {cpu: {}}"
+            )
         if self.adapters != AdaptersConfig():
             self.adapters.check_names(self.name(), self.aliases)
             for pool in self.pools.values() or [PoolConfig()]:
@@ -435,6 +442,10 @@ class MantaConfig(Section):
                 f"core of its own. Raise num_cpus, or lower engine.{key}"
             )
 
+    def sleeps(self, pool: PoolConfig) -> bool:
+        """Whether a replica without requests sleeps, with its weights in host memory."""
+        return bool({**self.engine, **pool.engine}.get("sleep_in_host_memory"))
+
     def ranks(self, pool: PoolConfig) -> int:
         """Parts of a model that each replica of a pool has (`EngineConfig.num_ranks`)."""
         engine = {**self.engine, **pool.engine}
@@ -483,3 +494,19 @@ class MantaConfig(Section):
             return "SmolLM2-135M-Instruct"
         path = Path(self.model)
         return path.stem if path.suffix == ".gguf" else path.name
+
+
+def _check_sleep(kind: PoolKind, pool: PoolConfig) -> None:
+    """Raises ValueError where a pool's replicas cannot sleep, or would for nothing."""
+    where = f"pools.{kind}: engine.sleep_in_host_memory is on"
+    if pool.max_replicas is not None and not pool.min_replicas:
+        raise ValueError(
+            f"{where} and min_replicas is 0: the last replica would end where it should sleep. Set "
+            "min_replicas to 1"
+        )
+    if kind == "gpu" and (pool.num_gpus is None or pool.num_gpus >= 1):
+        gpus = 1 if pool.num_gpus is None else pool.num_gpus
+        raise ValueError(
+            f"{where} and num_gpus is {gpus:g}: nobody else could have the GPU while it sleeps. "
+            "Set num_gpus to a part of it, for each model that takes turns there, such as 0.5"
+        )

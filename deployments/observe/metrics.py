@@ -188,6 +188,16 @@ class ReplicaMetric:
 
 
 REPLICA_METRICS = (
+    ReplicaMetric(
+        "engine_asleep", "gauge", "1 while its weights are in host memory.", lambda s: s.asleep
+    ),
+    ReplicaMetric("engine_wakes_total", "counter", "Times that it woke.", lambda s: s.wakes),
+    ReplicaMetric(
+        "engine_wake_seconds",
+        "gauge",
+        "What waking took the last time, until it could go on.",
+        lambda s: s.wake_seconds,
+    ),
     ReplicaMetric("num_requests_running", "gauge", "In the running batch.", lambda s: s.running),
     ReplicaMetric("num_requests_waiting", "gauge", "Not yet started.", lambda s: s.waiting),
     ReplicaMetric(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deployments.transport.channel import AdapterVersion, ReplicaEnd, Submit
-from engine.errors import AdapterError, EngineDead
+from engine.errors import AdapterError, EngineDead, MantaError
 from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, EngineRequest
 
 logger = logging.getLogger("manta.replica")
@@ -65,7 +65,7 @@ class ReplicaAdapters:
         self,
         engine: AdapterEngine,
         submit: Callable[[EngineRequest], None],
-        refuse: Callable[[ReplicaEnd, int, AdapterError], None],
+        refuse: Callable[[ReplicaEnd, int, MantaError], None],
     ) -> None:
         self._engine = engine
         self._submit = submit

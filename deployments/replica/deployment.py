@@ -18,6 +18,7 @@ from deployments.observe.logs import log_through_serve
 from deployments.observe.metrics import replica_families
 from deployments.observe.ray_exporter import ServeExport
 from deployments.replica.server import ReplicaServer
+from deployments.replica.sleep import SleepSettings
 from deployments.replica.watchdog import StallLimits
 from deployments.scaling.policy import CounterRates
 from deployments.transport.channel import ChannelLimits
@@ -44,6 +45,7 @@ class ReplicaSettings:
     drain_seconds: float = 60.0
     loopback: bool = False
     channel: ChannelLimits = field(default_factory=ChannelLimits)
+    sleep: SleepSettings | None = None  # of replicas that sleep
 
 
 class EngineReplica:
@@ -62,7 +64,9 @@ class EngineReplica:
         config = await asyncio.to_thread(prepare, settings)
         identity = await asyncio.to_thread(ModelIdentity.of, config.model)
         self._rates = CounterRates(time.monotonic())
-        self._server = ReplicaServer(settings.channel, StallLimits(step=settings.stall_seconds))
+        self._server = ReplicaServer(
+            settings.channel, StallLimits(step=settings.stall_seconds), sleep=settings.sleep
+        )
         # The address of this node in the cluster, never all interfaces; loopback on a loopback
         # cluster.
         host = _address(settings.loopback)

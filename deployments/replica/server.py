@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from deployments.replica.adapters import ReplicaAdapters, SubmittedRequest
+from deployments.replica.sleep import ReplicaSleep, SleepSettings
 from deployments.replica.stream_memory import StreamMemory
 from deployments.replica.suspect_queue import SuspectQueue
 from deployments.replica.watchdog import StallLimits, Watchdog
@@ -26,7 +27,7 @@ from deployments.transport.channel import (
 )
 from deployments.transport.unauthenticated import UnauthenticatedConnections
 from engine.config.engine_config import EngineConfig
-from engine.errors import AdapterError, EngineDead, MantaError
+from engine.errors import EngineDead, MantaError, Overloaded
 from engine.messages import (
     Abort,
     AdapterInfo,
@@ -73,6 +74,8 @@ class ReplicaEngine(Protocol):
 
     def abort(self, ids: list[int]) -> None: ...
 
+    def control(self, what: str) -> int: ...
+
     async def add_adapter(
         self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
     ) -> AdapterInfo: ...
@@ -93,8 +96,13 @@ class ReplicaServer:
     """
 
     def __init__(
-        self, limits: ChannelLimits, stall: StallLimits, make_engine: MakeEngine = EngineClient
+        self,
+        limits: ChannelLimits,
+        stall: StallLimits,
+        make_engine: MakeEngine = EngineClient,
+        sleep: SleepSettings | None = None,
     ) -> None:
+        """sleep: of an engine that sleeps; None: it never does."""
         self.secret = secrets.token_bytes(32)
         self.stats = EngineStats()
         self.steps = StepCostModel(StepCost.mean(()))  # what this engine's steps were seen to cost
@@ -104,6 +112,15 @@ class ReplicaServer:
         self._engine = make_engine(self.on_frame, self.on_death)
         self._adapters = ReplicaAdapters(self._engine, self._start, self._refuse)
         self._suspects = SuspectQueue(self._begin, asyncio.get_running_loop().call_later)
+        self._sleep: ReplicaSleep | None = None
+        if sleep is not None:
+            self._sleep = ReplicaSleep(
+                sleep,
+                order=self._engine.control,
+                start=self._suspects.submit,
+                refuse=self._refuse_held,
+                busy=lambda: self.in_flight,
+            )
         self._memory = StreamMemory()
         self._server: asyncio.Server | None = None
         self._unauthenticated = UnauthenticatedConnections()
@@ -119,10 +136,14 @@ class ReplicaServer:
     async def start(self, config: EngineConfig, host: str) -> Ready:
         """Start the engine, then listen on a free port of host. Raises what the engine's start
         raises."""
+        if self._sleep is not None:
+            await self._sleep.before_start()
         ready = await self._engine.start(config)
         self._server = await self._loop.create_server(self._accept, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
         self._look()
+        if self._sleep is not None:
+            self._sleep.begin()
         return ready
 
     async def stop(self) -> None:
@@ -135,7 +156,11 @@ class ReplicaServer:
             connection.close("the replica has stopped")
         self._unauthenticated.close()
         self._adapters.close()
+        if self._sleep is not None:
+            self._sleep.stop()
         await self._engine.close()
+        if self._sleep is not None:
+            self._sleep.close()
 
     async def drain(self, seconds: float) -> None:
         """Tell the routers to send nothing new and let running requests end, for so long at most;
@@ -187,7 +212,8 @@ class ReplicaServer:
     def _look(self) -> None:
         """Ask the watchdog, once a tick, whether the engine is stuck."""
         engine, stats = self._engine, self.stats
-        busy = bool(stats.running or stats.waiting or self.in_flight)
+        held = 0 if self._sleep is None else self._sleep.held
+        busy = bool(stats.running or stats.waiting or self.in_flight > held)
         wrong = self._watchdog.look(engine.pulses, engine.pulse, stats.step, busy=busy)
         if wrong:
             self.on_death(EngineDead(wrong, code="engine_stalled"))
@@ -198,6 +224,8 @@ class ReplicaServer:
 
     def on_frame(self, frame: StepFrame) -> None:
         self._share_out(frame)
+        if self._sleep is not None:
+            self._sleep.on_frame(frame)
         if self._suspects.suspect is not None:
             self._suspects.advance()
 
@@ -328,7 +356,11 @@ class ReplicaServer:
         connection.live.add(id)
         if message.stream:
             self._memory.begin(request, message.stream)
-        self._suspects.submit(SubmittedRequest(connection, message))
+        submitted = SubmittedRequest(connection, message)
+        if self._sleep is not None:
+            self._sleep.submit(submitted)
+        else:
+            self._suspects.submit(submitted)
 
     def _begin(self, submitted: SubmittedRequest) -> None:
         if submitted.message.adapter is not None:
@@ -349,7 +381,11 @@ class ReplicaServer:
         if told and suspect is not None and suspect.request is request:
             self._suspects.given = True
 
-    def _refuse(self, connection: ReplicaEnd, id: int, error: AdapterError) -> None:
+    def _refuse_held(self, submitted: SubmittedRequest, message: str) -> None:
+        error = Overloaded(message, code="device_busy")
+        self._refuse(submitted.connection, submitted.request.id, error)
+
+    def _refuse(self, connection: ReplicaEnd, id: int, error: MantaError) -> None:
         connection.live.discard(id)
         self._memory.end(id, self._loop.time())
         text = f"{error.code}: {error.message}"

@@ -228,7 +228,8 @@ class Dispatcher:
     def status(self) -> str:
         """ready; sleeping: the next request wakes it; starting."""
         if self.awake():
-            return "ready"
+            available = (each for each in self._clients.values() if each.available)
+            return "sleeping" if all(each.state.stats.asleep for each in available) else "ready"
         return "sleeping" if self.waking.sleeping else "starting"
 
     def wake(self) -> None:

@@ -30,6 +30,7 @@ HARM = 0.1  # what a second of each running stream counts against a second of th
 _STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
 _OUTPUT = 128.0  # output tokens of a request, until some requests have ended
 _ADAPTER_SECONDS = 0.1  # a load, until one was measured
+_WAKE_SECONDS = 1.0  # of an engine that sleeps, until one was measured
 
 
 class Fleet:
@@ -240,6 +241,8 @@ class Fleet:
         fixed = queued * token + step * (1.5 if sequences else 1.0)
         if sequences >= limit:
             fixed += (sequences - limit + 1) * ending
+        if stats.asleep:
+            fixed += stats.wake_seconds or _WAKE_SECONDS
         table[FIXED, row] = fixed if replica.available else np.inf
         table[TOKEN, row] = token + HARM * running * cost.token
         table[DECODE, row] = cost.base + cost.sequence * (crowd + 1 + HARM * running)

@@ -46,6 +46,7 @@ _BACKEND_CODES: dict[str, tuple[int, str]] = {
     "adapters_disabled": (400, INVALID),
     "storage_full": (503, OVERLOADED),
     "store_unavailable": (503, OVERLOADED),
+    "device_busy": (503, OVERLOADED),
     "rate_limit_exceeded": (429, RATE_LIMIT),
     "deadline_exceeded": (408, TIMEOUT),
     "slow_reader": (408, TIMEOUT),

@@ -65,6 +65,7 @@ class LocalEngine:
         self._pulses = 0
         self.adapter_calls: list[tuple[str, str]] = []
         self._tickets = itertools.count(1)
+        self._ticket = 0
         self._asked: dict[int, asyncio.Future[AdapterAnswer]] = {}
         self._on_frame = on_frame
         self._on_death = on_death
@@ -90,6 +91,13 @@ class LocalEngine:
         self._check()
         self.core.abort(ids)
         self._wake()
+
+    def control(self, what: str) -> int:
+        self._check()
+        ticket = self._ticket = next(self._tickets)
+        {"sleep": self.core.sleep, "wake": self.core.wake}[what]()
+        asyncio.get_running_loop().call_soon(self._send, [])
+        return ticket
 
     async def add_adapter(self, name: str, folder: str, **more: Any) -> AdapterInfo:
         self.adapter_calls.append(("add", name))
@@ -159,7 +167,7 @@ class LocalEngine:
 
     def _send(self, deltas: list[Delta]) -> None:
         taken, self._taken = self._taken, []
-        frame = StepFrame(self.core.stats(), deltas, taken=taken)
+        frame = StepFrame(self.core.stats(), deltas, ticket=self._ticket, taken=taken)
         self._on_frame(_frame.decode(msgspec.msgpack.encode(frame)))  # as through the socket
 
 

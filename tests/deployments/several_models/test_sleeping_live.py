@@ -1,6 +1,8 @@
 """A model that sleeps beside one that serves, on a real Ray and Serve with real engines."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ SLEEPS = {
     "pools": {"cpu": {"num_cpus": 0.4, "min_replicas": 0, "max_replicas": 1}},
     "scaling": {"idle_seconds": 1.0, "calm_seconds": 1.0},
 }
+KEEPS = {"engine": {"sleep_in_host_memory": True}, "scaling": {"idle_seconds": 1.0}}
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def several(shared_cluster: Cluster, folder: Path) -> Iterator[Several]:
+def several(
+    shared_cluster: Cluster, folder: Path, request: pytest.FixtureRequest
+) -> Iterator[Several]:
     from ray import serve
 
-    config = configuration(folder, shared_cluster.port, one={}, two=SLEEPS)
+    config = configuration(folder, shared_cluster.port, one={}, two=request.param)
     # A start takes longer than a request waits.
     config = config.model_copy(
         update={"router": config.router.model_copy(update={"wait_seconds": 1})}
@@ -77,6 +82,7 @@ def try_once(several: Several, model: str) -> tuple[int, float, dict[str, Any]]:
 
 @pytest.mark.serve
 @pytest.mark.slow
+@pytest.mark.parametrize("several", [SLEEPS], indirect=True)
 def test_a_sleeping_model_is_woken_by_a_request_and_the_other_notices_nothing(
     several: Several,
 ) -> None:
@@ -108,3 +114,37 @@ def test_a_sleeping_model_is_woken_by_a_request_and_the_other_notices_nothing(
         wait(lambda: before.isdisjoint(routers()) and routers())
         assert several.text("two") == expected
     assert several.engines("one")["pid"] == one
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [KEEPS], indirect=True)
+def test_weights_in_host_memory_bring_a_model_back_at_once(several: Several) -> None:
+    """A replica that is started anew where it should wake; an engine that is killed, or a model that
+    is changed, in its sleep, and does not come back; the other model's answers, which change."""
+    wait(lambda: try_once(several, "two")[0] == 200)
+    with Stream(several, "one"):
+        expected = several.text("two")
+        engine = several.engines("two")["engine_pid"]
+        for wakes in (1, 2):
+            wait(lambda: status(several, "two") == "sleeping")
+            wait(lambda: look(APP).models["two"].status == "SLEEPING")
+            began = time.monotonic()
+            assert several.text("two") == expected
+            assert time.monotonic() - began < 5.0, "on a busy machine; a start takes longer"
+            told = several.engines("two")
+            assert told["wakes"] == wakes and told["engine_pid"] == engine
+        wait(lambda: status(several, "two") == "sleeping")
+        os.kill(engine, signal.SIGKILL)
+        wait(lambda: try_once(several, "two")[0] == 200)
+        assert several.text("two") == expected
+        assert several.engines("two")["engine_pid"] != engine
+        wait(lambda: status(several, "two") == "sleeping")
+        before = several.engines("two")["engine_pid"]
+        section = several.config.models["two"]
+        changed = section.model_copy(update={"engine": {**section.engine, "max_num_seqs": 3}})
+        models = {**several.config.models, "two": changed}
+        deploy(serve_config(several.config.model_copy(update={"models": models})))
+        wait(lambda: several.engines("two")["engine_pid"] != before)
+        wait(lambda: try_once(several, "two")[0] == 200)
+        assert several.text("two") == expected

@@ -1,0 +1,75 @@
+"""DeviceTurn: replicas that share a device by turns. One is awake on it, the others sleep.
+
+A lock of a file is the turn, so that it is free as soon as its holder has ended, however that came.
+A second file's lock is held by those that wait, so that the holder sees that somebody does.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import re
+import tempfile
+from pathlib import Path
+
+_POLL_SECONDS = 0.02
+_BEHIND_SECONDS = 0.1
+
+
+class DeviceTurn:
+    """device: names it among the devices of this machine; replicas with the same one take turns.
+    Raises OSError where the machine's temporary folder cannot be written."""
+
+    def __init__(self, device: str, folder: Path | None = None) -> None:
+        folder = folder or Path(tempfile.gettempdir()) / f"manta-devices-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        stem = folder / (re.sub(r"[^A-Za-z0-9_.-]", "-", device) or "all")
+        self._turn = os.open(f"{stem}.turn", os.O_CREAT | os.O_RDWR, 0o600)
+        self._waiting = os.open(f"{stem}.waiting", os.O_CREAT | os.O_RDWR, 0o600)
+        self.held = False
+        self._released = -_BEHIND_SECONDS
+
+    def wanted(self) -> bool:
+        """Whether another replica waits for it."""
+        if not _lock(self._waiting, fcntl.LOCK_EX):
+            return True
+        fcntl.flock(self._waiting, fcntl.LOCK_UN)
+        return False
+
+    async def take(self, seconds: float | None = None) -> bool:
+        """Wait until it is this replica's turn; False if that takes longer than seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = None if seconds is None else loop.time() + seconds
+        # Who waited while it was this one's turn goes first.
+        await asyncio.sleep(max(0.0, self._released + _BEHIND_SECONDS - loop.time()))
+        try:
+            while not _lock(self._turn, fcntl.LOCK_EX):
+                _lock(self._waiting, fcntl.LOCK_SH)
+                if deadline is not None and loop.time() > deadline:
+                    return False
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            fcntl.flock(self._waiting, fcntl.LOCK_UN)
+        self.held = True
+        return True
+
+    def release(self) -> None:
+        """The next one's turn. Idempotent."""
+        if self.held:
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
+            self.held = False
+            self._released = asyncio.get_running_loop().time()
+
+    def close(self) -> None:
+        for descriptor in (self._turn, self._waiting):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Without waiting; whether it was to be had."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
