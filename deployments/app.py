@@ -339,15 +339,20 @@ def model_application(
     whole = config.model_copy(update={"replicas": 1, "pools": resolved})
     http, router, limits = config.http, config.router, config.limits
     # What engines do not need is not theirs: a change of it would restart them.
+    sleeps = any(map(config.sleeps, resolved.values()))
+    idle = {"idle_seconds": config.scaling.idle_seconds} if sleeps else {}
+    held = {"wait_seconds": router.wait_seconds} if sleeps else {}
     engines = config.model_copy(
         update={
             "aliases": [],
             "adapters": AdaptersConfig(),
-            "scaling": ScalingConfig(),
+            "scaling": ScalingConfig(**idle),
             "route_prefix": "/",
             "http": HttpConfig(host=http.host),
             "router": RouterConfig(
-                heartbeat_seconds=router.heartbeat_seconds, silence_seconds=router.silence_seconds
+                heartbeat_seconds=router.heartbeat_seconds,
+                silence_seconds=router.silence_seconds,
+                **held,
             ),
             "limits": LimitsConfig(
                 drain_seconds=limits.drain_seconds, stall_seconds=limits.stall_seconds

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from deployments.app import model_application
 from deployments.config.load import parse_config
 from deployments.parts import NodeCapacity, engine_deployments
 from deployments.replica.sleep import SleepSettings
@@ -43,3 +44,24 @@ def test_a_pool_that_sleeps_says_so_to_its_replicas() -> None:
     }
     assert found["engine-gpu"] == SleepSettings(7.0, 9.0, takes_turns=True)
     assert found["engine-cpu"] == SleepSettings(7.0, 9.0, takes_turns=False)
+
+
+def test_one_of_several_models_sleeps_when_its_section_says_so() -> None:
+    """Bug: what a model's engines are told leaves out how long it may be idle, so that it sleeps
+    after the default; or a change of it restarts the engines of models that never sleep."""
+    found = []
+    for idle in (3.0, 4.0):
+        sleeping = {"engine": {"sleep_in_host_memory": True}, "pools": {"cpu": {}}}
+        models = {
+            "rare": {**sleeping, "scaling": {"idle_seconds": idle}},
+            "other": {"pools": {"cpu": {}}, "scaling": {"idle_seconds": idle}},
+        }
+        config = parse_config({"models": models, "router": {"wait_seconds": 8.0}}, {})
+        told = {
+            name: model_application(config.of(name), NodeCapacity(4, 0))["args"]["config"]
+            for name in models
+        }
+        found.append(told)
+        (app,) = engine_deployments(parse_config(told["rare"], {}), NodeCapacity(4, 0))
+        assert app._bound_deployment.init_args[0].sleep == SleepSettings(idle, 8.0)
+    assert found[0]["other"] == found[1]["other"]

@@ -120,8 +120,8 @@ def test_a_sleeping_model_is_woken_by_a_request_and_the_other_notices_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [KEEPS], indirect=True)
 def test_weights_in_host_memory_bring_a_model_back_at_once(several: Several) -> None:
-    """A replica that is started anew where it should wake; an engine that is killed, or a model that
-    is changed, in its sleep, and does not come back; the other model's answers, which change."""
+    """A replica that is started anew where it should wake; an engine killed in its sleep, or
+    whose model is changed then, and does not come back; the other model's answers, which change."""
     wait(lambda: try_once(several, "two")[0] == 200)
     with Stream(several, "one"):
         expected = several.text("two")
