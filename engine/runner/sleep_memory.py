@@ -77,7 +77,7 @@ class Pages(Protocol):
 
 class CudaSleepMemory(SleepMemory):
     """On CUDA: pages go back to the driver. The copy in host memory is pinned, made when it is
-    first needed, and kept, so that sleeping again takes milliseconds."""
+    first needed, and kept, so that sleeping again copies nothing."""
 
     def __init__(
         self, device: torch.device, make: Callable[[int, torch.device], Pages] = Region

@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deployments.app import assemble
+from deployments.app import assemble, deploy, serve_config
+from deployments.catalog import model_app
 from deployments.config.load import parse_config
 from deployments.replica.deployment import ReplicaSettings
 from engine.config.engine_config import EngineConfig
@@ -35,7 +37,8 @@ def counting(settings: ReplicaSettings) -> EngineConfig:
 
 @dataclass
 class Broken:
-    """An application that is up. replicas, routers: how many there should be."""
+    """An application that is up. replicas, routers: how many there should be. models: by the names
+    that requests use; several are behind the same routers, with as many replicas each."""
 
     port: int
     prefix: str
@@ -43,6 +46,19 @@ class Broken:
     handle: Any
     replicas: int
     routers: int
+    models: Sequence[str] = (NAME,)
+
+    @property
+    def several(self) -> bool:
+        return len(self.models) > 1
+
+    def _engines(self) -> Iterator[Any]:
+        """Serve's handle of each model's engines."""
+        from ray import serve
+
+        for name in self.models:
+            app = model_app(NAME, name) if self.several else NAME
+            yield serve.get_deployment_handle("engine-cpu", app)
 
     def find(self, target: str) -> list[ServerProcess]:
         return self.instance.find(target)
@@ -94,14 +110,12 @@ class Broken:
     async def states(self) -> dict[str, list[dict[str, Any]]]:
         """What every router and every replica says of itself, with what the system knows of the
         routers' processes, ordered by process id."""
-        from ray import serve
-
-        engines = serve.get_deployment_handle("engine-cpu", NAME)
         routers = await _each(self.handle.state, self.routers)
         for state in routers:
             state["open_files"] = len(os.listdir(f"/proc/{state['pid']}/fd"))
             state["resident_mib"] = round(resident_mib(state["pid"]), 1)
-        return {"routers": routers, "replicas": await _each(engines.stats, self.replicas)}
+        replicas = [await _each(each.stats, self.replicas) for each in self._engines()]
+        return {"routers": routers, "replicas": list(itertools.chain.from_iterable(replicas))}
 
     async def idle(self, seconds: float = 5.0) -> None:
         """Wait until nothing is held anywhere: no request, no choice, no block."""
@@ -119,10 +133,8 @@ class Broken:
 
     async def streams_on(self, victim: ServerProcess) -> int | None:
         """Choices that this engine or replica has; None if it does not say so within a second."""
-        from ray import serve
-
-        stats = serve.get_deployment_handle("engine-cpu", NAME).stats
-        calls = [stats.remote() for _ in range(3 * self.replicas)]  # the less busy ones answer
+        # The less busy ones answer.
+        calls = [each.stats.remote() for each in self._engines() for _ in range(3 * self.replicas)]
         try:
             async with asyncio.timeout(1):
                 found = await asyncio.gather(*calls, return_exceptions=True)
@@ -136,16 +148,28 @@ class Broken:
     async def settled(self, seconds: float = 60.0) -> float:
         """Wait until every router has every replica; how long it took."""
         began = time.monotonic()
-        good = 0
+        good, there = 0, self.replicas * len(self.models)
         while good < 3 * self.routers:  # Serve asks any of them
             try:
                 state = await asyncio.wait_for(self.handle.state.remote(), 5)
-                good = good + 1 if len(state["replicas"]) == self.replicas else 0
+                good = good + 1 if len(state["replicas"]) == there else 0
             except Exception:  # a router that was just killed
                 good = 0
             assert time.monotonic() < began + seconds, "the replicas did not come back"
             await asyncio.sleep(0.05)
         return time.monotonic() - began
+
+
+def _await_running(apps: Sequence[str], seconds: float = 300.0) -> None:
+    from ray import serve
+
+    deadline = time.monotonic() + seconds
+    while True:
+        there = serve.status().applications
+        if all(app in there and there[app].status == "RUNNING" for app in apps):
+            return
+        assert time.monotonic() < deadline, there
+        time.sleep(0.5)
 
 
 async def _each(method: Any, count: int) -> list[dict[str, Any]]:
@@ -168,24 +192,40 @@ def deployed(
     replicas: int = 3,
     routers: int = 2,
     num_cpus: float = 0.1,
+    models: Sequence[str] = (NAME,),
     **settings: Any,
 ) -> Iterator[Broken]:
-    """The application on this cluster, and gone afterwards. prepare: None for the model itself."""
+    """The application on this cluster, and gone afterwards. prepare: None for the model itself.
+    models: several are the same one under these names, with replicas of their own."""
     from ray import serve
 
-    common = {
+    one = {
         "model": str(model),
-        "served_name": NAME,
         "pools": {"cpu": {"replicas": replicas, "num_cpus": num_cpus}},
-        "router": {"replicas": routers},
-        "limits": {"drain_seconds": 2.0},
     }
+    common = {"router": {"replicas": routers}, "limits": {"drain_seconds": 2.0}}
+    several = len(models) > 1
+    if several:
+        assert prepare is None, "the engines of several models are what their configuration says"
+        common |= {
+            "app_name": NAME,
+            "route_prefix": f"/{NAME}",
+            "http": {"proxy": "serve", "port": cluster.port},
+            "models": dict.fromkeys(models, one),
+        }
+    else:
+        common |= {"served_name": NAME, **one}
     config = parse_config(common | settings, {})
+    apps = [NAME, *(model_app(NAME, name) for name in models if several)]
     try:
-        serve.run(assemble(config, prepare), name=NAME, route_prefix=f"/{NAME}")
+        if several:
+            deploy(serve_config(config))
+            _await_running(apps)
+        else:
+            serve.run(assemble(config, prepare), name=NAME, route_prefix=f"/{NAME}")
         instance = instance_at(f"http://127.0.0.1:{cluster.port}")
         handle = serve.get_app_handle(NAME)
-        broken = Broken(cluster.port, f"/{NAME}", instance, handle, replicas, routers)
-        yield broken
+        yield Broken(cluster.port, f"/{NAME}", instance, handle, replicas, routers, models)
     finally:
-        serve.delete(NAME)
+        for app in apps:
+            serve.delete(app)

@@ -124,7 +124,11 @@ class Load:
     def __init__(self, broken: Broken, tokens: int) -> None:
         self.broken = broken
         self.tokens = tokens
-        self._bodies = [_body(number, tokens) for number in range(PROMPTS)]
+        self._bodies = [
+            {**_body(number, tokens), "model": model}
+            for number in range(PROMPTS)
+            for model in broken.models
+        ]
         self._wanted: list[Said] = []
 
     async def learn(self) -> None:
@@ -132,7 +136,7 @@ class Load:
         assert not any(said.error for said in self._wanted), self._wanted
 
     async def one(self, number: int, began: float) -> Record:
-        which = number % PROMPTS
+        which = number % len(self._bodies)
         record = Record(which, time.monotonic() - began)
         said = await self.broken.ask(self._bodies[which])
         record.end_s = time.monotonic() - began

@@ -1,7 +1,9 @@
 """The default model in float32 on three replicas, 20 kills in 10 minutes, a report.
 
     python -m tests.faults.soak
+    python -m tests.faults.soak --models 2 --replicas 2
 
+With several models requests go to each in turn, and any model's engines and replicas are killed.
 The load is 60 % of what the replicas are measured to carry first, and at least 1,000 requests while
 there are kills. A fifth of the time it goes on without kills before: good answers, right and begun
 within 2 s, are compared with those of then.
@@ -24,7 +26,7 @@ from typing import Any
 from bench.versus.engine import commit
 from deployments.checkpoints.resolve import resolve_model
 from tests.deployments.on_ray.serve_cluster import ray_and_serve
-from tests.faults.cluster import Broken, deployed
+from tests.faults.cluster import NAME, Broken, deployed
 from tests.faults.load import Load, Run, kill_under_load
 from tests.faults.timeline import picture
 
@@ -150,16 +152,24 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000, help="at least")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--models", type=int, default=1, help="behind the same routers")
     parser.add_argument("--out", type=Path, help="of the report, without .json, .jsonl and .svg")
     options = parser.parse_args()
     os.environ.update({"RAY_worker_niceness": "0"})  # as `manta serve` does
     now = datetime.now(UTC)
-    out: Path = options.out or RESULTS / f"faults-soak-{now:%Y-%m-%d}"
+    what = "soak" if options.models == 1 else f"soak-{options.models}-models"
+    out: Path = options.out or RESULTS / f"faults-{what}-{now:%Y-%m-%d}"
     model = resolve_model("default", progress=lambda what, done, total: None)
     with (
         ray_and_serve(4) as cluster,
         deployed(
-            cluster, model, None, replicas=options.replicas, num_cpus=0.5, engine=ENGINE
+            cluster,
+            model,
+            None,
+            replicas=options.replicas,
+            num_cpus=0.5 if options.models == 1 else 0.3,
+            models=[NAME, "second", "third", "fourth"][: options.models],
+            engine=ENGINE,
         ) as broken,
     ):
         run, report = asyncio.run(soak(broken, options))
@@ -169,6 +179,7 @@ def main() -> int:
         "device": f"{os.cpu_count()} CPU cores",
         "when": now.isoformat(timespec="seconds"),
         "model": "default, float32",
+        "models": options.models,
         "replicas": options.replicas,
         "verdict": verdict(report, options),
         **report,

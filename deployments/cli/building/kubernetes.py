@@ -108,6 +108,14 @@ def _labelled(config: MantaConfig) -> MantaConfig:
                 "here",
                 param=f"{before}pools.cpu.num_cpus",
             )
+        for kind, pool in one.pools.items():
+            if pool.num_gpus and one.sleeps(pool):
+                raise ConfigError(
+                    f"{before}pools.{kind}: engine.sleep_in_host_memory lets models take turns on "
+                    "a GPU, and here each pool has pods with GPUs of their own. Leave it out, or "
+                    "set min_replicas to 0",
+                    param=f"{before}pools.{kind}.engine.sleep_in_host_memory",
+                )
     models = {}
     for model, own in config.models.items():
         labelled = {

@@ -366,6 +366,9 @@ def test_several_models_have_groups_of_their_own() -> None:
     with pytest.raises(ConfigError, match=r"models\.a\.pools\.cpu\.num_cpus must be there"):
         one = {"model": "org/a", "pools": {"cpu": {}}}
         rayservice(parse_config({"models": {"a": one}}, {}))
+    with pytest.raises(ConfigError, match="pods with GPUs of their own"):
+        naps = {"engine": {"sleep_in_host_memory": True}, "pools": {"gpu": {"num_gpus": 0.5}}}
+        rayservice(parse_config({"models": {"a": {"model": "org/a", **naps}}}, {}))
     with pytest.raises(ConfigError, match="groups: head, gpu, cpu, llama-gpu, "):
         rayservice(config, memory={"lama-gpu": "1Gi"})
 
