@@ -80,6 +80,20 @@ class Reader:
             raise self.error(key, f"must be a positive integer, got {value!r}")
         return value
 
+    def count(self, key: str, default: int = 0) -> int:
+        """A size that may be 0."""
+        return 0 if self.get(key, default) in (0, None) else self.size(key, default)
+
+    def listed(self, key: str, *kinds: type) -> list[Any] | None:
+        """A list of values of these types; None for null, and where the file says nothing."""
+        value = self.get(key)
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(each, kinds) for each in value)
+        ):
+            types = " or ".join(kind.__name__ for kind in kinds)
+            raise self.error(key, f"must be a list whose values are of type {types}, got {value!r}")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if value is None:

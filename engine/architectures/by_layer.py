@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.config_reader import Reader
 
@@ -15,12 +15,12 @@ FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 
 def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> list[str]:
     """Of each layer: FULL, WINDOW or CHUNK. default: of layer i, where config.json says nothing."""
-    kinds = config.get("layer_types")
+    kinds = config.listed("layer_types", str)
     if kinds is None:
         return [default(i) for i in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
+    if len(kinds) != layers:
         raise config.error("layer_types", f"must name the attention of each of {layers} layers")
-    if unknown := sorted({str(kind) for kind in kinds} - {FULL, WINDOW, CHUNK}):
+    if unknown := sorted({*kinds} - {FULL, WINDOW, CHUNK}):
         raise config.error("layer_types", f"{unknown[0]!r} is not supported")
     return kinds
 
@@ -32,15 +32,21 @@ def three_to_one(i: int) -> str:
 def turning(config: Reader, layers: int) -> list[bool]:
     """Whether each layer turns: every fourth does not, unless the file says otherwise."""
     each = config.size("no_rope_layer_interval", 4)
-    turns = config.get("no_rope_layers") or [(i + 1) % each != 0 for i in range(layers)]
-    if len(turns) < layers:
-        raise config.error("no_rope_layers", f"has {len(turns)} layers, the model {layers}")
-    return [bool(turn) for turn in turns[:layers]]
+    turns = of_layers(config, "no_rope_layers", layers, int)
+    return [bool(turn) for turn in turns or ((i + 1) % each != 0 for i in range(layers))]
+
+
+def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] | None:
+    """A value of these types for each layer; None where the file says nothing."""
+    values = config.listed(key, *kinds)
+    if values and len(values) < layers:
+        raise config.error(key, f"has {len(values)} layers, the model {layers}")
+    return values[:layers] if values else None
 
 
 def alike(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Every layer attends to all before it."""
-    if kinds := {str(kind) for kind in config.get("layer_types") or ()} - {FULL}:
+    if kinds := {*(config.listed("layer_types", str) or ())} - {FULL}:
         raise config.error("layer_types", f"{sorted(kinds)} is not supported, only {FULL}")
     return [plain] * layers
 

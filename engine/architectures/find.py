@@ -57,7 +57,7 @@ _OF_WRAPPER = ("architectures", "model_type", "text_config", "vision_config", "a
 
 
 def _by_model_type(config: Reader, wrapper: Wrapper) -> Architecture:
-    kind = config.get("model_type", wrapper.flat)
+    kind = str(config.get("model_type", wrapper.flat))
     kind = TEXT_TYPES.get(kind, kind)
     decoders = [each for each in ARCHITECTURES.values() if not each.encoder]
     for architecture in decoders:

@@ -181,8 +181,11 @@ def _match(
         for source, target in chain.from_iterable(map(_targets, parameters)):
             wanted.add(source.name)
             if source.name not in stored:
+                files = {each.file for each in stored.values()}
                 raise ConfigError(
-                    f"{folder}: tensor {source.name} is missing from the checkpoint", param="model"
+                    f"{files.pop() if len(files) == 1 else folder}: tensor {source.name} is "
+                    f"missing, config.json implies it, of shape {list(source.shape)}",
+                    param="model",
                 )
             found = stored[source.name]
             if not source.fits(found.shape):

@@ -55,7 +55,7 @@ _PROPORTIONAL: Mapping[str, Any] = {
 
 def _ropes(kind: str, default: Mapping[str, Any]) -> Read:
     """What the file says of the rope of one kind of layers."""
-    return lambda config: {**(config.inner("rope_parameters").get(kind) or default)}
+    return lambda config: {**(config.inner("rope_parameters").inner(kind).values or default)}
 
 
 def _full_rope(config: Reader, plain: "LayerAttention") -> "Rope":
@@ -69,13 +69,14 @@ def _full_rope(config: Reader, plain: "LayerAttention") -> "Rope":
 
 def _full(config: Reader, kinds: Sequence[str]) -> Reader:
     """What full layers have of their own: transformers 5 writes it layer by layer."""
-    each = config.inner("per_layer_config").values
-    found = each.get(str(kinds.index(FULL)), each.get(FULL))
-    if found is None:
-        heads = config.get("num_global_key_value_heads")
-        found = {"head_dim": config.size("global_head_dim", 512)}
-        if config.flag("attention_k_eq_v") and heads is not None:
-            found["num_key_value_heads"] = heads
+    each = config.inner("per_layer_config")
+    for key in (str(kinds.index(FULL)), FULL):
+        if each.get(key) is not None:
+            return each.inner(key)
+    found = {"head_dim": config.size("global_head_dim", 512)}
+    heads = config.size_or_none("num_global_key_value_heads")
+    if config.flag("attention_k_eq_v") and heads is not None:
+        found["num_key_value_heads"] = heads
     return Reader(found, config.path)
 
 
@@ -92,7 +93,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     )
     local = replace(plain, window=config.size("sliding_window", 512))
     found = [full if kind == FULL else local for kind in kinds]
-    first = layers - config.get("num_kv_shared_layers", 0)
+    first = layers - _without_keys(config, layers)
     for i in range(first, layers):
         if kinds[i] not in kinds[:first]:
             message = f"no layer before {first} is of {kinds[i]}, whose keys layer {i} would read"
@@ -102,10 +103,18 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     return found
 
 
+def _without_keys(config: Reader, layers: int) -> int:
+    """The last layers, which read the keys of others."""
+    shared = config.count("num_kv_shared_layers")
+    if shared >= layers:
+        raise config.error("num_kv_shared_layers", f"{shared} of {layers} layers: none has keys")
+    return shared
+
+
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
     """Twice as wide in layers without keys, where the file says so."""
     size, layers = config.size("intermediate_size"), config.size("num_hidden_layers")
-    shared = config.get("num_kv_shared_layers", 0)
+    shared = _without_keys(config, layers)
     wide = 2 if config.flag("use_double_wide_mlp") else 1
     return (size,) * (layers - shared) + (size * wide,) * shared
 
@@ -142,7 +151,7 @@ ARCHITECTURES = (
             "qk_norm": always("head"),
             "logit_cap": lambda config: config.number_or_none("final_logit_softcapping"),
             "mlp_sizes": _mlp_sizes,
-            "layer_input_size": lambda config: config.get("hidden_size_per_layer_input", 0),
+            "layer_input_size": lambda config: config.count("hidden_size_per_layer_input"),
             "layer_input_rows": lambda config: config.size("vocab_size_per_layer_input"),
         },
         keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},

@@ -118,9 +118,14 @@ def _gpt_neo(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["
     """Scores are not scaled. Global and local layers, by default in turns."""
     full = replace(plain, rope=None, scale=1.0)
     local = replace(full, window=config.size("window_size", 256))
-    types = config.get("attention_types") or [[["global", "local"], layers // 2]]
-    kinds = [kind for names, times in types for _ in range(times) for kind in names]
-    kinds = config.get("attention_layers") or kinds
+    kinds = config.listed("attention_layers", str)
+    if not kinds:
+        types = config.listed("attention_types", list) or [[["global", "local"], layers // 2]]
+        try:
+            kinds = [kind for names, times in types for _ in range(times) for kind in names]
+        except (TypeError, ValueError):
+            message = f"must be a list of [[kind, ...], times], got {types!r}"
+            raise config.error("attention_types", message) from None
     if len(kinds) != layers:
         raise config.error("attention_types", f"names {len(kinds)} layers, the model has {layers}")
     return [local if kind == "local" else full for kind in kinds]

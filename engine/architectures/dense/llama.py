@@ -5,7 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.architectures.by_layer import FULL, WINDOW, layer_types, turning, unstretched, windowed
+from engine.architectures.by_layer import (
+    FULL,
+    WINDOW,
+    layer_types,
+    of_layers,
+    turning,
+    unstretched,
+    windowed,
+)
 from engine.architectures.layout import neighbours
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
@@ -54,7 +62,7 @@ def _granite_swa(
 ) -> Sequence["LayerAttention"]:
     """A base for each layer; 0 does not turn."""
     plain = granite(config, plain, 1)[0]
-    bases = config.get("layer_rope_theta") or [None] * layers
+    bases = of_layers(config, "layer_rope_theta", layers, int, float) or [None] * layers
     kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
     found = []
     for kind, base in zip(kinds, bases, strict=True):
@@ -87,7 +95,7 @@ def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
     """Windows are off unless they are asked for, and then begin at a certain layer."""
     if not config.flag("use_sliding_window"):
         return [plain] * layers
-    local, first = windowed(config, plain, 1)[0], config.get("max_window_layers", 28)
+    local, first = windowed(config, plain, 1)[0], config.count("max_window_layers", 28)
     kinds = layer_types(config, layers, lambda i: WINDOW if i >= first else FULL)
     return [local if kind == WINDOW else plain for kind in kinds]
 

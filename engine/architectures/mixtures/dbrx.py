@@ -21,12 +21,12 @@ def _inner(key: str, name: str, default: Any) -> Read:
 
 def _rope(config: Reader) -> dict[str, Any]:
     theta = config.inner("attn_config").get("rope_theta")
-    given: dict[str, Any] = config.get("rope_parameters", {})
+    given = config.inner("rope_parameters").values
     return given if theta is None else {"rope_theta": theta}
 
 
 def _activation(config: Reader) -> str:
-    return str((config.inner("ffn_config").get("ffn_act_fn") or {}).get("name", "silu"))
+    return str(config.inner("ffn_config").inner("ffn_act_fn").get("name", "silu"))
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:

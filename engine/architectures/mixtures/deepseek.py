@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.architectures.by_layer import of_layers
 from engine.architectures.dense.llama import LAYER, without
 from engine.architectures.experts import Experts
 from engine.architectures.latent import LATENT, ONE_KEY_HEAD, UNBIASED, latent_attention
@@ -37,7 +38,7 @@ def _softmax(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _glm_lite(config: Reader, model: "ModelConfig") -> Experts | None:
-    kinds = config.get("mlp_layer_types")
+    kinds = of_layers(config, "mlp_layer_types", model.num_layers, str)
     if kinds is None:
         return deepseek(config, model)
     found = deepseek(config, model)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.architectures.by_layer import WINDOW, layer_types, windowed
+from engine.architectures.by_layer import WINDOW, layer_types, of_layers, windowed
 from engine.architectures.dense.llama import (
     GRANITE,
     LAYER,
@@ -84,7 +84,7 @@ def _mixtral(config: Reader, model: "ModelConfig") -> Experts | None:
 
 def qwen(config: Reader, model: "ModelConfig") -> Experts | None:
     """Every decoder_sparse_step-th layer, less those that are listed."""
-    step, dense = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+    step, dense = config.size("decoder_sparse_step", 1), config.listed("mlp_only_layers", int) or ()
     layers = (i for i in range(model.num_layers) if (i + 1) % step == 0 and i not in dense)
     return read_experts(config, model, layers, renormalise=config.flag("norm_topk_prob"))
 
@@ -100,7 +100,7 @@ def _qwen2(config: Reader, model: "ModelConfig") -> Experts | None:
 def deepseek(config: Reader, model: "ModelConfig") -> Experts | None:
     """Sigmoids and a correction, behind some dense layers; beside it an MLP of some experts'
     size."""
-    dense = config.get("first_k_dense_replace", 0)
+    dense = config.count("first_k_dense_replace")
     found = read_experts(
         config,
         model,
@@ -119,9 +119,9 @@ def _minimax(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _hy3(config: Reader, model: "ModelConfig") -> Experts | None:
-    kinds = config.get("mlp_layer_types")
+    kinds = of_layers(config, "mlp_layer_types", model.num_layers, str)
     if kinds is None:
-        first = config.get("first_k_dense_replace", 1)
+        first = config.count("first_k_dense_replace", 1)
         kinds = ["dense" if i < first else "sparse" for i in range(model.num_layers)]
     layers = (i for i, kind in enumerate(kinds) if kind == "sparse")
     scale = config.number("router_scaling_factor", 2.826)
@@ -147,7 +147,7 @@ def _granite_shared(config: Reader, model: "ModelConfig") -> Experts | None:
     found = read_experts(config, model)
     if found is None:
         return None
-    return replace(found, shared_size=config.get("shared_intermediate_size", 0))
+    return replace(found, shared_size=config.count("shared_intermediate_size"))
 
 
 def _phi(config: Reader, model: "ModelConfig") -> Experts | None:
@@ -159,18 +159,18 @@ def _phi(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _ernie(config: Reader, model: "ModelConfig") -> Experts | None:
-    last = config.get("moe_layer_end_index", -1)
-    last = model.num_layers - 1 if last == -1 else last
+    end = config.get("moe_layer_end_index", -1)
+    last = model.num_layers - 1 if end == -1 else config.count("moe_layer_end_index")
     every = config.size("moe_layer_interval", 1)
     layers = (
         i
-        for i in range(config.get("moe_layer_start_index", 1), min(last + 1, model.num_layers))
+        for i in range(config.count("moe_layer_start_index", 1), min(last + 1, model.num_layers))
         if (i + 1) % every == 0
     )
     found = read_experts(config, model, layers)
     if found is None:
         return None
-    return replace(found, shared_size=found.size * config.get("moe_num_shared_experts", 0))
+    return replace(found, shared_size=found.size * config.count("moe_num_shared_experts"))
 
 
 def _gpt_oss(config: Reader, model: "ModelConfig") -> Experts | None:

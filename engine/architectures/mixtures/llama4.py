@@ -1,7 +1,7 @@
 """Llama 4: three of four layers see a chunk of the context and turn, the fourth sees all of it and
 does not; experts that weigh what they read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
     """Each interleave_moe_layer_step-th layer, unless they are listed."""
     step = config.size("interleave_moe_layer_step", 1)
-    layers = config.get("moe_layers")
+    layers: Iterable[int] | None = config.listed("moe_layers", int)
     if layers is None:
         layers = range(step - 1, model.num_layers, step)
     found = read_experts(

@@ -36,8 +36,8 @@ class ShortConv:
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     default = None
-    full = config.get("full_attn_idxs")
-    if isinstance(full, list):
+    full = config.listed("full_attn_idxs", int)
+    if full is not None:
         default = [FULL if i in full else _CONV for i in range(layers)]
     kinds = mixed_kinds(config, layers, {FULL: FULL, _CONV: _CONV}, default)
     taps = config.size("conv_L_cache", 3)
@@ -61,7 +61,7 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
     return read_experts(
         config,
         model,
-        range(config.get("num_dense_layers", 2), model.num_layers),
+        range(config.count("num_dense_layers", 2), model.num_layers),
         score="sigmoid",
         renormalise=config.flag("norm_topk_prob", True),
         scale=config.number("routed_scaling_factor", 1.0),

@@ -132,7 +132,7 @@ def _granite_variant(config: Reader) -> str:
 
 
 def _bamba(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    full = config.get("attn_layer_indices") or []
+    full = config.listed("attn_layer_indices", int) or []
     kinds = mixed_kinds(
         config, layers, KINDS, [FULL if i in full else LINEAR for i in range(layers)]
     )
