@@ -166,6 +166,13 @@ Qwen 2 and StarCoder 2. Their tokenizers are SentencePiece's BPE, and byte-level
 that have a name in `deployments/checkpoints/gguf_tokenizer.py`. On the CPU matrices stay in the
 file's blocks, those of experts included; on a GPU they are expanded to 16 bits.
 
+Of models whose rope is `longrope` (Phi 3 and 4 with long contexts) one of the two sets of factors
+holds for all texts, because keys in the cache cannot be turned again: the long one if
+`max_model_len` is beyond the length of the first training, else the short one. transformers takes
+the short one while a text is shorter than that: `max_model_len` at that length gives its short
+texts. To compare texts with transformers', set `dtype: float32`, too; the CPU's default is
+bfloat16. [verify](verify.md) does both for the prompts that come with it.
+
 This page is written by `python docs/generate.py` from `engine/architectures/`.
 """
 MODELS_OF_SEVERAL = """## Text models inside others

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from deployments.checkpoints.resolve import check_model
 from deployments.cli.console import out
 from deployments.cli.plan import device_of, keys_and_values, parameters, plans
 from deployments.cli.ports import holder, listeners
@@ -49,7 +50,7 @@ def run(spec: str | None = None) -> int:
     be served, if that is known. Raises ConfigError."""
     config, file = (named_config(), None) if spec is None else read_planned(spec)
     missing = 0
-    for check in (*checks(config), *model_checks(config, file)):
+    for check in (*checks(config), *model_checks(config, file), *_model_files(spec, file)):
         missing += check.state == "MISSING"
         style = _STYLES[check.state]
         label = f"[{style}]{check.state:<8}[/{style}]"
@@ -58,7 +59,8 @@ def run(spec: str | None = None) -> int:
     if missing:
         out.print(f"{missing} thing{'s' * (missing > 1)} missing; the arrows say what to do.")
         return 1
-    out.print(f"This machine can run Manta: manta serve {spec or 'default'}", markup=False)
+    served = file.parent if file is not None else spec or "default"
+    out.print(f"This machine can run Manta: manta serve {served}", markup=False)
     return 0
 
 
@@ -111,6 +113,19 @@ def model_checks(
     except ConfigError as error:
         way_out = f"manta plan {file.parent} --gpu h200 plans for another device"
         yield DoctorCheck("model", "MISSING", error.message, way_out)
+
+
+def _model_files(spec: str | None, file: Path | None) -> Iterator[DoctorCheck]:
+    """What `manta serve` misses beside a config.json that can be planned. Given by itself it is no
+    folder yet."""
+    if file is None:
+        return
+    try:
+        check_model(str(file.parent))
+    except ConfigError as error:
+        alone = Path(spec or "").suffix == ".json"
+        way_out = "manta serve needs the whole folder"
+        yield DoctorCheck("model files", "note" if alone else "MISSING", error.message, way_out)
 
 
 def _python() -> DoctorCheck:

@@ -43,7 +43,7 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("Gemma3ForConditionalGeneration", "Gemma 3 from 4B on"),
         _wrapper("Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)"),
         _wrapper("Llama4ForConditionalGeneration", "Llama 4 (Scout, Maverick)"),
-        _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6 (weights in 16 bits)"),
+        _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6"),
         _wrapper("LlavaForConditionalGeneration", "LLaVA, Pixtral"),
         _wrapper("LlavaNextForConditionalGeneration", "LLaVA-NeXT"),
         _wrapper("InternVLForConditionalGeneration", "InternVL 3"),

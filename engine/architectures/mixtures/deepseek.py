@@ -79,7 +79,7 @@ ARCHITECTURES = (
     Architecture(
         "DeepseekV3ForCausalLM",
         _TENSORS,
-        models="DeepSeek V3, V3.1 and R1, Kimi-K2, Moonlight (weights in 16 bits)",
+        models="DeepSeek V3, V3.1 and R1, Kimi-K2, Moonlight",
         model_type="deepseek_v3",
         keys=ROUTED,
         defaults={

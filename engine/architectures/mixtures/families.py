@@ -308,7 +308,7 @@ ARCHITECTURES = (
             **QK_NORM,
             "router_correction": CheckpointTensor((f"{_BLOCK}e_score_correction_bias",)),
         },
-        models="MiniMax-M2 (weights in 16 bits)",
+        models="MiniMax-M2",
         model_type="minimax_m2",
         switches={"qk_norm": always("flat")},
         keys=_LOCAL,

@@ -443,6 +443,19 @@ def test_doctor_exits_1_with_the_way_out(
     assert "1.0 GiB free -> 3 GiB are needed" in output
 
 
+def test_doctor_misses_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], default_model: Path
+) -> None:
+    """Bug: a folder with nothing but a config.json "can be served"."""
+    (tmp_path / "config.json").write_text((default_model / "config.json").read_text())
+    assert doctor.run(str(tmp_path)) == 1
+    assert f"{tmp_path} has no tokenizer.json, no *.safetensors" in capsys.readouterr().out.replace(
+        "\n", ""
+    )
+    doctor.run(str(tmp_path / "config.json"))
+    assert "note    model files" in capsys.readouterr().out
+
+
 def test_doctor_refuses_an_open_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ray dashboard that everyone reaches without a token runs everyone's code."""
     open_port = ports.ListeningSocket("0.0.0.0", 8265, "1")
