@@ -22,7 +22,7 @@ from engine.errors import ConfigError
 from engine.models.registry import Model
 from engine.quantization.byte_layouts import NF4
 from engine.quantization.method import Part
-from engine.quantization.rounded_cuda import nearest, rounded
+from engine.quantization.rounded import nearest, rounded
 from engine.quantization.stored import layout_of
 from engine.quantization.stored_experts import all_experts
 from engine.weights.converted import Writer, copy_others
@@ -77,7 +77,7 @@ def _description(name: str, group: int) -> dict[str, Any]:
     }
 
 
-NAMES = ("fp8", "int8", "int4", "nf4")
+NAMES = ("fp8", "w8a8", "int8", "int4", "nf4")
 
 
 def round_checkpoint(

@@ -18,12 +18,13 @@ from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
-from kernels.gemm import cublaslt, fp8
+from kernels.gemm import cublaslt, fp8, int8
 from kernels.gemm.cublaslt_tune import tune
 from kernels.gemm.gemv import GATES, fits, gemv
 from kernels.gemm.packed_dot import expand, packed_dot
 from kernels.gemm.packed_few import few_fits, packed_few
 from kernels.gemm.packed_gemv import packed_gemv
+from kernels.gemm.round_rows import round_rows
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write
@@ -35,7 +36,7 @@ from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 
 PACKED_ROWS = 256  # of x, up to which packed weights are decoded in the product
-FP8_ROWS = 32  # of x, from which both sides are 8-bit floats
+ROUNDED_ROWS = 32  # of x, from which both sides have 8 bits where the format says so
 
 
 class Cuda(Kernels):
@@ -124,8 +125,8 @@ class Cuda(Kernels):
     ) -> Tensor:
         """Few tokens: by `packed_few` where it has the format. One token of other formats: all in
         one kernel. Up to PACKED_ROWS: from the codes. More: the weight is expanded for a product of
-        the library, which costs less than decoding it for each tile. From FP8_ROWS on, e4m3 weights
-        with a scale an output are multiplied by rounded rows."""
+        the library, which costs less than decoding it for each tile. From ROUNDED_ROWS on, rows in
+        8 bits are multiplied by the codes themselves where the format has such activations."""
         if few_fits(x, weight):
             if norm is not None:
                 x = self.rms_norm(x, norm, eps)
@@ -133,11 +134,16 @@ class Cuda(Kernels):
             return y if gate is None else self.GATES[gate](y)
         if fits(x) and (gate is None or gate in GATES):
             return packed_gemv(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
-        if x.shape[0] >= FP8_ROWS and fp8.scales_fit(x, weight):
-            y = fp8.scaled(*fp8.round_rows(x, norm, eps), weight, x.dtype)
-            if residual is not None:
-                return residual.add_(y)
-            return y if gate is None else self.GATES[gate](y)
+        if x.shape[0] >= ROUNDED_ROWS:
+            if fp8.scales_fit(x, weight):
+                y = fp8.scaled(*round_rows(x, norm, eps), weight, x.dtype)
+                if residual is not None:
+                    return residual.add_(y)
+                return y if gate is None else self.GATES[gate](y)
+            if int8.fits(weight, x):
+                rows = round_rows(x, norm, eps, torch.int8)
+                y = int8.int8_linear(*rows, weight, x.dtype, residual)
+                return y if gate is None else self.GATES[gate](y)
         if norm is not None:
             x = self.rms_norm(x, norm, eps)
         if x.shape[0] <= PACKED_ROWS:

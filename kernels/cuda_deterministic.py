@@ -9,6 +9,7 @@ and never splits them. Everything else goes row by row anyway.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kernels.attention.paged import attend_chunks
@@ -16,8 +17,10 @@ from kernels.cuda import Cuda, _count
 from kernels.experts import packed as packed_module
 from kernels.experts.grouped import FIXED, grouped
 from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.gemm import int8
 from kernels.gemm.deterministic import linear_fixed
 from kernels.gemm.packed_dot import expand
+from kernels.gemm.round_rows import round_rows
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
 from kernels.packed import PackedWeight
@@ -51,7 +54,12 @@ class CudaDeterministic(Cuda):
         gate: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """The product above with the expanded weight, whatever x's rows."""
+        """The product above with the expanded weight, or that of 8-bit integers, whose sums are
+        exact, whatever x's rows."""
+        if int8.fits(weight, x):
+            rows = round_rows(x, norm, eps, torch.int8)
+            y = int8.int8_linear(*rows, weight, x.dtype, residual, int8.FIXED, split=1)
+            return y if gate is None else self.GATES[gate](y)
         if norm is not None:
             x = self.rms_norm(x, norm, eps)
         y = linear_fixed(x, expand(weight, x), weight.bias, residual)

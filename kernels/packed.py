@@ -35,6 +35,9 @@ class Format:
         from 0 to 255.
     code: "int", or "e4m3" for 8 bits that are a float of torch.float8_e4m3fn.
     rows: outputs that share a scale.
+    activations: bits of x in the products of several tokens: 8 where the format rounds its rows
+        too, each with a scale of its own, and the device multiplies such numbers; else 16, as x
+        comes. The CPU's kernels round x to 8 bits in any case.
     """
 
     bits: Literal[4, 8]
@@ -45,6 +48,7 @@ class Format:
     table: tuple[float, ...] = ()
     code: Literal["int", "e4m3"] = "int"
     rows: int = 1
+    activations: Literal[8, 16] = 16
 
     def __post_init__(self) -> None:
         assert self.group == 16 or self.group % BLOCK == 0

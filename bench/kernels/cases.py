@@ -16,9 +16,9 @@ from bench.kernels.sizes import LLAMA, Sizes, meta_of
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
-from kernels.gemm.fp8 import round_rows
 from kernels.gemm.packed_few import TOKENS as FEW
 from kernels.gemm.packed_few import packed_few
+from kernels.gemm.round_rows import E4M3, round_rows
 from kernels.kv.format import FORMATS
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.lora import lora_add, lora_gated
@@ -170,7 +170,8 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
     form = {
         "int4": Format(4, min(width, 128), zero=8),
         "int8": Format(8, width, torch.float32, zero=128),
-        "fp8": Format(8, width, torch.float32, code="e4m3"),
+        "fp8": Format(8, width, torch.float32, code="e4m3", activations=8),
+        "w8a8": Format(8, width, torch.float32, zero=128, activations=8),
         "mxfp4": Format(4, 32, torch.bfloat16, zero=12, table=E2M1),
     }[to]
     num_bytes = PackedWeight.num_bytes(form, size, width)
@@ -190,12 +191,12 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
     return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})
 
 
-def rounded_rows(s: Sizes, rows: int) -> KernelWork:
-    """The norm before a product of 8-bit floats."""
+def rounded_rows(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
+    """The norm before a product of rows in 8 bits."""
     num_bytes = rows * s.hidden * (s.dtype.itemsize + 1.0)
     xs = [s.random(rows, s.hidden) for _ in range(copies_for(num_bytes))]
     weight = s.random(s.hidden)
-    return KernelWork([partial(round_rows, x, weight, 1e-5) for x in xs], num_bytes)
+    return KernelWork([partial(round_rows, x, weight, 1e-5, to) for x in xs], num_bytes)
 
 
 def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
@@ -428,16 +429,17 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for name, ((size, width), counts) in LINEARS.items():
         for rows in counts:
             cases[f"product/{name}/{rows}"] = partial(linear, s, size, width, rows)
-    for to in ("int4", "int8", "fp8"):
+    for to in ("int4", "int8", "w8a8", "fp8"):
         for name in ("8b qkv", "8b o", "8b gate_up", "8b down"):
-            for rows in (1, 2, 8, 16, 32, 64, 256, 1024):
+            for rows in (1, 2, 8, 16, 32, 64, 256, 1024, 8192):
                 make = partial(packed_linear, s, *LINEARS[name][0], rows, to)
                 cases[f"{to} product/{name}/{rows}"] = make
     for rows in (1, 16, 256):
         down = LINEARS["8b down"][0]
         cases[f"mxfp4 product/8b down/{rows}"] = partial(packed_linear, s, *down, rows, "mxfp4")
     for rows in (32, 256, 8192):
-        cases[f"norm to e4m3/{rows}"] = partial(rounded_rows, s, rows)
+        cases[f"norm to e4m3/{rows}"] = partial(rounded_rows, s, rows, E4M3)
+        cases[f"norm to int8/{rows}"] = partial(rounded_rows, s, rows, torch.int8)
     for rows in (256, 4096):
         make = partial(fixed_linear, s, *LINEARS["8b qkv"][0], rows)
         cases[f"deterministic product/8b qkv/{rows}"] = make

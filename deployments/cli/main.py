@@ -226,7 +226,7 @@ def convert(
         typer.Option(help="Type of the weights; auto is what the engine takes."),
     ] = "auto",
     quantization: Annotated[
-        Literal["auto", "none", "gguf", "fp8", "int8", "int4", "nf4"],
+        Literal["auto", "none", "gguf", "fp8", "w8a8", "int8", "int4", "nf4"],
         typer.Option(help="gguf keeps a .gguf file's blocks; the last four round the weights."),
     ] = "auto",
     check: Annotated[

@@ -18,6 +18,7 @@ Quantization = Literal[
     "gguf",
     "int8",
     "fp8",
+    "w8a8",
     "int4",
     "nf4",
     "uint8-64",
@@ -59,10 +60,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         off and tensor_parallel is 1, and "none" otherwise.
         "int8" rounds weights to 8 bits with a scale an output: half the memory to read, for a small
         loss of accuracy. On the CPU, which needs AVX512-VNNI, activations are rounded too, to 16
-        bits with a scale a token. "fp8" rounds weights to 8-bit floats (e4m3) with a scale an
-        output, and activations with a scale a token in steps of 32 tokens and more; "int4" rounds
-        weights to 4 bits with a scale and an offset for 128 inputs, "nf4" to
-        the 16 numbers of NF4 with a scale for 64, the head to 8 bits (all three CUDA only).
+        bits with a scale a token. "w8a8" is "int8" with activations in 8 bits as well: on CUDA with
+        a scale a token in steps of 32 tokens and more, which needs compute capability 8.0, on the
+        CPU with a scale for 32 numbers. "fp8" is the same with 8-bit floats (e4m3), CUDA only; GPUs
+        other than Hopper take activations as they come. "int4" rounds weights to 4 bits with a
+        scale and an offset for 128 inputs, "nf4" to the 16 numbers of NF4 with a scale for 64, the
+        head to 8 bits (both CUDA only).
         "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
         group of so many inputs, and activations to 8 bits with a scale for 32 (CPU only).
     kv_dtype: of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3) and "int4" keep them

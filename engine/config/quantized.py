@@ -30,6 +30,8 @@ class Scheme:
     weight, scale, total: names of the tensors behind the matrix's, where a kind has several.
     divides: "nvfp4": the scale of the matrix divides.
     nested: "nf4": scales are in 8 bits themselves.
+    activations: bits of the inputs of products, as the file says; other than 8 are taken as they
+        come.
     """
 
     kind: Kind
@@ -44,6 +46,7 @@ class Scheme:
     total: str = ""
     divides: bool = False
     nested: bool = False
+    activations: Literal[8, 16] = 16
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from engine.config.quantized import KEY, Kind, Quantized, Scheme, expression, modules
 from engine.config_reader import Reader
@@ -156,6 +156,7 @@ def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
     strategies = ("tensor", "channel", "group", "block", "tensor_group")
     strategy = weights.one_of("strategy", strategies, "group")
     symmetric = bool(weights.get("symmetric", True))
+    activations = _activations(group, kind)
     if kind == "float":
         if bits == 4:
             return _fp4(weights, file_format)
@@ -163,14 +164,14 @@ def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
         weights.one_of("strategy", ("tensor", "channel", "block"), strategy)
         if strategy == "block":
             rows, inputs = _block(weights, "block_structure")
-            return Scheme("fp8", 8, inputs, rows)
-        return Scheme("fp8", 8, 0, 0 if strategy == "tensor" else 1)
+            return Scheme("fp8", 8, inputs, rows, activations=activations)
+        return Scheme("fp8", 8, 0, 0 if strategy == "tensor" else 1, activations=activations)
     if file_format in ("int-quantized", "naive-quantized"):
         _bits(weights, "num_bits", bits, (8,))
         weights.one_of("strategy", ("tensor", "channel"), strategy)
         if not symmetric:
             raise weights.error("symmetric", "zero points of int-quantized weights are not read")
-        return Scheme("int8", 8, 0, 0 if strategy == "tensor" else 1)
+        return Scheme("int8", 8, 0, 0 if strategy == "tensor" else 1, activations=activations)
     group.one_of("format", ("pack-quantized",), str(file_format or "pack-quantized"))
     if file_format not in (None, "pack-quantized"):
         raise group.error("format", f"{file_format!r} of whole numbers is not supported")
@@ -185,6 +186,14 @@ def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
         symmetric=symmetric,
         ordered=weights.get("actorder") in ("group", True) and inputs != 0,
     )
+
+
+def _activations(group: Reader, kind: str) -> Literal[8, 16]:
+    """Whether inputs are rounded to 8 bits as weights of this type are."""
+    inputs = group.get("input_activations")
+    if not isinstance(inputs, dict):
+        return 16
+    return 8 if (inputs.get("type", "int"), inputs.get("num_bits", 8)) == (kind, 8) else 16
 
 
 def _fp4(weights: Reader, file_format: object) -> Scheme:
@@ -205,7 +214,7 @@ _NVFP4 = Scheme("nvfp4", 4, 16, total="weight_scale_2")
 def _fp8(read: Reader) -> Rules:
     read.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     read.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
-    scheme = Scheme("fp8", 8, 0, 0, scale="weight_scale_inv")
+    scheme = Scheme("fp8", 8, 0, 0, scale="weight_scale_inv", activations=8)
     if read.get("weight_block_size") is not None:
         rows, inputs = _block(read, "weight_block_size")
         scheme = replace(scheme, rows=rows, group=inputs)
@@ -214,8 +223,8 @@ def _fp8(read: Reader) -> Rules:
 
 
 _MODELOPT: dict[str, Scheme] = {
-    "FP8": Scheme("fp8", 8, 0, 0),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", 8, 0, 1),
+    "FP8": Scheme("fp8", 8, 0, 0, activations=8),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("fp8", 8, 0, 1, activations=8),
     "FP8_PB_WO": Scheme("fp8", 8, 128, 128),
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,

@@ -60,9 +60,9 @@ class EightBitLayout(Layout):
         aligned = isinstance(rows, tuple) and rows[0] % max(1, scheme.rows) == 0
         band = scheme.rows if scheme.rows > 1 and aligned and count % scheme.rows == 0 else 1
         self.form = (
-            Format(8, group, torch.float32, code="e4m3", rows=band)
+            Format(8, group, torch.float32, code="e4m3", rows=band, activations=scheme.activations)
             if self._floats
-            else Format(8, group, torch.float32, zero=128)
+            else Format(8, group, torch.float32, zero=128, activations=scheme.activations)
         )
         self.scale_name = scheme.scale
         self.parameters: dict[str, Parameter] = {}

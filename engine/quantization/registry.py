@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 from engine.config.quantized import GGUF_BLOCKS, Quantized
 from engine.errors import ConfigError
-from engine.quantization.groups import GroupsCpu
 from engine.quantization.method import DenseCpu, DenseCuda, Int8Cpu, LinearMethod
+from engine.quantization.rounded_cpu import RoundedCpu
 from engine.quantization.rounded_cuda import RoundedCuda
 from engine.quantization.stored_cpu import StoredCpu
 from engine.quantization.stored_cuda import StoredCuda
@@ -15,20 +16,28 @@ from kernels.dispatch import Kernels
 AS_STORED = "gguf"  # weights in the blocks of a .gguf file
 _AS_THEY_ARE = ("auto", "none")  # the caller of the engine has made the folder that it wanted
 
+# Bits, and inputs that share a scale and an offset.
+_GROUPS: tuple[tuple[Literal[4, 8], int], ...] = (
+    *((8, 64), (8, 128), (8, 256), (8, 512)),
+    *((4, 32), (4, 64), (4, 128)),
+)
 # Of a checkpoint with 16- or 32-bit weights.
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
     "none": {"cpu": DenseCpu, "cuda": DenseCuda},
     "int8": {"cpu": Int8Cpu, "cuda": partial(RoundedCuda, to="int8")},
     "fp8": {"cuda": partial(RoundedCuda, to="fp8")},
+    "w8a8": {
+        "cpu": partial(RoundedCpu, name="w8a8", bits=8),
+        "cuda": partial(RoundedCuda, to="w8a8"),
+    },
     "int4": {"cuda": partial(RoundedCuda, to="int4")},
     "nf4": {"cuda": partial(RoundedCuda, to="nf4")},
-    "uint8-64": {"cpu": partial(GroupsCpu, bits=8, group=64)},
-    "uint8-128": {"cpu": partial(GroupsCpu, bits=8, group=128)},
-    "uint8-256": {"cpu": partial(GroupsCpu, bits=8, group=256)},
-    "uint8-512": {"cpu": partial(GroupsCpu, bits=8, group=512)},
-    "uint4-32": {"cpu": partial(GroupsCpu, bits=4, group=32)},
-    "uint4-64": {"cpu": partial(GroupsCpu, bits=4, group=64)},
-    "uint4-128": {"cpu": partial(GroupsCpu, bits=4, group=128)},
+    **{
+        f"uint{bits}-{group}": {
+            "cpu": partial(RoundedCpu, name=f"uint{bits}-{group}", bits=bits, group=group)
+        }
+        for bits, group in _GROUPS
+    },
 }
 
 

@@ -2,21 +2,27 @@
 
 fp8    e4m3 with a scale an output; activations too, with a scale a token, in steps large enough
        for the device's products of 8-bit floats
-int8   a scale an output
+w8a8   whole numbers with a scale an output; activations too, with a scale a token, likewise
+int8   whole numbers with a scale an output; activations as they come
 int4   a scale and an offset for a group of 128 inputs; the head in 8 bits
 nf4    the 16 numbers of NF4 with a scale for 64 inputs; the head in 8 bits
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.quantization.byte_layouts import NF4
 from engine.quantization.method import DenseCuda, DenseState, ExpertsSpec, LinearSpec
+from engine.quantization.rounded import rounded
+from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts
-from kernels.packed import BLOCK, Decoded, Format, PackedWeight
+from kernels.gemm import int8
+from kernels.packed import BLOCK, Format, PackedWeight
 
 _STEP = 4096  # rows that are rounded at once
 _GROUP = 128  # of 4-bit weights, where it divides a row
@@ -62,7 +68,7 @@ class PackedCuda(DenseCuda):
 class RoundedCuda(PackedCuda):
     """Matrices whose rows are no multiple of 32 stay as they are."""
 
-    def __init__(self, kernels: Kernels, to: Literal["fp8", "int8", "int4", "nf4"]) -> None:
+    def __init__(self, kernels: Kernels, to: Literal["fp8", "w8a8", "int8", "int4", "nf4"]) -> None:
         super().__init__(kernels)
         self._to = to
 
@@ -71,7 +77,9 @@ class RoundedCuda(PackedCuda):
         if width % BLOCK:
             return None
         if self._to == "fp8":
-            return Format(8, width, torch.float32, code="e4m3")
+            return Format(8, width, torch.float32, code="e4m3", activations=8)
+        if self._to == "w8a8":
+            return Format(8, width, torch.float32, zero=128, activations=8)
         if self._to == "int8" or name == "head":
             return Format(8, width, torch.float32, zero=128)
         if self._to == "nf4":
@@ -79,6 +87,16 @@ class RoundedCuda(PackedCuda):
             return Format(4, group, torch.float32, table=NF4)
         group = next(each for each in (_GROUP, 64, BLOCK) if width % each == 0)
         return Format(4, group, torch.float16, offset="add")
+
+    def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
+        if self._to == "w8a8" and not int8.able(spec.device):
+            raise ConfigError(
+                "quantization 'w8a8' multiplies 8-bit integers, which needs a GPU of compute "
+                f"capability {int8.CAPABILITY[0]}.{int8.CAPABILITY[1]}; set quantization: int8, "
+                "which rounds weights alone",
+                param="quantization",
+            )
+        return super().create(spec)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
         form = self.form(spec.name, spec.in_features)
@@ -126,42 +144,3 @@ def _packed(form: Format, weight: Tensor, bias: Tensor | None) -> PackedWeight:
     packed = PackedWeight(form, rows, width, bias, weight.device)
     steps = (weight[at : at + _STEP] for at in range(0, weight.shape[0], _STEP))
     return packed.fill_all(rounded(form, each) for each in steps)
-
-
-def nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
-    """uint8: of each value the number of the nearest in an ascending table."""
-    ends = torch.tensor(table, dtype=values.dtype, device=values.device)
-    return torch.bucketize(values, (ends[1:] + ends[:-1]) / 2).to(torch.uint8)
-
-
-def rounded(form: Format, weight: Tensor) -> Decoded:
-    """weight [n, in] -> what PackedWeight.fill takes. Symmetric codes reach the largest magnitude
-    of a group. Codes with an offset reach both ends of its range, but for the rounding of scale and
-    offset, which codes are rounded after."""
-    rows, width = weight.shape
-    groups = weight.float().view(rows, width // form.group, form.group)
-    offset = None
-    if form.code == "e4m3":
-        scale = (groups.abs().amax(-1) / 448).clamp_(min=1e-12)
-        values = (groups / scale.unsqueeze(-1)).clamp_(-448, 448)
-        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
-    elif form.offset == "none" and not form.table:
-        top = (1 << (form.bits - 1)) - 1
-        scale = (groups.abs().amax(-1) / top).clamp_(min=1e-12)
-        codes = (groups / scale.unsqueeze(-1)).round_().add_(form.zero).to(torch.uint8)
-    elif form.table:
-        scale = groups.abs().amax(-1)
-        codes = nearest(groups / scale.clamp(min=1e-30).unsqueeze(-1), form.table)
-    else:
-        top = (1 << form.bits) - 1
-        low, high = groups.aminmax(dim=-1)
-        # Of float16; its smallest number stands for groups that are all the same.
-        scale = ((high - low) / top).clamp_(min=6e-8).to(form.scale).float()
-        offset = low.to(form.scale).float()
-        codes = (groups - offset.unsqueeze(-1)) / scale.unsqueeze(-1)
-        codes = codes.round_().clamp_(0, top).to(torch.uint8)
-    codes = codes.view(rows, width)
-    if form.bits == 4:
-        both = codes.view(rows, -1, 2, 16)
-        codes = (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
-    return codes, scale, offset

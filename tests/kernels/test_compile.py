@@ -7,6 +7,7 @@ unfilled CPU tensors, and each launch ends where the machine code is there.
 import importlib
 import itertools
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -29,10 +30,12 @@ from kernels.attention.decode import attention_decode  # noqa: E402
 from kernels.attention.decode_plan import plan  # noqa: E402
 from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
+from kernels.gemm.int8 import int8_linear  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.kv.quantized import QuantizedKV  # noqa: E402
 from kernels.kv.write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
+from kernels.packed import Format, PackedWeight  # noqa: E402
 from tests.kernels.hopper import Ampere, Hopper  # noqa: E402
 from tests.kernels.launches import PARTS  # noqa: E402
 from tests.kernels.launches.attention import quantized_attention  # noqa: E402
@@ -169,6 +172,23 @@ def test_experts_are_read_wide(model: str, launches: Launches) -> None:
         if name.startswith("_grouped_"):
             assert "cp.async.cg" in ptx, name
             assert "cp.async.ca" not in ptx, name
+
+
+@pytest.mark.slow
+def test_whole_numbers_take_the_matrix_units(launches: Launches) -> None:
+    """8-bit integers that are multiplied one by one, or read a byte at a time."""
+    form = Format(8, 4096, torch.float32, zero=128, activations=8)
+    weight = PackedWeight(form, 6144, 4096, None, torch.device("cpu"))
+    for tokens in (64, 256, 2048):
+        rows = torch.empty(tokens, 4096, dtype=torch.int8)
+        int8_linear(rows, torch.empty(tokens, 1), weight, torch.bfloat16)
+    products = [compiled for name, compiled in launches.seen if name == "_int8_dot_kernel"]
+    assert len(products) == 3
+    for compiled in products:
+        assert re.search(r"wgmma\.mma_async[.\w]*\.s32\.s8\.s8", compiled.asm["ptx"])
+        assert "cp.async.cg" in compiled.asm["ptx"]
+        assert "ld.global.b8" not in compiled.asm["ptx"]
+        assert compiled.metadata.shared <= SHARED_MEMORY
 
 
 @pytest.mark.slow

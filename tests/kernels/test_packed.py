@@ -5,13 +5,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import FP8_ROWS
+from kernels.cuda import ROUNDED_ROWS
 from kernels.dispatch import kernels_for
-from kernels.gemm import fp8
+from kernels.gemm import fp8, int8
 from kernels.gemm import packed_dot as dot_module
 from kernels.gemm.packed_dot import expand, packed_dot, quick
 from kernels.gemm.packed_few import few_fits, packed_few
 from kernels.gemm.packed_gemv import packed_gemv
+from kernels.gemm.round_rows import E4M3, TOP, round_rows
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
@@ -32,7 +33,8 @@ FORMS = {
     "int8-row": (Format(8, 288, F32, zero=128), 288),
     "int8-32-shift": (Format(8, 32, F32, offset="shift"), 160),
     "int8-16-zero": (Format(8, 16, F32, zero=32), 160),
-    "e4m3-row": (Format(8, 288, F32, code="e4m3"), 288),
+    "e4m3-row": (Format(8, 288, F32, code="e4m3", activations=8), 288),
+    "int8-both": (Format(8, 288, F32, zero=128, activations=8), 288),
     "e4m3-block": (Format(8, 128, F32, code="e4m3", rows=128), 256),
 }
 # What `packed_few` is made for, and the shorter ways of `packed_dot`.
@@ -164,7 +166,7 @@ def test_every_number_of_tokens_means_the_same(
         assert row_error(cuda.packed_linear(x, weight, residual=residual), ref) < 4 * BOUND[dtype]
 
 
-# ---- 8-bit floats on both sides ------------------------------------------------------------------
+# ---- 8 bits on both sides ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -176,17 +178,107 @@ def test_rows_are_rounded(size: int, dtype: torch.dtype) -> None:
     wide = x.double()
     normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
     for weight, ref in ((None, wide), (norm, normed)):
-        rows, scales = fp8.round_rows(x, weight, 1e-5)
+        rows, scales = round_rows(x, weight, 1e-5)
         found = rows.double() * scales.double()
         # Half of the last of three bits of mantissa, or of the smallest step.
         bound = (ref.abs() / 16).maximum(scales.double() * 2**-10) * 1.01
         near = (found - ref).abs() <= bound
         if DEVICE == "cpu":  # the interpreter loses a carry out of the mantissa
-            nearest = (ref / scales.double()).float().to(fp8.E4M3).float()
+            nearest = (ref / scales.double()).float().to(E4M3).float()
             near |= torch.frexp(nearest).mantissa.abs() == 0.5
         assert near.all()
         top = ref.abs().amax(-1, keepdim=True)
         assert torch.allclose(scales.double(), top / 448, rtol=1e-3, atol=2e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [48, 300])
+def test_rows_are_rounded_to_whole_numbers(size: int, dtype: torch.dtype) -> None:
+    """Numbers that are cut instead of rounded, an end of the range that wraps around, a row of
+    zeros that becomes NaN."""
+    x, norm = random(5, size, dtype=dtype), random(size, dtype=dtype)
+    x[2], x[3, 7] = 0, -100.0
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    for weight, ref in ((None, wide), (norm, normed)):
+        rows, scales = round_rows(x, weight, 1e-5, torch.int8)
+        assert rows.dtype == torch.int8
+        top = ref.abs().amax(-1, keepdim=True)
+        assert torch.allclose(scales.double(), top / 127, rtol=1e-3, atol=2e-12)
+        # float32 divides, and a row's largest number may be a hair above its scale's.
+        assert ((rows.double() * scales.double() - ref).abs() <= 0.5001 * scales.double()).all()
+        assert int(rows.int().abs().max()) == TOP[torch.int8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whole_numbers_on_both_sides(dtype: torch.dtype) -> None:
+    """A scale of the neighbouring row, a share of the columns that is left out or taken twice, a
+    tile that has rows of two bands, bias or residual added for each share; what is behind the last
+    row, output or column."""
+    weight, ref = packed("int8-both", 40, bias=True)
+    assert weight.bias is not None
+    x, residual = random(70, weight.shape[1], dtype=dtype), random(70, 40, dtype=dtype)
+    rows, scales = round_rows(x, to=torch.int8)
+    exact = (rows.double() * scales.double()) @ ref.T + weight.bias.double()
+    for config in ((16, 16, 64, 1, 2), (32, 32, 32, 1, 2)):
+        for split in (1, 2, 5):
+            got = int8.int8_linear(rows, scales, weight, dtype, None, config, split)
+            assert got.dtype == dtype
+            assert row_error(got, exact) < BOUND[dtype]
+    given = residual.clone()
+    got = int8.int8_linear(rows, scales, weight, dtype, given, (32, 32, 32, 1, 2), 2)
+    assert got is given
+    assert row_error(got, exact + residual.double()) < 2 * BOUND[dtype]
+
+
+def test_what_rounds_its_rows() -> None:
+    """Weights alone in 8 bits, whose x is to stay as it is; few rows, which are read for nothing;
+    and what rounding them costs, against the weights' own numbers."""
+    dtype = torch.float16
+    both, ref = packed("int8-both", 40, bias=True)
+    alone, _ = packed("int8-row", 40)
+    floats, _ = packed("e4m3-row", 40)
+    x, norm = random(ROUNDED_ROWS, 288, dtype=dtype), random(288, dtype=dtype)
+    assert int8.fits(both, x)
+    assert not int8.fits(alone, x) and not int8.fits(floats, x)
+    assert both.bias is not None
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    want = normed @ ref.T + both.bias.double()
+    got = cuda.packed_linear(x, both, norm=norm, eps=1e-5)
+    rows, scales = round_rows(x, norm, 1e-5, torch.int8)
+    exact = (rows.double() * scales.double()) @ ref.T + both.bias.double()
+    assert row_error(got, exact) < BOUND[dtype]
+    assert 1e-3 < row_error(got, want) < 0.04  # a row's largest number is six times its others
+    gate, up = got.double().chunk(2, -1)
+    gated = cuda.packed_linear(x, both, norm=norm, eps=1e-5, gate="silu")
+    assert row_error(gated, torch.nn.functional.silu(gate) * up) < 4 * BOUND[dtype]
+    fixed = kernels_for("cuda", deterministic=True)
+    alike = fixed.packed_linear(x, both, norm=norm, eps=1e-5)
+    one = fixed.packed_linear(x[3:4], both, norm=norm, eps=1e-5)
+    assert torch.equal(one, alike[3:4])
+    assert row_error(alike, exact) < BOUND[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 32, 33, 64, 200, 300, 2000])
+@pytest.mark.parametrize(("outputs", "width"), [(512, 288), (4096, 4096), (1000, 14336)])
+def test_whole_numbers_on_a_device(tokens: int, outputs: int, width: int) -> None:
+    """Tiles and splits as they are chosen there: sums of whole numbers are exact."""
+    form = Format(8, width, F32, zero=128, activations=8)
+    weight = PackedWeight(form, outputs, width, None, torch.device(DEVICE))
+    weight.codes.view(torch.uint8).random_(0, 256)
+    weight.scale.uniform_(0.5, 1.5)
+    x = random(tokens, width, dtype=torch.bfloat16)
+    residual = random(tokens, outputs, dtype=torch.bfloat16)
+    rows, scales = round_rows(x, to=torch.int8)
+    exact = (rows.double() @ weight.codes.double().T) * scales.double() * weight.scale.double().T
+    for config in (None, int8.FIXED):
+        got = int8.int8_linear(rows, scales, weight, torch.bfloat16, None, config)
+        assert row_error(got, exact) < BOUND[torch.bfloat16]
+        given = residual.clone()
+        got = int8.int8_linear(rows, scales, weight, torch.bfloat16, given, config)
+        assert row_error(got, exact + residual.double()) < 2 * BOUND[torch.bfloat16]
 
 
 @pytest.mark.gpu
@@ -229,10 +321,11 @@ def test_inside_a_graph(name: str, tokens: int) -> None:
         out = cuda.packed_linear(x, weight)
     x.copy_(random(tokens, width, dtype=torch.bfloat16))
     graph.replay()
-    rounded = fp8.scales_fit(x, weight) and tokens >= FP8_ROWS
+    able = fp8.scales_fit(x, weight) or int8.fits(weight, x)
+    rounded = able and tokens >= ROUNDED_ROWS
     bound = 0.06 if rounded else 2 * BOUND[torch.bfloat16]
     assert row_error(out, x.double() @ ref.T) < bound
     if rounded:
-        rows, scales = fp8.round_rows(x)
+        rows, scales = round_rows(x, to=E4M3 if weight.form.code == "e4m3" else torch.int8)
         exact = (rows.double() * scales.double()) @ ref.T
         assert row_error(out, exact) < 2 * BOUND[torch.bfloat16]

@@ -407,6 +407,36 @@ def test_layers_that_differ() -> None:
     assert kind("model.layers.1.mlp.down_proj") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("compressed-w8a8", 8),
+        ("compressed-w8a8-static", 8),
+        ("compressed-fp8-dynamic", 8),
+        ("compressed-fp8-block", 16),
+        ("modelopt-fp8", 8),
+        ("fp8-tensor", 8),
+        ("llm-int8", 16),
+    ],
+)
+def test_activations_are_as_the_file_says(name: str, bits: int) -> None:
+    """Bug: inputs are rounded for a file of weights alone, whose makers took them as they come; or
+    are not for one that was made so."""
+    kept = scheme(name)
+    assert kept.activations == bits
+    form = byte_layouts.EightBitLayout("w", kept, (128, 256), (0, 128), torch.device("meta")).form
+    assert form.activations == bits
+
+
+def test_floats_beside_whole_numbers() -> None:
+    """Bug: weights in 8-bit floats, whose inputs are to be integers, are multiplied by floats."""
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token"}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    found = quantized(compressed("float-quantized", weights, input_activations=inputs))
+    kept = found.scheme("model.layers.0.mlp.up_proj")
+    assert kept is not None and kept.activations == 16
+
+
 def test_modelopt_beside_config(tmp_path: Path) -> None:
     """Bug: a folder whose config.json says nothing is read as 16 bits, and refused."""
     stored_config(tmp_path, "gguf")

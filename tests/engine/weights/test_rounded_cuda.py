@@ -10,13 +10,14 @@ from torch.nn.functional import silu
 
 from engine import LLM, SamplingParams
 from engine.errors import ConfigError
-from engine.quantization.method import DenseState
+from engine.quantization.method import DenseState, LinearSpec, Part
 from engine.quantization.registry import check_quantization, linear_method
-from engine.quantization.rounded_cuda import RoundedCuda, rounded
+from engine.quantization.rounded import rounded
+from engine.quantization.rounded_cuda import RoundedCuda
 from kernels.packed import PackedWeight, unpacked
 from kernels.reference import Kernels
 
-NAMES = ["fp8", "int8", "int4", "nf4"]
+NAMES = ["fp8", "w8a8", "int8", "int4", "nf4"]
 
 
 def method_of(name: str) -> RoundedCuda:
@@ -90,6 +91,23 @@ def test_a_device_that_has_no_kernel_is_named(name: str, device: str) -> None:
         check_quantization(name, device, None)
 
 
+def test_whose_activations_are_rounded() -> None:
+    """x rounded where the name says weights alone; weights alone where it says both."""
+    forms = {name: method_of(name).form("layers.0.qkv", 256) for name in NAMES}
+    found = {name: form.activations for name, form in forms.items() if form is not None}
+    assert found == {"fp8": 8, "w8a8": 8, "int8": 16, "int4": 16, "nf4": 16}
+
+
+def test_a_gpu_without_products_of_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: 8-bit weights and 16-bit activations where both were asked for, without a word; or a
+    kernel that fails to compile in the first step."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    part = Part("w", 64, 64, (0, 64), (0, 64))
+    spec = LinearSpec("w", (part,), False, torch.float16, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"'w8a8' .* capability 8\.0; set quantization: int8"):
+        method_of("w8a8").create(spec)
+
+
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 MODEL = {
@@ -99,9 +117,22 @@ MODEL = {
     "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token"},
+        }
+    },
+}
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"engine": {"quantization": name}} for name in NAMES},
     "awq": {"model": {"quantization_config": AWQ}},
+    "w8a8-file": {"model": {"quantization_config": W8A8}},
+    "w8a8-deterministic": {"engine": {"quantization": "w8a8", "deterministic": True}},
     "int4-deterministic": {"engine": {"quantization": "int4", "deterministic": True}},
 }
 

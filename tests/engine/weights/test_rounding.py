@@ -24,7 +24,7 @@ from tests.deployments.config.test_models import tiny
 from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, save
 
 ALL = {**CASES, **WINDOWS, **ALIBI, **EXPERTS}
-OFF = {"fp8": 0.04, "int8": 0.012, "int4": 0.14, "nf4": 0.13}  # of normal numbers
+OFF = {"fp8": 0.04, "w8a8": 0.012, "int8": 0.012, "int4": 0.14, "nf4": 0.13}  # of normal numbers
 
 
 def rounded(source: Path, name: str) -> Path:
@@ -70,10 +70,11 @@ def test_what_is_written_is_what_loading_rounds(name: str, tmp_path: Path) -> No
     at_load = packed(model_of(tmp_path / "llama", quantization=name))
     found = packed(model)
     assert found
-    if name in ("fp8", "int8"):
+    if name in ("fp8", "w8a8", "int8"):
         assert len(found) == len(at_load)
         for one, other in zip(found, at_load, strict=True):
             assert torch.equal(one.dense(torch.float32), other.dense(torch.float32))
+            assert one.form == other.form
     model_of(folder, "cpu")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 

@@ -27,13 +27,15 @@ from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.models.registry import Model, build_model
 from engine.quantization.gguf import BLOCK_TYPES, BlockType
-from engine.quantization.groups import GroupsCpu, rounded
 from engine.quantization.layouts import GgufLayout, IntegerLayout
-from engine.quantization.method import DenseState
+from engine.quantization.method import DenseState, LinearSpec, Part
 from engine.quantization.registry import AS_STORED, METHODS
+from engine.quantization.rounded import rounded
+from engine.quantization.rounded_cpu import RoundedCpu
 from engine.weights import load_weights
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks
+from kernels.cpu.codegen.compiler import CompilerUnavailable
 from kernels.dispatch import kernels_for
 from kernels.packed import PackedWeight, unpacked
 from kernels.reference import Kernels
@@ -349,7 +351,7 @@ def test_groups_are_rounded_to_the_nearest(name: str) -> None:
     """Bug: an offset of the neighbouring group, codes that are cut instead of rounded, a group that
     reaches into the next row."""
     method = METHODS[name]["cpu"](kernels_for("cpu"))
-    assert isinstance(method, GroupsCpu)
+    assert isinstance(method, RoundedCpu)
     bits, group = (int(number) for number in name.removeprefix("uint").split("-"))
     weight = torch.randn(128, 576) * torch.rand(128, 1) + torch.randn(128, 1)
     weight[5] = 0
@@ -365,6 +367,45 @@ def test_groups_are_rounded_to_the_nearest(name: str) -> None:
         want = unpacked(form, rounded(form, weight.bfloat16())).double()
         x = torch.randn(7, 576)
         assert ((method.apply(state, x) - x.double() @ want.T).abs() <= bound(x, want)).all()
+
+
+def test_a_scale_an_output() -> None:
+    """Bug: a matrix's largest number for all its rows, or a code that wraps around at the other end
+    of the range."""
+    method = METHODS["w8a8"]["cpu"](kernels_for("cpu"))
+    assert isinstance(method, RoundedCpu)
+    weight = torch.randn(128, 576) * torch.rand(128, 1)
+    weight[5] = 0
+    weight[:, 3] = -weight.abs().amax(1)
+    form = method.format(576)
+    codes, scale, offset = rounded(form, weight)
+    assert offset is None and scale.shape == (128, 1)
+    found = unpacked(form, (codes, scale, None))
+    assert ((found - weight).abs() <= scale / 2 * 1.001).all()
+    if able():
+        bias = torch.randn(128)
+        state = method.finish(DenseState(weight.bfloat16(), bias))
+        want = unpacked(form, rounded(form, weight.bfloat16())).double()
+        for rows in (1, 7, 40):
+            x = torch.randn(rows, 576)
+            got = method.apply(state, x)
+            assert ((got - x.double() @ want.T - bias).abs() <= bound(x, want)).all()
+
+
+@pytest.mark.parametrize("name", ["w8a8", "uint4-32"])
+def test_a_machine_that_cannot_compile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: weights stay in 16 bits without a word, or a CompilerUnavailable that names no key."""
+
+    def none() -> int:
+        raise CompilerUnavailable("kernels are generated for x86-64 Linux only")
+
+    monkeypatch.setattr("engine.quantization.rounded_cpu.lanes", none)
+    method = METHODS[name]["cpu"](kernels_for("cpu"))
+    part = Part("w", 64, 64, (0, 64), (0, 64))
+    spec = LinearSpec("w", (part,), False, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"quantization '{name}': kernels are.*: none") as error:
+        method.create(spec)
+    assert error.value.param == "quantization"
 
 
 def test_every_setting_has_a_method() -> None:

@@ -4,11 +4,12 @@ import torch
 
 from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu
 from kernels.gemm.deterministic import TILES, product
-from kernels.gemm.fp8 import round_rows
 from kernels.gemm.gemv import gemv
+from kernels.gemm.int8 import FIXED, int8_linear
 from kernels.gemm.packed_dot import expand, packed_dot
 from kernels.gemm.packed_few import packed_few
 from kernels.gemm.packed_gemv import packed_gemv
+from kernels.gemm.round_rows import round_rows
 from kernels.gemm.small_m import few_rows
 from kernels.norm import layer_norm, rms_norm
 from kernels.packed import E2M1, Format, PackedWeight
@@ -74,6 +75,11 @@ def packed(model: str) -> None:
         packed_few(bf16(1, d.hidden), PackedWeight(form, qkv, d.hidden, None, device), bf16(1, qkv))
     round_rows(bf16(64, d.hidden))
     round_rows(bf16(64, d.hidden), norm, EPS)
+    whole = PackedWeight(forms[-3], qkv, d.hidden, bf16(qkv), device)
+    rows, scales = round_rows(bf16(2048, d.hidden), norm, EPS, torch.int8)
+    for tokens, config in ((32, None), (256, None), (2048, None), (2048, FIXED)):
+        given = bf16(tokens, qkv) if tokens < 2048 else None
+        int8_linear(rows[:tokens], scales[:tokens], whole, torch.bfloat16, given, config)
     for tokens in (32, 64, 256):
         packed_dot(bf16(tokens, d.hidden), PackedWeight(forms[0], qkv, d.hidden, bf16(qkv), device))
 

@@ -1,36 +1,55 @@
-"""Groups: 16-bit weights rounded when they are loaded, to unsigned integers with a float scale and
-offset for each group of inputs, on the CPU (DashInfer's InstantQuant)."""
+"""Rounded: 16-bit weights rounded to 8 or 4 bits when they are loaded, on the CPU: whole numbers
+with a scale and an offset for each group of inputs (DashInfer's InstantQuant), or with a scale an
+output. Activations are rounded to 8 bits with a scale for each 32."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.quantization.method import DenseCpu, DenseState, LinearSpec, PackedState
+from engine.quantization.rounded import rounded
+from engine.weights.parameter import Parameter
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks
+from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes, openmp
 from kernels.dispatch import Kernels
 from kernels.packed import BLOCK, Format
 
 _STEP = 4096  # rows that are rounded at once, a multiple of 64
 
 
-class GroupsCpu(DenseCpu):
-    """Activations in 8 bits with a scale for each 32. Matrices of odd sizes stay as they are."""
+class RoundedCpu(DenseCpu):
+    """Matrices of odd sizes stay as they are."""
 
-    def __init__(self, kernels: Kernels, bits: Literal[4, 8], group: int) -> None:
-        """group: inputs; where it does not divide a row, the most below that do."""
+    def __init__(self, kernels: Kernels, name: str, bits: Literal[4, 8], group: int = 0) -> None:
+        """name: the configuration's. group: inputs; where it does not divide a row, the most below
+        that do; 0: all of them, and no offset."""
         super().__init__(kernels)
-        self._bits, self._group = bits, group
+        self._name, self._bits, self._group = name, bits, group
 
     def format(self, width: int) -> Format:
         """For rows of this width, a multiple of 32."""
+        if not self._group:
+            return Format(self._bits, width, torch.float32, zero=1 << (self._bits - 1))
         fitting = range(min(self._group, width), BLOCK, -BLOCK)
         group = next((group for group in fitting if width % group == 0), BLOCK)
         return Format(self._bits, group, torch.float32, offset="add")
 
     def _packs(self, outputs: int, width: int) -> bool:
         return width % BLOCK == 0 and blocks.fits(self.format(width), outputs, width)
+
+    def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
+        if spec.device.type == "cpu":
+            try:
+                lanes(), openmp()
+            except CompilerUnavailable as error:
+                raise ConfigError(
+                    f"quantization {self._name!r}: {error}; set quantization: none",
+                    param="quantization",
+                ) from error
+        return super().create(spec)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
         shape = (spec.out_features, spec.in_features)
@@ -47,20 +66,3 @@ class GroupsCpu(DenseCpu):
         for begin in range(0, outputs, _STEP):
             packed.fill(begin, *rounded(form, state.weight[begin : begin + _STEP]))
         return PackedState(packed)
-
-
-def rounded(form: Format, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """weight [n, in] -> codes, scales and offsets as PackedBlocks.fill takes them. The ends of a
-    group's range are exact but for float32's rounding, and no number is further off than half a
-    scale."""
-    rows, width = weight.shape
-    groups = weight.float().view(rows, width // form.group, form.group)
-    low, high = groups.aminmax(dim=-1)
-    top = (1 << form.bits) - 1
-    scale = ((high - low) / top).clamp_(min=1e-30)
-    codes = ((groups - low.unsqueeze(-1)) / scale.unsqueeze(-1)).round_().clamp_(0, top)
-    codes = codes.to(torch.uint8).view(rows, width)
-    if form.bits == 4:
-        both = codes.view(rows, -1, 2, 16)
-        codes = (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
-    return codes, scale, low

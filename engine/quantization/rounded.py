@@ -1,0 +1,46 @@
+"""Rounding rows of 16-bit weights to a format."""
+
+import torch
+from torch import Tensor
+
+from kernels.packed import Decoded, Format
+
+
+def nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
+    """uint8: of each value the number of the nearest in an ascending table."""
+    ends = torch.tensor(table, dtype=values.dtype, device=values.device)
+    return torch.bucketize(values, (ends[1:] + ends[:-1]) / 2).to(torch.uint8)
+
+
+def rounded(form: Format, weight: Tensor) -> Decoded:
+    """weight [n, in] -> what PackedWeight.fill takes. Symmetric codes reach the largest magnitude
+    of a group. Codes with an offset reach both ends of its range, but for the rounding of scale and
+    offset, which codes are rounded after."""
+    rows, width = weight.shape
+    groups = weight.float().view(rows, width // form.group, form.group)
+    offset = None
+    if form.code == "e4m3":
+        scale = (groups.abs().amax(-1) / 448).clamp_(min=1e-12)
+        values = (groups / scale.unsqueeze(-1)).clamp_(-448, 448)
+        codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
+    elif form.offset == "none" and not form.table:
+        top = (1 << (form.bits - 1)) - 1
+        scale = (groups.abs().amax(-1) / top).clamp_(min=1e-12)
+        codes = (groups / scale.unsqueeze(-1)).round_().add_(form.zero).to(torch.uint8)
+    elif form.table:
+        scale = groups.abs().amax(-1)
+        codes = nearest(groups / scale.clamp(min=1e-30).unsqueeze(-1), form.table)
+    else:
+        top = (1 << form.bits) - 1
+        low, high = groups.aminmax(dim=-1)
+        # The smallest number of its type stands for groups that are all the same.
+        least = 6e-8 if form.scale == torch.float16 else 1e-30
+        scale = ((high - low) / top).clamp_(min=least).to(form.scale).float()
+        offset = low.to(form.scale).float()
+        codes = (groups - offset.unsqueeze(-1)) / scale.unsqueeze(-1)
+        codes = codes.round_().clamp_(0, top).to(torch.uint8)
+    codes = codes.view(rows, width)
+    if form.bits == 4:
+        both = codes.view(rows, -1, 2, 16)
+        codes = (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1)
+    return codes, scale, offset
