@@ -102,8 +102,13 @@ def run_manta(
             _report(side, name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds)
 
 
-def run_vllm(model: str, names: list[str], load_format: str = "dummy") -> None:
-    """The same for vLLM, with its defaults but for what must be equal."""
+def run_vllm(
+    model: str,
+    names: list[str],
+    change: dict[str, Any] | None = None,
+    load_format: str = "dummy",
+) -> None:
+    """The same for vLLM, with its defaults but for what must be equal, and the change."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -118,6 +123,7 @@ def run_vllm(model: str, names: list[str], load_format: str = "dummy") -> None:
         "max_num_seqs": MAX_NUM_SEQS,
         "gpu_memory_utilization": MEMORY_FRACTION,
         "enable_prefix_caching": False,
+        **(change or {}),
     }
     llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
     ready_s = round(time.perf_counter() - began, 2)
@@ -201,7 +207,7 @@ def run_side(
         module = places[0] if places else module
     own = "manta" if side == BEFORE else side
     command = [sys.executable, "-m", module, "--side", own, "--model", str(Path(model).resolve())]
-    if side == "manta" and change:
+    if side in ("manta", "vllm") and change:
         command += ["--change", *change]
     if load_format != "dummy":
         command += ["--load-format", load_format]
@@ -329,7 +335,7 @@ def main() -> None:
         change = engine_fields(args.change)
         run_manta(args.model[0], names, change, args.side, args.load_format)
     elif args.side == "vllm":
-        run_vllm(args.model[0], names, args.load_format)
+        run_vllm(args.model[0], names, engine_fields(args.change), args.load_format)
     elif args.change and args.against is not None:
         parser.error("--change and --against: one of them")
     elif len(args.name) != len(args.model):

@@ -1,13 +1,20 @@
-"""Manta's engine against vLLM's on one GPU with weights in fewer bits, and its own bfloat16.
+"""Manta's engine against vLLM's on one GPU with weights, or keys and values, in fewer bits, and its
+own bfloat16.
 
     python -m bench.versus.quantised --model LLAMA --name llama-8b --formats fp8 int4 --runs 3
 
-LLAMA is a folder with the config.json of a model in 16 bits. Each format is that folder with a
-`quantization_config` of compressed-tensors, which both engines read, and random weights: `fp8` has
-e4m3 weights with a scale a channel and e4m3 activations with a scale a token, `int4` symmetric
-weights in groups of 128 and 16-bit activations. The head stays in 16 bits. Workloads, settings and
-turns are those of `bench.versus.engine`. `ratio` is to vLLM, `own` to Manta's bfloat16 in the same
-run. What vLLM really loaded is in its log (`Model loading took`), which goes to stderr.
+LLAMA is a folder with the config.json of a model in 16 bits. A format of weights is that folder
+with a `quantization_config`, which both engines read, and random weights: `fp8` has e4m3 weights
+with a scale a channel and e4m3 activations with a scale a token, `w8a8` the same in integers,
+`fp8-block` e4m3 weights with a scale for 128 x 128 and activations as each engine takes them,
+`int4` symmetric weights in groups of 128 and 16-bit activations. The head stays in 16 bits.
+`kv-fp8`, `kv-int8` and `kv-int4` have 16-bit weights and keys and values in so many bits; vLLM has
+the first only. Workloads, settings and turns are those of `bench.versus.engine`. `ratio` is to
+vLLM, `own` to Manta's bfloat16 in the same run. What vLLM really loaded is in its log (`Model
+loading took`), which goes to stderr.
+
+--own leaves vLLM out, where it is not installed. --resume takes up the day's lines in --out, does
+only what is missing, and adds other formats and workloads to the same table.
 """
 
 import argparse
@@ -15,7 +22,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.report.result_file import Line, RawLines, print_ratios
 from bench.versus.engine import best, run_side
@@ -35,57 +42,116 @@ def _group(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) ->
     }
 
 
-_FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+def _eight_bits(kind: str, form: str) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": kind, "symmetric": True}
+    return _group(
+        {**weights, "strategy": "channel", "dynamic": False},
+        {**weights, "strategy": "token", "dynamic": True},
+        form,
+    )
+
+
+class Form(NamedTuple):
+    """config: quantization_config, or nothing. manta, vllm: options of each engine, "key=value";
+    vllm is None where it has no such format."""
+
+    config: dict[str, Any] | None = None
+    manta: tuple[str, ...] = ()
+    vllm: tuple[str, ...] | None = ()
+
+
 FORMATS = {
-    "fp8": _group(
-        {**_FLOAT, "strategy": "channel", "dynamic": False},
-        {**_FLOAT, "strategy": "token", "dynamic": True},
-        "float-quantized",
-    ),
-    "int4": _group(
+    "fp8": Form(_eight_bits("float", "float-quantized")),
+    "fp8-block": Form(
         {
-            "num_bits": 4,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": 128,
-            "dynamic": False,
-        },
-        None,
-        "pack-quantized",
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
     ),
+    "w8a8": Form(_eight_bits("int", "int-quantized")),
+    "int4": Form(
+        _group(
+            {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 128,
+                "dynamic": False,
+            },
+            None,
+            "pack-quantized",
+        )
+    ),
+    "kv-fp8": Form(manta=("kv_dtype=fp8",), vllm=("kv_cache_dtype=fp8",)),
+    "kv-int8": Form(manta=("kv_dtype=int8",), vllm=None),
+    "kv-int4": Form(manta=("kv_dtype=int4",), vllm=None),
 }
 
 
 def with_format(model: Path, name: str, folder: Path) -> Path:
     """A folder whose config.json is the model's with this format."""
     config = json.loads((model / "config.json").read_text())
+    if FORMATS[name].config:
+        config["quantization_config"] = FORMATS[name].config
     made = folder / name
     made.mkdir()
-    (made / "config.json").write_text(json.dumps({**config, "quantization_config": FORMATS[name]}))
+    (made / "config.json").write_text(json.dumps(config))
     return made
 
 
-def rows_of(label: str, lines: list[Line], formats: list[str], names: list[str]) -> list[Line]:
-    """Cases <label>-<format>/<workload>: `ratio` to vLLM, `own` to Manta's bfloat16."""
-    found: list[Line] = []
+def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
+    """(PLAIN or a format, side, what of the engine is changed), in the order of a run."""
+    found: list[tuple[str, str, list[str]]] = [(PLAIN, "manta", [])]
     for name in formats:
-        mine = [line for line in lines if line["model"] == name]
-        plain = [line for line in lines if line["model"] == PLAIN]
-        for workload in names:
-            ours, peer = (best(mine, side, workload) for side in ("manta", "vllm"))
-            own = ours / best(plain, "manta", workload)
-            found.append(
-                {
-                    "case": f"{label}-{name}/{workload}",
-                    "ours": ours,
-                    "peer": peer,
-                    "unit": "tok/s",
-                    "ratio": round(ours / peer, 3),
-                    "own": round(own, 3),
-                }
-            )
+        for side, change in (("manta", FORMATS[name].manta), ("vllm", FORMATS[name].vllm)):
+            if change is not None and not (own and side == "vllm"):
+                found.append((name, side, [*change]))
     return found
+
+
+def rows_of(label: str, lines: list[Line]) -> list[Line]:
+    """Cases <label>-<format>/<workload>: `ratio` to vLLM, where that ran, `own` to Manta's
+    bfloat16."""
+    plain = [line for line in lines if line["model"] == PLAIN]
+    names = dict.fromkeys(line["workload"] for line in plain if "workload" in line)
+    found: list[Line] = []
+    for name in dict.fromkeys(line["model"] for line in lines if line["model"] != PLAIN):
+        mine = [line for line in lines if line["model"] == name]
+        for workload in names:
+            sides = {line["side"] for line in mine if line.get("workload") == workload}
+            if "manta" not in sides:
+                continue
+            ours = best(mine, "manta", workload)
+            row: Line = {"case": f"{label}-{name}/{workload}", "ours": ours, "unit": "tok/s"}
+            if "vllm" in sides:
+                peer = best(mine, "vllm", workload)
+                row |= {"peer": peer, "ratio": round(ours / peer, 3)}
+            row["own"] = round(ours / best(plain, "manta", workload), 3)
+            found.append(row)
+    return found
+
+
+def measure(
+    model: Path, formats: list[str], names: list[str], runs: int, raw: RawLines, own: bool
+) -> None:
+    """Keeps the lines of the runs that raw has not."""
+    there = {_of(line) for line in raw.all}
+    with tempfile.TemporaryDirectory() as made:
+        folders = {name: with_format(model, name, Path(made)) for name in formats}
+        for run in range(runs):
+            for name, side, change in turns_of(formats, own):
+                missing = [each for each in names if (name, run, side, each) not in there]
+                folder = str(folders.get(name, model))
+                for line in run_side(side, folder, missing, change, None) if missing else ():
+                    raw.keep({"model": name, "run": run, **line})
+
+
+def _of(line: Line) -> tuple[str, int, str, str]:
+    """What was measured."""
+    return line["model"], line["run"], line["side"], line.get("workload", "")
 
 
 def main() -> None:
@@ -95,30 +161,22 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=[*FORMATS], choices=[*FORMATS])
     parser.add_argument("--workloads", nargs="+", default=ALL)
     parser.add_argument("--runs", type=int, default=3, help="alternating runs of each side")
+    parser.add_argument("--own", action="store_true", help="without vLLM")
+    parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    with tempfile.TemporaryDirectory() as made:
-        folders = {name: with_format(args.model, name, Path(made)) for name in args.formats}
-        turns = [(PLAIN, args.model, "manta")]
-        for name, folder in folders.items():
-            turns += [(name, folder, "manta"), (name, folder, "vllm")]
-        raw = RawLines(args.out, "versus-quantised")
-        for run in range(args.runs):
-            for name, folder, side in turns:
-                for line in run_side(side, str(folder), args.workloads, [], None):
-                    raw.keep({"model": name, "run": run, **line})
-    configs = {
-        side: next(li["config"] for li in raw.all if li["side"] == side and "config" in li)
-        for side in ("manta", "vllm")
-    }
-    rows = rows_of(args.name, raw.all, args.formats, args.workloads)
-    formats = {name: FORMATS[name] for name in args.formats}
-    ours = {**configs["manta"], "formats": formats}
-    raw.finish({"ours": ours, "peers": {"vllm": configs["vllm"]}}, rows)
-    print_ratios(rows)
+    raw = RawLines(args.out, "versus-quantised", list if args.resume else None)
+    measure(args.model, args.formats, args.workloads, args.runs, raw, args.own)
+    configs = {line["side"]: line["config"] for line in raw.all if "config" in line}
+    rows = rows_of(args.name, raw.all)
+    did = dict.fromkeys(line["model"] for line in raw.all if line["model"] != PLAIN)
+    formats = {name: FORMATS[name]._asdict() for name in did}
+    peers = {side: config for side, config in configs.items() if side != "manta"}
+    raw.finish({"ours": {**configs["manta"], "formats": formats}, "peers": peers}, rows)
+    print_ratios([row for row in rows if "ratio" in row])
     for row in rows:
-        print(f"{row['case']}: {row['own']} of Manta's bfloat16")
+        print(f"{row['case']}: {row['ours']} {row['unit']}, {row['own']} of Manta's bfloat16")
 
 
 if __name__ == "__main__":
