@@ -26,7 +26,9 @@ from engine.evaluation.divergence import Divergence
 from engine.evaluation.paged import Paged
 from engine.evaluation.prompts import SHIPPED
 from engine.models.registry import Model, build_model
+from engine.quantization.gguf import BLOCK_TYPES
 from engine.quantization.layouts import GgufLayout
+from engine.quantization.method import Part
 from engine.resolve import kv_form
 from engine.text.tokenizer import Tokenizer
 from engine.weights.index import read_index
@@ -69,18 +71,16 @@ class Weights:
         kind = self._types.get(name.removesuffix(".weight"))
         if kind is None:
             return raw.float()
-        layout = GgufLayout(name, kind, *_shape(kind, raw), torch.device("cpu"))
+        layout = GgufLayout(_part(name, kind, raw), kind, torch.device("cpu"))
         (parameter,) = layout.parameters.values()
         parameter.tensor.copy_(raw)
         return torch.cat([unpacked(layout.form, each) for each in layout.decoded(4096)])
 
 
-def _shape(kind: str, raw: Tensor) -> tuple[tuple[int, int], None, int]:
-    from engine.quantization.gguf import BLOCK_TYPES
-
+def _part(name: str, kind: str, raw: Tensor) -> Part:
     block = BLOCK_TYPES[kind]
-    rows = raw.shape[0]
-    return (rows, raw.shape[1] // block.num_bytes * block.width), None, rows
+    rows, width = raw.shape[0], raw.shape[1] // block.num_bytes * block.width
+    return Part(name, rows, width, (0, rows), (0, width))
 
 
 def quantised(values: Tensor, kind: str) -> Tensor:

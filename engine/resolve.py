@@ -179,12 +179,6 @@ def check_ranks(model: ModelConfig, ranks: int) -> None:
         raise refuse(
             f"{model.architecture} has inputs for each layer, which cannot be divided; leave it out"
         )
-    if model.quantized is not None:
-        raise refuse(
-            f"the checkpoint's weights are {model.quantized.name}, and weights in fewer bits "
-            "cannot be divided; leave it out, or take a checkpoint in 16 bits (a .gguf file with "
-            "quantization: none)"
-        )
     for layer in model.attention:
         if not _divides_heads(model, layer, ranks):
             raise refuse(

@@ -125,8 +125,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         among the ranks, 2 on CUDA.
     tensor_parallel: ranks that the heads, the columns of products and the vocabulary are divided
         among: so many GPUs of one machine, or processes on its CPU. It has to divide the width of
-        the MLPs, and the attention heads if it is above the key heads. Needs weights that are not
-        stored in fewer bits. docs/parallel.md.
+        the MLPs, and the attention heads if it is above the key heads. Weights that are
+        stored in fewer bits are divided where their groups end. docs/parallel.md.
     pipeline_parallel: ranks that the layers are divided among, each with its layers' weights and
         KV: so many GPUs of one machine, or processes on its CPU. As many steps are in flight, each
         of other requests. Not together with tensor_parallel. docs/parallel.md.

@@ -203,7 +203,9 @@ class Decoder:
         name = build.stored("embedding").names[0]
         part = Part(name, vocab, hidden, (0, vocab), (0, hidden))
         spec = LinearSpec("embedding", (part,), False, build.dtype, ends.device)
-        self.table = build.method.table(spec, virtual_tokens)
+        first, end = build.group.share(vocab)
+        tied_rows = (first, end) if config.tie_embeddings else None
+        self.table = build.method.table(spec, virtual_tokens, tied_rows)
         self.lookup, self.embedding = self.table.lookup, self.table.embedding
         self.entrance = Entrance.of(ends)
         self.norm: Norm | None = None  # of a model whose layers end with one
@@ -218,7 +220,6 @@ class Decoder:
         if hidden != config.hidden_size:
             self.project_out = ends.undivided().column("project_out", (hidden,), config.hidden_size)
         self._tied = tied
-        first, end = build.group.share(vocab)
         self._tied_head: Any = DenseState(self.embedding[first:end], None, "head")
         self.head: Linear | None = None
         if not config.tie_embeddings:

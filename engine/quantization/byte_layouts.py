@@ -18,7 +18,8 @@ from torch import Tensor
 from engine.config.quantized import KEY, Scheme
 from engine.errors import ConfigError, TensorError
 from engine.quantization.layouts import Layout, joined, of_stack, paired
-from engine.weights.parameter import Parameter, Rows, Source, num_rows, take_rows
+from engine.quantization.method import Part
+from engine.weights.parameter import Parameter, Source, take_rows
 from kernels.packed import BLOCK, E2M1, Decoded, Format
 
 # The 16 quantiles of a normal distribution, at most 1 (bitsandbytes, functional.py).
@@ -37,26 +38,21 @@ class EightBitLayout(Layout):
     """e4m3 or signed codes [out, in], with a scale for the matrix, for each output or each
     block."""
 
-    def __init__(
-        self,
-        name: str,
-        scheme: Scheme,
-        shape: tuple[int, int],
-        rows: Rows,
-        device: torch.device,
-    ) -> None:
-        count, width = num_rows(rows), shape[1]
-        super().__init__(name, count, width)
+    def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
+        super().__init__(part)
+        name, shape, rows = part.name, (part.out_features, part.in_features), part.rows
+        count, width = self.rows, self.width
         self._scheme, self._rows = scheme, rows
         self._floats = scheme.kind == "fp8"
-        if width % BLOCK:
+        if shape[1] % BLOCK:
             raise ConfigError(
-                f"tensor {name}.weight: rows of {width} inputs are not supported, only multiples "
-                f"of {BLOCK}",
+                f"tensor {name}.weight: rows of {shape[1]} inputs are not supported, only "
+                f"multiples of {BLOCK}",
                 param=KEY,
             )
-        # Where blocks do not divide the matrix, scales are repeated for parts that do.
-        group = gcd(scheme.group, width) if scheme.group else width
+        self.inputs(BLOCK)
+        # Where blocks do not divide what is kept, scales are repeated for parts that do.
+        group = gcd(scheme.group, width, part.columns[0]) if scheme.group else width
         aligned = isinstance(rows, tuple) and rows[0] % max(1, scheme.rows) == 0
         band = scheme.rows if scheme.rows > 1 and aligned and count % scheme.rows == 0 else 1
         self.form = (
@@ -67,13 +63,13 @@ class EightBitLayout(Layout):
         self.scale_name = scheme.scale
         self.parameters: dict[str, Parameter] = {}
         kind = torch.float8_e4m3fn if self._floats else torch.int8
-        source = Source(f"{name}.weight", shape, rows)
+        source = Source(f"{name}.weight", shape, rows, part.columns)
         fill = self._make_up
         codes = self.add("weight", kind, source, (count, width), device, fill)
         self._codes = codes.view(torch.uint8)
         key = scheme.scale
         if scheme.group:
-            grid: tuple[int, ...] = (-(-shape[0] // scheme.rows), -(-width // scheme.group))
+            grid: tuple[int, ...] = (-(-shape[0] // scheme.rows), -(-shape[1] // scheme.group))
             scale = Source(f"{name}.{key}", grid)
         else:
             grid = (shape[0] if scheme.rows else 1,)
@@ -106,7 +102,8 @@ class EightBitLayout(Layout):
         else:
             rows = torch.from_numpy(self._rows[begin:end])
         rows = (rows // scheme.rows).to(scale.device)
-        columns = torch.arange(0, self.width, self.form.group, device=scale.device) // scheme.group
+        first, last = self.part.columns
+        columns = torch.arange(first, last, self.form.group, device=scale.device) // scheme.group
         return scale.index_select(0, rows).index_select(1, columns)
 
 
@@ -115,20 +112,14 @@ class FourBitFloats(Layout):
 
     zero_scales = True
 
-    def __init__(
-        self,
-        name: str,
-        scheme: Scheme,
-        shape: tuple[int, int],
-        rows: Rows,
-        device: torch.device,
-        stack: tuple[int, int] | None = None,
-    ) -> None:
-        count, width = num_rows(rows), shape[1]
-        super().__init__(name, count, width)
-        if width % BLOCK:
+    def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
+        super().__init__(part)
+        name, rows, stack = part.name, part.rows, part.stack
+        count, width = self.rows, self.width
+        out, whole = part.out_features, part.in_features
+        if whole % BLOCK:
             raise ConfigError(
-                f"tensor {joined(name, scheme.weight)}: rows of {width} inputs are not supported, "
+                f"tensor {joined(name, scheme.weight)}: rows of {whole} inputs are not supported, "
                 f"only multiples of {BLOCK}",
                 param=KEY,
             )
@@ -137,10 +128,13 @@ class FourBitFloats(Layout):
         self.form = Format(4, group, torch.float32, zero=E2M1[0], table=E2M1)
         self.parameters = {}
         key = joined(name, scheme.weight)
-        source = of_stack(Source(key, (shape[0], width // 2), rows), stack)
+        first, last = self.inputs(BLOCK)
+        half = (first * BLOCK // 2, last * BLOCK // 2)
+        source = of_stack(Source(key, (out, whole // 2), rows, half), stack)
         self._codes = self.add(scheme.weight, torch.uint8, source, (count, width // 2), device)
         key = joined(name, scheme.scale)
-        grid = of_stack(Source(key, (shape[0], width // group), rows), stack)
+        runs = (first * BLOCK // group, last * BLOCK // group)
+        grid = of_stack(Source(key, (out, whole // group), rows, runs), stack)
         kept = (count, width // group)
         if scheme.kind == "nvfp4":
             self._scale = self.add(scheme.scale, torch.float8_e4m3fn, grid, kept, device, 1.0)
@@ -176,17 +170,17 @@ def powers_of_two(stored: Tensor) -> Tensor:
 class Nf4Layout(Layout):
     """Runs of 64 inputs that share a largest magnitude, two codes a byte, high half first. nested:
     these magnitudes are bytes, that a table of 256 and a number for each 256 of them explain, and
-    a number that is added to all."""
+    a number that is added to all. The file has one vector, so a rank reads whole rows."""
 
     zero_scales = True
     scale_name = "weight.absmax"
 
-    def __init__(
-        self, name: str, scheme: Scheme, shape: tuple[int, int], device: torch.device
-    ) -> None:
-        super().__init__(name, *shape)
-        out, width = shape
+    def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
+        super().__init__(part)
+        name, out, width = part.name, part.out_features, part.in_features
         group = scheme.group
+        self._inputs = self.inputs(group)
+        first, last = self.outputs(1)
         if width % group:
             raise ConfigError(
                 f"tensor {name}.weight: rows of {width} inputs are not supported, only multiples "
@@ -196,15 +190,22 @@ class Nf4Layout(Layout):
         self._nested = scheme.nested
         self.form = Format(4, group, torch.float32, table=NF4)
         self.parameters = {}
-        half, runs = out * width // 2, out * width // group
+        self._first_run = first * width // group
 
-        def tensor(key: str, dtype: torch.dtype, size: int, fill: Tensor | float = 0.0) -> Tensor:
-            source = Source(f"{name}.{key}", (size,), flat=True, shorter=key == _STATE)
+        def tensor(
+            key: str, dtype: torch.dtype, size: int, fill: Tensor | float = 0.0, row: int = 0
+        ) -> Tensor:
+            """row: elements of a row, where rows are taken."""
+            rows = (first * row, last * row) if row else None
+            source = Source(f"{name}.{key}", (size,), rows, flat=True, shorter=key == _STATE)
+            kept = (source.num_rows,)
             if isinstance(fill, Tensor):
-                return self.add(key, dtype, source, (size,), device, partial(self._put, key, fill))
-            return self.add(key, dtype, source, (size,), device, fill or None)
+                return self.add(key, dtype, source, kept, device, partial(self._put, key, fill))
+            return self.add(key, dtype, source, kept, device, fill or None)
 
-        self._codes = tensor("weight", torch.uint8, half)
+        half, run = width // 2, width // group
+        runs = out * run
+        self._codes = tensor("weight", torch.uint8, out * half, row=half)
         self._map = tensor("weight.quant_map", torch.float32, 16, torch.tensor(NF4))
         values = {"blocksize": group, "shape": [out, width], "nested_offset": 0.02}
         text = json.dumps(values).encode().ljust(_STATE_BYTES)
@@ -212,9 +213,9 @@ class Nf4Layout(Layout):
         self._state = tensor(_STATE, torch.uint8, _STATE_BYTES, made_up)
         self._state.zero_()
         if not self._nested:
-            self._scale = tensor("weight.absmax", torch.float32, runs, 0.03)
+            self._scale = tensor("weight.absmax", torch.float32, runs, 0.03, run)
             return
-        self._scale = tensor("weight.absmax", torch.uint8, runs)
+        self._scale = tensor("weight.absmax", torch.uint8, runs, row=run)
         table = torch.linspace(-1, 1, 256)
         self._table = tensor("weight.nested_quant_map", torch.float32, 256, table)
         self._outer = tensor("weight.nested_absmax", torch.float32, -(-runs // 256), 0.01)
@@ -223,21 +224,22 @@ class Nf4Layout(Layout):
         self.parameters[key].tensor.copy_(values)
 
     def decode(self, begin: int, end: int) -> Decoded:
-        width = self.width
+        group = self.form.group
+        first, last = (at * group // 2 for at in self._inputs)
         offset = self._values()["nested_offset"]
-        codes = self._codes.view(-1, width // 2)[begin:end]
+        codes = self._codes.view(self.rows, -1)[begin:end, first:last]
         codes = torch.stack((codes >> 4, codes & 15), 2).flatten(1)
         return paired(codes), self._runs(begin, end, offset), None
 
     def _runs(self, first: int, last: int, offset: float) -> Tensor:
         """The scales of these rows, [n, groups]."""
-        groups = self.width // self.form.group
+        groups = self.part.in_features // self.form.group
         begin, end = first * groups, last * groups
         scale = self._scale[begin:end]
         if self._nested:
-            runs = torch.arange(begin, end, device=scale.device) // 256
-            scale = self._table[scale.int()] * self._outer[runs] + offset
-        return scale.view(-1, groups)
+            runs = torch.arange(begin, end, device=scale.device) + self._first_run
+            scale = self._table[scale.int()] * self._outer[runs // 256] + offset
+        return scale.view(-1, groups)[:, slice(*self._inputs)].contiguous()
 
     def _values(self) -> dict[str, Any]:
         """What the JSON says. Raises TensorError where that is not what is supported."""
@@ -247,7 +249,10 @@ class Nf4Layout(Layout):
             found["nested_offset"] = float(found.get("nested_offset", 0.0))
         except (ValueError, TypeError, AttributeError) as error:
             raise TensorError(key, f"cannot be read: {error!r}") from None
-        for what, want in (("blocksize", self.form.group), ("shape", [self.rows, self.width])):
+        for what, want in (
+            ("blocksize", self.form.group),
+            ("shape", [self.part.out_features, self.part.in_features]),
+        ):
             if found.get(what) != want:
                 raise TensorError(key, f"{what} is {found.get(what)}, and only {want} is supported")
         if not torch.equal(self._map.cpu(), torch.tensor(NF4)):

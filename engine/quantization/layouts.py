@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +17,16 @@ from torch import Tensor
 from engine.config.quantized import KEY, Scheme
 from engine.errors import ConfigError, TensorError
 from engine.quantization.gguf import BLOCK_TYPES
-from engine.weights.parameter import Parameter, Rows, Source
+from engine.quantization.method import Part
+from engine.weights.parameter import Parameter, Source, num_rows
 from kernels.packed import BLOCK, Decoded, Format
 
 _AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]  # of eight neighbours along out
 
 
 class Layout(ABC):
-    """Of one matrix [out, in] of the checkpoint. rows: those kept; parameters: what loading fills,
-    by the name behind the matrix's."""
+    """Of one matrix [out, in] of the checkpoint, or a rank's part of it. rows, width: of what is
+    kept; parameters: what loading fills, by the name behind the matrix's."""
 
     form: Format
     parameters: dict[str, Parameter]
@@ -32,8 +34,36 @@ class Layout(ABC):
     zero_scales = False  # whether files have groups that are all zeros, and a scale of 0
     expands = False  # no kernel could read it: the matrix is kept in 16 bits
 
-    def __init__(self, name: str, rows: int, width: int) -> None:
-        self.name, self.rows, self.width = name, rows, width
+    def __init__(self, part: Part) -> None:
+        begin, end = part.columns
+        self.name, self.rows, self.width = part.name, num_rows(part.rows), end - begin
+        self.part = part
+
+    def inputs(self, unit: int) -> tuple[int, int]:
+        """The inputs that are kept, counted in units that cannot be cut. Raises ConfigError where a
+        rank's part begins or ends inside of one."""
+        return self._cut(self.part.columns, self.part.in_features, unit, "inputs")
+
+    def outputs(self, unit: int) -> tuple[int, int]:
+        """The outputs that are kept, which are a range, likewise."""
+        rows = self.part.rows
+        if not isinstance(rows, tuple):
+            raise ConfigError(
+                f"tensor {self.name}: outputs in another order than the file's are not supported "
+                "for this format",
+                param=KEY,
+            )
+        return self._cut(rows, self.part.out_features, unit, "outputs")
+
+    def _cut(self, kept: tuple[int, int], total: int, unit: int, what: str) -> tuple[int, int]:
+        begin, end = kept
+        if kept != (0, total) and (begin % unit or end % unit):
+            raise ConfigError(
+                f"tensor {self.name}: a rank would have {what} {begin} to {end} of {total}, which "
+                f"the format keeps {unit} together; take fewer ranks, or weights in 16 bits",
+                param="tensor_parallel",
+            )
+        return begin // unit, -(-end // unit)
 
     @abstractmethod
     def decode(self, begin: int, end: int) -> Decoded:
@@ -102,26 +132,26 @@ class GgufLayout(Layout):
 
     def __init__(
         self,
-        name: str,
+        part: Part,
         kind: str,
-        shape: tuple[int, int],
-        rows: Rows | None,
-        count: int,
         device: torch.device,
     ) -> None:
-        super().__init__(name, count, shape[1])
+        super().__init__(part)
         block = self._block = BLOCK_TYPES[kind]
         self.form = block.form
-        if shape[1] % block.width:
+        out, width = part.out_features, part.in_features
+        if width % block.width:
             raise ConfigError(
-                f"tensor {name}: {kind} needs rows of a multiple of {block.width}, not {shape[1]}",
+                f"tensor {part.name}: {kind} needs rows of a multiple of {block.width}, not "
+                f"{width}",
                 param="model",
             )
-        width = shape[1] // block.width * block.num_bytes
-        self._raw = torch.empty(count, width, dtype=torch.uint8, device=device)
-        source = Source(f"{name}.weight", (shape[0], width), rows)
+        first, last = (at * block.num_bytes for at in self.inputs(block.width))
+        whole = width // block.width * block.num_bytes
+        self._raw = torch.empty(self.rows, last - first, dtype=torch.uint8, device=device)
+        source = Source(f"{part.name}.weight", (out, whole), part.rows, (first, last))
         self.parameters = {
-            "weight": Parameter(f"{name}.weight", self._raw, (source,), fill=self._fill)
+            "weight": Parameter(f"{part.name}.weight", self._raw, (source,), fill=self._fill)
         }
 
     def _fill(self, generator: torch.Generator) -> None:
@@ -136,20 +166,34 @@ class GgufLayout(Layout):
         return self._block.decode(self._raw[begin:end].view(end - begin, -1, self._block.num_bytes))
 
 
+class _Axis(NamedTuple):
+    """Of a tensor on disk: its size, and the half-open range that is kept."""
+
+    total: int
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        return self.begin, self.end
+
+
 class IntegerLayout(Layout):
     """GPTQ, AWQ and the packed integers of compressed-tensors: a scale for each output and group,
     and a zero point unless the weights are symmetric. As torch.int32 words of 4- or 8-bit fields,
     low bits first."""
 
-    def __init__(
-        self, name: str, scheme: Scheme, shape: tuple[int, int], device: torch.device
-    ) -> None:
-        super().__init__(name, *shape)
+    def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
+        super().__init__(part)
         self._scheme, self.expands = scheme, scheme.ordered
-        out, width = shape
+        name, out, width = part.name, part.out_features, part.in_features
         bits = scheme.bits
         assert bits in (4, 8)
-        group = scheme.group or width
+        group = scheme.group or self.width
         if width % group or group % 16 or (group != 16 and group % BLOCK) or out % 8:
             raise ConfigError(
                 f"tensor {name}: a matrix of {out} times {width} with groups of {group} is not "
@@ -162,33 +206,46 @@ class IntegerLayout(Layout):
             if scheme.symmetric
             else Format(bits, group, torch.float32, offset="shift")  # type: ignore[arg-type]
         )
-        fields, groups = 32 // bits, width // group
-        self._fields = fields
-        shapes: Mapping[str, tuple[int, int]]
-        if scheme.kind == "packed":
-            shapes = {"weight_packed": (out, width // fields), "weight_scale": (out, groups)}
-            if not scheme.symmetric:
-                shapes = {**shapes, "weight_zero_point": (out // fields, groups)}
+        fields = self._fields = 32 // bits
+        # Of a file: outputs, or words of them, times inputs, words or groups of them.
+        along = _Axis(out, *self.outputs(1))
+        words_along = along
+        if scheme.kind != "packed" or not scheme.symmetric:
+            words_along = _Axis(out // fields, *self.outputs(fields))
+        word = 1 if scheme.kind == "awq" else fields
+        inputs = _Axis(width // word, *self.inputs(word))
+        if scheme.ordered:  # inputs of any group may be here
+            groups = _Axis(width // group, 0, width // group)
+        elif scheme.group:
+            groups = _Axis(width // group, *self.inputs(group))
         else:
-            along_out = scheme.kind == "awq"
-            weight = (width, out // fields) if along_out else (width // fields, out)
-            shapes = {"qweight": weight, "scales": (groups, out)}
+            groups = _Axis(1, 0, 1)
+        shapes: Mapping[str, tuple[_Axis, _Axis]]
+        if scheme.kind == "packed":
+            shapes = {"weight_packed": (along, inputs), "weight_scale": (along, groups)}
+            if not scheme.symmetric:
+                shapes = {**shapes, "weight_zero_point": (words_along, groups)}
+        else:
+            weight = (inputs, words_along if scheme.kind == "awq" else along)
+            shapes = {"qweight": weight, "scales": (groups, along)}
             # GPTQ files of symmetric weights have zero points too, which say the middle.
             if not scheme.symmetric or scheme.kind == "gptq":
-                shapes = {**shapes, "qzeros": (groups, out // fields)}
+                shapes = {**shapes, "qzeros": (groups, words_along)}
         self.parameters = {}
         self.scale_name = "weight_scale" if scheme.kind == "packed" else "scales"
         if scheme.ordered:
             key = "weight_g_idx" if scheme.kind == "packed" else "g_idx"
-            tensor = torch.empty(width, dtype=torch.int32, device=device)
-            source = Source(f"{name}.{key}", (width,))
+            tensor = torch.empty(self.width, dtype=torch.int32, device=device)
+            source = Source(f"{name}.{key}", (width,), part.columns)
             self.parameters["order"] = Parameter(
                 f"{name}.{key}", tensor, (source,), fill=self._fill_order
             )
-        for key, size in shapes.items():
+        for key, (first, second) in shapes.items():
             scale = key in ("scales", "weight_scale")
-            tensor = torch.empty(size, dtype=torch.float32 if scale else torch.int32, device=device)
-            source = Source(f"{name}.{key}", size)
+            kind = torch.float32 if scale else torch.int32
+            tensor = torch.empty(first.length, second.length, dtype=kind, device=device)
+            size = (first.total, second.total)
+            source = Source(f"{name}.{key}", size, first.kept, second.kept)
             fill = self._fill_zeros if key == "qzeros" and scheme.symmetric else None
             if scale:  # no scale is zero; this is a number of float16 too, as files have them
                 fill = partial(_fill_with, tensor, 2.0**-9)
@@ -206,9 +263,9 @@ class IntegerLayout(Layout):
     def _fill_order(self, generator: torch.Generator) -> None:
         tensor = self.parameters["order"].tensor
         group = self._scheme.group
-        tensor.copy_(
-            torch.arange(self.width, device=tensor.device).div(group, rounding_mode="floor")
-        )
+        begin, end = self.part.columns
+        inputs = torch.arange(begin, end, device=tensor.device)
+        tensor.copy_(inputs.div(group, rounding_mode="floor"))
 
     def _unpacked(self, words: Tensor, shifts: list[int] | None = None) -> Tensor:
         """int32 [n, m] -> uint8 [n, m * fields]."""

@@ -161,8 +161,11 @@ class LinearMethod(ABC):
         numbers of rows of x. Called before graphs with them are recorded; a method without a
         choice leaves it empty."""
 
-    def table(self, spec: LinearSpec, virtual: int) -> "EmbeddingTable":
-        """For the embedding. virtual: rows behind the vocabulary."""
+    def table(
+        self, spec: LinearSpec, virtual: int, head: tuple[int, int] | None
+    ) -> "EmbeddingTable":
+        """For the embedding. virtual: rows behind the vocabulary. head: those that this rank
+        multiplies by, where the head is the embedding."""
         return EmbeddingTable(spec, virtual)
 
     def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -204,8 +207,8 @@ class EmbeddingTable:
         return embedding(ids, self.lookup)
 
     def head(self) -> "tuple[LinearMethod, Any] | None":
-        """A method and its state that multiply by the finished table as it is kept, for a head that
-        is the embedding; None leaves it to the method for dense weights."""
+        """A method and its state that multiply by the head's rows of the finished table as they are
+        kept; None leaves it to the method for dense weights."""
         return None
 
 

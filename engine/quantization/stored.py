@@ -36,34 +36,28 @@ STEP = 4096  # rows that are decoded at once, a multiple of 64
 
 
 def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout | None:
-    """Of a matrix in fewer bits; None where its kind cannot be cut like this."""
-    shape = (part.out_features, part.in_features)
-    if part.columns != (0, part.in_features):
-        return None
+    """Of a matrix in fewer bits; None where its kind cannot lie so. Raises ConfigError where a rank
+    would have a part of what the format keeps together."""
     if part.stack is not None:
         # Blocks are of inputs, even where experts in 16 bits have [in, out].
         scheme = None if quantized.method == "gguf" else quantized.scheme(part.name)
         if scheme is None or scheme.kind != "mxfp4":
             return None
-        return FourBitFloats(part.name, scheme, shape, part.rows, device, part.stack)
+        return FourBitFloats(part, scheme, device)
     if part.transposed:
         return None
     if quantized.method == "gguf":
-        rows = Source("", shape, part.rows).num_rows
-        kind = quantized.types[part.name]
-        return GgufLayout(part.name, kind, shape, part.rows, rows, device)
+        return GgufLayout(part, quantized.types[part.name], device)
     scheme = quantized.scheme(part.name)
     assert scheme is not None
     match scheme.kind:
         case "fp8" | "int8" | "llm-int8":
-            return EightBitLayout(part.name, scheme, shape, part.rows, device)
+            return EightBitLayout(part, scheme, device)
         case "nvfp4" | "mxfp4":
-            return FourBitFloats(part.name, scheme, shape, part.rows, device)
-    if not isinstance(part.rows, tuple) or part.rows != (0, part.out_features):
+            return FourBitFloats(part, scheme, device)
+    if not isinstance(part.rows, tuple):
         return None
-    if scheme.kind == "nf4":
-        return Nf4Layout(part.name, scheme, shape, device)
-    return IntegerLayout(part.name, scheme, shape, device)
+    return (Nf4Layout if scheme.kind == "nf4" else IntegerLayout)(part, scheme, device)
 
 
 @dataclass(slots=True)
@@ -165,8 +159,8 @@ class Stored(LinearMethod):
         found = layout_of(quantized, part, device)
         if found is None:
             raise ConfigError(
-                f"{part.name}: {quantized.name} weights cannot be divided or put in another order, "
-                "nor be those of all experts in one tensor but for MXFP4",
+                f"{part.name}: {quantized.name} weights cannot be put in another order, nor be "
+                "those of all experts in one tensor but for MXFP4",
                 param=KEY,
             )
         return found
@@ -230,11 +224,17 @@ class Stored(LinearMethod):
             total += packed
         return total
 
-    def table(self, spec: LinearSpec, virtual: int) -> EmbeddingTable:
+    def table(self, spec: LinearSpec, virtual: int, head: tuple[int, int] | None) -> EmbeddingTable:
         quantized = self._quantized
         if quantized.method != "gguf" or quantized.keeps(spec.parts[0].name):
-            return super().table(spec, virtual)  # integers are of linear layers only
-        return _StoredEmbedding(self, spec, virtual)
+            return super().table(spec, virtual, head)  # integers are of linear layers only
+        return _StoredEmbedding(self, spec, virtual, head)
+
+    def packs_rows(self, piece: LinearPiece, rows: tuple[int, int]) -> bool:
+        """Whether these rows of what pack makes are one more such."""
+        first, end = rows
+        spec = piece.spec
+        return first % 64 == 0 and self.fits(piece.form, end - first, spec.in_features)
 
     # ---- Experts: back ends say how they keep those in fewer bits
 
@@ -301,12 +301,16 @@ class Stored(LinearMethod):
 
 class _StoredEmbedding(EmbeddingTable):
     """The embedding: packed where it can be, which the head then multiplies by as it is; dense
-    where adapters have rows behind it."""
+    where adapters have rows behind it, or a rank's rows of the head are no rows of panels."""
 
-    def __init__(self, method: Stored, spec: LinearSpec, virtual: int) -> None:
-        self._method, self._spec = method, spec
+    def __init__(
+        self, method: Stored, spec: LinearSpec, virtual: int, head: tuple[int, int] | None
+    ) -> None:
+        self._method, self._spec, self._head = method, spec, head
         (self._piece,) = method._pieces(spec)
         self._packs = method.TABLES and method.packs(self._piece) and not virtual
+        if self._packs and head is not None:
+            self._packs = method.packs_rows(self._piece, head)
         self.lookup = torch.empty(0, spec.in_features, dtype=spec.dtype, device=spec.device)
         if not self._packs:
             rows = spec.out_features + virtual
@@ -340,7 +344,12 @@ class _StoredEmbedding(EmbeddingTable):
         return super().forward(ids)
 
     def head(self) -> tuple[LinearMethod, Any] | None:
-        return (self._method, StoredState([self._piece])) if self._packs else None
+        if not self._packs or self._head is None:
+            return None
+        piece = self._piece
+        if piece.state is not None and self._head != (0, self._spec.out_features):
+            piece = replace(piece, state=piece.state.some(*self._head))
+        return self._method, StoredState([piece])
 
 
 def _values(layouts: list[Layout]) -> Iterator[Tensor]:

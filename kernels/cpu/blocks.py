@@ -434,14 +434,23 @@ def _functions(form: Format) -> dict[str, NativeFunction]:
 class PackedBlocks(Panels):
     """A weight [out, in] of a Format. `fill` gives it its rows."""
 
-    def __init__(self, form: Format, outputs: int, width: int, bias: Tensor | None) -> None:
-        """Raises CompilerUnavailable. `fits` must hold."""
+    def __init__(
+        self,
+        form: Format,
+        outputs: int,
+        width: int,
+        bias: Tensor | None,
+        weight: Tensor | None = None,
+    ) -> None:
+        """weight: packed already; else `fill` packs it. Raises CompilerUnavailable. `fits` must
+        hold."""
         assert fits(form, outputs, width), (form, outputs, width)
         self.form = form
         self._panel = 2 * lanes()
-        chunks = width // form.chunk
-        shape = (outputs // self._panel, chunks, form.chunk_bytes(self._panel))
-        weight = torch.empty(shape, dtype=torch.uint8)
+        if weight is None:
+            chunks = width // form.chunk
+            shape = (outputs // self._panel, chunks, form.chunk_bytes(self._panel))
+            weight = torch.empty(shape, dtype=torch.uint8)
         super().__init__(_functions(form), weight, bias, outputs, width)
 
     def fill(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor | None) -> None:
@@ -469,6 +478,11 @@ class PackedBlocks(Panels):
         source = codes.view(torch.int32).view(count, 2, size, chunks, blocks, words)
         whole = target.view(torch.int32)[:, :, at // 4 :]
         whole.view(count, chunks, blocks, words, 2, size).copy_(source.permute(0, 3, 4, 5, 1, 2))
+
+    def some(self, first: int, end: int) -> "PackedBlocks":
+        """These outputs, multiples of 64, without the bias; they are where they were."""
+        weight = self._weight[first // self._panel : end // self._panel]
+        return PackedBlocks(self.form, end - first, self._width, None, weight)
 
     def rows(self, ids: Tensor) -> Tensor:
         """ids int64 [n] -> these outputs' weights, float32 [n, in]. Ids must be in range."""

@@ -118,7 +118,6 @@ def _runner_of_rank_1() -> Any:
         ({}, 3, "4 attention heads and 2 key heads.*it can be 2, 4"),
         ({"intermediate_size": 57}, 2, "width of Llama.*MLPs"),
         ({}, 4, "need as many cores, and this process may use 2"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, 2, "awq, 4 bits.*in 16 bits"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -57,10 +57,19 @@ def scheme(name: str) -> Scheme:
     return kept
 
 
-def filled(kept: Scheme, tensors: dict[str, Tensor], rows: Any = (0, OUT)) -> Layout:
-    part = Part("w", OUT, WIDTH, rows, (0, WIDTH))
+def made(kept: Scheme, part: Part) -> Layout:
     layout = layout_of(Quantized("test", (((".*",), kept),)), part, CPU)
     assert layout is not None
+    return layout
+
+
+def filled(
+    kept: Scheme,
+    tensors: dict[str, Tensor],
+    rows: Any = (0, OUT),
+    columns: tuple[int, int] = (0, WIDTH),
+) -> Layout:
+    layout = made(kept, Part("w", OUT, WIDTH, rows, columns))
     for parameter in layout.parameters.values():
         (source,) = parameter.sources
         tensor = tensors[parameter.name].flatten() if source.flat else tensors[parameter.name]
@@ -72,8 +81,13 @@ def filled(kept: Scheme, tensors: dict[str, Tensor], rows: Any = (0, OUT)) -> La
     return layout
 
 
-def weights(kept: Scheme, tensors: dict[str, Tensor], rows: Any = (0, OUT)) -> Tensor:
-    layout = filled(kept, tensors, rows)
+def weights(
+    kept: Scheme,
+    tensors: dict[str, Tensor],
+    rows: Any = (0, OUT),
+    columns: tuple[int, int] = (0, WIDTH),
+) -> Tensor:
+    layout = filled(kept, tensors, rows, columns)
     return torch.cat([unpacked(layout.form, decoded) for decoded in layout.decoded(128)])
 
 
@@ -114,6 +128,48 @@ def test_rows_of_a_matrix() -> None:
         tensors, want = matrix(kept, "w", OUT, WIDTH)
         assert torch.equal(weights(kept, tensors, order), want[torch.from_numpy(order)])
         assert torch.equal(weights(kept, tensors, (64, 192)), want[64:])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_rank_s_part(name: str) -> None:
+    """Bugs: scales or zero points of the first rank's groups on all, a group's border off by one, a
+    matrix whose whole rows are looked for in a part's tensors, inputs in another order that are of
+    groups which this rank does not have."""
+    kept = scheme(name)
+    tensors, want = matrix(kept, "w", OUT, WIDTH, name in POWERS)
+    width = next(at for at in (64, 96, 128) if at % (kept.group or 32) == 0)
+    for rows, columns in (
+        ((OUT // 2, OUT), (0, WIDTH)),
+        ((0, OUT), (0, width)),
+        ((0, OUT), (width, WIDTH)),
+        ((8, 72), (width, WIDTH)),
+    ):
+        for parameter in filled(kept, tensors, rows, columns).parameters.values():
+            assert parameter.sources[0].fits(tuple(tensors[parameter.name].shape)), parameter.name
+        found = weights(kept, tensors, rows, columns)
+        expected = want[slice(*rows), slice(*columns)]
+        torch.testing.assert_close(found, expected, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "message"),
+    [
+        ("auto-round", (0, OUT), (0, 48), "inputs 0 to 48 .* 32 together"),
+        ("compressed-nvfp4", (0, OUT), (0, 48), "inputs 0 to 48 .* 32 together"),
+        ("nf4", (0, OUT), (0, 96), "inputs 0 to 96 .* 64 together"),
+        ("fp8-block", (0, OUT), (16, WIDTH), f"inputs 16 to {WIDTH} .* 32 together"),
+        ("gptq-ordered", (0, 12), (0, WIDTH), "outputs 0 to 12 .* 8 together"),
+    ],
+)
+def test_what_a_rank_cannot_have(
+    name: str, rows: tuple[int, int], columns: tuple[int, int], message: str
+) -> None:
+    """Bug: a part that begins inside of a group has another group's scale, or fails with a
+    shape."""
+    part = Part("w", OUT, WIDTH, rows, columns)
+    with pytest.raises(ConfigError, match=f"tensor w: a rank would have {message}") as error:
+        made(scheme(name), part)
+    assert error.value.param == "tensor_parallel"
 
 
 def _exchanged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -424,8 +480,7 @@ def test_activations_are_as_the_file_says(name: str, bits: int) -> None:
     are not for one that was made so."""
     kept = scheme(name)
     assert kept.activations == bits
-    form = byte_layouts.EightBitLayout("w", kept, (128, 256), (0, 128), torch.device("meta")).form
-    assert form.activations == bits
+    assert made(kept, Part("w", 128, 256, (0, 128), (0, 256))).form.activations == bits
 
 
 def test_floats_beside_whole_numbers() -> None:

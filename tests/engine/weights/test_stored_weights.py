@@ -59,8 +59,12 @@ def stored(kind: str, seed: int = 0) -> np.ndarray[Any, Any]:
     return raw.reshape(OUT, -1)
 
 
+def whole(out: int, width: int) -> Part:
+    return Part("w", out, width, (0, out), (0, width))
+
+
 def layout(kind: str, raw: np.ndarray[Any, Any]) -> GgufLayout:
-    found = GgufLayout("w", kind, (OUT, WIDTH), None, OUT, torch.device("cpu"))
+    found = GgufLayout(whole(OUT, WIDTH), kind, torch.device("cpu"))
     (parameter,) = found.parameters.values()
     parameter.tensor.copy_(torch.from_numpy(raw))
     return found
@@ -253,7 +257,7 @@ def scheme(name: str) -> Scheme:
 
 
 def read(quantized: Scheme, tensors: dict[str, Tensor], out: int, width: int) -> Tensor:
-    found = IntegerLayout("w", quantized, (out, width), torch.device("cpu"))
+    found = IntegerLayout(whole(out, width), quantized, torch.device("cpu"))
     for parameter in found.parameters.values():
         parameter.tensor.copy_(tensors[parameter.name])
     # In slices that begin inside a word.
@@ -570,7 +574,7 @@ def test_rows_of_a_step_do_not_see_each_other(tmp_path: Path) -> None:
 def test_made_up_scales_could_be_a_files(kind: Any) -> None:
     """Drawn like weights, one of millions is zero, which no start with made-up weights survived;
     others were no numbers of float16, which the fastest kernels want."""
-    layout = IntegerLayout("w", Scheme(kind, 4, 32), (64, 64), torch.device("cpu"))
+    layout = IntegerLayout(whole(64, 64), Scheme(kind, 4, 32), torch.device("cpu"))
     parameter = layout.parameters[layout.scale_name]
     assert parameter.fill is not None
     parameter.fill(torch.Generator())
