@@ -6,11 +6,13 @@ against float32 weights and activations.
 The reference has the file's own weights in float32. A row says, over all tokens: the mean KL
 divergence from the reference (nats), how often the most likely token is the same, and perplexity
 relative to the reference's. gguf-file is the model's file as it is; other gguf rows are its
-weights quantised once more by `gguf.quants`, so they count the error of both. kv rows are
-bfloat16 with keys and values in 8 or 4 bits.
+weights quantised once more by `gguf.quants`, so they count the error of both. convert rows are the
+folder that `manta convert --quantization NAME` makes of the file in 16 bits, as the CPU runs it.
+kv rows are bfloat16 with keys and values in 8 or 4 bits.
 """
 
 import argparse
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +22,10 @@ import torch
 from torch import Tensor
 
 from bench.report.result_file import write
+from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.config.quantized import Quantized
+from engine.conversion import convert_rounded
 from engine.evaluation.divergence import Divergence
 from engine.evaluation.paged import Paged
 from engine.evaluation.prompts import SHIPPED
@@ -30,7 +34,9 @@ from engine.quantization.gguf import BLOCK_TYPES
 from engine.quantization.layouts import GgufLayout
 from engine.quantization.method import Part
 from engine.resolve import kv_form
+from engine.rounding import NAMES
 from engine.text.tokenizer import Tokenizer
+from engine.weights import load_weights
 from engine.weights.index import read_index
 from kernels.dispatch import kernels_for
 from kernels.kv.format import KVFormat
@@ -43,9 +49,10 @@ BLOCK = 16
 
 FILE = "gguf-file"
 GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-ON_THE_FLY = ("int8", "uint8-64", "uint8-512", "uint4-32", "uint4-64", "uint4-128")
+ON_THE_FLY = ("int8", "w8a8", "uint8-64", "uint8-512", "uint4-32", "uint4-64", "uint4-128")
+CONVERTED = tuple(f"convert-{name}" for name in NAMES)
 KV = ("kv-int8", "kv-fp8", "kv-int4")
-CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY, *KV)
+CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY, *CONVERTED, *KV)
 
 
 class Weights:
@@ -128,6 +135,17 @@ def model_of(case: str, weights: Weights) -> Model:
     return filled(model, weights.values)
 
 
+def converted(folder: Path, name: str) -> Model:
+    """folder: of the model in 16 bits."""
+    with tempfile.TemporaryDirectory() as made:
+        target = Path(made) / name
+        convert_rounded(EngineConfig(model=str(folder), quantization=name), target)
+        config = ModelConfig.from_folder(target)
+        model = build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"))
+        load_weights(model, target)
+    return model
+
+
 def logprobs(model: Model, ids: Tensor, form: KVFormat) -> Tensor:
     """[n, vocab] float32, after each of the tokens."""
     blocks = range(-(-len(ids) // BLOCK))
@@ -154,15 +172,20 @@ def texts(tokenizer: Tokenizer) -> Iterator[Tensor]:
     yield from ids[: 2 * PIECE].split(PIECE)
 
 
-def measure(folder: Path, cases: tuple[str, ...] = CASES) -> Iterator[dict[str, Any]]:
-    """folder: of the model in blocks. A row for each case."""
+def measure(
+    folder: Path, plain_folder: Path, cases: tuple[str, ...] = CASES
+) -> Iterator[dict[str, Any]]:
+    """folder, plain_folder: of the model in blocks, and in 16 bits. A row for each case."""
     weights, tokenizer = Weights(folder), Tokenizer.load(str(folder))
     entries = list(texts(tokenizer))
     model = model_of("float32", weights)
     plain = KVFormat()
     exact = [logprobs(model, ids, plain) for ids in entries]
     for case in cases:
-        model = model_of(case, weights)
+        if case in CONVERTED:
+            model = converted(plain_folder, case.removeprefix("convert-"))
+        else:
+            model = model_of(case, weights)
         kind = case.removeprefix("kv-")
         form = kv_form(model.config, kind) if case in KV else plain
         sums = Divergence()
@@ -179,9 +202,9 @@ def main() -> None:
     args = parser.parse_args()
     from deployments.checkpoints.resolve import resolve_model
 
-    folder = resolve_model("default", blocks=True)
     rows = []
-    for row in measure(folder, tuple(args.cases)):
+    folders = resolve_model("default", blocks=True), resolve_model("default")
+    for row in measure(*folders, tuple(args.cases)):
         print(row, flush=True)
         rows.append(row)
     if args.out:
