@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from engine.config.engine_config import BFLOAT16, FLOAT8, NO_BFLOAT16, EngineConfig
+from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import LayerAttention, ModelConfig, no_folder
 from engine.errors import ConfigError
 from kernels.kv.format import FORMATS, KVFormat
+from kernels.packed import FLOAT8, INT8_PRODUCTS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -70,7 +71,7 @@ def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
         return resolved
     able = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
-    return decide(config, model, device, name, bfloat16=able >= BFLOAT16, float8=able >= FLOAT8)
+    return decide(config, model, device, name, able)
 
 
 def decide(
@@ -78,12 +79,22 @@ def decide(
     model: ModelConfig,
     device: torch.device,
     name: str = "",
-    *,
-    bfloat16: bool = True,
-    float8: bool = True,
+    capability: tuple[int, int] | None = None,
 ) -> Resolved:
-    """The same for a device that need not be here. name: of it, for messages."""
+    """The same for a device that need not be here. name: of it, for messages. capability: compute
+    capability of CUDA; None = all that is asked for."""
     cuda = device.type == "cuda"
+    if config.quantization == "w8a8" and capability is not None and capability < INT8_PRODUCTS:
+        least, this = (f"{major}.{minor}" for major, minor in (INT8_PRODUCTS, capability))
+        raise ConfigError(
+            f"quantization: {name} has compute capability {this}, and 'w8a8' multiplies 8-bit "
+            f"integers, from {least} on; set quantization: int8, which rounds weights alone",
+            param="quantization",
+        )
+
+    def without(least: tuple[int, int]) -> str | None:
+        return None if capability is None or capability >= least else name
+
     check_ranks(model, config.tensor_parallel)
     check_stages(model, config.pipeline_parallel)
     if cuda and config.deterministic and any(layer.latent for layer in model.attention):
@@ -113,7 +124,7 @@ def decide(
     budget = config.max_num_batched_tokens or (8192 if cuda else 512)
     if model.whole_texts:
         budget = max(budget, max_model_len)
-    dtype = _dtype(config, model, cuda, None if bfloat16 else name)
+    dtype = _dtype(config, model, cuda, without(BFLOAT16))
     return Resolved(
         config=config,
         folder=Path(config.model),
@@ -121,7 +132,7 @@ def decide(
         model=model.within(max_model_len),
         device=device,
         dtype=dtype,
-        kv=_kv_format(config, model, dtype, cuda, None if float8 else name),
+        kv=_kv_format(config, model, dtype, cuda, without(FLOAT8)),
         max_model_len=max_model_len,
         # Each running request gets its token every step.
         max_num_batched_tokens=max(budget, max_num_seqs),

@@ -18,6 +18,20 @@ BLOCK = 32  # inputs of a run of codes as they are handed over; on the CPU, that
 # e2m1 numbers by their codes, doubled and moved by 12 so that they are whole and positive.
 E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 
+# Compute capabilities of CUDA: the least that converts e4m3 numbers itself, the least whose
+# products of 8-bit integers Triton has, and the one whose scaled products of e4m3 torch has.
+FLOAT8 = (8, 9)
+INT8_PRODUCTS = (8, 0)
+FLOAT8_PRODUCTS = 9  # the first number
+
+Code = Literal["int", "e4m3"]
+
+
+def multiplies(code: Code, capability: tuple[int, int]) -> bool:
+    """Whether there are products of two such numbers of 8 bits on this compute capability."""
+    return capability[0] == FLOAT8_PRODUCTS if code == "e4m3" else capability >= INT8_PRODUCTS
+
+
 # codes, scales and offsets of some rows, as `PackedWeight.fill` takes them
 Decoded = tuple[Tensor, Tensor, Tensor | None]
 
@@ -46,7 +60,7 @@ class Format:
     zero: int = 0
     offset: Literal["none", "add", "shift"] = "none"
     table: tuple[float, ...] = ()
-    code: Literal["int", "e4m3"] = "int"
+    code: Code = "int"
     rows: int = 1
     activations: Literal[8, 16] = 16
 
@@ -55,6 +69,12 @@ class Format:
         assert not (self.zero and self.offset != "none")
         assert not self.table or (self.bits == 4 and len(self.table) == 16)
         assert self.code == "int" or (self.bits == 8 and not self.zero and self.offset == "none")
+
+    def rounds(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability multiplies rounded rows by a matrix's codes."""
+        if self.activations != 8 or self.bits != 8 or self.rows != 1 or self.offset != "none":
+            return False
+        return (self.code == "e4m3" or self.zero == 128) and multiplies(self.code, capability)
 
     @property
     def chunk(self) -> int:

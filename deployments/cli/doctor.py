@@ -110,6 +110,8 @@ def model_checks(
             text += f"weights {result.weights / GIB:.2f} GiB, {next(keys_and_values(result), '')}, "
             text += f"{result.used / GIB:.2f} GiB in all"
             yield DoctorCheck("model", "ok", text)
+            for each in result.products:
+                yield DoctorCheck("weights", "ok", each)
     except ConfigError as error:
         way_out = f"manta plan {file.parent} --gpu h200 plans for another device"
         yield DoctorCheck("model", "MISSING", error.message, way_out)

@@ -22,7 +22,7 @@ from deployments.plan.memory import (
     plan,
 )
 from deployments.plan.prices import NodeOffer, Prices, offers
-from engine.config.engine_config import BFLOAT16, EngineConfig
+from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 
@@ -211,6 +211,8 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
     }
     for purpose, taken in result.memory.rows:
         yield purpose, f"{size(taken)}  {notes.get(purpose, '')}".rstrip()
+        if purpose == "weights":
+            yield from (("", f"{'':>13}  {each}") for each in result.products)
     yield (
         "KV cache",
         f"{size(result.kv_bytes)}  {result.num_blocks:,} blocks of {result.memory.block_size} "
@@ -250,8 +252,8 @@ def _this_machine(memory: float | None, *, cpu: bool = False, quiet: bool = Fals
 
     if torch.cuda.is_available() and not cpu:
         properties = torch.cuda.get_device_properties(0)
-        modern = (properties.major, properties.minor) >= BFLOAT16
-        return Hardware(properties.name, "cuda", properties.total_memory, bfloat16=modern)
+        capability = (properties.major, properties.minor)
+        return Hardware(properties.name, "cuda", properties.total_memory, capability=capability)
     from engine.runner.memory import available_host_memory
 
     if memory is not None:

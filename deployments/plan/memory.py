@@ -35,8 +35,18 @@ GPUS = {
     "l4": int(22.0 * GIB),
     "t4": int(14.6 * GIB),
 }
-_WITHOUT_BFLOAT16 = ("t4",)
-_WITHOUT_FLOAT8 = ("a100", "a100-40g", "a10g", "t4")
+# Compute capability of CUDA.
+_CAPABILITIES = {
+    "b200": (10, 0),
+    "h200": (9, 0),
+    "h100": (9, 0),
+    "a100": (8, 0),
+    "a100-40g": (8, 0),
+    "l40s": (8, 9),
+    "a10g": (8, 6),
+    "l4": (8, 9),
+    "t4": (7, 5),
+}
 
 _CUDA_CONTEXT = ("CUDA context (estimated)", int(0.55 * GIB))  # and libraries' workspaces
 _CPU_PROCESS = ("Python process (estimated)", int(0.7 * GIB))  # torch and the other modules
@@ -50,19 +60,12 @@ class Hardware:
     kind: str  # "cuda" or "cpu"
     memory: int  # bytes
     cores: int = 0  # of a CPU machine; 0 = unknown
-    bfloat16: bool = True
-    float8: bool = True
+    capability: tuple[int, int] | None = None  # of CUDA; None = unknown
 
     @classmethod
     def gpu(cls, name: str) -> "Hardware":
         """One of GPUS."""
-        return cls(
-            name.upper(),
-            "cuda",
-            GPUS[name],
-            bfloat16=name not in _WITHOUT_BFLOAT16,
-            float8=name not in _WITHOUT_FLOAT8,
-        )
+        return cls(name.upper(), "cuda", GPUS[name], capability=_CAPABILITIES[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,14 @@ class EnginePlan:
     and kv_per_token are those of the one with the least room, on the CPU of all. stages: of layers
     that these are. kv_per_token: (what is kept,
     layers, bytes) of each kind of layers; a token that has left a window takes nothing there.
+    products: how weights in fewer bits are multiplied there, a line for each format.
     states: layers that keep a state in their place, and its bytes for a request in all of them;
     snapshots: of these, that prefixes are found with."""
 
     device: Hardware
     dtype: str
     weights_kind: str
+    products: tuple[str, ...]
     parameters: int
     active_parameters: int
     memory: "MemoryPlan"
@@ -146,19 +151,13 @@ def plan(
     and the ways out, when the model does not fit; and for what the engine would refuse there."""
     import torch
 
+    from engine.quantization.products import products
     from engine.resolve import decide, ranks_key
     from engine.runner.memory import check_weights, lora_host_bytes, parts_here, plan_memory
 
     cuda = device.kind == "cuda"
     check_quantization(model, config, device.kind)
-    resolved = decide(
-        config,
-        model,
-        torch.device(device.kind),
-        device.name,
-        bfloat16=device.bfloat16,
-        float8=device.float8,
-    )
+    resolved = decide(config, model, torch.device(device.kind), device.name, device.capability)
     try:
         others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
         host_bytes = lora_host_bytes(config, device.memory)
@@ -200,6 +199,7 @@ def plan(
         device=device,
         dtype=dtype,
         weights_kind=weights_kind if model.quantized is None else model.quantized.name,
+        products=tuple(products(config.quantization, model.quantized, device.capability, cuda)),
         parameters=whole.num_parameters,
         active_parameters=whole.num_active_parameters,
         memory=memory,

@@ -33,7 +33,6 @@ Quantization = Literal[
 KVDType = Literal["auto", "bf16", "fp8", "int8", "int4"]
 
 BFLOAT16 = (8, 0)  # the least compute capability of CUDA that has it
-FLOAT8 = (8, 9)  # the same of 8-bit floats
 NO_BFLOAT16 = "has no bfloat16, which begins at compute capability 8.0; set dtype: float16"
 
 

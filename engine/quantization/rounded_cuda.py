@@ -8,20 +8,16 @@ int4   a scale and an offset for a group of 128 inputs; the head in 8 bits
 nf4    the 16 numbers of NF4 with a scale for 64 inputs; the head in 8 bits
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigError
 from engine.quantization.byte_layouts import NF4
 from engine.quantization.method import DenseCuda, DenseState, ExpertsSpec, LinearSpec
 from engine.quantization.rounded import rounded
-from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts
-from kernels.gemm import int8
 from kernels.packed import BLOCK, Format, PackedWeight
 
 _STEP = 4096  # rows that are rounded at once
@@ -87,16 +83,6 @@ class RoundedCuda(PackedCuda):
             return Format(4, group, torch.float32, table=NF4)
         group = next(each for each in (_GROUP, 64, BLOCK) if width % each == 0)
         return Format(4, group, torch.float16, offset="add")
-
-    def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
-        if self._to == "w8a8" and not int8.able(spec.device):
-            raise ConfigError(
-                "quantization 'w8a8' multiplies 8-bit integers, which needs a GPU of compute "
-                f"capability {int8.CAPABILITY[0]}.{int8.CAPABILITY[1]}; set quantization: int8, "
-                "which rounds weights alone",
-                param="quantization",
-            )
-        return super().create(spec)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
         form = self.form(spec.name, spec.in_features)

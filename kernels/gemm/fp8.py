@@ -25,14 +25,12 @@ def scales_fit(x: Tensor, weight: PackedWeight) -> bool:
     bfloat16, sizes of multiples of 16 and a device of compute capability 9.0."""
     form, (outputs, width) = weight.form, weight.shape
     return (
-        form.activations == 8
-        and form.code == "e4m3"
-        and form.rows == 1
+        form.code == "e4m3"
         and form.group == width
         and form.scale == torch.float32
         and x.dtype == torch.bfloat16
         and outputs % 16 == 0
         and width % 16 == 0
         and x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and form.rounds(torch.cuda.get_device_capability(x.device))
     )

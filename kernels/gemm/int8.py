@@ -6,10 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.packed import PackedWeight
+from kernels.packed import INT8_PRODUCTS, PackedWeight
 from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
-CAPABILITY = (8, 0)  # the least of CUDA for which Triton has products of 8-bit integers
 FIXED = (64, 128, 128, 4, 3)  # as `tile`, where numbers may not depend on how many rows there are
 _TOGETHER = 8  # tiles of rows of x that share a weight in the cache
 
@@ -110,21 +109,13 @@ def fits(weight: PackedWeight, x: Tensor) -> bool:
     """Whether `int8_linear` is made for these: whole numbers with a scale an output, in a format
     that rounds x too, on a device that multiplies them."""
     form = weight.form
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else INT8_PRODUCTS
     return (
-        form.activations == 8
-        and form.code == "int"
-        and form.bits == 8
-        and form.offset == "none"
-        and form.zero == 128
+        form.code == "int"
         and form.group == weight.shape[1]
         and form.scale == torch.float32
-        and able(x.device)
+        and form.rounds(capability)
     )
-
-
-def able(device: torch.device) -> bool:
-    """Whether this device, or the interpreter, multiplies 8-bit integers."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def tile(tokens: int) -> tuple[int, int, int, int, int]:

@@ -9,12 +9,14 @@ PTX that makes two numbers at a time.
 import struct
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from kernels.packed import E2M1, PackedWeight
+from kernels.packed import E2M1, FLOAT8, PackedWeight
 
-INT, E2M1_CODE, TABLE, E4M3_CODE = 0, 1, 2, 3  # what a code is; the last is of 8 bits
+# What a code is; the last two are of 8 bits, and the last is E4M3_CODE where no device converts it.
+INT, E2M1_CODE, TABLE, E4M3_CODE, E4M3_BITS = 0, 1, 2, 3, 4
 OFFSETS = {"none": 0, "add": 1, "shift": 2}
 
 
@@ -42,13 +44,25 @@ def nibble(words, table, AT: tl.constexpr, CODE: tl.constexpr):
 def eight_bits(codes, CODE: tl.constexpr):
     """Of 8-bit codes the float32."""
     if CODE == 3:
-        codes = codes.to(tl.float8e4nv, bitcast=True)
-    return codes.to(tl.float32)
+        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif CODE == 4:
+        # The same fields at float32's place, whose exponent is 120 larger; subnormals included.
+        bits = codes.to(tl.int32)
+        bits = ((bits << 24) & -0x80000000) | ((bits & 0x7F) << 20)
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    else:
+        value = codes.to(tl.float32)
+    return value
+
+
+def converts(device: torch.device) -> bool:
+    """Whether this device, or the interpreter, has 8-bit floats."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8
 
 
 def code_of(weight: PackedWeight) -> int:
     if weight.form.code == "e4m3":
-        return E4M3_CODE
+        return E4M3_CODE if converts(weight.codes.device) else E4M3_BITS
     if weight.form.table == E2M1:
         return E2M1_CODE
     return TABLE if weight.form.table else INT
@@ -138,7 +152,7 @@ def integers(high: bool) -> str:
 
 def four_bytes(code: int) -> str:
     """PTX: the four codes in $2, e4m3 or signed, as bfloat16 in $0 and $1."""
-    if code == E4M3_CODE:  # into the high bytes of two halves
+    if code in (E4M3_CODE, E4M3_BITS):  # into the high bytes of two halves
         spread, decode = ("0x1404", "0x3424"), _float_in
     else:
         spread, decode = ("0x4140", "0x4342"), _integer_in

@@ -31,6 +31,9 @@ from kernels.attention.decode_plan import plan  # noqa: E402
 from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.gemm.int8 import int8_linear  # noqa: E402
+from kernels.gemm.packed_dot import expand, packed_dot  # noqa: E402
+from kernels.gemm.packed_gemv import packed_gemv  # noqa: E402
+from kernels.gemm.round_rows import round_rows  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.kv.quantized import QuantizedKV  # noqa: E402
 from kernels.kv.write import rope_kv_write  # noqa: E402
@@ -101,15 +104,42 @@ def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
         assert compiled.metadata.shared <= SHARED_MEMORY, name
 
 
-@pytest.mark.slow
-def test_codes_compile_for_ampere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversion that begins with Hopper, or tiles for its memory: int8 and int4 keys run on an
-    A100 too."""
+def on_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_active", Ampere())
     for module in modules():
         if hasattr(module, "pdl") and module.__name__ != "kernels.pdl":
             monkeypatch.setattr(module, "pdl", lambda device: {"PDL": False})
+
+
+@pytest.mark.slow
+def test_codes_compile_for_ampere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion that begins with Hopper, or tiles for its memory: int8 and int4 keys run on an
+    A100 too."""
+    on_ampere(monkeypatch)
     quantized_attention("llama-8b")
+    for name, compiled in launches.seen:
+        assert compiled.metadata.shared <= 163 * 1024, name
+
+
+@pytest.mark.slow
+def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit floats, which it does not convert, and products of 8-bit integers in tiles for
+    Hopper."""
+    on_ampere(monkeypatch)
+    monkeypatch.setattr("kernels.gemm.packed_codes.converts", lambda device: False)
+    device = torch.device("cpu")
+    for form in (
+        Format(8, 4096, torch.float32, code="e4m3", activations=8),
+        Format(8, 128, torch.float32, code="e4m3", rows=128),
+    ):
+        weight = PackedWeight(form, 6144, 4096, None, device)
+        packed_gemv(bf16(1, 4096), weight)
+        packed_dot(bf16(64, 4096), weight)
+        expand(weight, bf16(1, 4096))
+    whole = PackedWeight(Format(8, 4096, torch.float32, zero=128), 6144, 4096, None, device)
+    for tokens in (64, 2048):
+        rows, scales = round_rows(bf16(tokens, 4096), to=torch.int8)
+        int8_linear(rows, scales, whole, torch.bfloat16)
     for name, compiled in launches.seen:
         assert compiled.metadata.shared <= 163 * 1024, name
 

@@ -131,6 +131,24 @@ def test_several_tokens(name: str, dtype: torch.dtype) -> None:
         assert row_error(got, plain) < 2 * BOUNDS[dtype]
 
 
+def test_floats_of_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 8-bit floats, on GPUs before 8.9: an exponent that is off, subnormals that are zeros, a
+    sign that is lost."""
+    monkeypatch.setattr("kernels.gemm.packed_codes.converts", lambda device: False)
+    form = Format(8, 256, F32, code="e4m3")
+    weight = PackedWeight(form, 16, 256, None, torch.device(DEVICE))
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(16, 1)
+    codes[(codes & 127) == 127] = 0  # NaN
+    weight.fill(0, (codes, torch.ones(16, 1, device=DEVICE), None))
+    want = codes.view(torch.float8_e4m3fn).float()
+    assert torch.equal(expand(weight, random(1)), want)
+    x = random(3, 256)
+    for tokens in (1, 3):
+        given = x[:tokens]
+        product = packed_gemv if tokens == 1 else packed_dot
+        assert row_error(product(given, weight), given.double() @ want.double().T) < 2e-5
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EACH)
 def test_expanded(name: str, dtype: torch.dtype) -> None:

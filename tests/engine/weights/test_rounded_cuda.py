@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from deployments.plan.memory import Hardware, plan
 from engine import LLM, SamplingParams
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.quantization.method import DenseState, LinearSpec, Part
+from engine.quantization.method import DenseState
 from engine.quantization.registry import check_quantization, linear_method
 from engine.quantization.rounded import rounded
 from engine.quantization.rounded_cuda import RoundedCuda
@@ -98,14 +101,17 @@ def test_whose_activations_are_rounded() -> None:
     assert found == {"fp8": 8, "w8a8": 8, "int8": 16, "int4": 16, "nf4": 16}
 
 
-def test_a_gpu_without_products_of_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_products_of_whole_numbers(tmp_path: Path) -> None:
     """Bug: 8-bit weights and 16-bit activations where both were asked for, without a word; or a
     kernel that fails to compile in the first step."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
-    part = Part("w", 64, 64, (0, 64), (0, 64))
-    spec = LinearSpec("w", (part,), False, torch.float16, torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"'w8a8' .* capability 8\.0; set quantization: int8"):
-        method_of("w8a8").create(spec)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    config = EngineConfig(model=str(tmp_path), quantization="w8a8", dtype="float16")
+    model = ModelConfig.from_folder(tmp_path)
+    message = r"T4 has compute capability 7\.5, .* from 8\.0 on; set quantization: int8"
+    with pytest.raises(ConfigError, match=message) as error:
+        plan(model, config, Hardware.gpu("t4"))
+    assert error.value.param == "quantization"
+    assert plan(model, config, Hardware.gpu("a100")).num_blocks
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------
