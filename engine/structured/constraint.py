@@ -122,9 +122,8 @@ class MaskFiller:
     def fill(self, constraints: Sequence[Constraint]) -> tuple[Masks, dict[int, str]]:
         """[n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
         And index -> why that one can go no further: "code: message"."""
-        masks: Masks = llg_numpy.allocate_token_bitmask(
-            len(constraints), constraints[0].vocabulary.num_tokens
-        )
+        words = -(-constraints[0].vocabulary.num_tokens // 32)
+        masks: Masks = np.empty((len(constraints), words), np.int32)  # every word is written
         if len(constraints) < _PARALLEL or self._threads == 1:
             for row, one in enumerate(constraints):
                 llg_numpy.fill_next_token_bitmask(one.matcher, masks, row)
