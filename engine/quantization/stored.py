@@ -30,7 +30,7 @@ from engine.weights.parameter import Parameter, Source
 from kernels.dispatch import Kernels
 from kernels.packed import Format, unpacked
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("manta.engine")
 
 STEP = 4096  # rows that are decoded at once, a multiple of 64
 

@@ -1,5 +1,7 @@
 """load_weights: a checkpoint or random numbers into a model. What is amiss fails by name."""
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -19,6 +21,8 @@ from engine.weights.parameter import Parameter, Source
 from engine.weights.stored import StoredTensor
 from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
 from kernels.cpu.huge_pages import collapse, give_back
+
+logger = logging.getLogger("manta.engine")
 
 # A model on the CPU of this size moves to large pages behind the start: a second of one core a GB.
 HUGE_PAGES_FROM = 64 << 20
@@ -155,8 +159,10 @@ def _settle(parameters: list[Parameter]) -> None:
 def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """By the names of the model's record, without the tensors that it ignores."""
     found: dict[str, StoredTensor] = {}
+    unread: Counter[str] = Counter()
     for name, tensor in stored.items():
         if model.ignores(name):
+            unread[_part(name)] += 1
             continue
         ours = model.tensor_name(name)
         if ours in found:
@@ -164,7 +170,20 @@ def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, Stored
                 f"{tensor.file}: tensor {name} is also there as {found[ours].name}", param="model"
             )
         found[ours] = tensor
+    del unread[""]
+    if unread:
+        parts = ", ".join(f"{part} ({count})" for part, count in sorted(unread.items()))
+        logger.info("not read, because the text model has no use for it: %s (tensors)", parts)
     return found
+
+
+def _part(name: str) -> str:
+    """Of the model, that a tensor belongs to: vision_tower, model.visual, model.layers.61; "" for a
+    table that is computed."""
+    if name.endswith(".inv_freq"):
+        return ""
+    names = name.split(".")
+    return ".".join(names[: 1 if names[0] != "model" else 3 if names[1:2] == ["layers"] else 2])
 
 
 def _match(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -19,10 +19,12 @@ from engine.weights import load_weights
 from kernels.cpu.blocks import PackedBlocks
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.reference import Kernels
+from tests.engine.models.checkpoints import Paged, load_model
 from tests.engine.test_memory import held
 from tests.engine.weights.quantized_files import FILES, matrix
 from tests.engine.weights.test_stored_weights import build_on, logits
 from tests.kernels.test_generated import able
+from tests.parity.cases import EXPERTS, LATENT, save
 
 COMMON = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -225,3 +227,35 @@ def test_rounded_at_load(name: str, tmp_path: Path) -> None:
             want = getattr(full.state, what)
             off = (getattr(expanded, what) - want).norm() / want.norm()
             assert off < (0.11 if name[-1] == "4" else 0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["minimax m2", "deepseek v3"])
+def test_families_whose_files_are_in_fp8(name: str, tmp_path: Path) -> None:
+    """Scales are looked for under other names than the family's experts and latents have."""
+    sizes = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    case = {**EXPERTS, **LATENT}[name]
+    more = {**sizes, "moe_intermediate_size": 32} if name in LATENT else {}
+    folders = tmp_path / "coded", tmp_path / "exact"
+    save(replace(case, changes={**case.changes, **more}), folders[0])
+    save(replace(case, changes={**case.changes, **more}), folders[1])
+    tensors = load_file(folders[0] / "model.safetensors")
+    exact = dict(tensors)
+    plain = ("embed_tokens", "lm_head", ".gate.weight", "norm")
+    for each, weight in list(tensors.items()):
+        if weight.dim() == 2 and not any(part in each for part in plain):
+            scale = weight.abs().max() / 448
+            tensors[each] = (weight / scale).to(torch.float8_e4m3fn)
+            exact[each] = tensors[each].float() * scale
+            blocks = [-(-size // 128) for size in weight.shape]
+            tensors[f"{each}_scale_inv"] = scale.expand(blocks).contiguous()
+    for folder, made in zip(folders, (tensors, exact), strict=True):
+        save_file(made, folder / "model.safetensors")
+    config = json.loads((folders[0] / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
+    }  # fmt: skip
+    (folders[0] / "config.json").write_text(json.dumps(config))
+    ids = torch.arange(3, 43)
+    found = [Paged(load_model(each)).run((ids, list(range(10)), 0))[0] for each in folders]
+    assert torch.equal(*found)

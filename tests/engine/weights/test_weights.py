@@ -19,6 +19,7 @@ from engine.weights import load_weights, stream
 from engine.weights.parameter import Source
 from kernels.dispatch import kernels_for
 from tests.engine.models.checkpoints import load_model, save_checkpoint
+from tests.parity.cases import EXPERTS, save
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
@@ -249,6 +250,15 @@ def test_buffers_are_ignored(tmp_path: Path) -> None:
     mask = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3, dtype=torch.bool)}
     rewrite(tmp_path, lambda tensors: tensors.update(mask))
     load_model(tmp_path)
+
+
+def test_what_is_not_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A user whose model sees pictures learns from a wrong answer that this part is not run."""
+    save(EXPERTS["gemma 4 31b"], tmp_path)
+    with caplog.at_level("INFO", logger="manta.engine"):
+        load_model(tmp_path)
+    assert "not read" in caplog.text
+    assert "multi_modal_projector (1), vision_tower (1) (tensors)" in caplog.text
 
 
 def test_a_tied_head_in_the_checkpoint_is_harmless(tmp_path: Path) -> None:
