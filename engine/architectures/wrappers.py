@@ -46,6 +46,7 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6"),
         _wrapper("LlavaForConditionalGeneration", "LLaVA, Pixtral"),
         _wrapper("LlavaNextForConditionalGeneration", "LLaVA-NeXT"),
+        _wrapper("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision"),
         _wrapper("InternVLForConditionalGeneration", "InternVL 3"),
         _wrapper("Idefics3ForConditionalGeneration", "Idefics 3"),
         _wrapper("SmolVLMForConditionalGeneration", "SmolVLM"),
