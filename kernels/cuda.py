@@ -66,6 +66,11 @@ class Cuda(Kernels):
     ) -> Tensor:
         return norm.layer_norm(x, weight, bias, eps)
 
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float
+    ) -> Tensor:
+        return norm.gated_norm(x, gate, weight, groups, eps)
+
     def activation(self, x: Tensor, name: str) -> Tensor:
         return activation.activation(x, name)
 

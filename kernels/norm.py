@@ -51,6 +51,60 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, add_to: Tensor | None = None
     return out
 
 
+@triton.jit(do_not_specialize=["gate_stride"])
+def _gated_norm_kernel(
+    x,
+    gate,
+    weight,
+    out,
+    eps,
+    gate_stride,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < SIZE
+    cols += tl.program_id(1) * SIZE
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + token * GROUPS * SIZE + cols, mask=mask, other=0.0)
+    by = tl.load(gate + token * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    value *= by * tl.sigmoid(by)
+    if NORM:
+        value = value / tl.sqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+        value *= tl.load(weight + cols, mask=mask, other=0.0)
+    tl.store(out + token * GROUPS * SIZE + cols, value.to(out.dtype.element_ty), mask=mask)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float) -> Tensor:
+    """See `kernels.reference.Kernels.gated_norm`."""
+    rows, inner = x.shape
+    size = inner // groups
+    out = gate.new_empty(x.shape)
+    if rows:
+        block = triton.next_power_of_2(size)
+        _gated_norm_kernel[(rows, groups)](
+            x,
+            gate,
+            x if weight is None else weight,
+            out,
+            eps,
+            gate.stride(0),
+            GROUPS=groups,
+            SIZE=size,
+            NORM=weight is not None,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 256)),
+            **pdl(x.device),
+        )
+    return out
+
+
 @triton.jit
 def _layer_norm_kernel(
     x,

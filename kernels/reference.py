@@ -119,6 +119,22 @@ class Kernels:
         bias = None if bias is None else bias.float()
         return layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float
+    ) -> Tensor:
+        """rms_norm(x * silu(gate)) of each of `groups` equal parts of a row, or without the norm
+        where there is no weight [size] float32.
+
+        x [n, size] float32 is written over; gate [n, size] of any dtype, whose the result is.
+        """
+        x = x.mul_(silu(gate.float()))
+        if weight is not None and groups == 1:
+            x = self.rms_norm(x, weight, eps)
+        elif weight is not None:
+            parts = x.unflatten(1, (groups, -1))
+            x = self.rms_norm(parts, weight.new_ones(parts.shape[2]), eps).flatten(1).mul_(weight)
+        return x.to(gate.dtype)
+
     def activation(self, x: Tensor, name: str) -> Tensor:
         """A function of each element, in float32: "silu", "gelu" (of the error function),
         "gelu_pytorch_tanh", "relu", "relu2" (its square). A new tensor of x's dtype."""

@@ -95,6 +95,15 @@ def mamba2(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     return KernelWork([partial(cuda.mamba2, x, dt, heads, tail, state, meta)] * 4, moved)
 
 
+def gated_norm(s: Sizes, rows: int) -> KernelWork:
+    """Of what Mamba-2 found."""
+    inner = MAMBA_HEADS * MAMBA_SIZE
+    found = torch.randn(rows, inner, device=s.device)
+    gate, weight = s.random(rows, inner), torch.randn(inner, device=s.device)
+    moved = found.nbytes + 2.0 * gate.nbytes
+    return KernelWork([partial(cuda.gated_norm, found, gate, weight, 1, 1e-5)] * 4, moved)
+
+
 def short_convolution(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
@@ -141,6 +150,7 @@ def mixer_cases(s: Sizes) -> dict[str, Callable[[], KernelWork]]:
     cases["latent prefill/1 x 8192"] = partial(latent_prefill, s, 8192)
     cases["latent chunk of a graph/256 after 4096"] = partial(latent_chunk, s, 256, 4096)
     for rows in (1, 64, 256):
+        cases[f"gated norm/{rows}"] = partial(gated_norm, s, rows)
         cases[f"rope and latent write/{rows}"] = partial(latent_write, s, rows)
         for name, work in RECURRENT.items():
             cases[f"{name} decode/{rows}"] = partial(work, s, [1000] * rows, [1] * rows)

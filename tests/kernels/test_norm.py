@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
+from kernels.dispatch import kernels_for
 from kernels.norm import layer_norm, rms_norm
+from kernels.reference import Kernels
 from tests.kernels.oracle import BOUND, DTYPES, random, row_error
 
 pytestmark = pytest.mark.triton
@@ -26,6 +29,22 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     added = rms_norm(x, weight, 1e-5, add_to=residual)
     assert added is residual and row_error(added, want) < BOUND[dtype]
     assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("back_end", ["cuda", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_gated_norm(groups: int, dtype: torch.dtype, back_end: str) -> None:
+    """A part's mean that has another's elements; a gate of rows in longer ones; no norm at all."""
+    x, gate = random(5, 300), random(5, 400, dtype=dtype)[:, 20:320]
+    weight = random(300) if groups else None
+    ref = x.double() * silu(gate.double())
+    parts = ref.unflatten(1, (max(groups, 1), -1))
+    if weight is not None:
+        ref = (parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * weight
+    kernels = kernels_for("cuda") if back_end == "cuda" else Kernels()
+    out = kernels.gated_norm(x, gate, weight, max(groups, 1), 1e-5)
+    assert out.dtype == dtype and row_error(out, ref) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("parts", ["weight and bias", "weight", "neither"])

@@ -2,9 +2,7 @@
 
 from itertools import accumulate
 
-import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.layers.build import Builder
@@ -43,8 +41,6 @@ class Mamba2Mixer:
         if build.has("mamba_norm"):
             made = build.vector("mamba_norm", mixer.inner, std=0.0)
             self.norm, self.others = made.tensor, (*self.others, made)
-        size = mixer.inner // mixer.groups
-        self.ones = torch.ones(size, dtype=torch.float32, device=build.device)
         self.heads = Mamba2Heads(
             mixer.heads,
             mixer.head_size,
@@ -82,14 +78,5 @@ class Mamba2Mixer:
         ends = list(accumulate(self.sizes))
         gate, mixed, dt = made[:, : ends[0]], made[:, ends[0] : ends[1]], made[:, ends[1] :]
         found = self.kernels.mamba2(mixed, dt, self.heads, tail, state, meta).flatten(1)
-        found = self._normed(found.mul_(silu(gate.float())))
-        return self.out.forward(found.to(x.dtype), meta.lora, residual=residual)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        """x [n, inner] float32."""
-        if self.norm is None:
-            return x
-        if self.mixer.groups == 1:
-            return self.kernels.rms_norm(x, self.norm, self.eps)
-        by_group = x.unflatten(1, (self.mixer.groups, -1))
-        return self.kernels.rms_norm(by_group, self.ones, self.eps).flatten(1).mul_(self.norm)
+        found = self.kernels.gated_norm(found, gate, self.norm, self.mixer.groups, self.eps)
+        return self.out.forward(found, meta.lora, residual=residual)

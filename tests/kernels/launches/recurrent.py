@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from kernels.metadata import AttentionMeta
+from kernels.norm import gated_norm
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import gated_delta
@@ -55,6 +56,8 @@ def mamba(model: str) -> None:
     how = Mamba2Heads(heads, size, groups, elements, conv, bias, vector, vector, vector, limits)
     whole = torch.empty(20, channels + heads, dtype=torch.bfloat16)
     tail, state = torch.empty(5, 3, channels), torch.empty(5, heads, size, elements)
+    for weight in (torch.empty(heads * size), None):
+        gated_norm(torch.empty(3, heads * size), whole[:3, : heads * size], weight, groups, 1e-5)
     some = replace(_meta(), num_decodes=1)
     mamba2(whole[:, :channels], whole[:, channels:], how, tail, state, some)
     mamba2(whole[:, :channels], whole[:, channels:], how, tail, state, _meta(), deterministic=True)
