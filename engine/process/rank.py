@@ -25,7 +25,8 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 if TYPE_CHECKING:
     from engine.lora.loader import AdapterLoader
     from engine.parallel.group import TensorParallelGroup
-    from engine.runner.model_runner import DeviceResult, ModelRunner, StagedResult
+    from engine.runner.model_runner import ModelRunner
+    from engine.runner.results import DeviceResult, StagedResult
 
 logger = logging.getLogger("manta.engine")
 

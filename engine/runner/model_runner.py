@@ -1,4 +1,4 @@
-"""ModelRunner: launch(batch) -> DeviceResult; DeviceResult.wait() -> StepResult.
+"""ModelRunner: launch(batch) -> DeviceResult; its `wait` is in results.py.
 
 The hottest file of the engine: every line here runs once a step, and nothing in `launch` may wait
 for the device (no .item(), .cpu(), .tolist(), no indexing by a boolean mask). The timeline on CUDA,
@@ -13,7 +13,7 @@ not need the host to know what step n sampled.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch, OutOfMemory, StepResult, TokenLogprobs
+from engine.batch import Batch, OutOfMemory
 from engine.lora.device import LoraDevice
 from engine.lora.virtual_tokens import VirtualTokensDevice
 from engine.models.decoder import Decoder
@@ -32,129 +32,11 @@ from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.kv_cache import KVCache, in_views
 from engine.runner.programs import StepPrograms
+from engine.runner.results import DeviceResult, HostLogprobs, StagedResult
 from engine.runner.rows import RequestRows
 from engine.sampling.sampler import MOST, Masked, Sampled, SamplePlan, Sampler
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta
-
-
-@dataclass(slots=True)
-class DeviceResult:
-    """A launched step. `wait` may be called once, in launch order."""
-
-    step: int
-    # [num_samples] int64 on the host (pinned on CUDA); -1 = that row's logits were not finite
-    tokens: Tensor
-    entries: Sequence[int] | None  # batch index of each sample; None = sample i is entry i
-    event: "torch.cuda.Event | None" = None
-    logprobs: "_HostLogprobs | None" = None
-    prompt_logprobs: list[tuple[int, "_HostLogprobs"]] = field(default_factory=list)
-    pooled: "tuple[list[int], Tensor] | None" = None  # entries, and of each [hidden_size] float32
-    # Until its masks are there: launches the sampling.
-    unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
-
-    def sample(self, masks: NDArray[np.int32]) -> None:
-        """Launch the sampling of a step that waits for masks; see `engine.scheduling.core`."""
-        assert self.unsampled is not None, "nothing waits for masks"
-        launch, self.unsampled = self.unsampled, None
-        launch(masks)
-
-    def wait(self) -> StepResult:
-        """Block until the step is done on the device and return what it produced."""
-        if self.unsampled is not None:
-            raise RuntimeError("the step was not sampled")
-        if self.event is not None:
-            self.event.synchronize()
-        tokens: list[int] = self.tokens.tolist()
-        result = StepResult(step=self.step, tokens=tokens)
-        if tokens and min(tokens) < 0:
-            result.errors = {
-                self._entry(i): "numerical_error: the model's logits are not finite"
-                for i, token in enumerate(tokens)
-                if token < 0
-            }
-        if self.logprobs is not None:
-            result.logprobs = {
-                self._entry(i): item for i, item in self.logprobs.items(tokens) if item is not None
-            }
-        if self.prompt_logprobs:
-            result.prompt_logprobs = {
-                entry: [item for _, item in host.items() if item is not None]
-                for entry, host in self.prompt_logprobs
-            }
-        if self.pooled is not None:
-            entries, parts = self.pooled
-            result.pooled = dict(zip(entries, parts.numpy(), strict=True))
-            for entry, part in result.pooled.items():
-                if not np.isfinite(part).all():
-                    why = "numerical_error: the model's hidden states are not finite"
-                    result.errors = {**result.errors, entry: why}
-        return result
-
-    def _entry(self, sample: int) -> int:
-        return sample if self.entries is None else self.entries[sample]
-
-
-@dataclass(slots=True)
-class _HostLogprobs:
-    """Log-probabilities of n tokens on their way to the host."""
-
-    token_ids: Tensor  # [n] int64
-    logprob: Tensor  # [n] float32
-    rank: Tensor  # [n] int64
-    top_ids: Tensor  # [n, k] int64
-    top_logprobs: Tensor  # [n, k] float32
-    total: Tensor  # [n] float32
-    counts: list[int]  # [n] how many alternatives item i wants; -1 = no log-probabilities at all
-
-    def items(self, tokens: list[int] | None = None) -> list[tuple[int, TokenLogprobs | None]]:
-        ids = tokens if tokens is not None else self.token_ids.tolist()
-        logprob, rank = self.logprob.tolist(), self.rank.tolist()
-        top_ids, top_logprobs = self.top_ids.tolist(), self.top_logprobs.tolist()
-        total = self.total.tolist()
-        return [
-            (
-                i,
-                None
-                if count < 0
-                else TokenLogprobs(
-                    ids[i],
-                    logprob[i],
-                    int(rank[i]),
-                    top_ids[i][:count],
-                    top_logprobs[i][:count],
-                    total[i],
-                ),
-            )
-            for i, count in enumerate(self.counts)
-        ]
-
-
-@dataclass(slots=True)
-class StagedResult:
-    """A step that is on its way through the stages of a pipeline. conclude: takes what comes back,
-    and samples."""
-
-    conclude: Callable[[], DeviceResult]
-    masks: "NDArray[np.int32] | None" = None
-
-    def sample(self, masks: NDArray[np.int32]) -> None:
-        """Once there is something to sample from."""
-        self.masks = masks
-
-    def wait(self) -> StepResult:
-        """As of DeviceResult. Raises OutOfMemory; and RankFailed where another stage's part of the
-        step has failed."""
-        try:
-            with torch.inference_mode():
-                pending = self.conclude()
-                if self.masks is not None:
-                    pending.sample(self.masks)
-        except torch.OutOfMemoryError as error:
-            message = str(error)
-        else:
-            return pending.wait()
-        raise OutOfMemory(message)
 
 
 @dataclass(slots=True)
@@ -215,7 +97,7 @@ class ModelRunner:
         else:
             self.inputs = CpuInputs(rows, kv.block_size)
         self._turn = 0
-        # Per row, on the host: the alternatives it wants (as _HostLogprobs.counts), the length of
+        # Per row, on the host: the alternatives it wants (as HostLogprobs.counts), the length of
         # its prompt, how much of that is virtual, and whether its hidden states are pooled.
         self._logprobs = [-1] * rows.pad_row
         self._prompt_logprobs = [-1] * rows.pad_row
@@ -347,7 +229,7 @@ class ModelRunner:
         self,
         batch: Batch,
         samples: "_Samples",
-        prompt_logprobs: "list[tuple[int, _HostLogprobs]]",
+        prompt_logprobs: "list[tuple[int, HostLogprobs]]",
         pooled: tuple[list[int], Tensor] | None,
     ) -> DeviceResult:
         """Later, when there are masks, if samples wait for these."""
@@ -371,7 +253,7 @@ class ModelRunner:
         self,
         step: int,
         samples: "_Samples",
-        prompt_logprobs: list[tuple[int, "_HostLogprobs"]],
+        prompt_logprobs: list[tuple[int, "HostLogprobs"]],
         masked: Sequence[int],
         masks: NDArray[np.int32],
     ) -> DeviceResult:
@@ -388,7 +270,7 @@ class ModelRunner:
         self,
         step: int,
         samples: "_Samples",
-        prompt_logprobs: list[tuple[int, "_HostLogprobs"]],
+        prompt_logprobs: list[tuple[int, "HostLogprobs"]],
         masked: Masked | None,
     ) -> DeviceResult:
         """The tokens of a step, chosen and on their way to the host."""
@@ -488,13 +370,13 @@ class ModelRunner:
     def _to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True) if self._cuda else tensor
 
-    def _launch_logprobs(self, sampled: Sampled, rows: list[int]) -> _HostLogprobs | None:
+    def _launch_logprobs(self, sampled: Sampled, rows: list[int]) -> HostLogprobs | None:
         if sampled.logprob is None:
             return None
         assert sampled.rank is not None
         assert sampled.top_ids is not None and sampled.top_logprobs is not None
         assert sampled.total is not None
-        return _HostLogprobs(
+        return HostLogprobs(
             self._to_host(sampled.tokens),
             self._to_host(sampled.logprob),
             self._to_host(sampled.rank),
@@ -534,7 +416,7 @@ class ModelRunner:
 
     def _launch_prompt_logprobs(
         self, batch: Batch, hidden: Tensor
-    ) -> list[tuple[int, _HostLogprobs]]:
+    ) -> list[tuple[int, HostLogprobs]]:
         """Rare and eager: the chunk's own next tokens under the model, entry by entry."""
         found = []
         at = 0
@@ -560,7 +442,7 @@ class ModelRunner:
 
     def _prompt_logprobs_of(
         self, logits: Iterable[Tensor], targets: Tensor, wanted: int
-    ) -> _HostLogprobs:
+    ) -> HostLogprobs:
         pieces = [
             self.sampler.prompt_logprobs(each, next_ids, wanted)
             for each, next_ids in zip(logits, targets.split(self._logits_rows), strict=True)
@@ -568,7 +450,7 @@ class ModelRunner:
         parts = (self._to_host(torch.cat(part)) for part in zip(*pieces, strict=True))
         logprob, rank, top_ids, top_logprobs, total = parts
         counts, ids = [wanted] * len(targets), self._to_host(targets)
-        return _HostLogprobs(ids, logprob, rank, top_ids, top_logprobs, total, counts)
+        return HostLogprobs(ids, logprob, rank, top_ids, top_logprobs, total, counts)
 
     def capture_graphs(self, sizes: Sequence[int]) -> None:
         """Record steps of these numbers of decodes, and mixed ones. CUDA only; after warm-up."""

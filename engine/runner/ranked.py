@@ -5,7 +5,8 @@ from engine.parallel.group import TensorParallelGroup
 from engine.parallel.link import Link, SharedMemoryLink
 from engine.parallel.ranks import Ranks
 from engine.parallel.shared_memory import SharedMemoryGroup
-from engine.runner.model_runner import DeviceResult, ModelRunner, StagedResult
+from engine.runner.model_runner import ModelRunner
+from engine.runner.results import DeviceResult, StagedResult
 
 
 class RankedRunner:

@@ -1,0 +1,131 @@
+"""DeviceResult: a launched step. Its `wait` is where the host waits for the device, and gives the
+StepResult."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import OutOfMemory, StepResult, TokenLogprobs
+
+
+@dataclass(slots=True)
+class DeviceResult:
+    """A launched step. `wait` may be called once, in launch order."""
+
+    step: int
+    # [num_samples] int64 on the host (pinned on CUDA); -1 = that row's logits were not finite
+    tokens: Tensor
+    entries: Sequence[int] | None  # batch index of each sample; None = sample i is entry i
+    event: "torch.cuda.Event | None" = None
+    logprobs: "HostLogprobs | None" = None
+    prompt_logprobs: list[tuple[int, "HostLogprobs"]] = field(default_factory=list)
+    pooled: "tuple[list[int], Tensor] | None" = None  # entries, and of each [hidden_size] float32
+    # Until its masks are there: launches the sampling.
+    unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
+
+    def sample(self, masks: NDArray[np.int32]) -> None:
+        """Launch the sampling of a step that waits for masks; see `engine.scheduling.core`."""
+        assert self.unsampled is not None, "nothing waits for masks"
+        launch, self.unsampled = self.unsampled, None
+        launch(masks)
+
+    def wait(self) -> StepResult:
+        """Block until the step is done on the device and return what it produced."""
+        if self.unsampled is not None:
+            raise RuntimeError("the step was not sampled")
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[int] = self.tokens.tolist()
+        result = StepResult(step=self.step, tokens=tokens)
+        if tokens and min(tokens) < 0:
+            result.errors = {
+                self._entry(i): "numerical_error: the model's logits are not finite"
+                for i, token in enumerate(tokens)
+                if token < 0
+            }
+        if self.logprobs is not None:
+            result.logprobs = {
+                self._entry(i): item for i, item in self.logprobs.items(tokens) if item is not None
+            }
+        if self.prompt_logprobs:
+            result.prompt_logprobs = {
+                entry: [item for _, item in host.items() if item is not None]
+                for entry, host in self.prompt_logprobs
+            }
+        if self.pooled is not None:
+            entries, parts = self.pooled
+            result.pooled = dict(zip(entries, parts.numpy(), strict=True))
+            for entry, part in result.pooled.items():
+                if not np.isfinite(part).all():
+                    why = "numerical_error: the model's hidden states are not finite"
+                    result.errors = {**result.errors, entry: why}
+        return result
+
+    def _entry(self, sample: int) -> int:
+        return sample if self.entries is None else self.entries[sample]
+
+
+@dataclass(slots=True)
+class HostLogprobs:
+    """Log-probabilities of n tokens on their way to the host."""
+
+    token_ids: Tensor  # [n] int64
+    logprob: Tensor  # [n] float32
+    rank: Tensor  # [n] int64
+    top_ids: Tensor  # [n, k] int64
+    top_logprobs: Tensor  # [n, k] float32
+    total: Tensor  # [n] float32
+    counts: list[int]  # [n] how many alternatives item i wants; -1 = no log-probabilities at all
+
+    def items(self, tokens: list[int] | None = None) -> list[tuple[int, TokenLogprobs | None]]:
+        ids = tokens if tokens is not None else self.token_ids.tolist()
+        logprob, rank = self.logprob.tolist(), self.rank.tolist()
+        top_ids, top_logprobs = self.top_ids.tolist(), self.top_logprobs.tolist()
+        total = self.total.tolist()
+        return [
+            (
+                i,
+                None
+                if count < 0
+                else TokenLogprobs(
+                    ids[i],
+                    logprob[i],
+                    int(rank[i]),
+                    top_ids[i][:count],
+                    top_logprobs[i][:count],
+                    total[i],
+                ),
+            )
+            for i, count in enumerate(self.counts)
+        ]
+
+
+@dataclass(slots=True)
+class StagedResult:
+    """A step that is on its way through the stages of a pipeline. conclude: takes what comes back,
+    and samples."""
+
+    conclude: Callable[[], DeviceResult]
+    masks: "NDArray[np.int32] | None" = None
+
+    def sample(self, masks: NDArray[np.int32]) -> None:
+        """Once there is something to sample from."""
+        self.masks = masks
+
+    def wait(self) -> StepResult:
+        """As of DeviceResult. Raises OutOfMemory; and RankFailed where another stage's part of the
+        step has failed."""
+        try:
+            with torch.inference_mode():
+                pending = self.conclude()
+                if self.masks is not None:
+                    pending.sample(self.masks)
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+        else:
+            return pending.wait()
+        raise OutOfMemory(message)
