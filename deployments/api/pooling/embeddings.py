@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
 async def embeddings(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
-    api.check_room()
+    api.check_room()  # a request that is refused for it is not counted
     api.take(exchange)
-    body = await api.read(exchange)
-    api.in_flight += 1
-    try:
-        call = await pooled_call(api, exchange, body, EMBEDDINGS)
+    async with pooled_call(api, exchange, EMBEDDINGS) as call:
+        body = call.body
         if call.pooling.labels:
             raise no_vectors()
         form = body.get("encoding_format")
@@ -54,8 +52,6 @@ async def embeddings(api: "Api", exchange: HttpExchange) -> None:
             )
 
         await exchange.answer(200, await in_thread(answer, sum(map(len, vectors))))
-    finally:
-        api.in_flight -= 1
 
 
 def _written(call: PooledCall, vector: bytes, form: str | None, dimensions: int | None) -> Any:

@@ -7,7 +7,8 @@ turns with other work.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class PooledCall:
     tokens that tokenizer.json puts around a text."""
 
     exchange: HttpExchange
+    body: dict[str, Any]
     backend: Backend
     card: ModelCard
     pooling: Pooling
@@ -124,13 +126,27 @@ class PooledCall:
         )
 
 
+@asynccontextmanager
 async def pooled_call(
-    api: "Api", exchange: HttpExchange, body: dict[str, Any], fields: Body
-) -> PooledCall:
-    """The fields that all routes have, checked. fields: of this route.
+    api: "Api", exchange: HttpExchange, fields: Body
+) -> AsyncIterator[PooledCall]:
+    """The request, read, and in flight until the block ends. fields: of this route.
 
     Raises ApiError, MantaError.
     """
+    api.check_room()
+    body = await api.read(exchange)
+    api.in_flight += 1
+    try:
+        yield await _checked(api, exchange, body, fields)
+    finally:
+        api.in_flight -= 1
+
+
+async def _checked(
+    api: "Api", exchange: HttpExchange, body: dict[str, Any], fields: Body
+) -> PooledCall:
+    """With the fields that all routes have."""
     exchange.ignored += check_names(body, fields.known, strict=api.options.strict)
     key = key_of(exchange, body, api.options)
     deadline = deadline_of(exchange, body, api.options)
@@ -158,6 +174,7 @@ async def pooled_call(
         )
     return PooledCall(
         exchange,
+        body,
         api.backend,
         card,
         card.pooling,

@@ -28,11 +28,8 @@ class _Text:
 
 async def rerank(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
-    api.check_room()
-    body = await api.read(exchange)
-    api.in_flight += 1
-    try:
-        call = await pooled_call(api, exchange, body, RERANK)
+    async with pooled_call(api, exchange, RERANK) as call:
+        body = call.body
         query = _texts(body, "query")
         if isinstance(body["query"], list):
             raise wrong_type("query", "a string")
@@ -56,17 +53,12 @@ async def rerank(api: "Api", exchange: HttpExchange) -> None:
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
         await exchange.answer(200, msgspec.json.encode(answer))
-    finally:
-        api.in_flight -= 1
 
 
 async def score(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
-    api.check_room()
-    body = await api.read(exchange)
-    api.in_flight += 1
-    try:
-        call = await pooled_call(api, exchange, body, SCORE)
+    async with pooled_call(api, exchange, SCORE) as call:
+        body = call.body
         first, second = _texts(body, "text_1"), _texts(body, "text_2")
         if len(first) == 1:
             first *= len(second)
@@ -79,17 +71,12 @@ async def score(api: "Api", exchange: HttpExchange) -> None:
         scores, tokens = await _scores(call, first, second)
         data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
         await exchange.answer(200, _listed(call, data, tokens))
-    finally:
-        api.in_flight -= 1
 
 
 async def classify(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
-    api.check_room()
-    body = await api.read(exchange)
-    api.in_flight += 1
-    try:
-        call = await pooled_call(api, exchange, body, CLASSIFY)
+    async with pooled_call(api, exchange, CLASSIFY) as call:
+        body = call.body
         labels = call.pooling.labels
         if not labels:
             raise _unsupported("this model classifies nothing: its head has no labels", "classify")
@@ -100,8 +87,6 @@ async def classify(api: "Api", exchange: HttpExchange) -> None:
             label = labels[max(range(len(probs)), key=probs.__getitem__)]
             data.append({"index": i, "label": label, "probs": probs, "num_classes": len(labels)})
         await exchange.answer(200, _listed(call, data, sum(map(len, prompts))))
-    finally:
-        api.in_flight -= 1
 
 
 def _listed(call: PooledCall, data: list[dict[str, Any]], tokens: int) -> bytes:
