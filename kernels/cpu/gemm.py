@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import NativeFunction, lanes
+from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
     EPS,
@@ -269,7 +269,11 @@ class PackedLinear(Panels):
 
     @staticmethod
     def fits(outputs: int, width: int) -> bool:
-        size = lanes()
+        """Whether there are panels of such a shape, and a compiler for this machine."""
+        try:
+            size = lanes()
+        except CompilerUnavailable:
+            return False
         return outputs % (4 * size) == 0 and width % size == 0
 
     @staticmethod

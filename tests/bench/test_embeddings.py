@@ -14,14 +14,17 @@ TINY: dict[str, Any] = {
     "intermediate_size": 48,
     "vocab_size": 30522,
 }
+DECODER: dict[str, Any] = {**TINY, "model_type": "llama", "num_key_value_heads": 1}
 
 
 @pytest.mark.slow  # imports torch and transformers, and builds an engine
-def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [TINY, DECODER], ids=["encoder", "decoder"])
+def test_rows(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison of sides that compute different things: padding that is pooled, texts that are
-    cut."""
-    monkeypatch.setitem(embeddings.MODELS, "tiny", TINY)
+    cut, or found in the cache of the round before."""
+    monkeypatch.setitem(embeddings.MODELS, "tiny", sizes)
     monkeypatch.setattr(embeddings, "CASES", {"short": (40, 64)})
     rows, lines = embeddings.compare("tiny", 2)
     assert [row["case"] for row in rows] == ["tiny/short"] and len(lines) == 4
-    assert 0 < rows[0]["difference"] < 1e-5 and rows[0]["ratio"] > 0
+    assert 0 < rows[0]["difference"] < 1e-5
+    assert rows[0]["ratio"] > 0 and rows[0]["cpu_ratio"] > 0

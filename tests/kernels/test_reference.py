@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu import gemm
+from kernels.cpu.codegen.compiler import CompilerUnavailable
 from kernels.cpu.huge_pages import collapse
 from kernels.cpu.linear import pack
 from kernels.dispatch import kernels_for
@@ -246,6 +248,17 @@ def test_pack_refuses_what_float16_cannot_hold() -> None:
     """A bfloat16 weight above 65504 would silently become the largest float16."""
     assert pack(torch.tensor([[1e5, 1.0]], dtype=torch.bfloat16), None) is None
     assert pack(torch.ones(2, 2), None) is None
+
+
+def test_a_machine_without_a_compiler_packs_no_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that cannot start there, or float32 weights that are rounded to 16 bits."""
+
+    def none() -> int:
+        raise CompilerUnavailable("none here")
+
+    monkeypatch.setattr(gemm, "lanes", none)
+    assert pack(torch.ones(128, 64), None) is None
+    assert not gemm.PackedLinear.fits(128, 64)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="madvise of Linux")
