@@ -248,6 +248,11 @@ def read_key(path: Path | None) -> str | None:
         raise ConfigError(f"--key {path}: cannot be read ({error})") from error
     if not lines:
         raise ConfigError(f"--key {path}: is empty")
+    if lines[0].startswith("sha256:"):
+        raise ConfigError(
+            f"--key {path}: has the digest of a key, as the server's keys file does, and a digest "
+            "opens nothing; give a file with the key itself, which `manta key` has shown once"
+        )
     return lines[0]
 
 

@@ -145,11 +145,28 @@ class Tab:
         self.run("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
+    def shrunk(self, image: bytes, columns: int, rows: int) -> list[int]:
+        """A PNG as so many pixels: red, green, blue and 255 of each."""
+        encoded = base64.b64encode(image).decode()
+        found: list[int] = self.run(_SHRINK % (encoded, columns, rows))
+        return found
+
     def first_paint(self) -> float:
         """Milliseconds from the navigation's start to the first contentful paint."""
         script = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
         return float(self.until(script))
 
+
+_SHRINK = """
+(async (text, width, height) => {
+  const bytes = Uint8Array.from(atob(text), each => each.charCodeAt(0));
+  const size = {resizeWidth: width, resizeHeight: height, resizeQuality: "high"};
+  const image = await createImageBitmap(new Blob([bytes], {type: "image/png"}), size);
+  const context = new OffscreenCanvas(width, height).getContext("2d");
+  context.drawImage(image, 0, 0);
+  return [...context.getImageData(0, 0, width, height).data];
+})("%s", %d, %d)
+"""
 
 # Chromium reads file 3 and writes file 4; a shell can name no more than nine of them.
 _START = """

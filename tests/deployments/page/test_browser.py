@@ -2,7 +2,7 @@
 
     MANTA_SCREENSHOTS=1 pytest tests/deployments/page/test_browser.py
 
-also writes what it looks like to docs/img.
+also writes what it looks like to docs/img, which it is compared with otherwise.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deployments.api.app import build_asgi
@@ -86,12 +87,24 @@ IDLE = "document.querySelector('.composer button').textContent === 'Send'"
 LAST = "[...document.querySelectorAll('article.assistant')].at(-1)"
 
 
+GRID = 48, 32
+FAINT, STRONG = 1.2, 12.0  # of 255: what pictures, and what pixels of the grid, may differ by
+PARTS = 0.025  # of the grid's pixels that may differ by more
+
+
 def keep(tab: Tab, name: str) -> None:
-    """Write a screenshot, if it was asked for; that one can be made is always tried."""
-    image = tab.screenshot()
-    assert image.startswith(b"\x89PNG") and len(image) > 5_000
+    """Compare with the committed screenshot, so coarsely that fonts and figures of another machine
+    do not matter; or write it, if that was asked for."""
+    image, path = tab.screenshot(), IMAGES / f"page-{name}.png"
     if os.environ.get("MANTA_SCREENSHOTS"):
-        (IMAGES / f"page-{name}.png").write_bytes(image)
+        path.write_bytes(image)
+    shown, kept = (np.array(tab.shrunk(each, *GRID)) for each in (image, path.read_bytes()))
+    apart = np.abs(shown - kept).reshape(-1, 4)[:, :3].mean(axis=1)
+    mean, parts = float(apart.mean()), float((apart > STRONG).mean())
+    assert mean <= FAINT and parts <= PARTS, (
+        f"{path.name} looks otherwise: {mean:.1f} of 255 in the mean, {parts:.0%} of its parts by "
+        f"more than {STRONG:g}; MANTA_SCREENSHOTS=1 writes it anew"
+    )
 
 
 def test_a_chat_streams(tab: Tab, backend: FakeBackend) -> None:
@@ -107,6 +120,26 @@ def test_a_chat_streams(tab: Tab, backend: FakeBackend) -> None:
     assert {"short", "weight", "deeper", "print('hello')", "2", "a link"} <= set(shown)
     assert "tokens/s" in tab.run(f"{LAST}.querySelector('.figures').textContent")
     keep(tab, "chat")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "document.querySelector('.composer').remove()",
+        "document.documentElement.style.filter = 'invert(1)'",
+        "document.querySelector('main').style.marginLeft = '160px'",
+    ],
+)
+def test_a_page_that_looks_otherwise_is_seen(
+    tab: Tab, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the comparison of screenshots lets everything pass."""
+    monkeypatch.delenv("MANTA_SCREENSHOTS", raising=False)
+    say(tab, "hello")
+    keep(tab, "chat")
+    tab.run(change)
+    with pytest.raises(AssertionError, match=r"page-chat\.png looks otherwise"):
+        keep(tab, "chat")
 
 
 def test_branches(tab: Tab) -> None:

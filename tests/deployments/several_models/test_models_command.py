@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.chat import ServerError
+from deployments.cli.chat import ServerError, read_key
 from deployments.cli.models import served
+from deployments.config.keys import key_digest
+from engine.errors import ConfigError
 
 
 def test_add_waits_for_routers_that_have_not_heard_of_the_model(
@@ -39,3 +41,13 @@ def test_add_waits_for_routers_that_have_not_heard_of_the_model(
     answers.append(ServerError("no key", status=401))
     with pytest.raises(ServerError, match="no key"):
         served.add("two", "org/two")
+
+
+def test_the_servers_own_keys_file_is_no_key(tmp_path: Path) -> None:
+    """`a valid API key is needed`, to an operator who gave the file that the server reads."""
+    path = tmp_path / "admins"
+    path.write_text(f"sha256:{key_digest('sk-1')} name=root\n")
+    with pytest.raises(ConfigError, match=r"admins: has the digest .* `manta key` has shown once"):
+        read_key(path)
+    path.write_text("sk-1\n")
+    assert read_key(path) == "sk-1"
