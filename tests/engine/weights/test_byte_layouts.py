@@ -529,6 +529,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "2:4 sparse weights are not supported: there is no product",
     ),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version.*gemv"),
+    ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: 3 is not supported"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "group_size: 48 is not supported"),
+    ({"quant_method": "hqq", "bits": 4}, "quant_method.*hqq"),
     (compressed("marlin-24", {"num_bits": 4, "group_size": 128}), "2:4 sparse weights"),
     (
         compressed("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
