@@ -36,7 +36,7 @@ def measured(name: str, device: str) -> dict[str, Any]:
             else:
                 row |= divergences(ALL[name], Path(folder), device)
         except Exception as error:
-            return row | {"ours": math.inf, "why": f"{type(error).__name__}: {error}"[:600]}
+            return row | {"why": f"{type(error).__name__}: {error}"[:600]}
     return row | {"ours": max(found.values()), **found}
 
 
@@ -58,8 +58,9 @@ def main() -> int:
                 f"{value:.1e}" for key, value in row.items() if key.startswith("KL")
             )
             architecture = row.get("architecture", "")
-            print(f"{row['case']:<24} {architecture:<36} {row['ours']:.1e} {more}", flush=True)
-    wrong = [row["case"] for row in rows if row["ours"] >= bound]
+            figure = f"{row['ours']:.1e}" if "ours" in row else "none"
+            print(f"{row['case']:<24} {architecture:<36} {figure} {more}", flush=True)
+    wrong = [row["case"] for row in rows if row.get("ours", math.inf) >= bound]
     print(f"{len(rows)} checkpoints, {len(wrong)} beyond {bound}: {', '.join(wrong) or 'none'}")
     if args.out is not None:
         settings = {"bound": bound, "dtype": "float32", "peer": "transformers"}

@@ -47,6 +47,7 @@ ALLOWED = {
     ("engine/runner/model_runner.py", "ModelRunner.recover"): "after a step that has failed",
     ("engine/runner/results.py", "DeviceResult.wait"): "the place to wait",
     ("engine/runner/results.py", "HostLogprobs.items"): "host memory, in DeviceResult.wait",
+    ("engine/runner/sleep_memory.py", "CudaSleepMemory._finish_work"): "falling asleep, awaking",
     ("engine/runner/token_pool.py", "TokenPool.__iter__"): "for checks of integrity",
     ("engine/runner/token_pool.py", "TokenPool.take"): "in schedule, of the mode that waits",
     ("engine/runner/programs.py", "StepPrograms.__init__"): _CPU,
