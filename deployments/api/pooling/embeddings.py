@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 async def embeddings(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
-    api.check_room()  # a request that is refused for it is not counted
-    api.take(exchange)
     async with pooled_call(api, exchange, EMBEDDINGS) as call:
         body = call.body
         if call.pooling.labels:
@@ -33,7 +31,6 @@ async def embeddings(api: "Api", exchange: HttpExchange) -> None:
         if dimensions is not None:
             call.pooling.check_dimensions(dimensions, call.card.vector_size)
         prompts = await take_prompts(call, body, "input")
-        api.charge(exchange, prompts)
         vectors = await call.vectors(prompts)
         tokens = sum(map(len, prompts))
 

@@ -7,9 +7,10 @@ turns with other work.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deployments.adapters.record_store import AdapterRecord
@@ -62,6 +63,7 @@ class PooledCall:
     priority: int
     deadline: float | None
     adapter: AdapterRecord | None
+    charge: Callable[[Sequence[list[int]]], None]
 
     def encode(self, text: str, path: str) -> list[int]:
         """Raises InvalidRequest context_length_exceeded."""
@@ -106,6 +108,7 @@ class PooledCall:
 
         Raises ApiError, MantaError, ClientDisconnected.
         """
+        self.charge(prompts)
         run = _Run(self.backend, [self._request(ids) for ids in prompts])
         async with UntilDisconnect(self.exchange.receive, run.abort):
             return await run.collect()
@@ -134,7 +137,8 @@ async def pooled_call(
 
     Raises ApiError, MantaError.
     """
-    api.check_room()
+    api.check_room()  # a request that is refused for it is not counted
+    api.take(exchange)
     body = await api.read(exchange)
     api.in_flight += 1
     try:
@@ -186,6 +190,7 @@ async def _checked(
         priority,
         deadline,
         adapter,
+        partial(api.charge, exchange),
     )
 
 

@@ -14,8 +14,9 @@ from deployments.api.caller import Caller, KeyRule
 from deployments.api.http.errors import ApiError
 from deployments.api.key_limits import KeyCount, KeyLimits, period_ends, period_of
 from deployments.api.options import ApiOptions
+from engine.pooling import Pooling
 from tests.deployments.api.asgi import COMPLETION, Client, Reply
-from tests.deployments.fake_backend import FakeBackend
+from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend
 
 KEY = hashlib.sha256(b"one").digest()
 AT = 1_795_413_600.0  # 2026-11-23 06:00 UTC
@@ -57,6 +58,36 @@ def test_requests_per_minute_are_refused_in_openais_words() -> None:
         " Please try again in 29."
     )
     assert refused.header("retry-after") == "30"
+
+
+POOLED: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "the sea"},
+    "/v1/rerank": {"query": "the sea", "documents": ["one", "two"]},
+    "/v2/rerank": {"query": "the sea", "documents": ["one", "two"]},
+    "/v1/score": {"text_1": "the sea", "text_2": ["one", "two"]},
+    "/v1/classify": {"input": "the sea"},
+}
+
+
+@pytest.mark.parametrize("path", POOLED)
+def test_every_route_of_texts_counts(path: str) -> None:
+    """Bug: only embeddings counted, so that a key over its rate or budget went on reranking."""
+    number = {"/v1/embeddings": 0, "/v1/classify": VECTOR}.get(path, 1)
+    labels = tuple(f"kind {i}" for i in range(number))
+    backend = FakeBackend()
+    pooling = Pooling("cls", labels=labels)
+    backend.cards[MODEL] = replace(backend.cards[MODEL], pooling=pooling, vector_size=VECTOR)
+    rule = KeyRule(name="team", requests=1, tokens=1000)
+    options = ApiOptions(api_keys=frozenset({KEY}), rules={KEY: rule}, limits=KeyLimits())
+    client = Client(build_asgi(backend, options))
+    headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer one")]
+    data = json.dumps({"model": MODEL, **POOLED[path]}).encode()
+
+    first = asyncio.run(client.request("POST", path, data, headers))
+    assert first.status == 200, first.json()
+    asked = sum(len(request.token_ids) for request in backend.requests)
+    assert first.header("x-ratelimit-remaining-tokens") == str(1000 - asked)
+    assert asyncio.run(client.request("POST", path, data, headers)).status == 429
 
 
 def test_tokens_per_minute_count_prompts_at_once_and_outputs_at_the_end() -> None:
