@@ -69,7 +69,7 @@ def held(*roots: object) -> int:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", ["none", "int8", "uint4-128"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "w8a8", "uint4-128"])
 def test_the_sum_is_what_is_there(
     name: str, tied: bool, adapters: bool, dtype: str, quantization: str, tmp_path: Path
 ) -> None:

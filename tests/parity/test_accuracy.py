@@ -17,6 +17,8 @@ KL_BOUNDS = {
     "gguf-file": 0.01,
     "gguf-q8_0": 0.01,
     "int8": 0.015,
+    "w8a8": 0.024,
+    "convert-w8a8": 0.019,
     "kv-int8": 0.005,
 }
 # Relative change of perplexity. On so few tokens it changes by chance, about as much as this.
