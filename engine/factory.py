@@ -458,12 +458,12 @@ def _build_runner(
         total += sum(part.num_bytes for part in parts_here(resolved, model))
         plan = plan_memory(resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes)
     num_blocks = place.world.least(_ANY if plan is None else plan.num_blocks)
+    snapshots = place.world.least(_ANY if plan is None else plan.snapshots)
     if plan is not None:
-        plan.num_blocks = num_blocks
+        plan.num_blocks, plan.snapshots = num_blocks, snapshots
     size = num_blocks * groups.bytes_per_block(config.block_size, resolved.kv) / GIB
     what = f"the KV cache's {num_blocks} blocks ({size:.2f} GiB)"
     with fits_on(device, what, KV_TOO_LARGE, param="memory_fraction"):
-        snapshots = 0 if plan is None else plan.snapshots
         return runner_with(num_blocks, snapshots=snapshots, memory=memory), plan
 
 

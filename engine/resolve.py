@@ -181,16 +181,13 @@ def check_ranks(model: ModelConfig, ranks: int) -> None:
         raise refuse(
             f"{model.architecture} norms queries over all heads, which no rank has; leave it out"
         )
-    if model.recurrent:
-        raise refuse(
-            f"{model.architecture} has layers that keep states, which cannot be divided yet; leave "
-            "it out"
-        )
     if model.layer_input_size:
         raise refuse(
             f"{model.architecture} has inputs for each layer, which cannot be divided; leave it out"
         )
     for layer in model.attention:
+        if layer.mixer is not None and (what := layer.mixer.undivided(ranks)):
+            raise refuse(f"{model.architecture} has {what}, which cannot be divided so; {way_out}")
         if not _divides_heads(model, layer, ranks):
             raise refuse(
                 f"{model.architecture} has {layer.num_heads} attention heads and "
@@ -224,9 +221,12 @@ def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> boo
     """See `divide_heads`. Where ranks have unequally many, layers whose heads differ would be of
     other groups on one rank than on another."""
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
+    if not layer.attends:
+        return True
     if ranks > kv_heads:
         return heads % ranks == 0 and ranks % kv_heads == 0
-    return kv_heads % ranks == 0 or len({each.kept for each in model.attention}) == 1
+    kept = {each.kept for each in model.attention if each.attends}
+    return kv_heads % ranks == 0 or len(kept) == 1
 
 
 def _divides(model: ModelConfig, ranks: int) -> bool:
@@ -236,8 +236,11 @@ def _divides(model: ModelConfig, ranks: int) -> bool:
         mixed = () if model.experts.beside_mlp else model.experts.layers
         widths += [model.experts.size, model.experts.shared_size]
     widths += [model.mlp_size(number) for number in range(model.num_layers) if number not in mixed]
-    return not any(width % ranks for width in widths) and all(
-        _divides_heads(model, layer, ranks) for layer in model.attention
+    mixers = (layer.mixer for layer in model.attention if layer.mixer is not None)
+    return (
+        not any(width % ranks for width in widths)
+        and all(_divides_heads(model, layer, ranks) for layer in model.attention)
+        and not any(mixer.undivided(ranks) for mixer in mixers)
     )
 
 
@@ -293,7 +296,7 @@ def _kv_format(
             "which are as small as that already; leave it out",
             param="kv_dtype",
         )
-    kept = {layer.kept for layer in model.attention if layer.mixer is None}
+    kept = {layer.kept for layer in model.attention if layer.attends}
     if len(kept) > 1 or kv_groups(model).borrowed:
         raise ConfigError(
             f"kv_dtype: {name} is not supported where layers have other heads than others, or read "
@@ -301,7 +304,7 @@ def _kv_format(
             param="kv_dtype",
         )
     for layer in model.attention:
-        if layer.mixer is not None:
+        if not layer.attends:
             continue
         if layer.kept[1] % 4:
             raise ConfigError(
@@ -330,7 +333,7 @@ def _turn(model: ModelConfig) -> int:
     are rotated with each other, and the rest."""
     pieces = 0
     for layer in model.attention:
-        if layer.mixer is not None:
+        if not layer.attends:
             continue
         dim = layer.kept[1]
         rotary = (layer.rope.dim if layer.rope is not None else 0) or dim

@@ -30,7 +30,7 @@ from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
-from kernels.recurrent import convolution_cuda, delta_rule_cuda, mamba2_cuda
+from kernels.recurrent import convolution_cuda, delta_rule_cuda, mamba1_cuda, mamba2_cuda
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
@@ -286,6 +286,20 @@ class Cuda(Kernels):
     ) -> Tensor:
         _count(meta)
         return mamba2_cuda.mamba2(x, dt, heads, tail, state, meta, self.DETERMINISTIC)
+
+    def mamba1(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        decay: Tensor,
+        skip: Tensor,
+        state: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        _count(meta)
+        return mamba1_cuda.mamba1(x, dt, b, c, decay, skip, state, meta)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -41,6 +41,7 @@ from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent.convolution import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads, delta_rule
+from kernels.recurrent.mamba1 import mamba1
 from kernels.recurrent.mamba2 import Mamba2Heads, mamba2
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -344,7 +345,8 @@ class Kernels:
         x: Tensor,  # [num_tokens, channels]: queries, keys, values before their convolution
         z: Tensor,  # [num_tokens, value_heads * value_size]: results are multiplied by its silu
         a: Tensor,  # [num_tokens, value_heads]: decay is exp(-exp(A_log) softplus(a + dt_bias))
-        b: Tensor,  # [num_tokens, value_heads]: corrections are multiplied by its sigmoid
+        b: Tensor,  # [num_tokens, value_heads]: corrections are multiplied by beta, which is
+        # DeltaHeads.most times its sigmoid
         heads: DeltaHeads,
         tail: Tensor,  # [rows, taps - 1, channels] float32, written at meta.rows
         state: Tensor,  # [rows, value_heads, key_size, value_size] float32, likewise
@@ -353,7 +355,7 @@ class Kernels:
         """The gated delta rule over each entry's tokens, from the state that its row has.
 
         silu(convolution of x) are queries, keys and values; queries and keys are divided by their
-        length. For each token: state *= decay; state += k (sigmoid(b) (v - k^T state))^T; the
+        length. For each token: state *= decay; state += k (beta (v - k^T state))^T; the
         result is rms_norm(q^T state / sqrt(key_size)) silu(z), head by head: [num_tokens,
         value_heads * value_size] of x's dtype.
         """
@@ -389,6 +391,22 @@ class Kernels:
         step x B^T; the result is state C + D x, [num_tokens, heads, head_size] float32.
         """
         return mamba2(x, dt, heads, tail, state, meta)
+
+    def mamba1(
+        self,
+        x: Tensor,  # [num_tokens, channels] float32
+        dt: Tensor,  # [num_tokens, channels]: a step is its softplus
+        b: Tensor,  # [num_tokens, state_size], of all channels
+        c: Tensor,  # likewise
+        decay: Tensor,  # [channels, state_size] float32: A_log
+        skip: Tensor,  # [channels] float32: D
+        state: Tensor,  # [rows, channels, state_size] float32, written at meta.rows
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """Mamba-1 over each entry's tokens, from the state that its row has. For each token: state
+        = exp(-exp(A_log) step) state + step x B; the result is state C + D x, [num_tokens,
+        channels] float32."""
+        return mamba1(x, dt, b, c, decay, skip, state, meta)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

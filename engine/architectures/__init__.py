@@ -29,7 +29,15 @@ from engine.architectures.record import (
     Wrapper,
     always,
 )
-from engine.architectures.recurrent import lfm2, mamba2, qwen_next
+from engine.architectures.recurrent import (
+    falcon_h1,
+    jamba,
+    lfm2,
+    mamba2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen_next,
+)
 from engine.architectures.wrappers import TEXT_TYPES, WRAPPERS
 
 __all__ = [
@@ -64,6 +72,10 @@ _MODULES = (
     qwen_next,
     lfm2,
     mamba2,
+    falcon_h1,
+    nemotron_h,
+    olmo_hybrid,
+    jamba,
     latent,
     gemma4,
     encoders,

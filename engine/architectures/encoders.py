@@ -182,7 +182,8 @@ _MODERN = Architecture(
     ignored=("head.*", "decoder.*", "classifier.*"),
     encoder=True,
     classifier=_modern_head,
-    absent={"attention_norm": (0,)},  # the embedding's norm is right before it
+    # The embedding's norm is right before the first.
+    absent=lambda model, layer: () if layer else ("attention_norm",),
 )
 
 

@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Wrapper
+from engine.architectures.refused import REFUSED
 from engine.config_reader import CLASSIFIER, Reader
 
 
@@ -18,6 +19,8 @@ def find(config: Reader) -> tuple[Architecture, str, Reader]:
         found = _by_model_type(config, wrapper)
     elif (record := _record_of(name)) is not None:
         found = record
+    elif name in REFUSED:
+        raise config.error("architectures", f"{name!r} is not supported: {REFUSED[name]}")
     else:
         known = [each.name for each in ARCHITECTURES.values() if each.models] + [*WRAPPERS]
         near = get_close_matches(name, known, 1, cutoff=0.0)[0]

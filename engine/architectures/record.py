@@ -1,7 +1,7 @@
 """What is said of an architecture: Architecture, and where its checkpoints keep things. No torch
 here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,7 @@ class Architecture:
         which is the number of the first one that is not of the model.
     network: the class that computes it, a key of `registry.MODELS`.
     encoder: it makes vectors of texts, and no text.
-    absent: our name -> layers that do not have it.
+    absent: (the model, a layer) -> our names of `tensors` that it does not have.
     classifier: of a sequence classifier's checkpoint, which hidden state is pooled (Pooling.mode)
         and the layers over it; the last one gives a number for each label.
     """
@@ -112,7 +112,7 @@ class Architecture:
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     network: str = "decoder"
     encoder: bool = False
-    absent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    absent: "Callable[[ModelConfig, int], Collection[str]]" = lambda model, layer: ()
     classifier: ReadClassifier = score_of_last
 
     def ignores(self, name: str, layers: int) -> bool:

@@ -232,7 +232,7 @@ def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
     attention = [layer.of_rank(ranks, rank) for layer in model.attention]
     classes: dict[tuple[KVKind, int, int, int, int], list[int]] = {}
     for number, layer in enumerate(attention):
-        if layer.keys_of is not None or layer.mixer is not None:
+        if layer.keys_of is not None or not layer.attends:
             continue
         shape = (layer.num_heads, *layer.kept, layer.tensors)
         classes.setdefault((_kind(layer), *shape), []).append(number)

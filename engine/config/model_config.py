@@ -65,7 +65,10 @@ class LayerAttention:
     latent: its keys and values are of latents, of which the cache has one "head" a token, and no
         values beside it; head_dim is that head's.
     gated: what was attended is multiplied by the sigmoid of a product of the layer's input.
-    mixer: it keeps a state of the request and no keys; the rest means nothing to it.
+    attended_scale: it is multiplied by this number.
+    mixer: it keeps a state of the request. attends: it keeps keys and values; without, what is
+        above means nothing to it. Where it does both, both are added up. Where it does neither,
+        the layer is an MLP alone.
     """
 
     num_heads: int
@@ -86,7 +89,9 @@ class LayerAttention:
     bidirectional: bool = False
     latent: Latent | None = None
     gated: bool = False
+    attended_scale: float = 1.0
     mixer: Mixer | None = None
+    attends: bool = True
 
     @property
     def tensors(self) -> int:
@@ -102,7 +107,7 @@ class LayerAttention:
     def kept(self) -> tuple[int, int]:
         """Heads and elements of each that the cache has room for. Nothing is kept of a layer that
         sees both ways; the cache's blocks count its tokens all the same."""
-        if self.keys_of is not None or self.mixer is not None:
+        if self.keys_of is not None or not self.attends:
             return 0, 0
         return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
 
@@ -110,8 +115,12 @@ class LayerAttention:
         """With the heads of one of so many ranks."""
         if ranks == 1:
             return self
+        mixer = None if self.mixer is None else self.mixer.of_rank(ranks)
+        if not self.attends:
+            return replace(self, mixer=mixer)
         queries, keys = divide_heads(self.num_heads, self.num_kv_heads, ranks, rank)
-        return replace(self, num_heads=queries[1] - queries[0], num_kv_heads=keys[1] - keys[0])
+        heads, kv_heads = queries[1] - queries[0], keys[1] - keys[0]
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, mixer=mixer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +141,7 @@ class ModelConfig:
     qk_norm: "" = none, "head" = one weight for all heads, "heads" = one a head (layer norms),
         "flat" = over all heads together. qk_norm_after: behind the rotation.
     qkv_clip: queries, keys and values are cut to [-clip, clip].
+    mlp_factors: of what an MLP's gate is before the activation, and of what the MLP makes.
     position_offset, position_rows: of learned positions: rows before the first, and all.
     token_types: learned kinds of tokens. separator: the id of which the first in a text ends the
         tokens of the first kind; -1: all are of it, as to an embedder.
@@ -167,6 +177,7 @@ class ModelConfig:
     qk_norm: str
     qk_norm_after: bool
     qkv_clip: float | None
+    mlp_factors: tuple[float, float]
     position_offset: int
     position_rows: int
     token_types: int
@@ -178,7 +189,7 @@ class ModelConfig:
     quantized: Quantized | None = None  # what it keeps in fewer bits
     attention: tuple[LayerAttention, ...] = ()  # () at construction: all layers are plain
     experts: Experts | None = None
-    mlp_sizes: tuple[int, ...] = ()  # of each layer; () = intermediate_size
+    mlp_sizes: tuple[int, ...] = ()  # of each layer, 0 = no MLP; () = intermediate_size
     layer_input_size: int = 0  # of what each token has for each layer beside its embedding
     layer_input_rows: int = 0  # tokens that have it
     generates: bool = True  # False: the checkpoint has no head, and makes vectors of texts alone
@@ -422,6 +433,7 @@ _SWITCHES: Mapping[str, Read] = {
     "qk_norm": lambda config: "",
     "qk_norm_after": lambda config: False,
     "qkv_clip": lambda config: None,
+    "mlp_factors": lambda config: (1.0, 1.0),
     "position_offset": lambda config: 0,
     "position_rows": lambda config: 0,
     "token_types": lambda config: 0,

@@ -3,8 +3,11 @@
     embedding            what goes into the first layer
     layers.3.attention   what attention of layer 3 makes, before it is normed or added
     layers.3.mlp         the same of its MLP or experts; layers.3.mlp_and_experts where it has both,
-                         of which transformers has no such sum
+                         of which transformers has no such sum; so too
+                         layers.3.attention_and_mixer
     layers.3             what comes out of layer 3
+
+A layer without one of the two has no such point.
 
 Each [n, hidden_size], of n tokens. A trace also has the tokens ("ids") and the logits.
 """
@@ -16,13 +19,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from engine.layers.block import Block
 from engine.layers.experts import ExpertsBeside
-from engine.models.decoder import KV, Block, Decoder, DecoderLayer
+from engine.layers.recurrent.beside import AttentionBesideMixer
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.registry import Model
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
 Trace = dict[str, Tensor]
-BLOCKS = ("attention", "mlp")
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
@@ -45,9 +50,13 @@ def traced(model: Model) -> Iterator[Trace]:
     taps: list[_BlockTap] = []
     try:
         for layer in layers:
-            for name, sublayer in zip(BLOCKS, layer.sublayers, strict=True):
+            for name, sublayer in (("attention", layer.attention), ("mlp", layer.mlp)):
+                if sublayer is None:
+                    continue
                 if isinstance(sublayer.block, ExpertsBeside):
                     name = "mlp_and_experts"
+                elif isinstance(sublayer.block, AttentionBesideMixer):
+                    name = "attention_and_mixer"
                 tap = _BlockTap(sublayer, f"layers.{layer.number}.{name}", trace)
                 sublayer.block = cast(Block, tap)
                 taps.append(tap)

@@ -16,6 +16,7 @@ from engine.parallel.stages import Stage
 from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter, Rows, Source, as_rows
 from kernels.dispatch import Kernels
+from kernels.experts.routing import up_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ class Builder:
 
     def has(self, ours: str) -> bool:
         record = self.config.record
-        return ours in record.tensors and self.layer not in record.absent.get(ours, ())
+        if ours not in record.tensors:
+            return False
+        return self.layer is None or ours not in record.absent(self.config, self.layer)
 
     def stored(self, ours: str) -> CheckpointTensor:
         stored = self.config.record.tensors[ours]
@@ -63,14 +66,16 @@ class Builder:
         *,
         bias: bool = False,
         ranges: Sequence[tuple[int, int]] | None = None,
+        stored: Sequence[int] = (),
     ) -> Linear:
         """Output features are divided among the ranks.
 
         sizes: output features of each piece, one below the other.
         ranges: of each piece, those of this rank; None = equal parts.
+        stored: how many pieces each of the checkpoint's tensors has; () = all in one, or one each.
         """
         kept = ranges or [self.group.part(size, f"{ours} rows") for size in sizes]
-        parts = self._parts(ours, sizes, kept, in_features, (0, in_features))
+        parts = self._parts(ours, sizes, kept, in_features, (0, in_features), stored)
         return Linear(self._spec(ours, parts, bias), self.method)
 
     def row(
@@ -166,12 +171,31 @@ class Builder:
         tensor = torch.empty(count, dtype=self.activation_dtype, device=self.device)
         return Parameter(self._name("router.bias"), tensor, (Source(f"{name}.bias", (count,)),))
 
-    def vector(self, ours: str, size: int, *, std: float = 0.02, scale: float = 1.0) -> Parameter:
-        """Float32, stored in any shape under the record's whole name. std, scale: see Parameter."""
-        (name,) = self.stored(ours).names
-        tensor = torch.empty(size, dtype=torch.float32, device=self.device)
-        source = Source(name, (size,), flat=True)
-        return Parameter(self._name(ours), tensor, (source,), std=std, scale=scale)
+    def vector(
+        self,
+        ours: str,
+        *sizes: int,
+        ranges: Sequence[tuple[int, int]] | None = None,
+        std: float = 0.02,
+        scale: float = 1.0,
+    ) -> Parameter:
+        """Float32, in pieces of these sizes, stored in any shape under one name each, or all under
+        the record's whole name. ranges: of each piece, those of this rank; None = all. std, scale:
+        see Parameter."""
+        names, kept = self.stored(ours).names, ranges or [(0, size) for size in sizes]
+        length = sum(end - begin for begin, end in kept)
+        tensor = torch.empty(length, dtype=torch.float32, device=self.device)
+        if len(names) == 1:
+            starts = accumulate(sizes, initial=0)
+            own = [np.arange(*each) + start for each, start in zip(kept, starts, strict=False)]
+            rows = as_rows(np.concatenate(own))
+            sources: tuple[Source, ...] = (Source(names[0], (sum(sizes),), rows, flat=True),)
+        else:
+            sources = tuple(
+                Source(name, (size,), each, flat=True)
+                for name, size, each in zip(names, sizes, kept, strict=True)
+            )
+        return Parameter(self._name(ours), tensor, sources, std=std, scale=scale)
 
     def experts(self) -> ExpertsSpec:
         """Of this layer: this rank's part of each expert."""
@@ -179,13 +203,14 @@ class Builder:
         assert experts is not None
         size, hidden = experts.size, self.config.hidden_size
         begin, end = self.group.part(size, "expert columns")
-        both = (2 * size, hidden), ((begin, end), (size + begin, size + end)), None
+        rows, kept = up_rows(size, experts.act), ((begin, end), (size + begin, size + end))
+        both = (rows, hidden), kept[: rows // size], None
         columns = None if self.group.size == 1 else (begin, end)
         down = (hidden, size), ((0, hidden),), columns
         gate_up_bias: tuple[Source, ...] = ()
         down_bias: tuple[Source, ...] = ()
         if experts.bias:
-            gate_up_bias = self._of_experts("experts_gate_up_bias", (2 * size,), both[1], None)
+            gate_up_bias = self._of_experts("experts_gate_up_bias", (rows,), both[1], None)
             down_bias = self._of_experts("experts_down_bias", (hidden,), down[1], None)
             if self.group.rank:  # the first adds it
                 self.elsewhere.update(source.name for source in down_bias)
@@ -284,18 +309,18 @@ class Builder:
         kept: Sequence[tuple[int, int]],  # of each piece's rows
         in_features: int,
         columns: tuple[int, int],
+        counts: Sequence[int] = (),  # of the pieces of each tensor
     ) -> tuple[Part, ...]:
-        """One for each tensor of the checkpoint, which holds one piece or all."""
+        """One for each tensor of the checkpoint."""
         stored = self.stored(ours)
         order = np.arange(sum(sizes)) if stored.rows is None else stored.rows(self.config)
         starts = list(accumulate(sizes, initial=0))
-        apart = len(stored.names) > 1
+        if not counts:
+            counts = (1,) * len(sizes) if len(stored.names) > 1 else (len(sizes),)
+        begins = list(accumulate(counts, initial=0))
         parts = []
-        for name, pieces in zip(
-            stored.names,
-            [[piece] for piece in range(len(sizes))] if apart else [list(range(len(sizes)))],
-            strict=True,
-        ):
+        for name, begin, count in zip(stored.names, begins[:-1], counts, strict=True):
+            pieces = range(begin, begin + count)
             first = starts[pieces[0]]
             rows: Rows = as_rows(
                 np.concatenate(

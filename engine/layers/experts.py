@@ -13,7 +13,7 @@ from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm, RMSNorm
 from engine.quantization.method import ExpertsSpec
 from engine.weights.parameter import Parameter
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
 
@@ -80,7 +80,7 @@ class Experts:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,
@@ -117,7 +117,7 @@ class Experts:
     def _shared(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         residual: Tensor | None,
     ) -> Tensor | None:
@@ -155,7 +155,7 @@ class ExpertsBeside(Experts):
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

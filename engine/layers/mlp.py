@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.weights.parameter import Parameter
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
 
@@ -43,6 +44,11 @@ class Mlp:
         self.norms = ()
         self.stacks = ()
         self.others: tuple[Parameter, ...] = ()
+        self.factors: Tensor | None = None  # of the rows of gate and up
+        if self.gated and config.mlp_factors != (1.0, 1.0):
+            each = torch.tensor(config.mlp_factors, dtype=torch.float32, device=build.device)
+            self.gate = build.kernels.GATES[self.act]
+            self.factors = each.repeat_interleave(self.up.spec.out_features // 2)
         self.plain: Callable[[Tensor], Tensor]
         if build.has("activation"):
             xielu = Xielu(build)
@@ -57,7 +63,7 @@ class Mlp:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,
@@ -65,7 +71,10 @@ class Mlp:
     ) -> Tensor:
         """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
         there is one."""
-        if self.gated:
+        if self.factors is not None:
+            both = self.up.forward(x, meta.lora, norm=norm).mul_(self.factors)
+            inner = self.gate(both)
+        elif self.gated:
             inner = self.up.forward(x, meta.lora, norm=norm, gate=self.act)
         else:
             inner = self.plain(self.up.forward(x, meta.lora, norm=norm))

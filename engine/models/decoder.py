@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 from engine.config.kv_groups import kv_groups
 from engine.errors import ConfigError
 from engine.layers.attention.edited import attention_block
+from engine.layers.block import Block
 from engine.layers.build import Builder
 from engine.layers.experts import Stack, experts_block
 from engine.layers.layer_inputs import LayerInput, LayerInputs
@@ -25,42 +26,8 @@ from engine.layers.rotary import Tables
 from engine.models.entrance import Entrance
 from engine.quantization.method import DenseState, ExpertsSpec, LinearMethod, LinearSpec, Part
 from engine.weights.parameter import Parameter
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
-
-KV = tuple[Cache, Cache]
-
-
-class Block(Protocol):
-    """What stands between two norms: attention, an MLP, a mixture of experts."""
-
-    @property
-    def linears(self) -> Sequence[Linear]: ...
-    @property
-    def stacks(self) -> Sequence[Stack]: ...
-    @property
-    def norms(self) -> Sequence[Norm]: ...
-    @property
-    def others(self) -> Sequence[Parameter]:
-        """Parameters of neither."""
-        ...
-
-    @property
-    def activations(self) -> int:
-        """Elements a token that are alive at once inside, beside the residual and its norm."""
-        ...
-
-    def forward(
-        self,
-        x: Tensor,
-        kv: KV,
-        meta: AttentionMeta,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)), added to residual and written over it if there is one."""
-        ...
 
 
 class Sublayer:
@@ -93,7 +60,8 @@ class PostNormSublayer(Sublayer):
 
 
 class DecoderLayer:
-    """Attention, then the MLP or the experts in its place."""
+    """Attention or what stands for it, then the MLP or the experts in its place; some models have
+    layers of one of the two alone."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
@@ -111,13 +79,18 @@ class DecoderLayer:
                 return PostNormSublayer(block, None, before)
             return Sublayer(block, before, norm(f"{ours}_out_norm", False))
 
-        self.attention = sublayer(attention_block(build, tables), "attention")
+        attention, size = config.attention[build.layer], config.mlp_size(build.layer)
         experts = config.experts
         mixed = experts is not None and build.layer in experts.layers
-        self.mlp = sublayer(experts_block(build) if mixed else Mlp(build), "mlp")
+        self.attention: Sublayer | None = None
+        if attention.attends or attention.mixer is not None:
+            self.attention = sublayer(attention_block(build, tables), "attention")
+        self.mlp: Sublayer | None = None
+        if mixed or size:
+            self.mlp = sublayer(experts_block(build) if mixed else Mlp(build), "mlp")
         # Layers of one kind launch the same kernels.
-        self.kind = (config.attention[build.layer], mixed, config.mlp_size(build.layer))
-        self.sublayers = (self.attention, self.mlp)
+        self.kind = (attention, mixed, size)
+        self.sublayers = tuple(each for each in (self.attention, self.mlp) if each is not None)
         self.input = LayerInput(build) if config.layer_input_size else None
         self.scale: Parameter | None = None
         if build.has("layer_scale"):
@@ -157,7 +130,8 @@ class DecoderLayer:
     ) -> Tensor:
         """residual [n, hidden] -> the same with attention and MLP added; its memory is reused.
         inputs: of all layers, see LayerInputs."""
-        residual = self.mlp.forward(self.attention.forward(residual, kv, meta), kv, meta)
+        for each in self.sublayers:
+            residual = each.forward(residual, kv, meta)
         if self.input is not None and inputs is not None:
             residual = self.input.add(residual, inputs[:, self.number], meta)
         return residual if self.scale is None else residual.mul_(self.scale.tensor)
@@ -168,6 +142,7 @@ class ParallelLayer(DecoderLayer):
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)
+        assert self.mlp is not None
         if build.config.parallel == "shared":
             self.mlp.before = None
 
@@ -175,7 +150,7 @@ class ParallelLayer(DecoderLayer):
         self, residual: Tensor, kv: KV, meta: AttentionMeta, inputs: Tensor | None = None
     ) -> Tensor:
         attention, mlp = self.attention, self.mlp
-        assert attention.before is not None
+        assert attention is not None and attention.before is not None and mlp is not None
         normed = attention.before(residual)
         other = normed if mlp.before is None else mlp.before(residual)
         residual = attention.block.forward(normed, kv, meta, residual=residual)
@@ -236,11 +211,11 @@ class Decoder:
         self.layers = [layer(build.at(number), tables) for number in own]
         groups = kv_groups(config, build.group.size, build.group.rank)
         self.kv = groups = groups if build.stage.count == 1 else groups.of(own)
-        self._view_of = {
+        self._view_of = dict.fromkeys(own, 0)  # of layers without keys any will do
+        self._view_of |= {
             number: index for index, view in enumerate(groups.views) for number in view.layers
         }
         self._view_of |= {number: self._view_of[source] for number, source in groups.borrowed}
-        self._view_of |= {number: 0 for number, _ in groups.recurrent}  # of which any will do
         linears = self._all_linears()
         in_table = {each.name for each in self.table.parameters}
         filled = sum(each.tensor.nbytes for each in self.parameters() if each.name not in in_table)
@@ -353,7 +328,8 @@ class Decoder:
     ) -> Tensor:
         for layer in self.layers:
             number = layer.number
-            residual = layer.forward(residual, kv[number], metas[self._view_of[number]], inputs)
+            own = kv.get(number, ())
+            residual = layer.forward(residual, own, metas[self._view_of[number]], inputs)
         return residual
 
     def leave(self, residual: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec
 from engine.quantization.registry import linear_method
 from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
 
@@ -43,13 +43,13 @@ class Model(Protocol):
         self,
         token_ids: Tensor,
         metas: Sequence[AttentionMeta],
-        kv: Mapping[int, tuple[Cache, Cache]],
+        kv: Mapping[int, KV],
     ) -> Tensor:
         """token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size] after the
         final norm.
 
-        metas: of each view, in the order of `KVGroups.views`, planned. kv: (keys, values) of
-        each layer, as AttentionMeta describes; written in place.
+        metas: of each view, in the order of `KVGroups.views`, planned. kv: of each layer that
+        keeps something (see `KVCache.layers`), as AttentionMeta describes; written in place.
         """
         ...
 
@@ -61,7 +61,7 @@ class Model(Protocol):
         self,
         residual: Tensor,
         metas: Sequence[AttentionMeta],
-        kv: Mapping[int, tuple[Cache, Cache]],
+        kv: Mapping[int, KV],
     ) -> Tensor:
         """The middle: this stage's layers. residual may be written over."""
         ...

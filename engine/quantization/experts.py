@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels.experts.reference import gated
-from kernels.experts.routing import CLAMPED
+from kernels.experts.reference import activated
+from kernels.experts.routing import CLAMPED, UNGATED
 
 if TYPE_CHECKING:
     from engine.quantization.method import LinearMethod
@@ -50,18 +50,19 @@ def apply_apart(
         mine = x.index_select(0, tokens)
         if state.weigh_input:
             mine = mine * weight
-        inner = _gated(method, state, method.apply(state.gate_up[expert], mine))
+        inner = _activated(method, state, method.apply(state.gate_up[expert], mine))
         given = method.apply(state.down[expert], inner)
         out.index_add_(0, tokens, given if state.weigh_input else given.mul_(weight))
     return out
 
 
-def _gated(method: "LinearMethod", state: ExpertsApart, gate_up: Tensor) -> Tensor:
+def _activated(method: "LinearMethod", state: ExpertsApart, gate_up: Tensor) -> Tensor:
+    if state.act in UNGATED:
+        return method.kernels.activation(gate_up, state.act)
     if state.act != CLAMPED:
         return method.kernels.GATES[state.act](gate_up)
     # Vector loops end differently where a row does: in deterministic mode each is alone.
     found = []
     for row in gate_up.split(1 if method.kernels.DETERMINISTIC else len(gate_up)):
-        gate, up = row.chunk(2, dim=-1)
-        found.append(gated(gate, up, state.act, state.limit))
+        found.append(activated(row, state.act, state.limit))
     return torch.cat(found)

@@ -24,6 +24,7 @@ from kernels.cpu.linear import Packed, pack
 from kernels.cpu.panels import GATES, Panels
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights
+from kernels.experts.routing import up_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,9 @@ class LinearSpec:
 class ExpertsSpec:
     """The experts of a layer before they have weights, as this rank has them.
 
-    size: the inner width. sources: one expert after the other; of gate_up the gate's rows before
-        the up's. Biases have none where the model has none. act, limit, weigh_input: see
-        `ExpertWeights`.
+    size: the inner width. sources: one expert after the other; of gate_up the gate's rows, if it
+        has a gate, before the up's. Biases have none where the model has none. act, limit,
+        weigh_input: see `ExpertWeights`.
     """
 
     name: str
@@ -97,7 +98,8 @@ class ExpertsSpec:
     @property
     def one_gate_up(self) -> LinearSpec:
         """Of one expert."""
-        return self._one(2 * self.size, self.hidden, bool(self.gate_up_bias))
+        rows = up_rows(self.size, self.act)
+        return self._one(rows, self.hidden, bool(self.gate_up_bias))
 
     @property
     def one_down(self) -> LinearSpec:
@@ -268,11 +270,11 @@ class Dense(LinearMethod):
             parameters.append(Parameter(f"{spec.name}.{what}", rows, sources))
             return tensor
 
-        size, hidden = spec.size, spec.hidden
+        size, hidden, rows = spec.size, spec.hidden, spec.one_gate_up.out_features
         stack = ExpertWeights(
-            stacked("gate_up", spec.gate_up, 2 * size, hidden),
+            stacked("gate_up", spec.gate_up, rows, hidden),
             stacked("down", spec.down, hidden, size),
-            stacked("gate_up_bias", spec.gate_up_bias, 2 * size) if spec.gate_up_bias else None,
+            stacked("gate_up_bias", spec.gate_up_bias, rows) if spec.gate_up_bias else None,
             stacked("down_bias", spec.down_bias, hidden) if spec.down_bias else None,
             spec.act,
             spec.limit,

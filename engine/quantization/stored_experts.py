@@ -56,7 +56,7 @@ def biases(
         if not sources:
             found.append(None)
             continue
-        rows = 2 * spec.size if what == "gate_up_bias" else spec.hidden
+        rows = spec.one_gate_up.out_features if what == "gate_up_bias" else spec.hidden
         tensor = torch.empty(spec.count, rows, dtype=spec.dtype, device=spec.device)
         parameters.append(Parameter(f"{spec.name}.{what}", tensor.flatten(), sources))
         found.append(tensor)
@@ -64,7 +64,8 @@ def biases(
 
 
 def biases_bytes(spec: ExpertsSpec) -> int:
-    rows = 2 * spec.size * bool(spec.gate_up_bias) + spec.hidden * bool(spec.down_bias)
+    rows = spec.one_gate_up.out_features * bool(spec.gate_up_bias)
+    rows += spec.hidden * bool(spec.down_bias)
     return spec.count * rows * spec.dtype.itemsize
 
 

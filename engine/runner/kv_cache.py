@@ -1,6 +1,6 @@
 """KVCache: the tensors behind the block manager's block ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +11,16 @@ from engine.errors import ConfigError
 from engine.runner.cache_memory import CacheMemory
 from engine.runner.state_cache import StateCache
 from kernels.kv.format import KVFormat
-from kernels.kv.quantized import Cache, QuantizedKV, turned
+from kernels.kv.quantized import KV, QuantizedKV, turned
 from kernels.metadata import AttentionMeta
 
 
 @dataclass(slots=True)
 class KVCache:
     """One (keys, values) pair a layer, each [blocks, num_kv_heads, block_size, head_dim]; a layer
-    that reads another's has that one's, one of latents has them twice,
-    one that keeps states has these. blocks: num_blocks, or
-    `KVView.parts` times as many.
+    that reads another's has that one's, one of latents has them twice, one that keeps states has
+    these, behind its keys and values if it has any. blocks: num_blocks, or `KVView.parts` times as
+    many.
 
     A head's keys of one block are contiguous: block_size * head_dim elements in one read. Layers of
     several groups lie in the same memory, of which a block belongs to one group at a time. Keys and
@@ -28,7 +28,7 @@ class KVCache:
     """
 
     groups: KVGroups
-    layers: dict[int, tuple[Cache, Cache]]  # by their numbers, in order
+    layers: dict[int, KV]  # by their numbers, in order
     # All: [slots, KVGroups.tensors, num_blocks, block_size * elements (or bytes) of a token]
     storage: Tensor
     num_blocks: int
@@ -72,10 +72,9 @@ class KVCache:
         kv.layers |= kv._views()
         return kv
 
-    def _views(self) -> dict[int, tuple[Cache, Cache]]:
-        found: dict[int, tuple[Cache, Cache]] = {}
-        if self.states is not None:
-            found |= self.states.layers
+    def _views(self) -> dict[int, KV]:
+        states: Mapping[int, KV] = {} if self.states is None else self.states.layers
+        found = dict(states)
         for group in self.groups.groups:
             heads, dim = group.attention.kept
             parts = self.groups.elements // group.elements
@@ -90,6 +89,7 @@ class KVCache:
                     )
                 else:
                     found[layer] = (keys.view(shape), values.view(shape))
+                found[layer] += states.get(layer, ())
         for layer, source in self.groups.borrowed:
             found[layer] = found[source]
         return dict(sorted(found.items()))

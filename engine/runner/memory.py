@@ -125,7 +125,7 @@ def plan_memory(
     if not cuda and host_bytes:
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
-    plan.groups, plan.block_size = groups, block_size
+    plan.groups, plan.block_size, plan.ranks = groups, block_size, here
     together = [part.kv for part in parts]
     if len(parts) > 1 and ranks > 1:
         together = [kv_groups(resolved.model, ranks, rank) for rank in range(ranks)]
@@ -182,12 +182,13 @@ class MemoryPlan:
     block_bytes: int = 0
     block_size: int = 0
     groups: KVGroups | None = None
+    ranks: int = 1  # that share the memory; groups are of one
     snapshots: int = 0
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
         """Snapshots of states, if there are any, in `share` bytes unless the configuration says how
         many, up to `spare`. Returns the bytes that they take. Raises ConfigError."""
-        size = 0 if self.groups is None else self.groups.state_bytes
+        size = 0 if self.groups is None else self.ranks * self.groups.state_bytes
         if not size or not config.prefix_caching:
             return 0
         if config.snapshot_bytes > spare:

@@ -232,6 +232,22 @@ class Deterministic(PlannedByFirstLayer):
             meta, (x, dt), lambda own, part: step(*own, heads, tail, state, part)
         )
 
+    def mamba1(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        decay: Tensor,
+        skip: Tensor,
+        state: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        step = super().mamba1
+        return self._token_by_token(
+            meta, (x, dt, b, c), lambda own, part: step(*own, decay, skip, state, part)
+        )
+
     @staticmethod
     def _token_by_token(
         meta: AttentionMeta,

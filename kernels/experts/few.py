@@ -22,7 +22,7 @@ def _few_up_kernel(
     x,  # [tokens, WIDTH]
     weights,  # [tokens, CHOSEN]
     ids,  # [tokens, CHOSEN]
-    gate_up,  # [experts, 2 * SIZE, WIDTH]
+    gate_up,  # [experts, 2 * SIZE, WIDTH]; without gates half as many rows
     bias,  # [experts, 2 * SIZE]
     inner,  # [tokens * CHOSEN, SIZE]
     limit,
@@ -38,8 +38,14 @@ def _few_up_kernel(
 ):
     pair = tl.program_id(1)
     index = tl.arange(0, ROWS)
-    mine = tl.program_id(0) * (ROWS // 2) + index // 2
-    source = mine + (index % 2) * SIZE
+    HALF: tl.constexpr = ROWS if ACT == 4 else ROWS // 2  # 4: without gates
+    EACH: tl.constexpr = SIZE if ACT == 4 else 2 * SIZE
+    if ACT == 4:
+        mine = tl.program_id(0) * ROWS + index
+        source = mine
+    else:
+        mine = tl.program_id(0) * HALF + index // 2
+        source = mine + (index % 2) * SIZE
     exists = mine < SIZE
     column = tl.arange(0, COLUMNS)
     if PDL:
@@ -47,7 +53,7 @@ def _few_up_kernel(
         gdc_launch_dependents()
     expert = tl.load(ids + pair).to(tl.int64)
     x_at = x + (pair // CHOSEN).to(tl.int64) * WIDTH + column
-    row = expert * (2 * SIZE) + source
+    row = expert * EACH + source
     at = gate_up + row[:, None] * WIDTH + column[None, :]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     mask = exists[:, None] & (column < WIDTH)[None, :]
@@ -64,9 +70,12 @@ def _few_up_kernel(
         y *= tl.load(weights + pair)
     if BIAS:
         y += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
-    gate, up = tl.split(tl.reshape(y, (ROWS // 2, 2)))
-    out = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-    value = gated(gate, up, limit, ACT)
+    if ACT == 4:
+        value = gated(y, y, limit, ACT)
+    else:
+        gate, up = tl.split(tl.reshape(y, (HALF, 2)))
+        value = gated(gate, up, limit, ACT)
+    out = tl.program_id(0) * HALF + tl.arange(0, HALF)
     at_out = inner + pair.to(tl.int64) * SIZE + out
     tl.store(at_out, value.to(inner.dtype.element_ty), mask=out < SIZE)
 
@@ -148,7 +157,8 @@ def few_up(
     chosen, size = ids.shape[1], stack.down.shape[2]
     inner = x.new_empty((tokens * chosen, size))
     rows, columns, warps = config
-    _few_up_kernel[(triton.cdiv(size, rows // 2), tokens * chosen)](
+    outs = rows * size // stack.gate_up.shape[1]
+    _few_up_kernel[(triton.cdiv(size, outs), tokens * chosen)](
         x,
         weights,
         ids,

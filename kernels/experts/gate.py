@@ -1,4 +1,4 @@
-"""act(gate) * up of experts, inside a kernel."""
+"""act(gate) * up of experts, or act(up), inside a kernel."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,11 @@ _CLAMPED = 16
 
 @triton.jit
 def gated(gate, up, limit, ACT: tl.constexpr):
-    """float32 of one shape. ACT: of `code`; 16: gpt-oss's clamped one."""
-    if ACT == 16:
+    """float32 of one shape. ACT: of `code`; 16: gpt-oss's clamped one; 4: there is no gate, and up
+    is not read."""
+    if ACT == 4:
+        y = _act(gate, ACT)
+    elif ACT == 16:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         y = (up + 1.0) * gate * tl.sigmoid(1.702 * gate)

@@ -99,7 +99,7 @@ def _grouped_up_kernel(
     weights,  # [pairs]
     order,
     starts,
-    gate_up,  # [EXPERTS, 2 * SIZE, WIDTH]
+    gate_up,  # [EXPERTS, 2 * SIZE, WIDTH]; without gates half as many rows
     bias,  # [EXPERTS, 2 * SIZE]
     inner,  # [pairs, SIZE], in sorted order
     limit,
@@ -129,7 +129,8 @@ def _grouped_up_kernel(
     column = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
     depth = tl.arange(0, DEPTH)
     x_at = x + (pair // CHOSEN).to(tl.int64)[:, None] * WIDTH + depth[None, :]
-    source = expert.to(tl.int64) * (2 * SIZE) + column
+    EACH: tl.constexpr = SIZE if ACT == 4 else 2 * SIZE  # 4: without gates
+    source = expert.to(tl.int64) * EACH + column
     gate_at = gate_up + source[:, None] * WIDTH + depth[None, :]
     up_at = gate_at + SIZE * WIDTH
     gate = tl.zeros([ROWS, OUTS], tl.float32)
@@ -139,16 +140,19 @@ def _grouped_up_kernel(
         mask = inside if SIZE % OUTS == 0 else (column < SIZE)[:, None] & inside
         xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
         gates = tl.load(gate_at + start, mask=mask, other=0.0)
-        ups = tl.load(up_at + start, mask=mask, other=0.0)
         gate = tl.dot(xs, tl.trans(gates), gate, input_precision="ieee")
-        up = tl.dot(xs, tl.trans(ups), up, input_precision="ieee")
+        if ACT != 4:
+            ups = tl.load(up_at + start, mask=mask, other=0.0)
+            up = tl.dot(xs, tl.trans(ups), up, input_precision="ieee")
     if WEIGH:
         weight = tl.load(weights + pair, mask=exists, other=0.0)[:, None]
         gate *= weight
         up *= weight
     if BIAS:
         gate += tl.load(bias + source, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + source + SIZE, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
+        if ACT != 4:
+            of_up = tl.load(bias + source + SIZE, mask=column < SIZE, other=0.0)
+            up += of_up.to(tl.float32)[None, :]
     value = gated(gate, up, limit, ACT).to(inner.dtype.element_ty)
     at = row.to(tl.int64)[:, None] * SIZE + column[None, :]
     tl.store(inner + at, value, mask=exists[:, None] & (column < SIZE)[None, :])

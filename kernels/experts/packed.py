@@ -43,7 +43,7 @@ def _packed_up_kernel(
     weights,  # [pairs]
     order,
     starts,
-    codes,  # of PackedWeight [EXPERTS * 2 * SIZE, WIDTH]
+    codes,  # of PackedWeight [EXPERTS * 2 * SIZE, WIDTH]; without gates half as many rows
     scale,
     offset,
     table,
@@ -91,7 +91,8 @@ def _packed_up_kernel(
     pair = tl.load(order + row, mask=exists, other=0)
     out = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
     has = out < SIZE
-    source = expert.to(tl.int64) * (2 * SIZE) + out
+    EACH: tl.constexpr = SIZE if ACT == 4 else 2 * SIZE  # 4: without gates
+    source = expert.to(tl.int64) * EACH + out
     element = tl.arange(0, WORDS)
     if BITS == 4:
         column = element // RUN * SPAN + element % RUN
@@ -111,21 +112,24 @@ def _packed_up_kernel(
             BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
             PRECISION,
         )  # fmt: skip
-        up = add_step(
-            up, start, up_at, x_at, WIDTH, has, exists, up_groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
-            PRECISION,
-        )  # fmt: skip
+        if ACT != 4:
+            up = add_step(
+                up, start, up_at, x_at, WIDTH, has, exists, up_groups, scale, offset, table,
+                BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
+                PRECISION,
+            )  # fmt: skip
     if QUICK and BITS == 8:
         gate *= tl.load(scale + source, mask=has, other=0.0)[:, None]
-        up *= tl.load(scale + source + SIZE, mask=has, other=0.0)[:, None]
+        if ACT != 4:
+            up *= tl.load(scale + source + SIZE, mask=has, other=0.0)[:, None]
     if WEIGH:
         weight = tl.load(weights + pair, mask=exists, other=0.0)[None, :]
         gate *= weight
         up *= weight
     if BIAS:
         gate += tl.load(bias + source, mask=has, other=0.0).to(tl.float32)[:, None]
-        up += tl.load(bias + source + SIZE, mask=has, other=0.0).to(tl.float32)[:, None]
+        if ACT != 4:
+            up += tl.load(bias + source + SIZE, mask=has, other=0.0).to(tl.float32)[:, None]
     value = gated(gate, up, limit, ACT).to(inner.dtype.element_ty)
     at = row.to(tl.int64)[None, :] * SIZE + out[:, None]
     tl.store(inner + at, value, mask=has[:, None] & exists[None, :])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu
 
-from kernels.experts.routing import CLAMPED, Routing
+from kernels.experts.routing import CLAMPED, UNGATED, Routing
 from kernels.packed import PackedWeight
 
 CLAMPED_ALPHA = 1.702
@@ -17,11 +17,12 @@ class ExpertWeights:
     """The experts of one layer, stacked.
 
     act: a key of `Kernels.GATES`, or CLAMPED: (up + 1) * gate * sigmoid(1.702 * gate), with gate
-        at most `limit` and up within [-limit, limit] (gpt-oss).
+        at most `limit` and up within [-limit, limit] (gpt-oss); or one of UNGATED, of an expert
+        that is down(act(up(x))).
     weigh_input: a token's weight multiplies what its expert reads, not what it gives (Llama 4).
     """
 
-    gate_up: Tensor  # [experts, 2 * size, hidden]: the gate's rows, then the up's
+    gate_up: Tensor  # [experts, 2 * size, hidden]: the gate's rows, then the up's; or these alone
     down: Tensor  # [experts, hidden, size]
     gate_up_bias: Tensor | None  # [experts, 2 * size]
     down_bias: Tensor | None  # [experts, hidden]
@@ -97,7 +98,11 @@ def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
     return torch.cat(weights, -1), torch.cat(ids, -1).int()
 
 
-def gated(gate: Tensor, up: Tensor, act: str, limit: float) -> Tensor:
+def activated(gate_up: Tensor, act: str, limit: float) -> Tensor:
+    """What the first product of an expert gives, [n, up_rows] -> [n, size]."""
+    if act in UNGATED:
+        return relu(gate_up).square_()
+    gate, up = gate_up.chunk(2, dim=-1)
     if act == CLAMPED:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(CLAMPED_ALPHA * gate)
@@ -118,9 +123,9 @@ def experts(
         if stack.weigh_input:
             mine = mine * weight
         bias = None if stack.gate_up_bias is None else stack.gate_up_bias[expert]
-        gate, up = linear(mine, stack.gate_up[expert].to(x.dtype), bias).chunk(2, dim=-1)
+        gate_up = linear(mine, stack.gate_up[expert].to(x.dtype), bias)
         bias = None if stack.down_bias is None else stack.down_bias[expert]
-        inner = gated(gate, up, stack.act, stack.limit)
+        inner = activated(gate_up, stack.act, stack.limit)
         given = linear(inner, stack.down[expert].to(x.dtype), bias)
         out.index_add_(0, tokens, given if stack.weigh_input else given * weight)
     return out

@@ -4,6 +4,13 @@ from dataclasses import dataclass
 
 # An activation of experts alone: see `kernels.experts.reference.ExpertWeights`.
 CLAMPED = "clamped_swiglu"
+# Activations of experts without gates, whose first product has the up's rows alone.
+UNGATED = ("relu2",)
+
+
+def up_rows(size: int, act: str) -> int:
+    """Of an expert's first product, whose inner width is `size`."""
+    return size if act in UNGATED else 2 * size
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def _delta_prepare_kernel(
     VALUE: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
+    MOST: tl.constexpr,
     KEYS: tl.constexpr,  # KEY padded
     VALUES: tl.constexpr,  # VALUE padded
     CHUNK: tl.constexpr,
@@ -113,7 +114,7 @@ def _delta_prepare_kernel(
     gates = (first_token + steps) * gate_stride + head
     step = tl.load(a + gates, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head)
     step = tl.where(there, -tl.exp(tl.load(decay + head)) * softplus(step), 0.0)
-    beta = tl.sigmoid(tl.load(b + gates, mask=there, other=0.0).to(tl.float32))
+    beta = MOST * tl.sigmoid(tl.load(b + gates, mask=there, other=0.0).to(tl.float32))
     total = tl.cumsum(step, axis=0)
     at = (slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK
     tl.store(totals + at + steps, total)
@@ -322,6 +323,7 @@ def delta_chunks(
         num_tokens,
         **sizes,
         **convolution,
+        MOST=heads.most,
         PRECISION="ieee" if x.element_size() > 2 else "tf32",
         num_warps=PREPARE.num_warps,
         num_stages=PREPARE.num_stages,

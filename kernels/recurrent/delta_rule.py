@@ -25,7 +25,7 @@ class DeltaHeads:
     """key_heads of key_size elements, for queries too; value_heads of value_size, several of which
     share a key head. conv [channels, taps] float32: of queries, keys and values, in this order.
     decay, bias [value_heads] float32: A_log and dt_bias. norm [value_size] float32, eps: of each
-    head's results."""
+    head's results. most: of what is wrong, the part that a correction may be."""
 
     key_heads: int
     value_heads: int
@@ -36,6 +36,7 @@ class DeltaHeads:
     bias: Tensor
     norm: Tensor
     eps: float
+    most: float = 1.0
 
 
 def delta_rule(
@@ -47,7 +48,7 @@ def delta_rule(
     q, k, v = _heads(mixed, heads)
     out = torch.zeros_like(v)
     log_decay = -heads.decay.exp() * softplus(a.float() + heads.bias)
-    beta = b.float().sigmoid()
+    beta = b.float().sigmoid().mul_(heads.most)
     count = meta.num_decodes
     if count:
         assert meta.rows is not None

@@ -66,6 +66,7 @@ def _delta_kernel(
     VALUE: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
+    MOST: tl.constexpr,
     KEYS: tl.constexpr,  # KEY padded to a power of two
     COLUMNS: tl.constexpr,  # of the state, at once
     PIECES: tl.constexpr,  # which the columns are
@@ -124,7 +125,7 @@ def _delta_kernel(
         q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * KEY**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
         step = softplus(tl.load(a + token * gate_stride + head).to(tl.float32) + shift)
-        beta = tl.sigmoid(tl.load(b + token * gate_stride + head).to(tl.float32))
+        beta = MOST * tl.sigmoid(tl.load(b + token * gate_stride + head).to(tl.float32))
         found = tl.zeros([PIECES, COLUMNS], tl.float32)
         for piece in tl.static_range(PIECES):
             there = piece * COLUMNS + own < VALUE
@@ -217,6 +218,7 @@ def gated_delta(
             VALUE=heads.value_size,
             CHANNELS=channels,
             TAPS=taps,
+            MOST=heads.most,
             KEYS=keys,
             COLUMNS=shape.columns,
             PIECES=values // shape.columns,

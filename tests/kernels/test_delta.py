@@ -39,10 +39,12 @@ def step(kv_len: list[int], query_len: list[int], decodes: int) -> AttentionMeta
     )
 
 
-def made(heads: tuple[int, int], sizes: tuple[int, int], taps: int) -> DeltaHeads:
+def made(
+    heads: tuple[int, int], sizes: tuple[int, int], taps: int, most: float = 1.0
+) -> DeltaHeads:
     channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
     conv, decay, bias = random(channels, taps), random(heads[1]), random(heads[1])
-    return DeltaHeads(*heads, *sizes, conv, decay, bias, random(sizes[1]), 1e-5)
+    return DeltaHeads(*heads, *sizes, conv, decay, bias, random(sizes[1]), 1e-5, most)
 
 
 def inputs(how: DeltaHeads, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -72,7 +74,7 @@ def rule(part: list[Tensor], how: DeltaHeads, tail: Tensor, state: Tensor) -> Te
         query = q[t] * (q[t].square().sum(-1, keepdim=True) + 1e-6).rsqrt() / how.key_size**0.5
         state *= (-how.decay.double().exp() * softplus(a[t] + how.bias)).exp()[:, None, None]
         wrong = v[t] - torch.einsum("hk,hkv->hv", key, state)
-        state += torch.einsum("hk,hv->hkv", key, wrong * b[t].sigmoid()[:, None])
+        state += torch.einsum("hk,hv->hkv", key, wrong * how.most * b[t].sigmoid()[:, None])
         read = torch.einsum("hk,hkv->hv", query, state)
         normed = read / (read.square().mean(-1, keepdim=True) + how.eps).sqrt() * how.norm
         found.append(normed.flatten() * silu(z[t]))
@@ -90,7 +92,7 @@ def test_mixed_step(
     """A request that begins in another's state, a chunk that reads the wrong tail, one that is
     shorter than the tail, a value head with another's key head, padding that writes."""
     torch.manual_seed(0)
-    how = made(heads, sizes, taps)
+    how = made(heads, sizes, taps, 2.0 if heads == (1, 3) else 1.0)
     meta = step([9, 1, 12, 4, 2, 0], [1, 1, 4, 4, 2, 2], 2)
     meta.counts = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)  # the last one pads
     given = inputs(how, 14)

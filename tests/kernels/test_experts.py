@@ -14,7 +14,7 @@ from kernels.experts.few_route import few_route
 from kernels.experts.grouped import FIXED, TILES, Tiles, grouped, sort
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts
-from kernels.experts.routing import CLAMPED, Routing
+from kernels.experts.routing import CLAMPED, Routing, up_rows
 from kernels.experts.topk import topk
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.triton
 # In the interpreter a launch takes seconds.
 CASES = [
     (DTYPES[0], "silu"),
+    (DTYPES[0], "relu2"),  # without gates
     pytest.param(DTYPES[0], CLAMPED, marks=pytest.mark.slow),
     pytest.param(DTYPES[1], "gelu_pytorch_tanh", marks=pytest.mark.slow),
 ]
@@ -35,7 +36,7 @@ def stack(
     """With biases where gpt-oss has them."""
     biased = act == CLAMPED
     return ExpertWeights(
-        random(experts, 2 * size, hidden, dtype=dtype) / hidden**0.5,
+        random(experts, up_rows(size, act), hidden, dtype=dtype) / hidden**0.5,
         random(experts, hidden, size, dtype=dtype) / size**0.5,
         random(experts, 2 * size, dtype=dtype) if biased else None,
         random(experts, hidden, dtype=dtype) if biased else None,
@@ -161,7 +162,7 @@ def packed(name: str, experts: int, act: str = "silu", *, weigh: bool = False) -
         return found
 
     return PackedExperts(
-        weight(up, experts * 2 * size, hidden),
+        weight(up, experts * up_rows(size, act), hidden),
         weight(down or up, experts * hidden, size),
         random(experts, 2 * size, dtype=F32) if biased else None,
         random(experts, hidden, dtype=F32) if biased else None,
@@ -180,7 +181,7 @@ def test_packed(name: str, dtype: torch.dtype) -> None:
     expert's first row, a pair that is another expert's, experts without tokens."""
     torch.manual_seed(0)
     hidden = PACKED[name][2]
-    for tokens, act, weigh in ((1, CLAMPED, False), (21, "silu", True)):
+    for tokens, act, weigh in ((1, CLAMPED, False), (21, "silu", True), (3, "relu2", False)):
         stack = packed(name, 5, act, weigh=weigh)
         x, before = random(tokens, hidden, dtype=dtype), random(tokens, hidden, dtype=dtype)
         scale, ids = chosen(tokens, 5, 2, skewed=tokens > 1)

@@ -1,5 +1,5 @@
-"""Mamba-2 and causal convolutions on CUDA against the reference, and the reference against their
-rules token by token."""
+"""Mamba-1, Mamba-2 and causal convolutions on CUDA against the reference, and the reference against
+their rules token by token."""
 
 from dataclasses import replace
 
@@ -97,6 +97,50 @@ def test_causal_conv(channels: int, taps: int, biased: bool) -> None:
     found = cuda.causal_conv(x[:3], conv, bias, tail, alone)
     want = reference.causal_conv(x[:2], conv, bias, want_tail, step([10, 2], [1, 1], 2))
     assert row_error(found[:2], want) < 1e-5 and not found[2].any()
+
+
+def scanned(tokens: int, channels: int, size: int) -> tuple[Tensor, ...]:
+    """x, dt, B, C, decay, skip."""
+    wide, narrow = random(2, tokens, channels), random(2, tokens, size)
+    return wide[0], wide[1], narrow[0], narrow[1], random(channels, size), random(channels)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("channels", "size"), [(64, 16), (130, 16), (8, 5)])
+def test_mamba1(channels: int, size: int) -> None:
+    """A request that begins in another's state, channels behind the last, padding that writes."""
+    torch.manual_seed(0)
+    x, dt, b, c, decay, skip = scanned(14, channels, size)
+    meta = step([9, 1, 12, 4, 2, 0], [1, 1, 4, 4, 2, 2], 2)
+    meta.counts = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)  # the last one pads
+    state = random(ROWS, channels, size)
+    want_state, other = state.clone(), step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
+    real = [each[:12] for each in (x, dt, b, c)]
+    want = reference.mamba1(*real, decay, skip, want_state, other)
+    found = cuda.mamba1(x, dt, b, c, decay, skip, state, meta)
+    assert row_error(found[:12], want) < 1e-4
+    assert not found[12:].any()
+    assert row_error(state, want_state) < 1e-4
+
+
+@pytest.mark.parametrize("cuts", [[70], [66, 1, 1, 2], [2, 68]])
+def test_mamba1_is_the_rule(cuts: list[int]) -> None:
+    """A decay counted twice or not at all between two chunks, or between a chunk and a decode."""
+    torch.manual_seed(1)
+    x, dt, b, c, decay, skip = scanned(70, 12, 5)
+    left, want = torch.zeros(12, 5, device=DEVICE), []
+    for u, size, one, other in zip(x, softplus(dt), b, c, strict=True):
+        left = left * (-decay.exp() * size[:, None]).exp() + (size * u)[:, None] * one
+        want.append(left @ other + skip * u)
+    state, found, at = random(ROWS, 12, 5), [], 0
+    for count in cuts:
+        part = slice(at, at + count)
+        at += count
+        own = [each[part] for each in (x, dt, b, c)]
+        meta = step([at], [count], int(count == 1))
+        found.append(reference.mamba1(*own, decay, skip, state, meta))
+    assert row_error(torch.cat(found), torch.stack(want)) < 1e-4
+    assert row_error(state[5], left) < 1e-4
 
 
 def _tokens(x: Tensor, dt: Tensor, how: Mamba2Heads, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,8 +156,8 @@ def test_refused(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     folder, _, _ = model
     config, settings = ModelConfig.from_folder(folder), EngineConfig(model=str(folder))
     assert decide(settings, config, torch.device("cuda")).max_num_seqs == 128
-    with pytest.raises(ConfigError, match=r"tensor_parallel: 2: .* states"):
-        check_ranks(config, 2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel: 4: .*2 key heads of its DeltaNet"):
+        check_ranks(config, 4)
     kept = decide(msgspec.structs.replace(settings, kv_dtype="int8"), config, torch.device("cpu"))
     assert kept.kv.name == "int8"
 

@@ -1,6 +1,7 @@
 """Prefixes of models with states, through a whole engine: a conversation's next turn goes on from a
 snapshot, and every number is what it would be without."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from tests.parity.cases import DELTA, Case, save
+from tests.parity.cases import DELTA, MIXED, save
 from tests.parity.engine_driver import Output, engine, run
 from tests.parity.test_deterministic import same
 
@@ -21,9 +22,9 @@ SIZES: dict[str, Any] = {
 
 
 def made(name: str, folder: Path, **changes: Any) -> Path:
-    case = DELTA[name]
+    case = {**DELTA, **MIXED}[name]
     changes["max_position_embeddings"] = 512
-    save(Case(case.model_type, {**case.changes, **changes}), folder)
+    save(replace(case, changes={**case.changes, **changes}), folder)
     return folder
 
 
@@ -88,6 +89,16 @@ def test_numbers_do_not_depend_on_what_was_found(name: str, tmp_path: Path) -> N
     core = engine(path, **fixed | tight)
     assert all(map(same, run(core, prompts, longer), want))
     assert core.stats().preemptions, "meant to preempt"
+
+
+@pytest.mark.parametrize("name", ["falcon h1", "nemotron h"])
+def test_layers_of_both_and_of_neither(name: str, tmp_path: Path) -> None:
+    """A turn that finds a layer's keys and not its state, or another layer's."""
+    path = made(name, tmp_path)
+    want = turns(engine(path, **SIZES, prefix_caching=False), 2)
+    found = turns(engine(path, **SIZES), 2)
+    assert close(found, want)
+    assert all(each.cached for each in found[2:])
 
 
 def test_a_turn_computes_what_is_new(folder: Path) -> None:

@@ -12,7 +12,7 @@ from engine.config_reader import Reader
 if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention
 
-_OUT_NORMS: Mapping[str, CheckpointTensor] = {
+OUT_NORMS: Mapping[str, CheckpointTensor] = {
     **without(LLAMA, "attention_norm", "mlp_norm"),
     **QK_NORM,
     "attention_out_norm": CheckpointTensor((f"{LAYER}post_attention_layernorm",)),
@@ -56,7 +56,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Olmo2ForCausalLM",
-        _OUT_NORMS,
+        OUT_NORMS,
         models="OLMo 2",
         model_type="olmo2",
         switches={"qk_norm": always("flat")},
@@ -64,7 +64,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Olmo3ForCausalLM",
-        _OUT_NORMS,
+        OUT_NORMS,
         models="OLMo 3",
         model_type="olmo3",
         switches={"qk_norm": always("flat")},
@@ -73,7 +73,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Exaone4ForCausalLM",
-        _OUT_NORMS,
+        OUT_NORMS,
         models="EXAONE 4",
         model_type="exaone4",
         switches={"qk_norm": always("head")},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL
 from engine.architectures.record import CheckpointTensor
-from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds
+from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds, mixing
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -20,13 +20,27 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """A layer that keeps a state of a request in the place of keys and values: for each value head
-    a matrix [key_size, value_size], and the last taps - 1 inputs of its convolution."""
+    a matrix [key_size, value_size], and the last taps - 1 inputs of its convolution.
+
+    negative: a correction may be up to twice what is wrong, so that states may change their sign.
+    norm_eps: of the norm of what the heads make; None = as of the model's norms.
+    """
 
     key_heads: int
     value_heads: int
     key_size: int
     value_size: int
     taps: int
+    negative: bool = False
+    norm_eps: float | None = None
+
+    def undivided(self, ranks: int) -> str:
+        return f"{self.key_heads} key heads of its DeltaNet" if self.key_heads % ranks else ""
+
+    def of_rank(self, ranks: int) -> "Delta":
+        return replace(
+            self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks
+        )
 
     @property
     def channels(self) -> int:
@@ -47,7 +61,7 @@ def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
     default = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)
     full, delta = replace(plain, gated=True), read_delta(config)
-    return [replace(plain, mixer=delta) if kind == LINEAR else full for kind in kinds]
+    return [mixing(plain, delta) if kind == LINEAR else full for kind in kinds]
 
 
 def read_delta(config: Reader) -> Delta:

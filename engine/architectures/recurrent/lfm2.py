@@ -9,7 +9,7 @@ from engine.architectures.by_layer import FULL
 from engine.architectures.dense.llama import LAYER, LLAMA, QKV
 from engine.architectures.experts import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
-from engine.architectures.recurrent.mixer import mixed_kinds
+from engine.architectures.recurrent.mixer import mixed_kinds, mixing
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -29,6 +29,12 @@ class ShortConv:
     taps: int
     bias: bool
 
+    def undivided(self, ranks: int) -> str:
+        return f"{self.channels} channels of its convolutions" if self.channels % ranks else ""
+
+    def of_rank(self, ranks: int) -> "ShortConv":
+        return replace(self, channels=self.channels // ranks)
+
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.taps - 1, self.channels),)
@@ -44,7 +50,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     if taps < 2:
         raise config.error("conv_L_cache", "must be at least 2")
     conv = ShortConv(config.size("hidden_size"), taps, config.flag("conv_bias"))
-    return [plain if kind == FULL else replace(plain, mixer=conv) for kind in kinds]
+    return [plain if kind == FULL else mixing(plain, conv) for kind in kinds]
 
 
 def _inner(config: Reader) -> int:

@@ -9,7 +9,7 @@ from engine.architectures.by_layer import FULL
 from engine.architectures.dense.llama import GRANITE, LAYER, LLAMA, granite
 from engine.architectures.experts import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor
-from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds
+from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds, mixing
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ class Mamba2:
     head a matrix [head_size, state_size]. Groups of heads share B and C.
 
     conv_bias: of the convolution. bias: of both products. limits: between which steps are cut.
+    factors: of the gate, x, B, C and the steps as the first product makes them; () = none.
+    out_factor: of what the mixer makes. normed: what it makes is normed before the last product.
+    gate_last: the gate stands behind the norm.
     """
 
     heads: int
@@ -32,6 +35,22 @@ class Mamba2:
     conv_bias: bool
     bias: bool
     limits: tuple[float, float] = (0.0, float("inf"))
+    factors: tuple[float, ...] = ()
+    out_factor: float = 1.0
+    normed: bool = True
+    gate_last: bool = False
+
+    def undivided(self, ranks: int) -> str:
+        """B and C of a single group are on every rank; a norm over all heads would be on none."""
+        if self.groups > 1:
+            return f"{self.groups} groups of Mamba-2's heads" if self.groups % ranks else ""
+        if self.normed:
+            return "a norm over all heads of its Mamba-2"
+        return f"{self.heads} heads of its Mamba-2" if self.heads % ranks else ""
+
+    def of_rank(self, ranks: int) -> "Mamba2":
+        groups = max(1, self.groups // ranks)
+        return replace(self, heads=self.heads // ranks, groups=groups)
 
     @property
     def inner(self) -> int:
@@ -52,7 +71,9 @@ class Mamba2:
 def mamba2_mixer(config: Reader) -> Mamba2:
     """By the keys mamba_..., of which records rename others."""
     heads = config.size("mamba_n_heads", 128)
-    inner = config.size("mamba_expand", 2) * config.size("hidden_size")
+    inner = config.size_or_none("mamba_d_ssm")
+    if inner is None:
+        inner = config.size("mamba_expand", 2) * config.size("hidden_size")
     size = config.get("mamba_d_head", "auto")
     if size == "auto":
         if inner % heads:
@@ -115,7 +136,7 @@ def _granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["
     if config.get("position_embedding_type") != "rope":
         plain = replace(plain, rope=None)
     mixer = mamba2_mixer(config)
-    return [plain if kind == FULL else replace(plain, mixer=mixer) for kind in kinds]
+    return [plain if kind == FULL else mixing(plain, mixer) for kind in kinds]
 
 
 def _granite_experts(config: Reader, model: "ModelConfig") -> Experts | None:
@@ -137,7 +158,7 @@ def _bamba(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
         config, layers, KINDS, [FULL if i in full else LINEAR for i in range(layers)]
     )
     mixer = mamba2_mixer(config)
-    return [plain if kind == FULL else replace(plain, mixer=mixer) for kind in kinds]
+    return [plain if kind == FULL else mixing(plain, mixer) for kind in kinds]
 
 
 GRANITE_DENSE = "GraniteMoeHybridForCausalLM, dense"

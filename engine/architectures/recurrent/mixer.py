@@ -2,10 +2,14 @@
 values. No torch here."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 from engine.architectures.by_layer import FULL
 from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.config.model_config import LayerAttention
 
 LINEAR = "linear_attention"
 
@@ -19,6 +23,19 @@ class Mixer(Protocol):
         """Of a request's one or two tensors, float32: the last inputs of a convolution, and what
         the layer sums up of all tokens."""
         ...
+
+    def undivided(self, ranks: int) -> str:
+        """Why the layer cannot be divided among so many ranks; "" = it can."""
+        ...
+
+    def of_rank(self, ranks: int) -> "Mixer":
+        """One rank's part, which is like that of every other one."""
+        ...
+
+
+def mixing(plain: "LayerAttention", mixer: Mixer) -> "LayerAttention":
+    """A layer that has the mixer in the place of attention."""
+    return replace(plain, mixer=mixer, attends=False)
 
 
 def mixed_kinds(

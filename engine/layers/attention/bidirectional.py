@@ -7,7 +7,7 @@ from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables, turn
 from kernels.attention.bidirectional import bidirectional_attention
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
 
@@ -21,7 +21,7 @@ class BidirectionalAttention(Attention):
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

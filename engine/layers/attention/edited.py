@@ -1,6 +1,6 @@
 """Attention whose queries and keys are changed between the product that makes them and the cache
 in ways that few models have: clipped, scaled by their position, or normed otherwise than by one
-weight for all heads before the rotation."""
+weight for all heads before the rotation; and what was attended, by a number."""
 
 import torch
 from torch import Tensor
@@ -11,22 +11,31 @@ from engine.layers.attention.bidirectional import BidirectionalAttention
 from engine.layers.attention.gated import GatedAttention
 from engine.layers.attention.latent import LatentAttention
 from engine.layers.attention.plain import Attention
+from engine.layers.block import Block
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
-from engine.layers.recurrent.block import MixerBlock, mixer_block
+from engine.layers.recurrent.beside import AttentionBesideMixer
+from engine.layers.recurrent.block import mixer_block
 from engine.layers.rotary import Tables, turn
 from engine.weights.parameter import Parameter
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
 
-def attention_block(build: Builder, tables: Tables) -> Attention | LatentAttention | MixerBlock:
-    """The plain block wherever it serves."""
-    if build.config.attention[build.layer or 0].bidirectional:
-        return BidirectionalAttention(build, tables)
+def attention_block(build: Builder, tables: Tables) -> Block:
+    """The plain block wherever it serves. Of a layer that attends or has a mixer."""
     layer = build.config.attention[build.layer or 0]
-    if layer.mixer is not None:
-        return mixer_block(build)
+    if layer.mixer is None:
+        return _attention(build, tables, layer)
+    mixer = mixer_block(build)
+    if not layer.attends:
+        return mixer
+    return AttentionBesideMixer(_attention(build, tables, layer), mixer)
+
+
+def _attention(build: Builder, tables: Tables, layer: LayerAttention) -> Block:
+    if layer.bidirectional:
+        return BidirectionalAttention(build, tables)
     if layer.gated:
         return GatedAttention(build, tables)
     if layer.latent is not None:
@@ -45,6 +54,7 @@ def _edits(config: ModelConfig, layer: LayerAttention) -> bool:
         or layer.temperature is not None
         or layer.value_is_key
         or layer.value_norm
+        or layer.attended_scale != 1.0
     )
 
 
@@ -78,6 +88,7 @@ class EditedAttention(Attention):
         heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
         self.clip = config.qkv_clip
         self.value_is_key = layer.value_is_key
+        self.attended_scale = layer.attended_scale
         self.value_norm = build.unit_norm(dim) if layer.value_norm else None
         _, (begin, end) = build.group.heads(heads, kv_heads)
         self.heads = (self.num_heads, end - begin)  # this rank's
@@ -105,13 +116,14 @@ class EditedAttention(Attention):
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """See Attention."""
+        k_cache, v_cache = kv
         qkv = self.qkv.forward(x, meta.lora, norm=norm)
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
@@ -119,15 +131,25 @@ class EditedAttention(Attention):
             qkv = torch.cat((qkv, qkv[:, self.num_heads * self.head_dim :]), dim=1)
         self._edit(qkv, meta)
         if self.value_norm is not None:
-            size = kv[1].shape[1] * self.head_dim
+            size = v_cache.shape[1] * self.head_dim
             values = qkv[:, -size:].view(len(qkv), -1, self.head_dim)
             values.copy_(self.value_norm(values.contiguous()))
         q = self.kernels.rope_kv_write(
-            qkv, self.cos_sin, self.q_norm, self.k_norm, self.eps, *kv, self.num_heads, meta
+            qkv,
+            self.cos_sin,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            k_cache,
+            v_cache,
+            self.num_heads,
+            meta,
         )
         if self.temperatures is not None:
             q.mul_(self.temperatures.index_select(0, meta.positions)[:, None, None])
-        attended = self.kernels.attention(q, *kv, self.scale, meta, **self.also)
+        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
+        if self.attended_scale != 1.0:
+            attended = attended.mul_(self.attended_scale)
         return self.out.forward(attended, meta.lora, residual=residual)
 
     def _edit(self, qkv: Tensor, meta: AttentionMeta) -> None:
@@ -150,16 +172,17 @@ class BorrowingAttention(Attention):
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """See Attention. kv: the other layer's."""
+        k_cache, v_cache = kv
         q = self.qkv.forward(x, meta.lora, norm=norm).view(len(x), self.num_heads, self.head_dim)
         if self.q_norm is not None:
             q = self.kernels.rms_norm(q, self.q_norm, self.eps)
         turn(q, self.cos_sin.index_select(0, meta.positions)[:, None])
-        attended = self.kernels.attention(q, *kv, self.scale, meta, **self.also)
+        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
         return self.out.forward(attended, meta.lora, residual=residual)

@@ -8,7 +8,7 @@ from engine.layers.linear import Linear
 from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.weights.parameter import Parameter
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
 
@@ -65,7 +65,7 @@ class LatentAttention:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

@@ -9,7 +9,7 @@ from engine.layers.build import Builder
 from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.weights.parameter import Parameter
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
 
@@ -64,7 +64,7 @@ class Attention:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

@@ -1,18 +1,19 @@
 """Which layer computes each mixer of a record."""
 
 from engine.architectures.recurrent.delta import Delta
+from engine.architectures.recurrent.jamba import Mamba1
 from engine.architectures.recurrent.lfm2 import ShortConv
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.errors import ConfigError
+from engine.layers.block import Block
 from engine.layers.build import Builder
 from engine.layers.recurrent.gated_delta import GatedDelta
+from engine.layers.recurrent.mamba1 import Mamba1Mixer
 from engine.layers.recurrent.mamba2 import Mamba2Mixer
 from engine.layers.recurrent.short_conv import GatedConvolution
 
-MixerBlock = GatedDelta | GatedConvolution | Mamba2Mixer
 
-
-def mixer_block(build: Builder) -> MixerBlock:
+def mixer_block(build: Builder) -> Block:
     """Of a layer that has one."""
     assert build.layer is not None
     match build.config.attention[build.layer].mixer:
@@ -22,5 +23,7 @@ def mixer_block(build: Builder) -> MixerBlock:
             return GatedConvolution(build)
         case Mamba2():
             return Mamba2Mixer(build)
+        case Mamba1():
+            return Mamba1Mixer(build)
         case other:
             raise ConfigError(f"no layer computes {type(other).__name__}", param="model")

@@ -8,7 +8,7 @@ from engine.architectures.recurrent.delta import Delta
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.weights.parameter import Parameter
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaHeads
 
@@ -21,28 +21,36 @@ class GatedDelta:
         assert build.layer is not None
         delta = config.attention[build.layer].mixer
         assert isinstance(delta, Delta)
-        self.delta, self.kernels = delta, build.kernels
-        self.inner = delta.value_heads * delta.value_size
-        self.sizes = (delta.channels, self.inner, delta.value_heads, delta.value_heads)
-        sizes: tuple[int, ...] = self.sizes
-        if len(build.stored("delta_in").names) == 2:
-            sizes = (sizes[0] + sizes[1], sizes[2] + sizes[3])
-        self.into = build.column("delta_in", sizes, config.hidden_size)
-        self.out = build.row("delta_out", config.hidden_size, self.inner)
-        conv = build.vector("delta_conv", delta.channels * delta.taps)
-        decay = build.vector("delta_decay", delta.value_heads)
-        bias = build.vector("delta_bias", delta.value_heads, std=0.0)
+        own = delta.of_rank(build.group.size)
+        self.kernels = build.kernels
+        self.inner = own.value_heads * own.value_size
+        self.sizes = (own.channels, self.inner, own.value_heads, own.value_heads)
+        keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
+        mixed = (keys, keys, values)
+        sizes = (*mixed, values, delta.value_heads, delta.value_heads)
+        names = len(build.stored("delta_in").names)
+        stored = {2: (4, 2), 4: (3, 1, 1, 1), 6: (1,) * 6}[names]
+        self.into = build.column("delta_in", sizes, config.hidden_size, stored=stored)
+        self.out = build.row("delta_out", config.hidden_size, values)
+        heads = [build.group.part(delta.value_heads, "heads")]
+        taps = [each * delta.taps for each in mixed]
+        conv = build.vector(
+            "delta_conv", *taps, ranges=[build.group.part(each, "channels") for each in taps]
+        )
+        decay = build.vector("delta_decay", delta.value_heads, ranges=heads)
+        bias = build.vector("delta_bias", delta.value_heads, ranges=heads, std=0.0)
         norm = build.vector("delta_norm", delta.value_size, std=0.0)
         self.heads = DeltaHeads(
-            delta.key_heads,
-            delta.value_heads,
-            delta.key_size,
-            delta.value_size,
-            conv.tensor.view(delta.channels, delta.taps),
+            own.key_heads,
+            own.value_heads,
+            own.key_size,
+            own.value_size,
+            conv.tensor.view(own.channels, own.taps),
             decay.tensor,
             bias.tensor,
             norm.tensor,
-            config.norm_eps,
+            config.norm_eps if delta.norm_eps is None else delta.norm_eps,
+            2.0 if delta.negative else 1.0,
         )
         self.linears = (self.into, self.out)
         self.norms: tuple[Norm, ...] = ()
@@ -56,7 +64,7 @@ class GatedDelta:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

@@ -2,19 +2,22 @@
 
 from itertools import accumulate
 
+import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.weights.parameter import Parameter
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.mamba2 import Mamba2Heads
 
 
 class Mamba2Mixer:
-    """out(norm(mamba2(x, B, C, dt) * silu(gate))), each group of heads normed on its own.
+    """out(norm(mamba2(x, B, C, dt) * silu(gate))), each group of heads normed on its own; or the
+    gate behind the norm.
 
     kv: the last inputs of the convolution and the states, of all rows.
     """
@@ -22,25 +25,50 @@ class Mamba2Mixer:
     def __init__(self, build: Builder) -> None:
         config = build.config
         assert build.layer is not None
-        mixer = config.attention[build.layer].mixer
-        assert isinstance(mixer, Mamba2)
+        whole = config.attention[build.layer].mixer
+        assert isinstance(whole, Mamba2)
+        mixer = whole.of_rank(build.group.size)
         self.mixer, self.kernels, self.eps = mixer, build.kernels, config.norm_eps
         self.sizes = (mixer.inner, mixer.channels, mixer.heads)
-        self.into = build.column("mamba_in", self.sizes, config.hidden_size, bias=mixer.bias)
-        self.out = build.row("mamba_out", config.hidden_size, mixer.inner, bias=mixer.bias)
-        conv = build.vector("mamba_conv", mixer.channels * mixer.taps)
-        decay = build.vector("mamba_decay", mixer.heads)
-        skip = build.vector("mamba_skip", mixer.heads, std=0.0)
-        bias = build.vector("mamba_bias", mixer.heads, std=0.0)
+        heads = [build.group.part(whole.heads, "heads")]
+        inner = build.group.part(whole.inner, "channels")
+        shared = whole.groups * whole.state_size
+        # Of a single group every rank has all.
+        both = (0, shared) if whole.groups == 1 else build.group.part(shared, "groups")
+        mixed, kept = (whole.inner, shared, shared), (inner, both, both)
+        sizes, ranges = (whole.inner, *mixed, whole.heads), (inner, *kept, *heads)
+        hidden = config.hidden_size
+        self.into = build.column("mamba_in", sizes, hidden, bias=mixer.bias, ranges=ranges)
+        self.out = build.row("mamba_out", hidden, whole.inner, bias=mixer.bias)
+        taps = mixer.taps
+        conv = build.vector(
+            "mamba_conv",
+            *(each * taps for each in mixed),
+            ranges=[(begin * taps, end * taps) for begin, end in kept],
+        )
+        decay = build.vector("mamba_decay", whole.heads, ranges=heads)
+        skip = build.vector("mamba_skip", whole.heads, ranges=heads, std=0.0)
+        bias = build.vector("mamba_bias", whole.heads, ranges=heads, std=0.0)
         self.others: tuple[Parameter, ...] = (conv, decay, skip, bias)
         conv_bias: Tensor | None = None
         if mixer.conv_bias:
-            made = build.vector("mamba_conv_bias", mixer.channels, std=0.0)
+            made = build.vector("mamba_conv_bias", *mixed, ranges=kept, std=0.0)
             conv_bias, self.others = made.tensor, (*self.others, made)
         self.norm: Tensor | None = None
-        if build.has("mamba_norm"):
-            made = build.vector("mamba_norm", mixer.inner, std=0.0)
+        if mixer.normed:
+            made = build.vector(
+                "mamba_norm", whole.inner, ranges=[inner], std=0.0, scale=mixer.out_factor
+            )
             self.norm, self.others = made.tensor, (*self.others, made)
+        size = mixer.inner // mixer.groups
+        self.ones = torch.ones(size, dtype=torch.float32, device=build.device)
+        self.factors: Tensor | None = None  # of each row of the first product
+        if mixer.factors:
+            counts = torch.tensor([end - begin for begin, end in ranges])
+            each = torch.tensor(mixer.factors, dtype=torch.float32).repeat_interleave(counts)
+            self.factors = each.to(build.device)
+        # A norm's weight has it.
+        self.out_factor = mixer.out_factor if self.norm is None else 1.0
         self.heads = Mamba2Heads(
             mixer.heads,
             mixer.head_size,
@@ -64,7 +92,7 @@ class Mamba2Mixer:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,
@@ -75,8 +103,20 @@ class Mamba2Mixer:
         tail, state = kv
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         made = self.into.forward(x, meta.lora, norm=norm)
+        if self.factors is not None:
+            made = made.mul_(self.factors)
         ends = list(accumulate(self.sizes))
         gate, mixed, dt = made[:, : ends[0]], made[:, ends[0] : ends[1]], made[:, ends[1] :]
         found = self.kernels.mamba2(mixed, dt, self.heads, tail, state, meta).flatten(1)
-        found = self.kernels.gated_norm(found, gate, self.norm, self.mixer.groups, self.eps)
+        if self.mixer.gate_last and self.norm is not None:
+            found = self._normed(found, self.norm).mul_(silu(gate.float())).to(x.dtype)
+        else:
+            found = self.kernels.gated_norm(found, gate, self.norm, self.mixer.groups, self.eps)
+        if self.out_factor != 1.0:
+            found = found.mul_(self.out_factor)
         return self.out.forward(found, meta.lora, residual=residual)
+
+    def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
+        """x [n, inner] float32."""
+        by_group = x.unflatten(1, (self.mixer.groups, -1))
+        return self.kernels.rms_norm(by_group, self.ones, self.eps).flatten(1).mul_(norm)

@@ -6,7 +6,7 @@ from engine.architectures.recurrent.lfm2 import ShortConv
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.weights.parameter import Parameter
-from kernels.kv.quantized import Cache
+from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
 
@@ -18,16 +18,18 @@ class GatedConvolution:
         assert build.layer is not None
         mixer = config.attention[build.layer].mixer
         assert isinstance(mixer, ShortConv)
-        self.kernels, self.channels = build.kernels, mixer.channels
+        own = build.group.part(mixer.channels, "channels")
+        self.kernels, self.channels = build.kernels, own[1] - own[0]
         sizes = (mixer.channels,) * 3
         self.into = build.column("conv_in", sizes, config.hidden_size, bias=mixer.bias)
         self.out = build.row("conv_out", config.hidden_size, mixer.channels, bias=mixer.bias)
-        conv = build.vector("conv", mixer.channels * mixer.taps)
-        self.conv = conv.tensor.view(mixer.channels, mixer.taps)
+        taps = mixer.taps
+        conv = build.vector("conv", mixer.channels * taps, ranges=[(own[0] * taps, own[1] * taps)])
+        self.conv = conv.tensor.view(-1, taps)
         self.others: tuple[Parameter, ...] = (conv,)
         self.bias: Tensor | None = None
         if mixer.bias:
-            bias = build.vector("conv_bias", mixer.channels, std=0.0)
+            bias = build.vector("conv_bias", mixer.channels, ranges=[own], std=0.0)
             self.bias, self.others = bias.tensor, (conv, bias)
         self.linears = (self.into, self.out)
         self.norms: tuple[Norm, ...] = ()
@@ -40,7 +42,7 @@ class GatedConvolution:
     def forward(
         self,
         x: Tensor,
-        kv: tuple[Cache, Cache],
+        kv: KV,
         meta: AttentionMeta,
         *,
         norm: Norm | None = None,

@@ -54,6 +54,9 @@ def experts(model: str) -> None:
     few(x[:2], scale[:2], ids[:2], weights, None)
     moe.grouped(x, scale, ids, weights, None)
     if not biased:
+        weights.act, weights.gate_up = "relu2", weights.gate_up[:, :size]  # without gates
+        few(x[:2], scale[:2], ids[:2], weights, x[:2])
+        moe.grouped(x, scale, ids, weights, x)
         for tiles in (moe.PLAIN, moe.FIXED):
             moe.grouped(x.float(), scale, ids, stack(torch.float32), None, tiles)
 
@@ -83,3 +86,7 @@ def experts_in_fewer_bits(model: str) -> None:
         packed_moe.packed_experts(x[:1], scale[:1], ids[:1], stack, x[:1])
         for tile in (tile for _, tile in packed_moe.TILES[1:] if form is forms[0]):
             packed_moe.packed_experts(x, scale, ids, stack, None, tile)
+        if not biased:
+            stack.act = "relu2"
+            stack.gate_up = PackedWeight(up, count * size, hidden, None, torch.device("cpu"))
+            packed_moe.packed_experts(x, scale, ids, stack, x)

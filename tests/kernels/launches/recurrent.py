@@ -9,6 +9,7 @@ from kernels.norm import gated_norm
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import gated_delta
+from kernels.recurrent.mamba1_cuda import mamba1
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.recurrent.mamba2_cuda import mamba2
 from tests.kernels.launches.sizes import int32, int64
@@ -61,6 +62,15 @@ def mamba(model: str) -> None:
     some = replace(_meta(), num_decodes=1)
     mamba2(whole[:, :channels], whole[:, channels:], how, tail, state, some)
     mamba2(whole[:, :channels], whole[:, channels:], how, tail, state, _meta(), deterministic=True)
+
+
+def mamba_1(model: str) -> None:
+    """A step of Mamba-1; channels of Jamba Large, Mini and Reasoning 3B, with 16 elements each."""
+    channels = {"llama-8b": 16384, "qwen3-0.6b": 8192, "smollm2-135m": 5120}[model]
+    dt = torch.empty(20, channels, dtype=torch.bfloat16)
+    b = torch.empty(20, 16, dtype=torch.bfloat16)
+    decay, skip = torch.empty(channels, 16), torch.empty(channels)
+    mamba1(dt.float(), dt, b, b.clone(), decay, skip, torch.empty(5, channels, 16), _meta())
 
 
 def convolution(model: str) -> None:

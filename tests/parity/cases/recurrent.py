@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from tests.parity.cases.case import Case
+import torch
+
+from tests.parity.cases.case import Case, Tensors
 from tests.parity.cases.rewriting import stacked, wrapped
 from tests.parity.cases.settings import CHOSEN
 
@@ -64,6 +66,75 @@ _GRANITE_H: dict[str, Any] = {
     "attention_multiplier": 0.0625,
     "shared_intermediate_size": 40,
 }
+_FALCON: dict[str, Any] = {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128}
+_MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 5.5,
+    "lm_head_multiplier": 0.25,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.35, 0.25, 0.8, 0.5, 0.3],
+    "mlp_multipliers": [0.9, 0.6],
+}
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": [
+        "linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention",
+    ],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 8,
+    "time_step_min": 1e-30,
+    "head_dim": 20,
+    "layer_norm_epsilon": 1e-2,
+}  # fmt: skip
+_JAMBA: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 1,
+    "num_experts": 4,
+    "mamba_d_state": 6,
+    "mamba_dt_rank": 5,
+}
+_OLMO: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}
+
+
+def _by_letters(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """As files were before transformers 5: letters for the layers."""
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+    kinds = config.pop("layers_block_type")
+    config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
+    config["num_hidden_layers"] = len(kinds)
+    config["attention_head_dim"] = config.pop("head_dim")
+    return tensors
+
+
+def _as_converted(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """As OLMo's converter writes it. transformers writes names of the other layers' norms, and
+    cuts the convolution into pieces of one size."""
+    sizes = [config["linear_num_key_heads"] * config["linear_key_head_dim"]] * 2
+    sizes.append(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+    for number, kind in enumerate(config["layer_types"]):
+        layer = f"model.layers.{number}."
+        if kind == "full_attention":
+            norm = tensors.pop(f"{layer}feedforward_layer_norm.weight")
+            tensors[f"{layer}post_attention_layernorm.weight"] = norm
+            continue
+        names = [f"{layer}linear_attn.{each}_conv1d.weight" for each in "qkv"]
+        whole = torch.cat([tensors[name] for name in names])
+        tensors |= zip(names, whole.split(sizes), strict=True)
+    return tensors
+
+
 MIXED: dict[str, Case] = {
     "lfm 2": Case("lfm2", _LFM2),
     "lfm 2, biases": Case(
@@ -95,4 +166,49 @@ MIXED: dict[str, Case] = {
         },
     ),
     "bamba": Case("bamba", {**_MAMBA, "attn_layer_indices": [1], "mamba_conv_bias": False}),
+    "falcon h1": Case("falcon_h1", {**_FALCON, **_MULTIPLIERS}),
+    "falcon h1, normed": Case(
+        "falcon_h1",
+        {
+            **_FALCON,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_out_multiplier": 0.5,
+        },
+    ),
+    "falcon h1, gated behind": Case(
+        "falcon_h1", {**_FALCON, "mamba_rms_norm": True, "tie_word_embeddings": True}
+    ),
+    "nemotron h": Case("nemotron_h", _NEMOTRON),
+    "nemotron 3": Case(
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
+        },
+        rewrite=_by_letters,
+    ),
+    "nemotron h, by letters": Case(
+        "nemotron_h",
+        {**_NEMOTRON, "use_bias": True, "mlp_bias": True},
+        rewrite=_by_letters,
+    ),
+    "jamba": Case("jamba", _JAMBA),
+    "jamba, without experts": Case(
+        "jamba", {**_JAMBA, "num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False}
+    ),
+    "olmo hybrid": Case("olmo_hybrid", _OLMO, rewrite=_as_converted),
+    "olmo hybrid, turning": Case(
+        "olmo_hybrid",
+        {
+            **_OLMO,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "linear_allow_neg_eigval": False,
+        },
+        rewrite=_as_converted,
+    ),
 }

@@ -1,0 +1,26 @@
+"""Architectures that a relative of theirs seems to fit and does not: what is missing of each, for
+the error. No torch here."""
+
+from collections.abc import Mapping
+
+_INDEXER = (
+    "an indexer chooses the index_topk keys that each token attends to, which is not computed here;"
+    " attention to all keys gives other text beyond that many tokens"
+)
+_NO_KEYS = "no layer keeps keys and values, which the cache counts tokens by"
+# The name in config.json's "architectures" -> why it does not run.
+REFUSED: Mapping[str, str] = {
+    "DeepseekV32ForCausalLM": _INDEXER,
+    "GlmMoeDsaForCausalLM": _INDEXER,
+    "LongcatFlashForCausalLM": "its layers have two attentions each, and some of its experts give "
+    "back what they get (zero_expert_num); neither is computed here",
+    "MistralLarge3ForCausalLM": "it is stored in Mistral's own layout (params.json), which is not "
+    "read here",
+    "KimiLinearForCausalLM": "its delta rule lets each element of a key decay on its own (KDA), "
+    "which is not computed here",
+    "MambaForCausalLM": _NO_KEYS,
+    "FalconMambaForCausalLM": _NO_KEYS,
+    "Mamba2ForCausalLM": _NO_KEYS,
+    "Zamba2ForCausalLM": "its layers share weights, which adapters of each layer change; that "
+    "is not computed here",
+}

@@ -1,0 +1,47 @@
+"""Block: what stands between two norms of a decoder layer."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from engine.layers.linear import Linear
+from engine.layers.norm import Norm
+from engine.weights.parameter import Parameter
+from kernels.kv.quantized import KV
+from kernels.metadata import AttentionMeta
+
+if TYPE_CHECKING:
+    from engine.layers.experts import Stack
+
+
+class Block(Protocol):
+    """Attention, a mixer, an MLP, a mixture of experts."""
+
+    @property
+    def linears(self) -> Sequence[Linear]: ...
+    @property
+    def stacks(self) -> "Sequence[Stack]": ...
+    @property
+    def norms(self) -> Sequence[Norm]: ...
+    @property
+    def others(self) -> Sequence[Parameter]:
+        """Parameters of neither."""
+        ...
+
+    @property
+    def activations(self) -> int:
+        """Elements a token that are alive at once inside, beside the residual and its norm."""
+        ...
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: KV,
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [n, hidden] -> self(norm(x)), added to residual and written over it if there is one."""
+        ...

@@ -1,0 +1,43 @@
+"""A layer of attention and a mixer side by side, which read the same norm and are added up."""
+
+from torch import Tensor
+
+from engine.layers.block import Block
+from engine.layers.norm import Norm
+from kernels.kv.quantized import KV
+from kernels.metadata import AttentionMeta
+
+
+class AttentionBesideMixer:
+    """attention(norm(x)) + mixer(norm(x)). kv: keys and values, then the mixer's two tensors."""
+
+    def __init__(self, attention: Block, mixer: Block) -> None:
+        self.attention, self.mixer = attention, mixer
+        self.linears = (*attention.linears, *mixer.linears)
+        self.norms = (*attention.norms, *mixer.norms)
+        self.others = (*attention.others, *mixer.others)
+        self.stacks = ()
+
+    @property
+    def activations(self) -> int:
+        return self.linears[0].spec.in_features + max(
+            self.attention.activations, self.mixer.activations
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: KV,
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
+        there is one."""
+        if norm is not None:
+            x = norm(x)
+        elif residual is x:  # which the first of the two writes over
+            x = x.clone()
+        mixed = self.mixer.forward(x, kv[2:], meta, residual=residual)
+        return self.attention.forward(x, kv[:2], meta, residual=mixed)

@@ -1,0 +1,77 @@
+"""A layer of Mamba-1 between its projections (`kernels.recurrent.mamba1`), as Jamba has it: steps,
+B and C have norms."""
+
+from torch import Tensor
+from torch.nn.functional import silu
+
+from engine.architectures.recurrent.jamba import Mamba1
+from engine.layers.build import Builder
+from engine.layers.norm import Norm
+from engine.weights.parameter import Parameter
+from kernels.kv.quantized import KV
+from kernels.metadata import AttentionMeta
+
+
+class Mamba1Mixer:
+    """out(scan(x, step(dt), B, C) * silu(gate)), with x a convolution's, and dt, B and C products
+    of x, each behind a norm.
+
+    kv: the last inputs of the convolution and the states, of all rows.
+    """
+
+    def __init__(self, build: Builder) -> None:
+        config = build.config
+        assert build.layer is not None
+        mixer = config.attention[build.layer].mixer
+        assert isinstance(mixer, Mamba1)
+        self.mixer, self.kernels = mixer, build.kernels
+        inner, size = mixer.channels, mixer.state_size
+        self.sizes = (mixer.rank, size, size)
+        self.into = build.column("mamba_in", (inner, inner), config.hidden_size, bias=mixer.bias)
+        self.select = build.column("mamba_select", self.sizes, inner)
+        self.step = build.column("mamba_step", (inner,), mixer.rank, bias=True)
+        self.out = build.row("mamba_out", config.hidden_size, inner, bias=mixer.bias)
+        conv = build.vector("mamba_conv", inner * mixer.taps)
+        decay = build.vector("mamba_decay", inner * size)
+        skip = build.vector("mamba_skip", inner, std=0.0)
+        self.others: tuple[Parameter, ...] = (conv, decay, skip)
+        self.conv, self.conv_bias = conv.tensor.view(inner, mixer.taps), None
+        self.decay, self.skip = decay.tensor.view(inner, size), skip.tensor
+        if mixer.conv_bias:
+            made = build.vector("mamba_conv_bias", inner, std=0.0)
+            self.conv_bias, self.others = made.tensor, (*self.others, made)
+        names = ("mamba_step_norm", "mamba_b_norm", "mamba_c_norm")
+        self.norms: tuple[Norm, ...] = tuple(
+            build.norm(name, each) for name, each in zip(names, self.sizes, strict=True)
+        )
+        self.linears = (self.into, self.select, self.step, self.out)
+        self.stacks = ()
+
+    @property
+    def activations(self) -> int:
+        return 7 * self.mixer.channels + 2 * sum(self.sizes)
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: KV,
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
+        there is one."""
+        tail, state = kv
+        assert isinstance(tail, Tensor) and isinstance(state, Tensor)
+        made = self.into.forward(x, meta.lora, norm=norm)
+        mixed, gate = made.chunk(2, dim=1)
+        own = silu(self.kernels.causal_conv(mixed, self.conv, self.conv_bias, tail, meta))
+        selected = self.select.forward(own.to(x.dtype), meta.lora).split(self.sizes, dim=1)
+        dt, b, c = (
+            each(part.contiguous()) for each, part in zip(self.norms, selected, strict=True)
+        )
+        dt = self.step.forward(dt, meta.lora)
+        found = self.kernels.mamba1(own, dt, b, c, self.decay, self.skip, state, meta)
+        found = found.mul_(silu(gate.float()))
+        return self.out.forward(found.to(x.dtype), meta.lora, residual=residual)

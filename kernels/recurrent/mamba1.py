@@ -1,0 +1,54 @@
+"""Mamba-1 in plain torch (arXiv 2312.00752), as `kernels.reference.Kernels.mamba1` says it: the
+oracle of every back end.
+
+A channel's state is a vector, whose elements decay each at a rate of its own. So no product of
+matrices stands for several tokens, and a prompt is walked token by token: its states stay in the
+processor's cache.
+"""
+
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from kernels.metadata import AttentionMeta
+from kernels.recurrent.convolution import chunks_of, decoded
+
+CHUNK = 64  # tokens whose decays are computed at once
+
+
+def mamba1(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    decay: Tensor,
+    skip: Tensor,
+    state: Tensor,
+    meta: AttentionMeta,
+) -> Tensor:
+    """See `Kernels.mamba1`."""
+    x, b, c = x.float(), b.float(), c.float()
+    step = softplus(dt.float())
+    rate = -decay.exp()
+    stepped = x * step
+    out = x * skip
+    count = meta.num_decodes
+    if count:
+        assert meta.rows is not None
+        kept = decoded(meta, state)
+        kept *= (step[:count, :, None] * rate).exp_()
+        kept.addcmul_(stepped[:count, :, None], b[:count, None])
+        state[meta.rows[:count]] = kept
+        out[:count] += (kept @ c[:count, :, None])[..., 0]
+    for row, begin, end, begins in chunks_of(meta):
+        own = state[row]
+        if begins:
+            own.zero_()
+        for first in range(begin, end, CHUNK):
+            last = min(first + CHUNK, end)
+            decays = (step[first:last, :, None] * rate).exp_()
+            for token in range(first, last):
+                own.mul_(decays[token - first]).addr_(stepped[token], b[token])
+                out[token] += own @ c[token]
+    starts = meta.query_start_host or meta.query_start.tolist()
+    out[starts[-1] :] = 0
+    return out

@@ -1,0 +1,112 @@
+"""Layers with states in two ranks: the texts of one, in chunks and batches, from snapshots, after
+preemption and with adapters; and what cannot be divided."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
+from engine.errors import ConfigError
+from engine.resolve import check_ranks
+from engine.sampling_params import SamplingParams
+from tests.engine.models.checkpoints import load_model
+from tests.engine.process.conftest import two_cores
+from tests.engine.process.ranked import start
+from tests.parity.cases import DELTA, MIXED, save
+from tests.parity.engine_driver import add_adapter, run
+
+__all__ = ["two_cores"]  # a fixture
+
+ALL = {**DELTA, **MIXED}
+NAMES = (
+    "qwen 3 next",
+    "qwen 3.5",
+    "falcon h1",
+    "falcon h1, one group",
+    "nemotron 3",
+    "lfm 2, biases",
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+
+
+def made(name: str, folder: Path, **changes: Any) -> Any:
+    base, _, _ = name.partition(", one group")
+    case = ALL[base]
+    if base != name:
+        changes["mamba_n_groups"] = 1
+    return save(replace(case, changes={**case.changes, **changes}), folder)
+
+
+def adapter_of_all(folder: Path) -> Path:
+    """A random adapter of every matrix in the layers, as PEFT writes it; it would not take those of
+    all mixers."""
+    torch.manual_seed(2)
+    tensors, modules = {}, set()
+    for part in (part for linear in load_model(folder).linears() for part in linear.spec.parts):
+        modules.add(part.name.rpartition(".")[2])
+        name = f"base_model.model.{part.name}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(8, part.in_features) / 8
+        tensors[f"{name}.lora_B.weight"] = torch.randn(part.out_features, 8) / 8
+    target = folder / "lora"
+    target.mkdir()
+    save_file(tensors, target / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": sorted(modules)}
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    return target
+
+
+def texts(folder: Path, ranks: int, adapter: Path) -> list[Any]:
+    """Of prompts with too few blocks for all at once, of the next turns, of which the prompts are
+    found, and of the prompts with an adapter."""
+    config = EngineConfig(
+        model=str(folder), device="cpu", dtype="float32", tensor_parallel=ranks, num_threads=1,
+        max_model_len=224, block_size=4, num_blocks=70, max_num_seqs=4, max_num_batched_tokens=24,
+        snapshot_bytes=1 << 20, max_loras=1, max_lora_rank=8,
+    )  # fmt: skip
+    core, others = start(config)
+    generator = torch.Generator().manual_seed(3)
+    lengths = (113, 99, 30, 7)
+    prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
+    found = run(core, prompts[:2], GREEDY)
+    preempted = core.stats().preemptions
+    add_adapter(core, "lora", adapter)
+    found += run(core, prompts, GREEDY, adapters=["lora"] * 4)
+    for prompt in prompts[:2]:
+        said = run(core, [prompt], GREEDY)[0].token_ids
+        found += run(core, [[*prompt, *said, 5, 6]], GREEDY)
+    if others is not None:
+        others.close()
+    assert preempted and all(each.cached for each in found[-2:])
+    return [each.token_ids for each in found]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_of_one_rank(name: str, two_cores: None, tmp_path: Path) -> None:
+    """A rank with another's heads, or with all of what it has a part of; a sum that is taken twice;
+    a state or a snapshot that one rank alone has."""
+    made(name, tmp_path, max_position_embeddings=256)
+    adapter = adapter_of_all(tmp_path)
+    assert texts(tmp_path, 1, adapter) == texts(tmp_path, 2, adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "message"),
+    [
+        ("qwen 3 next", 4, "key heads"),
+        ("nemotron h", 4, "2 groups of Mamba-2's heads"),
+        ("bamba", 4, "2 groups"),
+        ("jamba", 2, "Mamba-1, whose steps are products of all channels"),
+        ("olmo hybrid", 2, "norms queries over all heads"),
+    ],
+)
+def test_refused(name: str, ranks: int, message: str, tmp_path: Path) -> None:
+    """A start that fails far behind what is at fault, or a model that is half there."""
+    made(name, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_ranks(ModelConfig.from_folder(tmp_path), ranks)
