@@ -99,7 +99,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         On the CPU, where a launch returns when the work is done, tokens would come a step late.
     target_tpot_ms: milliseconds between a request's tokens (time per output token) that steps are
         kept within; 0 = no bound. So many requests run, and so many prompt tokens are computed
-        beside them, as the last steps' times allow; the others wait. Less is a promise kept for
+        beside them, as the last steps' times allow; the others wait. One step in a hundred may
+        take longer, and so does one in which the process is paused. Less is a promise kept for
         fewer requests at once.
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
     graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples

@@ -236,6 +236,7 @@ class EngineCore:
         pending = self._pending
         depth = 1 if self._bisection is not None else self._depth
         result: StepResult | None = None
+        done: LaunchedStep | None = None  # whose result that is
         failure: Exception | None = None
         suspect = 0  # index in scheduler.in_flight of the step to blame
         try:
@@ -267,9 +268,6 @@ class EngineCore:
                 limit = 2 * self.scheduler.token_limit
                 self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
             done = self.scheduler.in_flight[0]
-            # With several lanes a request waits from the launch to the result.
-            seconds = time.perf_counter() - (done.began if self.config.lanes > 1 else began)
-            self.scheduler.pace.observe(done.decodes, done.prompt_tokens, seconds)
             deltas += self.scheduler.update(result)
         if batch is not None and failure is None and self.scheduler.in_flight:
             newest = self.scheduler.in_flight[-1]
@@ -290,6 +288,11 @@ class EngineCore:
         if self._bisection is not None:
             deltas += self._continue_bisection(self._bisection, succeeded=result is not None)
         self._timer.stepped(began, result=result is not None, more=self.has_work())
+        if done is not None:
+            # With several lanes a request waits from the launch to the result.
+            waited = time.perf_counter() - done.began
+            seconds = waited if self.config.lanes > 1 else self._timer.between
+            self.scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
         return deltas
 
     def _launch_with_masks(self, batch: Batch) -> list[Delta]:

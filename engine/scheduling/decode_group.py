@@ -35,6 +35,7 @@ class DecodeGroup:
         self.requests: list[Request] = []
         self.rows: list[int] = []
         self.bases: list[int] = []
+        self._sum_of_bases = 0
         self.ids: list[int] = []
         self.token_lists: list[list[int]] = []  # the requests' token_ids, not copies
         # An entry whose member has left is skipped when its turn comes. Blocks are due within
@@ -44,6 +45,11 @@ class DecodeGroup:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def context(self) -> int:
+        """Tokens whose keys the next turn reads, of all members together."""
+        return self._sum_of_bases + (self.turn + 2) * len(self)
 
     def take_turn(self, step: int) -> None:
         """In this step, which is being built."""
@@ -60,6 +66,7 @@ class DecodeGroup:
         self.requests.append(request)
         self.rows.append(request.row)
         self.bases.append(base)
+        self._sum_of_bases += base
         self.ids.append(request.id)
         self.token_lists.append(request.token_ids)
         self._expect_block(request)
@@ -73,6 +80,7 @@ class DecodeGroup:
             _swap_remove(values, slot)
         last.slot = slot
         request.slot = -1
+        self._sum_of_bases -= request.base
         request.num_computed = request.base + self.turn + 1
         request.last_step = self.step
         key = request.limit - 2 - request.base

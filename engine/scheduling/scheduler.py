@@ -277,12 +277,13 @@ class Scheduler:
         # With several steps in flight a prompt is worth cutting for its own sake: its pieces are in
         # several stages at once.
         if not self.decoding and len(self.lanes) == 1:
-            return self.pace.limit(self.token_limit, 0)
+            return self.pace.limit(self.token_limit, 0, 0)
         free = self.rows - len(self.running)
         startable = max(0, min(free, len(self.queue.waiting)))
         queued = startable_tokens(self.queue.num_tokens, len(self.queue), startable)
         waiting = queued + sum(r.remaining for r in self.computing)
-        return self.pace.limit(prefill_tokens(waiting, self.token_limit), len(self.decoding))
+        wanted = prefill_tokens(waiting, self.token_limit)
+        return self.pace.limit(wanted, len(self.decoding), self.decoding.context)
 
     def _budget(self, builder: StepBuilder) -> int:
         """Tokens that this step can still take."""

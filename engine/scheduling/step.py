@@ -38,6 +38,7 @@ class LaunchedStep:
     lane: int = 0  # of its decodes
     began: float = 0.0  # time.perf_counter() at the launch
     decodes: int = 0
+    context: int = 0  # tokens whose keys its decodes read
     prompt_tokens: int = 0  # of its chunks
     some_ended: bool = False  # a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
@@ -178,6 +179,7 @@ class StepBuilder:
         """Complete the batch: one token for each decode, then the chunks. Takes the group's
         turn, and changes no request."""
         batch, step = self.batch, self.batch.step
+        context = group.context
         group.take_turn(step)
         turn = group.turn
         chunks = self.sampling + self.prefill_only
@@ -204,5 +206,6 @@ class StepBuilder:
             lane=group.lane,
             began=time.perf_counter(),
             decodes=len(group),
+            context=context,
             prompt_tokens=self.chunk_tokens,
         )

@@ -61,8 +61,9 @@ class PromptPace:
         self._seconds = 0.0  # a prompt token; 0: not known
         self._decodes = (0.0, 0.0)  # the last two steps without prompt tokens
 
-    def observe(self, decodes: int, tokens: int, seconds: float) -> None:
-        """A step with so many decodes and prompt tokens took so long."""
+    def observe(self, decodes: int, context: int, tokens: int, seconds: float) -> None:
+        """A step with so many decodes, which read the keys of `context` tokens together, and so
+        many prompt tokens took so long."""
         if tokens == 0:
             self._decodes = (self._decodes[1], seconds)
         elif tokens >= _LEAST_TIMED:
@@ -72,9 +73,10 @@ class PromptPace:
         """Requests that may run at once; most: rows that there are."""
         return most
 
-    def limit(self, tokens: int, decodes: int) -> int:
+    def limit(self, tokens: int, decodes: int, context: int) -> int:
         """`tokens`, or as many as there is time for. decodes: requests that wait for their next
-        token; as many prompt tokens are computed however long they take."""
+        token; as many prompt tokens are computed however long they take. context: tokens whose
+        keys these read together."""
         if not self._seconds:
             return tokens
         alone = min(self._decodes)

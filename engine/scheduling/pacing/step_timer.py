@@ -5,10 +5,11 @@ import time
 
 class StepTimer:
     """step: seconds of the last step. total: seconds with work to do, between steps too, up to the
-    last step with a result, so that they match the counts of results."""
+    last step with a result, so that they match the counts of results. between: the seconds that the
+    last result added to `total`, which are those between a request's last tokens."""
 
     def __init__(self) -> None:
-        self.step = self.total = 0.0
+        self.step = self.total = self.between = 0.0
         self._since = 0.0  # start of the time that is not counted yet; 0: there was no work
 
     def stepped(self, began: float, *, result: bool, more: bool) -> None:
@@ -17,6 +18,7 @@ class StepTimer:
         self.step = now - began
         since = self._since or began
         if result:
-            self.total += now - since
+            self.between = now - since
+            self.total += self.between
             since = now
         self._since = since if more else 0.0

@@ -453,15 +453,15 @@ def test_slow_decodes_leave_prompts_half_of_the_time() -> None:
     and a device that could serve 32 rows serves three."""
     pace = PromptPace()
     for seconds in (1.0, 9.0):  # a hiccup too
-        pace.observe(4, 0, seconds)
-    pace.observe(4, 100, 1.5)
-    assert pace.limit(4096, 4) == 200, "5 ms a token beside decodes of 1 s"
-    pace.observe(32, 8, 5.0)
-    assert pace.limit(4096, 32) == 32, "never fewer than decodes"
+        pace.observe(4, 0, 0, seconds)
+    pace.observe(4, 0, 100, 1.5)
+    assert pace.limit(4096, 4, 0) == 200, "5 ms a token beside decodes of 1 s"
+    pace.observe(32, 0, 8, 5.0)
+    assert pace.limit(4096, 32, 0) == 32, "never fewer than decodes"
     for _ in range(2):
-        pace.observe(4, 0, 0.1)
-    pace.observe(4, 100, 0.5)
-    assert pace.limit(4096, 4) in (49, 50) and pace.limit(4096, 0) in (249, 250)
+        pace.observe(4, 0, 0, 0.1)
+    pace.observe(4, 0, 100, 0.5)
+    assert pace.limit(4096, 4, 0) in (49, 50) and pace.limit(4096, 0, 0) in (249, 250)
 
 
 def test_lanes_share_the_requests() -> None:
