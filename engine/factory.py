@@ -29,9 +29,11 @@ from engine.parallel.ranks import Ranks
 from engine.pooled_checkpoint import read_head, read_pooling
 from engine.pooling import Pooling
 from engine.resolve import Resolved, resolve
-from engine.runner.cache_memory import CacheMemory
+from engine.runner.caches.cache_memory import CacheMemory
+from engine.runner.caches.kv_cache import KVCache
+from engine.runner.caches.sleep_memory import SleepMemory, sleep_memory
+from engine.runner.caches.token_pool import TokenPool
 from engine.runner.graphs import default_sizes
-from engine.runner.kv_cache import KVCache
 from engine.runner.memory import (
     ADAPTERS_TOO_LARGE,
     GIB,
@@ -51,8 +53,6 @@ from engine.runner.memory import (
 from engine.runner.model_runner import ModelRunner
 from engine.runner.ranked import RankedRunner
 from engine.runner.rows import RequestRows
-from engine.runner.sleep_memory import SleepMemory, sleep_memory
-from engine.runner.token_pool import TokenPool
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.config.kv_groups import kv_groups
 from engine.models.registry import Model, build_model
 from engine.resolve import Resolved
-from engine.runner.kv_cache import KVCache, in_views
+from engine.runner.caches.kv_cache import KVCache, in_views
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from kernels.kv.format import KVFormat

@@ -28,9 +28,9 @@ from engine.models.decoder import Decoder
 from engine.models.registry import Model
 from engine.parallel.link import Link
 from engine.pooling import Pooling
+from engine.runner.caches.kv_cache import KVCache, in_views
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
-from engine.runner.kv_cache import KVCache, in_views
 from engine.runner.programs import StepPrograms
 from engine.runner.results import DeviceResult, HostLogprobs, StagedResult
 from engine.runner.rows import RequestRows

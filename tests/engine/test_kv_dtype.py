@@ -16,7 +16,7 @@ from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.factory import _model_key
 from engine.resolve import decide, resolve
-from engine.runner.kv_cache import KVCache
+from engine.runner.caches.kv_cache import KVCache
 from kernels.kv.quantized import QuantizedKV
 from tests.engine.models.test_programs import answers, core_of
 from tests.engine.test_memory import config_of, held

@@ -21,9 +21,9 @@ from engine.errors import ConfigError
 from engine.messages import EngineRequest
 from engine.models.registry import build_model
 from engine.resolve import resolve
+from engine.runner.caches.kv_cache import KVCache
 from engine.runner.graphs import StepGraphs, default_sizes
 from engine.runner.inputs import CpuInputs, max_entries
-from engine.runner.kv_cache import KVCache
 from engine.runner.memory import (
     GIB,
     WEIGHTS_TOO_LARGE,

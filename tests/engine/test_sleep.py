@@ -14,7 +14,7 @@ from engine import factory
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.library.llm import LLM
-from engine.runner.sleep_memory import CudaSleepMemory, tensors_of
+from engine.runner.caches.sleep_memory import CudaSleepMemory, tensors_of
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from tests.fakes import FakeRunner, make_config, make_request, run

@@ -11,7 +11,7 @@ from deployments.plan.memory import GIB, Hardware, plan
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
-from engine.runner.kv_cache import KVCache
+from engine.runner.caches.kv_cache import KVCache
 from tests.engine.models.checkpoints import Paged, adapter_on, load_model
 from tests.parity.cases import (
     ALIBI,

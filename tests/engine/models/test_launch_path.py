@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 LOOKED_AT = (
     "engine/layers/**/*.py",
     "engine/models/*.py",
-    "engine/runner/*.py",
+    "engine/runner/**/*.py",
     "engine/sampling/*.py",
     "engine/lora/device.py",
     "engine/lora/virtual_tokens.py",
@@ -39,6 +39,11 @@ ALLOWED = {
     ),
     ("engine/lora/device.py", "LoraDevice._upload"): "a view of pinned host memory",
     ("engine/models/entrance.py", "Entrance.__init__"): _START,
+    ("engine/runner/caches/sleep_memory.py", "CudaSleepMemory._finish_work"): (
+        "falling asleep, awaking"
+    ),
+    ("engine/runner/caches/token_pool.py", "TokenPool.__iter__"): "for checks of integrity",
+    ("engine/runner/caches/token_pool.py", "TokenPool.take"): "in schedule, of the mode that waits",
     ("engine/runner/graphs.py", "StepGraphs._device_seconds"): _START,
     ("engine/runner/graphs.py", "StepGraphs._launch_seconds"): _START,
     ("engine/runner/inputs.py", "CpuInputs.__init__"): _CPU,
@@ -47,9 +52,6 @@ ALLOWED = {
     ("engine/runner/model_runner.py", "ModelRunner.recover"): "after a step that has failed",
     ("engine/runner/results.py", "DeviceResult.wait"): "the place to wait",
     ("engine/runner/results.py", "HostLogprobs.items"): "host memory, in DeviceResult.wait",
-    ("engine/runner/sleep_memory.py", "CudaSleepMemory._finish_work"): "falling asleep, awaking",
-    ("engine/runner/token_pool.py", "TokenPool.__iter__"): "for checks of integrity",
-    ("engine/runner/token_pool.py", "TokenPool.take"): "in schedule, of the mode that waits",
     ("engine/runner/programs.py", "StepPrograms.__init__"): _CPU,
     ("engine/runner/programs.py", "StepPrograms._enter"): _CPU,
     ("engine/sampling/cpu_sampler.py", "_gumbel_argmax"): _CPU,

@@ -24,9 +24,9 @@ from engine.process import first_start
 from engine.process.first_start import FirstStart, cache_folder
 from engine.quantization.method import DenseCuda
 from engine.runner import inputs
+from engine.runner.caches.kv_cache import KVCache
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CudaInputs
-from engine.runner.kv_cache import KVCache
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
 from engine.sampling.sampler import Sampler

@@ -10,7 +10,7 @@ import torch
 from engine.config.kv_groups import Chunked, Full, KVKind, Window, blocks_for, kv_groups
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.runner.kv_cache import KVCache, in_views
+from engine.runner.caches.kv_cache import KVCache, in_views
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.request import Request
 from kernels.kv.format import KVFormat

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from engine.runner.token_pool import TokenPool
+from engine.runner.caches.token_pool import TokenPool
 from engine.scheduling.admission import ADMISSION
 from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core import EngineCore

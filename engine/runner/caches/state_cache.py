@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.runner.cache_memory import CacheMemory
+from engine.runner.caches.cache_memory import CacheMemory
 
 
 class StateRecord(Protocol):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from engine.config.kv_groups import KVGroups
 from engine.errors import ConfigError
-from engine.runner.cache_memory import CacheMemory
-from engine.runner.state_cache import StateCache
+from engine.runner.caches.cache_memory import CacheMemory
+from engine.runner.caches.state_cache import StateCache
 from kernels.kv.format import KVFormat
 from kernels.kv.quantized import KV, QuantizedKV, turned
 from kernels.metadata import AttentionMeta

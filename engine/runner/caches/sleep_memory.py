@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError, EngineDead
-from engine.runner.cache_memory import CacheMemory
+from engine.runner.caches.cache_memory import CacheMemory
 from kernels.device_memory import Region
 from kernels.dispatch import Kernels
 
