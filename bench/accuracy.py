@@ -30,8 +30,8 @@ from engine.evaluation.divergence import Divergence
 from engine.evaluation.paged import Paged
 from engine.evaluation.prompts import SHIPPED
 from engine.models.registry import Model, build_model
-from engine.quantization.gguf import BLOCK_TYPES
-from engine.quantization.layouts import GgufLayout
+from engine.quantization.layouts.gguf import BLOCK_TYPES
+from engine.quantization.layouts.layout import GgufLayout
 from engine.quantization.method import Part
 from engine.resolve import kv_form
 from engine.rounding import NAMES

@@ -20,11 +20,11 @@ from engine.config.quantized_config import read_quantized
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.models.registry import Model
-from engine.quantization.byte_layouts import NF4
+from engine.quantization.layouts.byte_layouts import NF4
 from engine.quantization.method import Part
-from engine.quantization.rounded import nearest, rounded
-from engine.quantization.stored import layout_of
-from engine.quantization.stored_experts import all_experts
+from engine.quantization.rounded.rows import nearest, rounded
+from engine.quantization.stored.base import layout_of
+from engine.quantization.stored.experts import all_experts
 from engine.weights.converted import Writer, copy_others
 from engine.weights.index import read_index
 from engine.weights.parameter import Parameter

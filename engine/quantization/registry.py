@@ -7,10 +7,10 @@ from typing import Literal
 from engine.config.quantized import GGUF_BLOCKS, Quantized
 from engine.errors import ConfigError
 from engine.quantization.method import DenseCpu, DenseCuda, Int8Cpu, LinearMethod
-from engine.quantization.rounded_cpu import RoundedCpu
-from engine.quantization.rounded_cuda import RoundedCuda
-from engine.quantization.stored_cpu import StoredCpu
-from engine.quantization.stored_cuda import StoredCuda
+from engine.quantization.rounded.cpu import RoundedCpu
+from engine.quantization.rounded.cuda import RoundedCuda
+from engine.quantization.stored.cpu import StoredCpu
+from engine.quantization.stored.cuda import StoredCuda
 from kernels.dispatch import Kernels
 
 AS_STORED = "gguf"  # weights in the blocks of a .gguf file

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from deployments.checkpoints.gguf import convert
 from engine.architectures import GGUFS
 from engine.models.decoder import Decoder
-from engine.quantization.stored import StoredState
+from engine.quantization.stored.base import StoredState
 from tests.engine.models.checkpoints import Paged, load_model
 from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, relative, save
 from tests.parity.gguf_files import Written, write

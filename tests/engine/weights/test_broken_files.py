@@ -12,10 +12,9 @@ from torch import Tensor
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.models.registry import build_model
-from engine.quantization import layouts
-from engine.quantization.layouts import IntegerLayout
+from engine.quantization.layouts.layout import IntegerLayout
 from engine.quantization.method import Part
-from engine.quantization.stored import layout_of
+from engine.quantization.stored.base import layout_of
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from kernels.packed import unpacked
@@ -134,7 +133,7 @@ def _high_first(read: Any, words: Tensor, shifts: list[int] | None = None) -> Te
     return UNPACKED(read, words, pairs)
 
 
-UNPACKED = layouts.IntegerLayout._unpacked
+UNPACKED = IntegerLayout._unpacked
 
 
 @pytest.mark.parametrize("fault", [_reversed, _neighbours, _high_first])

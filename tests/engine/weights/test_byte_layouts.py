@@ -24,10 +24,10 @@ from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.evaluation.reference import NoReference, _load
 from engine.models.registry import build_model
-from engine.quantization import byte_layouts
-from engine.quantization.layouts import Layout
+from engine.quantization.layouts import byte_layouts
+from engine.quantization.layouts.layout import Layout
 from engine.quantization.method import Part
-from engine.quantization.stored import layout_of
+from engine.quantization.stored.base import layout_of
 from engine.weights import load_weights
 from kernels.cpu.blocks import PackedBlocks
 from kernels.dispatch import kernels_for

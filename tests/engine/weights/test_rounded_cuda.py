@@ -15,8 +15,8 @@ from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.quantization.method import DenseState
 from engine.quantization.registry import check_quantization, linear_method
-from engine.quantization.rounded import rounded
-from engine.quantization.rounded_cuda import RoundedCuda
+from engine.quantization.rounded.cuda import RoundedCuda
+from engine.quantization.rounded.rows import rounded
 from kernels.packed import PackedWeight, unpacked
 from kernels.reference import Kernels
 

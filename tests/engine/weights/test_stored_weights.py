@@ -26,12 +26,12 @@ from engine.config.quantized_config import read_quantized
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.models.registry import Model, build_model
-from engine.quantization.gguf import BLOCK_TYPES, BlockType
-from engine.quantization.layouts import GgufLayout, IntegerLayout
+from engine.quantization.layouts.gguf import BLOCK_TYPES, BlockType
+from engine.quantization.layouts.layout import GgufLayout, IntegerLayout
 from engine.quantization.method import DenseState, LinearSpec, Part
 from engine.quantization.registry import AS_STORED, METHODS
-from engine.quantization.rounded import rounded
-from engine.quantization.rounded_cpu import RoundedCpu
+from engine.quantization.rounded.cpu import RoundedCpu
+from engine.quantization.rounded.rows import rounded
 from engine.weights import load_weights
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks
@@ -403,7 +403,7 @@ def test_a_machine_that_cannot_compile(name: str, monkeypatch: pytest.MonkeyPatc
     def none() -> int:
         raise CompilerUnavailable("kernels are generated for x86-64 Linux only")
 
-    monkeypatch.setattr("engine.quantization.rounded_cpu.lanes", none)
+    monkeypatch.setattr("engine.quantization.rounded.cpu.lanes", none)
     method = METHODS[name]["cpu"](kernels_for("cpu"))
     part = Part("w", 64, 64, (0, 64), (0, 64))
     spec = LinearSpec("w", (part,), False, torch.bfloat16, torch.device("cpu"))

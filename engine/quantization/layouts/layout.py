@@ -2,7 +2,7 @@
 (`kernels.packed.Format`).
 
 A layout names the tensors of a matrix and decodes some rows of them. To add one: subclass Layout
-here or in `byte_layouts`, and choose it in `stored.layout_of`.
+here or in `byte_layouts`, and choose it in `stored.base.layout_of`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.config.quantized import KEY, Scheme
 from engine.errors import ConfigError, TensorError
-from engine.quantization.gguf import BLOCK_TYPES
+from engine.quantization.layouts.gguf import BLOCK_TYPES
 from engine.quantization.method import Part
 from engine.weights.parameter import Parameter, Source, num_rows
 from kernels.packed import BLOCK, Decoded, Format

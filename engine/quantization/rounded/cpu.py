@@ -9,7 +9,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.quantization.method import DenseCpu, DenseState, LinearSpec, PackedState
-from engine.quantization.rounded import rounded
+from engine.quantization.rounded.rows import rounded
 from engine.weights.parameter import Parameter
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks

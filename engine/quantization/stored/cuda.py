@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.config.quantized import Quantized
-from engine.quantization import stored_experts
 from engine.quantization.method import ExpertsSpec
-from engine.quantization.rounded_cuda import PackedCuda
-from engine.quantization.stored import STEP, LinearPiece, Stored, StoredState
+from engine.quantization.rounded.cuda import PackedCuda
+from engine.quantization.stored import experts as stored_experts
+from engine.quantization.stored.base import STEP, LinearPiece, Stored, StoredState
 from engine.weights.parameter import Parameter
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine.quantization.byte_layouts import NF4
+from engine.quantization.layouts.byte_layouts import NF4
 from engine.quantization.method import DenseCuda, DenseState, ExpertsSpec, LinearSpec
-from engine.quantization.rounded import rounded
+from engine.quantization.rounded.rows import rounded
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.packed import BLOCK, Format, PackedWeight

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.config.quantized import KEY, Quantized
 from engine.errors import ConfigError
-from engine.quantization.byte_layouts import EightBitLayout, FourBitFloats, Nf4Layout
-from engine.quantization.layouts import GgufLayout, IntegerLayout, Layout
+from engine.quantization.layouts.byte_layouts import EightBitLayout, FourBitFloats, Nf4Layout
+from engine.quantization.layouts.layout import GgufLayout, IntegerLayout, Layout
 from engine.quantization.method import (
     DenseState,
     EmbeddingTable,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.config.quantized import KEY, Scheme
 from engine.errors import ConfigError, TensorError
-from engine.quantization.layouts import Layout, joined, of_stack, paired
+from engine.quantization.layouts.layout import Layout, joined, of_stack, paired
 from engine.quantization.method import Part
 from engine.weights.parameter import Parameter, Source, take_rows
 from kernels.packed import BLOCK, E2M1, Decoded, Format
