@@ -18,13 +18,14 @@ from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
-from kernels.gemm import cublaslt, fp8, int8
+from kernels.gemm import cublaslt
 from kernels.gemm.cublaslt_tune import tune
 from kernels.gemm.gemv import GATES, fits, gemv
-from kernels.gemm.packed_dot import expand, packed_dot
-from kernels.gemm.packed_few import few_fits, packed_few
-from kernels.gemm.packed_gemv import packed_gemv
-from kernels.gemm.round_rows import round_rows
+from kernels.gemm.packed import fp8, int8
+from kernels.gemm.packed.dot import expand, packed_dot
+from kernels.gemm.packed.few import few_fits, packed_few
+from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.round_rows import round_rows
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write

@@ -17,10 +17,10 @@ from kernels.cuda import Cuda, _count
 from kernels.experts import packed as packed_module
 from kernels.experts.grouped import FIXED, grouped
 from kernels.experts.reference import ExpertWeights, PackedExperts
-from kernels.gemm import int8
 from kernels.gemm.deterministic import linear_fixed
-from kernels.gemm.packed_dot import expand
-from kernels.gemm.round_rows import round_rows
+from kernels.gemm.packed import int8
+from kernels.gemm.packed.dot import expand
+from kernels.gemm.packed.round_rows import round_rows
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta
 from kernels.packed import PackedWeight

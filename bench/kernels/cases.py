@@ -16,9 +16,9 @@ from bench.kernels.sizes import LLAMA, Sizes, meta_of
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
-from kernels.gemm.packed_few import TOKENS as FEW
-from kernels.gemm.packed_few import packed_few
-from kernels.gemm.round_rows import E4M3, round_rows
+from kernels.gemm.packed.few import TOKENS as FEW
+from kernels.gemm.packed.few import packed_few
+from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.kv.format import FORMATS
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.lora import lora_add, lora_gated

@@ -1,5 +1,5 @@
 """Experts with packed weights: as `grouped`, whatever the number of tokens, but codes become 16-bit
-numbers on their way to the matrix units, as in `kernels.gemm.packed_dot`.
+numbers on their way to the matrix units, as in `kernels.gemm.packed.dot`.
 
 The weight is the left operand, so that the few pairs of an expert fill the short side of the units'
 tiles.
@@ -15,8 +15,8 @@ from torch import Tensor
 from kernels.experts.gate import code, gated
 from kernels.experts.grouped import Sorted, _find, sort, sum_experts
 from kernels.experts.reference import PackedExperts
-from kernels.gemm.packed_codes import constants
-from kernels.gemm.packed_dot import add_step, quick
+from kernels.gemm.packed.codes import constants
+from kernels.gemm.packed.dot import add_step, quick
 from kernels.packed import PackedWeight
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 

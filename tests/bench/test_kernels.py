@@ -34,14 +34,15 @@ from bench.kernels.measure import Best, Calls, KernelWork, rows, told  # noqa: E
 from kernels.attention import decode as attention_decode  # noqa: E402
 from kernels.attention import decode_plan, quantized_decode  # noqa: E402
 from kernels.attention.latent import decode as latent_decode  # noqa: E402
-from kernels.gemm import deterministic, int8, packed_dot  # noqa: E402
+from kernels.gemm import deterministic  # noqa: E402
+from kernels.gemm.packed import dot, int8  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.metadata import LoraLinear  # noqa: E402
 from kernels.recurrent import delta_rule_cuda  # noqa: E402
 
 NUM_SMS = (
     attention_decode, decode_plan, quantized_decode, latent_decode, deterministic, int8,
-    packed_dot, delta_rule_cuda,
+    dot, delta_rule_cuda,
 )  # fmt: skip
 INTERPRETED = triton.knobs.runtime.interpret
 BEST = Best(copy=4e12, product=8e14)

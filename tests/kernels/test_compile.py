@@ -30,10 +30,10 @@ from kernels.attention.decode import attention_decode  # noqa: E402
 from kernels.attention.decode_plan import plan  # noqa: E402
 from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
-from kernels.gemm.int8 import int8_linear  # noqa: E402
-from kernels.gemm.packed_dot import expand, packed_dot  # noqa: E402
-from kernels.gemm.packed_gemv import packed_gemv  # noqa: E402
-from kernels.gemm.round_rows import round_rows  # noqa: E402
+from kernels.gemm.packed.dot import expand, packed_dot  # noqa: E402
+from kernels.gemm.packed.gemv import packed_gemv  # noqa: E402
+from kernels.gemm.packed.int8 import int8_linear  # noqa: E402
+from kernels.gemm.packed.round_rows import round_rows  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.kv.quantized import QuantizedKV  # noqa: E402
 from kernels.kv.write import rope_kv_write  # noqa: E402
@@ -126,7 +126,7 @@ def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.Mon
     """8-bit floats, which it does not convert, and products of 8-bit integers in tiles for
     Hopper."""
     on_ampere(monkeypatch)
-    monkeypatch.setattr("kernels.gemm.packed_codes.converts", lambda device: False)
+    monkeypatch.setattr("kernels.gemm.packed.codes.converts", lambda device: False)
     device = torch.device("cpu")
     for form in (
         Format(8, 4096, torch.float32, code="e4m3", activations=8),

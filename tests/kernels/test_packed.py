@@ -7,12 +7,12 @@ from torch import Tensor
 
 from kernels.cuda import ROUNDED_ROWS
 from kernels.dispatch import kernels_for
-from kernels.gemm import fp8, int8
-from kernels.gemm import packed_dot as dot_module
-from kernels.gemm.packed_dot import expand, packed_dot, quick
-from kernels.gemm.packed_few import few_fits, packed_few
-from kernels.gemm.packed_gemv import packed_gemv
-from kernels.gemm.round_rows import E4M3, TOP, round_rows
+from kernels.gemm.packed import dot as dot_module
+from kernels.gemm.packed import fp8, int8
+from kernels.gemm.packed.dot import expand, packed_dot, quick
+from kernels.gemm.packed.few import few_fits, packed_few
+from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.round_rows import E4M3, TOP, round_rows
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
@@ -134,7 +134,7 @@ def test_several_tokens(name: str, dtype: torch.dtype) -> None:
 def test_floats_of_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """All 8-bit floats, on GPUs before 8.9: an exponent that is off, subnormals that are zeros, a
     sign that is lost."""
-    monkeypatch.setattr("kernels.gemm.packed_codes.converts", lambda device: False)
+    monkeypatch.setattr("kernels.gemm.packed.codes.converts", lambda device: False)
     form = Format(8, 256, F32, code="e4m3")
     weight = PackedWeight(form, 16, 256, None, torch.device(DEVICE))
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(16, 1)

@@ -23,7 +23,7 @@ LOOKED_AT = (
     "kernels/attention/*.py",
     "kernels/attention/latent/*.py",
     "kernels/experts/*.py",
-    "kernels/gemm/*.py",
+    "kernels/gemm/**/*.py",
     "kernels/kv/*.py",
     "kernels/recurrent/*.py",
     "kernels/sampling/*.py",

@@ -5,11 +5,11 @@ import torch
 from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu
 from kernels.gemm.deterministic import TILES, product
 from kernels.gemm.gemv import gemv
-from kernels.gemm.int8 import FIXED, int8_linear
-from kernels.gemm.packed_dot import expand, packed_dot
-from kernels.gemm.packed_few import packed_few
-from kernels.gemm.packed_gemv import packed_gemv
-from kernels.gemm.round_rows import round_rows
+from kernels.gemm.packed.dot import expand, packed_dot
+from kernels.gemm.packed.few import packed_few
+from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.int8 import FIXED, int8_linear
+from kernels.gemm.packed.round_rows import round_rows
 from kernels.gemm.small_m import few_rows
 from kernels.norm import layer_norm, rms_norm
 from kernels.packed import E2M1, Format, PackedWeight

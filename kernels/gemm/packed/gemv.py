@@ -1,4 +1,4 @@
-"""The matrix products of one lone token with packed weights: `gemv.py` for 4 and 8 bits.
+"""The matrix products of one lone token with packed weights: `kernels.gemm.gemv` for 4 and 8 bits.
 
 A thread takes 16 bytes of a row at a time, which belong to one group, and x in the order of their
 codes; so scale and offset are applied once for 16 or 32 weights.
@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gemm.gemv import GATES
-from kernels.gemm.packed_codes import constants, eight_bits, nibble
+from kernels.gemm.packed.codes import constants, eight_bits, nibble
 from kernels.packed import PackedWeight
 from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gemm.packed_codes import (
+from kernels.gemm.packed.codes import (
     bytes_fit,
     code_of,
     constants,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.gemm.round_rows import E4M3
+from kernels.gemm.packed.round_rows import E4M3
 from kernels.packed import PackedWeight
 
 

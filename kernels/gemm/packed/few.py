@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.gemm.packed_codes import (
+from kernels.gemm.packed.codes import (
     OFFSETS,
     bytes_fit,
     floats,
