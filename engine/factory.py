@@ -64,8 +64,8 @@ from engine.structured.preparing import Grammars
 from engine.text.token_ids import missing_ids
 from engine.weights import load_weights
 from engine.weights.stream import Loading
-from kernels.compiling import Compilers
 from kernels.dispatch import Kernels, kernels_for
+from kernels.launch.compiling import Compilers
 
 logger = logging.getLogger("manta.engine")
 

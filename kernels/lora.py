@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.metadata import LoraLinear, LoraStep
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 # Of ranks, and of offsets into a slab. Kernels say so where they read a rank (multiple_of), or the
 # compiler would read the matrices two bytes at a time.

@@ -104,7 +104,7 @@ def decode(s: Sizes, kv_len: list[int], block_size: int, target: float | None) -
     meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), block_size)
     kv = caches(s, copies_for(num_bytes), num_blocks, block_size)
     cuda.prepare(meta, s.heads, kv[0][0])
-    # In between, as in a model: attention reads the plan before it waits (kernels/pdl.py).
+    # In between, as in a model: attention reads the plan before it waits (kernels/launch/pdl.py).
     q = s.random(len(kv_len), s.heads, s.dim)
     calls = [partial(cuda.attention, q, k, v, s.dim**-0.5, meta) for k, v in kv]
     return KernelWork(calls, num_bytes, target=target)

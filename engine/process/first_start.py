@@ -15,7 +15,7 @@ from types import TracebackType
 import msgspec
 
 from engine.config.engine_config import EngineConfig
-from kernels.compiling import Compilers
+from kernels.launch.compiling import Compilers
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DRIVER = Path("/dev/nvidiactl")  # there where a CUDA device is, and asked without importing torch

@@ -484,7 +484,8 @@ class ModelRunner:
 
     def launch_everything(self, sizes: Sequence[int]) -> None:
         """What a start launches, where launches only tell which kernels they need
-        (`kernels.compiling`). sizes: as for `capture_graphs`; none, if there will be none."""
+        (`kernels.launch.compiling`). sizes: as for `capture_graphs`; none, if there will be
+        none."""
         pad = self.rows.pad_row
         update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
         try:

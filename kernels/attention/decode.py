@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.decode_plan import DecodePlan
-from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kv.quantized import Cache, QuantizedKV
-from kernels.pdl import num_sms
+from kernels.launch.pdl import num_sms
 
 TILE = 64  # split sizes are multiples of this
 MIN_SPLIT = 64  # keys

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.decode import LOG2E, capped
-from kernels.entries import entry_of
+from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
 

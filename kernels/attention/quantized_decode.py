@@ -29,7 +29,7 @@ from kernels.kv.codes import (
     words,
 )
 from kernels.kv.quantized import QuantizedKV
-from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 
 @triton.jit(

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from kernels.attention.decode import LOG2E, capped
 from kernels.attention.prefill import PrefillLaunch, borders
-from kernels.entries import entry_of
 from kernels.kv.codes import (
     constants,
     exponent_of,
@@ -18,6 +17,7 @@ from kernels.kv.codes import (
     words,
 )
 from kernels.kv.quantized import QuantizedKV
+from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.experts.gate import code, gated
 from kernels.experts.reference import ExpertWeights
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 MOST = 4  # tokens; from more on experts are met so often that grouping pays
 

@@ -12,7 +12,7 @@ from kernels.experts import topk
 from kernels.experts.few import MOST
 from kernels.experts.routing import Routing
 from kernels.experts.topk import choose_experts
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 _WIDEST = 8192  # a program holds a whole row of x
 

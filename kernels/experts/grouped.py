@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.experts.gate import code, gated
 from kernels.experts.reference import ExpertWeights
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 class Tile(NamedTuple):

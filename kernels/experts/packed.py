@@ -17,8 +17,8 @@ from kernels.experts.grouped import Sorted, _find, sort, sum_experts
 from kernels.experts.reference import PackedExperts
 from kernels.gemm.packed.codes import constants
 from kernels.gemm.packed.dot import add_step, quick
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 class Tile(NamedTuple):

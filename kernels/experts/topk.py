@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.experts.routing import Routing
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 @triton.jit

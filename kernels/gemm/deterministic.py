@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.pdl import num_sms
+from kernels.launch.pdl import num_sms
 
 
 class Tile(NamedTuple):

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 MAX_ROWS = 4
 SMALL = 2**23  # elements of a weight up to which three and four rows gain

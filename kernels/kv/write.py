@@ -21,8 +21,8 @@ from kernels.kv.codes import (
     words,
 )
 from kernels.kv.quantized import Cache, QuantizedKV
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.metadata import AttentionMeta
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 @triton.jit

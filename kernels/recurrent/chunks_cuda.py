@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.entries import entry_of
+from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
 CHUNK = 64  # tokens

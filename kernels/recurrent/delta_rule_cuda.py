@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.metadata import AttentionMeta
-from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail, tickets
 from kernels.recurrent.delta_chunks_cuda import delta_chunks

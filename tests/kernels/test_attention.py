@@ -317,7 +317,7 @@ def test_one_graph_serves_all_lengths() -> None:
     def step() -> torch.Tensor:
         meta.plan = None
         cuda.prepare(meta, 32, k_cache)
-        q.mul_(1)  # the plan is read before the wait on the last launch (kernels/pdl.py)
+        q.mul_(1)  # the plan is read before the wait on the last launch (kernels/launch/pdl.py)
         return cuda.attention(q, k_cache, v_cache, 0.09, meta)
 
     step()

@@ -80,7 +80,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
             ("pdl", lambda device: {"PDL": True, "launch_pdl": True}),
             ("num_sms", lambda device: 132),
         ):
-            if hasattr(module, name) and module.__name__ != "kernels.pdl":
+            if hasattr(module, name) and module.__name__ != "kernels.launch.pdl":
                 monkeypatch.setattr(module, name, value)
     return found
 
@@ -107,7 +107,7 @@ def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
 def on_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_active", Ampere())
     for module in modules():
-        if hasattr(module, "pdl") and module.__name__ != "kernels.pdl":
+        if hasattr(module, "pdl") and module.__name__ != "kernels.launch.pdl":
             monkeypatch.setattr(module, "pdl", lambda device: {"PDL": False})
 
 

@@ -16,8 +16,9 @@ if triton.knobs.runtime.interpret:
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from kernels import compiling, norm  # noqa: E402
-from kernels.compiling import Compilers  # noqa: E402
+from kernels import norm  # noqa: E402
+from kernels.launch import compiling  # noqa: E402
+from kernels.launch.compiling import Compilers  # noqa: E402
 from kernels.norm import rms_norm  # noqa: E402
 from tests.kernels.hopper import Hopper  # noqa: E402
 

@@ -1,4 +1,5 @@
-"""The rule of programmatic dependent launch (kernels/pdl.py), read off every kernel's source."""
+"""The rule of programmatic dependent launch (kernels/launch/pdl.py), read off every kernel's
+source."""
 
 import ast
 import importlib

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.attention.decode import item_of, merge
 from kernels.attention.decode_plan import DecodeLaunch, DecodePlan, cut
-from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 MOST_HEADS = 64  # of a program
 

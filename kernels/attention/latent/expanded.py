@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.entries import entry_of
+from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
 LEAST_PIECE = 2048  # keys made at once, where a step has fewer tokens

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.latent.decode import head_parts, latent_tile
-from kernels.entries import entry_of
+from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
 

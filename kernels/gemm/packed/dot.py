@@ -20,8 +20,8 @@ from kernels.gemm.packed.codes import (
     integers_fit,
     nibble,
 )
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.packed import PackedWeight
-from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 _FLOAT = torch.float32
 

@@ -25,8 +25,8 @@ from kernels.gemm.packed.codes import (
     integers,
     integers_fit,
 )
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 TOKENS = 8  # the short side of the matrix units' tiles
 _WORDS = 32  # of a row that a warp takes at a time: 128 codes of 4 bits, 64 of 8

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.gemm.gemv import GATES
 from kernels.gemm.packed.codes import constants, eight_bits, nibble
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 @triton.jit

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.packed import INT8_PRODUCTS, PackedWeight
-from kernels.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 FIXED = (64, 128, 128, 4, 3)  # as `tile`, where numbers may not depend on how many rows there are
 _TOGETHER = 8  # tiles of rows of x that share a weight in the cache

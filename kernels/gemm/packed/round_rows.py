@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 E4M3 = torch.float8_e4m3fn
 TOP = {E4M3: 448.0, torch.int8: 127.0}  # the largest number that a row has

@@ -24,6 +24,7 @@ LOOKED_AT = (
     "kernels/attention/latent/*.py",
     "kernels/experts/*.py",
     "kernels/gemm/**/*.py",
+    "kernels/launch/*.py",
     "kernels/kv/*.py",
     "kernels/recurrent/*.py",
     "kernels/sampling/*.py",

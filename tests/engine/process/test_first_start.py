@@ -30,8 +30,8 @@ from engine.runner.inputs import CudaInputs
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
 from engine.sampling.sampler import Sampler
-from kernels.compiling import Compilers
 from kernels.dispatch import kernels_for
+from kernels.launch.compiling import Compilers
 from kernels.metadata import AttentionMeta
 
 MODEL = {
@@ -255,7 +255,7 @@ def test_what_a_start_launches_has_been_collected(
 START = """
 import json, sys
 from engine.config.engine_config import EngineConfig
-from kernels.compiling import Compilers
+from kernels.launch.compiling import Compilers
 compilers = Compilers()
 from triton import knobs
 from engine.factory import build

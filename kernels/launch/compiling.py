@@ -10,9 +10,9 @@ its steps twice:
 What the processes share is Triton's cache on disk (TRITON_CACHE_DIR): they write, this one reads. A
 kernel that they did not get or could not compile is compiled where it is launched, as without them.
 
-They are forks of one process, `python -m kernels.compiling`, which has imported torch and Triton
-while the engine did the same. It reads a job a line from stdin, answers with a line each in any
-order, and ends when stdin has ended and all is done, or with the engine.
+They are forks of one process, `python -m kernels.launch.compiling`, which has imported torch and
+Triton while the engine did the same. It reads a job a line from stdin, answers with a line each in
+any order, and ends when stdin has ended and all is done, or with the engine.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ logger = logging.getLogger("manta.kernels")
 PATIENCE = 60.0  # seconds in one launch; a kernel takes less than one on most machines
 _MOST = 16  # processes: with a few kernels each, the slowest kernel is what takes longest
 _PIPE_BYTES = 1 << 20  # all jobs of a start, so that handing them over never waits
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1
 
 _Key = tuple[str, str, Any]  # module and name of a kernel, Triton's key of what it is made for
@@ -56,7 +56,7 @@ class Compilers:
         self._given_up = False
         self._warned = False
         # Without warnings: the engine gives the same.
-        command = [sys.executable, "-W", "ignore", "-m", "kernels.compiling"]
+        command = [sys.executable, "-W", "ignore", "-m", "kernels.launch.compiling"]
         self._process = subprocess.Popen(
             [*command, str(count), os.getcwd(), str(os.getpid())],
             cwd=_ROOT,  # where the package is, installed or not
