@@ -63,6 +63,7 @@ ALLOWED = {
     ("kernels/attention/bidirectional.py", "_padded"): "of host memory, before the upload",
     ("kernels/experts/reference.py", "experts"): _ORACLE,
     ("kernels/recurrent/convolution.py", "chunks_of"): _ORACLE,
+    ("kernels/recurrent/mamba1.py", "mamba1"): _ORACLE,
     ("kernels/recurrent/mamba2.py", "mamba2"): _ORACLE,
     ("kernels/gemm/cublaslt_tune.py", "_AlgorithmSearch.milliseconds"): _START,
     ("kernels/attention/reference.py", "make_plan"): _ORACLE,
