@@ -24,8 +24,9 @@ SIZE = 4
 
 @dataclass(frozen=True)
 class State:
-    """A state of the whole request in one block, as recurrent layers have: nobody can start from
-    the middle, and who is preempted begins anew. This is all that such a kind takes."""
+    """A state of the whole request in one block: no request can start from the middle, and one that
+    is preempted begins anew. This is all that such a kind takes. No model has it: recurrent layers
+    keep theirs in rows."""
 
     whole: bool = True
     by_position: bool = False
