@@ -18,6 +18,7 @@ cuda = kernels_for("cuda")
 HEADS, RANK, ROPE, NOPE, VALUE = 16, 512, 64, 128, 128
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 16, 32, 128, 4
 MAMBA_HEADS, MAMBA_SIZE, STATE_SIZE = 128, 64, 128
+MAMBA1_CHANNELS, MAMBA1_STATE = 8192, 16
 SHORT, SHORT_TAPS = 2048, 3
 # Keys of each entry.
 DECODES = {"64 x 4096": [4096] * 64, "1 x 32768": [32768]}
@@ -95,6 +96,19 @@ def mamba2(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     return KernelWork([partial(cuda.mamba2, x, dt, heads, tail, state, meta)] * 4, moved)
 
 
+def mamba1(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
+    """As of `delta`."""
+    count, tokens = len(kv_len), sum(query_len)
+    meta = _with_rows(s, kv_len, query_len)
+    x, dt = (torch.randn(tokens, MAMBA1_CHANNELS, device=s.device) for _ in range(2))
+    b, c = (torch.randn(tokens, MAMBA1_STATE, device=s.device) for _ in range(2))
+    decay = torch.randn(MAMBA1_CHANNELS, MAMBA1_STATE, device=s.device)
+    skip = torch.randn(MAMBA1_CHANNELS, device=s.device)
+    state = torch.zeros(count, MAMBA1_CHANNELS, MAMBA1_STATE, device=s.device)
+    moved = 2.0 * state.nbytes + 3.0 * x.nbytes + b.nbytes + c.nbytes
+    return KernelWork([partial(cuda.mamba1, x, dt, b, c, decay, skip, state, meta)] * 4, moved)
+
+
 def gated_norm(s: Sizes, rows: int) -> KernelWork:
     """Of what Mamba-2 found."""
     inner = MAMBA_HEADS * MAMBA_SIZE
@@ -139,7 +153,12 @@ def delta(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     return KernelWork([call] * 4, moved)
 
 
-RECURRENT = {"delta": delta, "mamba2": mamba2, "short convolution": short_convolution}
+RECURRENT = {
+    "delta": delta,
+    "mamba1": mamba1,
+    "mamba2": mamba2,
+    "short convolution": short_convolution,
+}
 
 
 def mixer_cases(s: Sizes) -> dict[str, Callable[[], KernelWork]]:

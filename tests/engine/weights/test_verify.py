@@ -62,7 +62,7 @@ def test_where_a_difference_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def faulty(resolved: Any) -> Model:
         model: Any = load(resolved)
-        model.layers[1].mlp.block.linears[1].state.weight.mul_(1.01)
+        model.layers[1].mlp.before.weight.mul_(1.01)
         return model
 
     monkeypatch.setattr(module, "load_model", faulty)
