@@ -320,4 +320,4 @@ def test_examples_against_a_server(served: tuple[int, dict[str, str]]) -> None:
         assert run(code.replace("8000", str(port)), **environment).strip()
     *_, installed, cut, plain, _ = examples("python.md")
     for code in (installed, cut.replace("8000", str(port)), plain):
-        assert len(run(code, **environment).strip()) > 10
+        assert run(code, **environment).strip()  # an answer may be a word
