@@ -319,5 +319,6 @@ def test_examples_against_a_server(served: tuple[int, dict[str, str]]) -> None:
     for code in http:
         assert run(code.replace("8000", str(port)), **environment).strip()
     *_, installed, cut, plain, _ = examples("python.md")
-    for code in (installed, cut.replace("8000", str(port)), plain):
-        assert run(code, **environment).strip()  # an answer may be a word
+    for code in (installed, plain):
+        assert len(run(code, **environment).strip()) > 10
+    assert run(cut.replace("8000", str(port)), **environment).strip()  # an answer may be a word
