@@ -392,7 +392,7 @@ def test_ready_tells_what_the_cache_can_hold(tmp_path: Path) -> None:
     assert (ready.num_blocks, ready.vocab_size, ready.eos_token_ids) == (3, 101, [2])
     assert "KV cache (3 blocks of 16)" in ready.memory_table
     assert [name for name, done in seen if done == 1.0][-2:] == ["memory", "rehearsal"]
-    assert core.scheduler.pace.limit(10**9, decodes=True) < 10**9, "what prompts take is known"
+    assert core.scheduler.pace.limit(10**9, 1, 16) < 10**9, "what prompts take is known"
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     core.add(EngineRequest(1, prompt(40), 40, params, seed=0))
     deltas = []

@@ -86,7 +86,14 @@ def texts(folder: Path, ranks: int, adapter: Path) -> list[Any]:
     return [each.token_ids for each in found]
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Those that the quick stage has: states alone beside keys, and in one layer with them.
+_QUICK = ("qwen 3.5", "falcon h1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each in _QUICK else pytest.mark.slow) for each in NAMES],
+)
 def test_texts_of_one_rank(name: str, two_cores: None, tmp_path: Path) -> None:
     """A rank with another's heads, or with all of what it has a part of; a sum that is taken twice;
     a state or a snapshot that one rank alone has."""
