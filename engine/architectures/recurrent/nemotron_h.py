@@ -22,9 +22,9 @@ _PATTERN = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}
 
 def _layer_types(config: Reader) -> list[str]:
     """Files before transformers 5 have a letter for each layer."""
-    kinds = config.get("layers_block_type")
+    kinds = config.listed("layers_block_type", str)
     if kinds is not None:
-        return list(kinds)
+        return kinds
     pattern = config.get("hybrid_override_pattern")
     if not isinstance(pattern, str) or {*pattern} - {*_PATTERN}:
         raise config.error(
