@@ -50,6 +50,17 @@ class Replica:
         assert self.router.tokens(id) == text(10, max_tokens)
 
 
+async def beside_another(settings: SleepSettings) -> tuple[Replica, DeviceTurn]:
+    """A replica that sleeps while another one has the device and a request waits, and that one's
+    turn."""
+    replica = await Replica().start(settings)
+    await until(lambda: replica.asleep)
+    other = DeviceTurn("")
+    assert await other.take(1.0)
+    replica.router.submit(1)
+    return replica, other
+
+
 def test_it_sleeps_and_a_request_wakes_it() -> None:
     """Bug: memory that is never given back; a request to a sleeping engine that nobody answers."""
 
@@ -145,11 +156,7 @@ def test_who_waits_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SleepSettings(idle_seconds=0.1, wait_seconds=0.3, takes_turns=True)
 
     async def case() -> None:
-        replica = await Replica().start(settings)
-        await until(lambda: replica.asleep)
-        other = DeviceTurn("")
-        assert await other.take(1.0)
-        replica.router.submit(1)
+        replica, other = await beside_another(settings)
         await until(lambda: replica.router.finish(1))
         (error,) = [d.error for f in replica.router.frames for d in f.deltas if d.id == 1]
         assert error.startswith("device_busy: the model sleeps") and replica.asleep
@@ -189,11 +196,7 @@ def test_a_request_that_is_taken_back_while_it_is_held_is_gone() -> None:
     settings = SleepSettings(idle_seconds=0.1, wait_seconds=5.0, takes_turns=True)
 
     async def case() -> None:
-        replica = await Replica().start(settings)
-        await until(lambda: replica.asleep)
-        other = DeviceTurn("")
-        assert await other.take(1.0)
-        replica.router.submit(1)
+        replica, other = await beside_another(settings)
         await until(lambda: replica.server.in_flight == 1)
         replica.router.end.close("test")
         await until(lambda: replica.server.in_flight == 0)
@@ -212,11 +215,7 @@ def test_a_replica_that_is_to_stop_gives_held_requests_back() -> None:
     settings = SleepSettings(idle_seconds=0.1, wait_seconds=30.0, takes_turns=True)
 
     async def case() -> None:
-        replica = await Replica().start(settings)
-        await until(lambda: replica.asleep)
-        other = DeviceTurn("")
-        assert await other.take(1.0)
-        replica.router.submit(1)
+        replica, other = await beside_another(settings)
         await until(lambda: replica.server.in_flight == 1)
         await replica.server.drain(0.1)
         (error,) = [d.error for f in replica.router.frames for d in f.deltas if d.id == 1]
