@@ -1,11 +1,9 @@
 """Which processes a `manta serve` has started, from /proc, and their end. Nothing is found on
 systems without /proc.
 
-They are known in three ways, for none is enough. By their parents: a process that was orphaned is
-adopted by the server (`adopt_orphans`), while the server lives. By the driver's session, which
-Ray's processes keep whatever becomes of their parents. And by a variable in the environment that
-they were started with, which names the server and that session for ever; a process that writes its
-title over its environment, as Ray's two agents do, has lost it.
+While the server lives, they are known by their parents, for the server adopts what was orphaned
+(`adopt_orphans`), and by the driver's session, which Ray's processes keep. For ever, they are known
+by a variable in the environment that they were started with, which names the server.
 """
 
 import contextlib
@@ -76,9 +74,10 @@ def mark() -> str:
 
 
 def variable(server: str) -> dict[str, str]:
-    """What the driver adds to the environment of all that it starts: the server's mark, and the
-    session that the driver leads."""
-    return {MARK: f"{server}.{os.getsid(0)}"}
+    """What the driver adds to the environment of all that it starts: the server's mark; and that no
+    process writes its title over its environment, which is where the mark is looked for. Ray's
+    processes do write titles, with setproctitle, whose variable this is."""
+    return {MARK: server, "SPT_NOENV": "1"}
 
 
 def _namespace() -> str:
@@ -103,7 +102,7 @@ def marked(processes: Iterable[int]) -> dict[int, str]:
 def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
     """Live processes of this process, which is the server of that mark."""
     processes = table()
-    found = {pid for pid, by in marked(processes).items() if by.startswith(f"{server}.")}
+    found = {pid for pid, by in marked(processes).items() if by == server}
     found |= {one.pid for one in processes.values() if one.session in sessions}
     for root in (os.getpid(), *found):
         found.update(descendants(root, processes))
@@ -111,21 +110,14 @@ def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
 
 
 def leftovers() -> dict[int, ProcessInfo]:
-    """Live processes whose server was killed: of its mark, below one, or of its session."""
+    """Live processes whose server was killed: those with its mark, and what is below them."""
     processes = table()
     found: set[int] = set()
-    sessions: set[int] = set()
     living = {(str(one.pid), str(one.started)) for one in processes.values()}
     for pid, by in marked(processes).items():
-        server, started, namespace, session = (*by.split("."), "", "", "")[:4]
+        server, started, namespace = (*by.split("."), "", "")[:3]
         if namespace == _namespace() and (server, started) not in living:
             found |= {pid, *descendants(pid, processes)}
-            if session.isdecimal() and session != "0":  # 0: of a leader that this namespace has not
-                sessions.add(int(session))
-    # Ray's agents have no mark: once those that have one are killed, only the session tells whose
-    # they are. A leader that lives and is not of these has the driver's pid by chance.
-    sessions -= set(processes) - found
-    found |= {one.pid for one in processes.values() if one.session in sessions}
     found -= {os.getpid()}
     return {pid: processes[pid] for pid in sorted(found)}
 
