@@ -49,6 +49,7 @@ from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.pacing.step_timer import StepTimer
 from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sleeping import EngineSleep, Sleeper
 from engine.scheduling.step import LaunchedStep
 from engine.structured.constraint import Constraint, MaskFiller, Masks
 from engine.structured.preparing import Grammars
@@ -101,15 +102,6 @@ class Runner(Protocol):
         ...
 
 
-class Sleeper(Protocol):
-    """The memory that an engine gives back while it sleeps. Nothing is in flight."""
-
-    def sleep(self) -> None: ...
-    def wake(self) -> None:
-        """Raises MantaError where there is no room."""
-        ...
-
-
 class EngineCore:
     """Call `step` while `has_work`. An exception from `step` is fatal: the device is lost, or every
     step on it fails.
@@ -124,17 +116,14 @@ class EngineCore:
         adapters: AdapterStore | None = None,
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
         grammars: Grammars | None = None,
-        memory: "Sleeper | None" = None,
+        memory: Sleeper | None = None,
     ) -> None:
         """memory: of an engine that may sleep."""
         self.config = replace(config, max_model_len=_longest(config))
         self._adapters = adapters or AdapterStore.disabled()
         self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
         self.draining = False
-        self.asleep = False
-        self._sleepy = False  # it is to sleep as soon as nothing is left to do
-        self._memory = memory
-        self._wakes, self._wake_seconds = 0, 0.0
+        self._sleep = EngineSleep(memory)
         self.on_device = False  # in a step that waits for the device; read by another thread
         self._runner = runner
         self._pending: deque[PendingResult] = deque()
@@ -224,8 +213,9 @@ class EngineCore:
         """Run one round of the loop and return its deltas. With async_scheduling the first round
         after an idle time only launches, and returns none."""
         if self._may_fall_asleep():
-            self._fall_asleep()
-        elif self.asleep and self.scheduler.can_run():
+            self.scheduler.reset_prefix_cache()
+            self._sleep.begin()
+        elif self._sleep.asleep and self.scheduler.can_run():
             self.wake()
         began = time.perf_counter()
         self.scheduler.take_loaded()
@@ -404,35 +394,16 @@ class EngineCore:
     def sleep(self) -> None:
         """Give the memory of weights and caches back in the first step that finds no request. A
         request wakes the engine."""
-        if self._memory is None:
-            logger.warning("this engine cannot sleep: sleep_in_host_memory is off")
-        self._sleepy = self._memory is not None and not self.asleep
+        self._sleep.ask()
 
     def _may_fall_asleep(self) -> bool:
         idle = not (self.scheduler.requests or self._preparing or self._pending)
-        return self._sleepy and idle
-
-    def _fall_asleep(self) -> None:
-        assert self._memory is not None
-        began = time.perf_counter()
-        self.scheduler.reset_prefix_cache()
-        self._memory.sleep()
-        self._sleepy, self.asleep = False, True
-        logger.info("asleep after %.2f s", time.perf_counter() - began)
+        return self._sleep.wanted and idle
 
     def wake(self) -> None:
         """Take the memory again, or do not sleep after all. Raises MantaError where the device has
         no room for it."""
-        self._sleepy = False
-        if not self.asleep:
-            return
-        assert self._memory is not None
-        began = time.perf_counter()
-        self._memory.wake()
-        self.asleep = False
-        self._wakes += 1
-        self._wake_seconds = time.perf_counter() - began
-        logger.info("awake after %.2f s", self._wake_seconds)
+        self._sleep.end()
 
     def add_adapter(self, message: AddAdapter) -> None:
         """Begin to make an adapter known; see `answers`."""
@@ -477,9 +448,9 @@ class EngineCore:
             rows=scheduler.rows,
             adapters=self._adapters.resident,
             adapter_loads=self._adapters.loads,
-            asleep=self.asleep,
-            wakes=self._wakes,
-            wake_seconds=self._wake_seconds,
+            asleep=self._sleep.asleep,
+            wakes=self._sleep.wakes,
+            wake_seconds=self._sleep.wake_seconds,
             **_of_states(scheduler),
         )
 
