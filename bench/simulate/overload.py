@@ -76,11 +76,11 @@ class Found:
         )
         return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
 
-    def let_in(self, seconds: float = 5.0) -> list[int]:
-        """How many, in each stretch of so long."""
+    def let_in(self) -> list[int]:
+        """How many, in each stretch of 5 s."""
         counts: dict[int, int] = {}
         for one in self.asked:
-            part = int((one.at - self.began) // seconds)
+            part = int((one.at - self.began) // 5)
             counts[part] = counts.get(part, 0) + (one.retry_after < 0)
         return [counts.get(part, 0) for part in range(max(counts, default=-1) + 1)]
 
@@ -171,13 +171,12 @@ async def _run(
     seconds: float,
     rate: float,
     users: int,
-    seed: int,
 ) -> Found:
     service = _Service(speeds, routers, 0.75 * PROMISE)
     await service.start()
-    loop, dice, found = asyncio.get_running_loop(), Random(seed), Found()
+    loop, dice, found = asyncio.get_running_loop(), Random(1), Found()
     for number, router in enumerate(service.routers):
-        router.seed(seed + number)
+        router.seed(1 + number)
     found.began = loop.time()
     end = found.began + seconds
     tasks: set[asyncio.Task[None]] = set()
@@ -208,12 +207,10 @@ async def _run(
     return found
 
 
-def closed(
-    speeds: Sequence[Speed], lengths: Lengths, *, routers: int = 2, seconds: float = 40.0
-) -> Found:
-    """As many users as rows, each with one request after the other."""
+def closed(speeds: Sequence[Speed], lengths: Lengths, *, seconds: float = 40.0) -> Found:
+    """As many users as rows, each with one request after the other, at two routers."""
     users = sum(speed.max_num_seqs for speed in speeds)
-    return virtual_time.run(_run(speeds, routers, lengths, seconds, 0.0, users, 1))
+    return virtual_time.run(_run(speeds, 2, lengths, seconds, 0.0, users))
 
 
 def open_loop(
@@ -223,10 +220,9 @@ def open_loop(
     *,
     routers: int = 2,
     seconds: float = 60.0,
-    seed: int = 1,
 ) -> Found:
     """Poisson arrivals, whatever becomes of them."""
-    return virtual_time.run(_run(speeds, routers, lengths, seconds, rate, 0, seed))
+    return virtual_time.run(_run(speeds, routers, lengths, seconds, rate, 0))
 
 
 CASES = {

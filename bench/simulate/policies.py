@@ -129,9 +129,6 @@ class MantaRouting:
     name = "manta"
     popular = True
 
-    def __init__(self, *, echo: bool = True) -> None:
-        self.echo = echo
-
     def start(self, replicas: Sequence[SimReplica], routers: int, dice: Random) -> None:
         self.replicas = replicas
         self.dice = dice
@@ -161,10 +158,9 @@ class MantaRouting:
         self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
         index = int(decision.replica)
         fleet.send(fleet.replicas[decision.replica], [job.number], decision, work, now)
-        if self.echo:
-            for router, news in enumerate(self.news):
-                if router != job.router and job.prefix_hashes:
-                    news[index].append(job.prefix_hashes[:FORWARDED_HASHES])
+        for router, news in enumerate(self.news):
+            if router != job.router and job.prefix_hashes:
+                news[index].append(job.prefix_hashes[:FORWARDED_HASHES])
         job.expected = decision.seconds
         return index
 

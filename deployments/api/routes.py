@@ -164,10 +164,8 @@ _ADAPTERS = (503, *NAMES)
 _PAGES: Mapping[str, Schema] = {"after": TEXT}
 
 
-def _generation(
-    summary: str, body: Body, answer: tuple[str, ...], kinds: tuple[str, ...] = _STREAMS
-) -> Operation:
-    return Operation(summary, QUEUES, body, answer, kinds)
+def _generation(summary: str, body: Body, answer: tuple[str, ...]) -> Operation:
+    return Operation(summary, QUEUES, body, answer, _STREAMS)
 
 
 def _pooled(summary: str, body: Body, answer: tuple[str, ...]) -> Operation:

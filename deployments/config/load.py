@@ -49,9 +49,7 @@ logger = logging.getLogger("manta.config")
 _OTHER_VARIABLES = ("MANTA_CACHE", "MANTA_CONFIG", "MANTA_EDGE")
 
 
-def load_config(
-    path: str | Path, environment: Mapping[str, str] | None = None, *, check_model: bool = True
-) -> MantaConfig:
+def load_config(path: str | Path, environment: Mapping[str, str] | None = None) -> MantaConfig:
     """Read, validate and check a configuration file, the model's folder included.
 
     environment: variables MANTA_<KEY> override single values, e.g. MANTA_HTTP_PORT; default
@@ -74,7 +72,7 @@ def load_config(
     if parsed.data is None:  # cut short, or not the file that was meant
         message = f"{path}: there is nothing in it; the least is `model: default`"
         raise ConfigError(message, param=str(path))
-    return _build(parsed, str(path), path.parent, environment, check_model)
+    return _build(parsed, str(path), path.parent, environment, check_model=True)
 
 
 def parse_config(
@@ -85,7 +83,7 @@ def parse_config(
 ) -> MantaConfig:
     """The same for a mapping, e.g. a Serve config file's `args`; {} is all defaults."""
     parsed = yaml_lines.YamlDocument(dict(data or {}))
-    return _build(parsed, "configuration", Path.cwd(), environment, check_model)
+    return _build(parsed, "configuration", Path.cwd(), environment, check_model=check_model)
 
 
 def named_config() -> MantaConfig | None:
@@ -104,6 +102,7 @@ def _build(
     source: str,
     folder: Path,
     environment: Mapping[str, str] | None,
+    *,
     check_model: bool,
 ) -> MantaConfig:
     data = {} if parsed.data is None else parsed.data

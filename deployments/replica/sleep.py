@@ -48,16 +48,13 @@ class ReplicaSleep:
         start: Callable[[SubmittedRequest], None],
         refuse: Callable[[SubmittedRequest, str], None],
         busy: Callable[[], int],
-        turn: DeviceTurn | None = None,
     ) -> None:
         self._settings = settings
         self._order = order
         self._start = start
         self._refuse = refuse
         self._busy = busy
-        if turn is None and settings.takes_turns:
-            turn = DeviceTurn(visible_devices())
-        self._turn = turn
+        self._turn = DeviceTurn(visible_devices()) if settings.takes_turns else None
         self._open = False  # requests go on
         self._held: list[tuple[float, SubmittedRequest]] = []  # since when
         self._asked = asyncio.Event()

@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import blake2b
 from struct import Struct
-from typing import Any
 
 DIGEST_SIZE = 16
-DEFAULT_KEY = b"manta prefix hash 1"
+_KEYED = blake2b(digest_size=DIGEST_SIZE, key=b"manta prefix hash 1")  # copied, never updated
 
 
-def root_hash(model_key: str, adapter: str, cache_salt: str, key: bytes = DEFAULT_KEY) -> bytes:
+def root_hash(model_key: str, adapter: str, cache_salt: str) -> bytes:
     """Where the chain of one (model, adapter, salt) begins. Each part is hashed with its length."""
-    state = _keyed(key).copy()
+    state = _KEYED.copy()
     for part in (model_key, adapter, cache_salt):
         data = part.encode()
         state.update(len(data).to_bytes(8, "little") + data)
@@ -35,7 +34,6 @@ def extend_hashes(
     token_ids: Sequence[int],
     block_size: int,
     num_blocks: int,
-    key: bytes = DEFAULT_KEY,
 ) -> None:
     """Append the hashes of the blocks len(hashes) .. num_blocks - 1, whose tokens must be known.
 
@@ -45,10 +43,10 @@ def extend_hashes(
     if num_blocks <= first:
         return
     assert num_blocks * block_size <= len(token_ids), "hashing tokens that are not known yet"
-    keyed, pack = _keyed(key), _packer(block_size)
+    pack = _packer(block_size)
     previous = hashes[-1] if hashes else root
     for at in range(first * block_size, num_blocks * block_size, block_size):
-        state = keyed.copy()
+        state = _KEYED.copy()
         state.update(previous + pack(*token_ids[at : at + block_size]))
         previous = state.digest()
         hashes.append(previous)
@@ -57,9 +55,3 @@ def extend_hashes(
 @cache
 def _packer(count: int) -> Callable[..., bytes]:
     return Struct(f"<{count}i").pack
-
-
-@cache
-def _keyed(key: bytes) -> Any:
-    """The state after the key: copying it is cheaper than keying anew. Never updated itself."""
-    return blake2b(digest_size=DIGEST_SIZE, key=key)

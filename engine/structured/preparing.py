@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from engine.errors import InvalidRequest, MantaError
@@ -24,12 +24,10 @@ class Grammars:
     vocabulary: of the model; or why there is none, which is every request's answer then.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary | InvalidRequest, executor: Executor | None = None
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary | InvalidRequest) -> None:
         self._refusal = vocabulary if isinstance(vocabulary, InvalidRequest) else None
         self._compiler = None if isinstance(vocabulary, InvalidRequest) else Compiler(vocabulary)
-        self._executor = executor or ThreadPoolExecutor(_THREADS, "grammars")
+        self._executor = ThreadPoolExecutor(_THREADS, "grammars")
         self._done: SimpleQueue[Prepared] = SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.errors import ConfigError
 from engine.weights.index import CODES, read_index
 from engine.weights.parameter import Parameter, Source
 from engine.weights.stored import StoredTensor
+from engine.weights.stream import Loading
 
 MANIFEST = "manta.json"
 VERSION = 1  # raise it when parameters get other names, orders or types
@@ -186,7 +188,7 @@ def copy_others(source: Path, target: Path, dtype: str | None) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def damaged(folder: Path, progress: Callable[[str], None] = lambda name: None) -> list[str]:
+def damaged(folder: Path, progress: Callable[[Loading], None] | None = None) -> list[str]:
     """The tensors whose bytes are not those that were written. Raises ConfigError for a folder that
     is not converted, or that lacks one."""
     manifest = Manifest.read(folder)
@@ -195,12 +197,16 @@ def damaged(folder: Path, progress: Callable[[str], None] = lambda name: None) -
     stored = read_index(folder)
     if missing := sorted(set(manifest.digests) - set(stored)):
         raise ConfigError(f"{folder}: tensor {missing[0]} is missing", param="model")
+    total = sum(stored[name].num_bytes for name in manifest.digests)
+    began, done = time.monotonic(), 0
     found = []
     for name, digest in manifest.digests.items():
-        progress(name)
         tensor = stored[name]
         with tensor.file.open("rb") as file:
             file.seek(tensor.offset)
             if hashlib.blake2b(file.read(tensor.num_bytes), digest_size=16).hexdigest() != digest:
                 found.append(name)
+        done += tensor.num_bytes
+        if progress is not None:
+            progress(Loading(done, total, time.monotonic() - began))
     return found

@@ -229,7 +229,6 @@ class Chaos:
         url: str = "",
         seed: int = 0,
         finder: ProcessFinder | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._finder: ProcessFinder = finder if finder is not None else instance_at(url)
         for fault in faults:
@@ -238,7 +237,6 @@ class Chaos:
         self._schedule = schedule(faults)
         self._next = next(self._schedule, None)
         self._random = random.Random(seed)
-        self._clock = clock
         self._zero = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
@@ -275,7 +273,7 @@ class Chaos:
         return sorted(self._marks, key=lambda mark: mark.t)
 
     def _now(self) -> float:
-        return self._clock() - self._zero
+        return time.monotonic() - self._zero
 
     def _run(self) -> None:
         try:

@@ -103,11 +103,10 @@ def line_chart(
     y: Axis,
     *,
     name: str,
-    width: int = 340,
-    height: int = 240,
     limits: Sequence[Mark] = (),
 ) -> str:
     """One plot. name: for screen readers. limits: vertical lines, such as an SLO's."""
+    width, height = 340, 240
     body = _Plot(series, x, y, width, height, top=14, bottom=44 if x.label else 26).draw(limits)
     return _svg(width, height, name, body)
 

@@ -63,13 +63,13 @@ def _per_token(record: RequestRecord) -> Floats:
     return np.repeat(np.array(seconds, dtype=np.float64), np.array(counts, dtype=np.int64))
 
 
-def cdf(sample: Floats, points: int = 240) -> tuple[list[float], list[float]]:
+def cdf(sample: Floats) -> tuple[list[float], list[float]]:
     """(value, share at most that value), with more points where the tail is. From 0.4 % on:
     one token that came with the one before it must not squeeze all others into a corner."""
     if not len(sample):
         return [], []
     shares = np.unique(
-        np.concatenate([np.linspace(0.004, 1, points), 1 - np.geomspace(1e-4, 0.1, points // 4)])
+        np.concatenate([np.linspace(0.004, 1, 240), 1 - np.geomspace(1e-4, 0.1, 60)])
     )
     return np.quantile(sample, shares).tolist(), shares.tolist()
 

@@ -139,10 +139,10 @@ def from_backend(error: MantaError) -> ApiError:
     )
 
 
-def shown(value: object, limit: int = 64) -> str:
+def shown(value: object) -> str:
     """A caller's value as it may appear in a message: short, printable, quoted."""
-    text = "".join(c if c.isprintable() else "?" for c in str(value)[:limit])
-    return f'"{text}{"..." if len(str(value)) > limit else ""}"'
+    text = "".join(c if c.isprintable() else "?" for c in str(value)[:64])
+    return f'"{text}{"..." if len(str(value)) > 64 else ""}"'
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:

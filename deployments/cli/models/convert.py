@@ -47,8 +47,8 @@ def run(
 
 
 def _check(folder: Path) -> int:
-    with StatusLine(f"Reading {folder}"):
-        wrong = damaged(folder)
+    with StatusLine(f"Reading {folder}") as status:
+        wrong = damaged(folder, lambda read: status.update(f"Reading {folder}: {read}"))
     for name in wrong:
         err.print(f"{folder}: tensor {name} is not as it was written", markup=False)
     if not wrong:

@@ -163,8 +163,8 @@ class IRWriter:
         self._called.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         self.do(f"call void @llvm.prefetch.p0(ptr {pointer}, i32 0, i32 3, i32 1)")
 
-    def binary(self, name: str, a: Value, b: Value, kind: str | None = None) -> Value:
-        return self.op(f"{name} {kind or self.vector} {a}, {b}")
+    def binary(self, name: str, a: Value, b: Value) -> Value:
+        return self.op(f"{name} {self.vector} {a}, {b}")
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         kind = self.vector

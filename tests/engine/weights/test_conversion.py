@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from engine.models.registry import build_model
 from engine.weights import load, load_weights, stream
 from engine.weights.converted import MANIFEST, damaged
+from engine.weights.stream import Loading
 from kernels.cpu.huge_pages import give_back
 from kernels.dispatch import kernels_for
 from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, save
@@ -116,12 +117,15 @@ def test_memory_is_given_back() -> None:
 
 
 def test_damage_is_found(folder: Path) -> None:
-    """One bit, which changes no size."""
+    """One bit, which changes no size; and gigabytes that are read without a word."""
     (file,) = folder.glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert len(damaged(folder)) == 1
+    told: list[Loading] = []
+    assert len(damaged(folder, told.append)) == 1
+    assert [each.fraction for each in told] == sorted(each.fraction for each in told)
+    assert len(told) > 2 and told[-1].done == told[-1].total
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
