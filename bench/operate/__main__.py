@@ -1,5 +1,5 @@
-"""What operating costs: from a wheel to the first token, a second model, a model that is added; on
-a GPU, waking a model and keeping a promise between tokens.
+"""What operating costs: from a wheel to the first token, a second model, a model that is added,
+somebody who looks at the live view; on a GPU, waking a model and keeping a promise between tokens.
 
     python -m bench.operate --out bench/results
     python -m bench.operate --cases two-models
@@ -21,6 +21,7 @@ CASES = {
     "wheel": "wheel",
     "two-models": "two_models",
     "add-model": "add_model",
+    "page": "viewer",
     "wake": "wake",
     "tpot-50ms": "tpot",
 }
@@ -29,6 +30,7 @@ PEERS = {
     "wheel": "the promise",
     "two-models": "a router of one of the models",
     "add-model": "the same streams before",
+    "page": "the promise",
     "wake": "the promise",
     "tpot-50ms": "the promise; the engine without a target",
 }

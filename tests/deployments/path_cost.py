@@ -81,38 +81,18 @@ async def _replica(step: float) -> dict[str, Any]:
     }
 
 
-async def _router(replica: dict[str, Any]) -> dict[str, Any]:
+async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A router of one model or of several. models: a replica of each."""
     from deployments.api.app import build_asgi
     from deployments.api.options import ApiOptions
     from deployments.backend import ModelCard
     from deployments.observe.metrics import render
     from deployments.router.dispatcher import Dispatcher, DispatchLimits
-    from tests.deployments.fake_backend import tiny_tokenizer
-
-    card = ModelCard("m", 8192, 250, (2,), 0)
-    dispatcher = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router")
-    dispatcher.set_replicas({"r0": replica})
-    while not dispatcher.ready():
-        await asyncio.sleep(0.01)
-
-    async def metrics() -> str:
-        return render(dispatcher.figures(), "m")
-
-    options = ApiOptions(metrics=metrics)
-    return {"port": await _serve(build_asgi(dispatcher, options))}
-
-
-async def _front(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A router of several models. models: a replica of each."""
-    from deployments.api.app import build_asgi
-    from deployments.api.options import ApiOptions
-    from deployments.backend import ModelCard
-    from deployments.observe.metrics import render
-    from deployments.router.dispatcher import Dispatcher, DispatchLimits
+    from deployments.router.live.application_view import ApplicationView
     from deployments.router.models.front import ModelFront
     from tests.deployments.fake_backend import tiny_tokenizer
 
-    front = ModelFront("router", several=True)
+    front = ModelFront("router", several=len(models) > 1)
     for name, replica in models.items():
         card = ModelCard(name, 8192, 250, (2,), 0)
         dispatcher = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router")
@@ -122,9 +102,14 @@ async def _front(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
             await asyncio.sleep(0.01)
 
     async def metrics() -> str:
-        return render(front.figures(), "")
+        return render(front.figures(), front.only)
 
-    return {"port": await _serve(build_asgi(front, ApiOptions(metrics=metrics)))}
+    async def others() -> list[dict[str, Any]]:
+        return []  # Ray would ask them, and there is none here
+
+    live = ApplicationView(front.live, others).routers
+    options = ApiOptions(metrics=metrics, page=True, live=live)
+    return {"port": await _serve(build_asgi(front, options))}
 
 
 async def _null() -> dict[str, Any]:
@@ -154,7 +139,7 @@ async def _null() -> dict[str, Any]:
 _background: list[Any] = []
 _children: dict[int, subprocess.Popen[bytes]] = {}  # by pid
 COUNT = "count\n"  # a parent's word to a child: begin, and end, to count the calls of functions
-ROLES = {"replica": _replica, "router": _router, "front": _front, "null": _null}
+ROLES = {"replica": _replica, "router": _router, "null": _null}
 
 
 async def _play(role: str, argument: str) -> None:
@@ -369,7 +354,7 @@ def measure(
     result: dict[str, float] = {}
     with ExitStack() as stack:
         replica = stack.enter_context(process("replica", STEP))
-        routers = [stack.enter_context(process("router", replica)) for _ in range(2)]
+        routers = [stack.enter_context(process("router", {"m": replica})) for _ in range(2)]
         null = stack.enter_context(process("null"))
 
         def run(ports: list[int], pids: list[int], count: int = streams, **more: Any) -> Spent:
@@ -427,7 +412,7 @@ def carried(
     result: dict[str, float] = {}
     with ExitStack() as stack:
         replica = stack.enter_context(process("replica", 0.0))
-        first, second = (stack.enter_context(process("router", replica)) for _ in range(2))
+        first, second = (stack.enter_context(process("router", {"m": replica})) for _ in range(2))
         others = [replica["pid"], replica["engine_pid"], second["pid"]]
         stack.enter_context(pinned([first["pid"]], others))
 

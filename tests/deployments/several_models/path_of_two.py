@@ -26,8 +26,8 @@ def measure(streams: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
     lines = []
     with ExitStack() as stack:
         first, second = (stack.enter_context(process("replica", STEP)) for _ in range(2))
-        alone = stack.enter_context(process("front", {"a": first}))
-        both = stack.enter_context(process("front", {"a": first, "b": second}))
+        alone = stack.enter_context(process("router", {"a": first}))
+        both = stack.enter_context(process("router", {"a": first, "b": second}))
         ways = {
             "alone": (alone, streams, ("a",)),
             "two": (both, 2 * streams, ("a", "b")),

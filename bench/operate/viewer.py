@@ -1,0 +1,66 @@
+"""`page/viewer`: what a router spends on somebody who looks at the live view, once a second as the
+page does.
+
+A router has STREAMS in flight, more than a look tells of, and slow steps, so that the looks are
+most of what it does. Windows with LOOKS a second and windows without take turns. The difference is
+CPU time, and the least of each kind counts, as other work on the machine only adds to it. HTTP and
+JSON are in it. The call between two routers, which Ray makes, is not.
+"""
+
+import asyncio
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from bench.report.result_file import Line
+from tests.deployments.path_cost import process, spend
+
+STREAMS = 300
+LOOKS = 20  # a second
+SECONDS = 4.0
+_STEP = 0.25  # seconds
+
+
+async def _looks(port: int) -> None:
+    """Until it is cancelled."""
+    due = time.monotonic()
+    while True:
+        await asyncio.to_thread(_look, port)
+        due += 1 / LOOKS
+        await asyncio.sleep(due - time.monotonic())
+
+
+def _look(port: int) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/live", timeout=10) as answer:
+        assert answer.read().startswith(b'{"object":"live"')
+
+
+async def _window(port: int, pid: int, seen: bool) -> Line:
+    """Milliseconds of CPU a second."""
+    looking = asyncio.create_task(_looks(port)) if seen else None
+    spent = await spend([port], STREAMS, SECONDS, [pid], routers=False)
+    if looking is not None:
+        looking.cancel()
+    ms = round(spent.cpu[0] / spent.seconds * 1e3, 3)
+    return {"case": "page/viewer", "looks": LOOKS if seen else 0, "ms": ms}
+
+
+def lines(rounds: int) -> Iterator[Line]:
+    """Two lines a round."""
+    with ExitStack() as stack:
+        replica = stack.enter_context(process("replica", _STEP))
+        router = stack.enter_context(process("router", {"m": replica}))
+        for _ in range(rounds):
+            for seen in (True, False):
+                yield asyncio.run(_window(router["port"], router["pid"], seen))
+                time.sleep(0.5)  # until the aborted streams are gone
+
+
+def rows(lines: list[Line]) -> list[Line]:
+    seen, alone = (
+        min(line["ms"] for line in lines if bool(line["looks"]) is wanted)
+        for wanted in (True, False)
+    )
+    share = round((seen - alone) / LOOKS / 10, 3)  # of a second, in percent
+    return [{"case": "page/viewer", "ours": share, "peer": 1.0, "unit": "%", "ratio": share}]
