@@ -31,7 +31,10 @@ def serve(app: Any, http: Any = "httptools") -> Iterator[int]:
     assert started.wait(10)
     try:
         yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
+    except BaseException:  # the body's own failure is what is told: its open streams are cut
+        server.should_exit = server.force_exit = True
         thread.join(10)
-        assert not thread.is_alive()
+        raise
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()

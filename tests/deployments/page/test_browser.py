@@ -360,12 +360,20 @@ def test_the_live_view(new_tab: Callable[[], Tab]) -> None:
         assert {"ask-0", "ask-4"} <= set(tab.run(cells))
         tab.until("document.querySelectorAll('#live .spark polyline')[0].points.length > 3")
         keep(tab, "live")
-        dead = tab.run("document.querySelector('#live .cards h3').firstChild.textContent")
+        row = "[...document.querySelectorAll('#live tr')].find(r => r.innerText.includes('ask-0'))"
+        dead = tab.run(f"{row}.children[3].innerText")
         server.kill(dead)
         tab.until(f"{cells}.includes('left by a request')")
         tab.until("document.querySelector('#live .cards').innerText.includes('not connected')")
         tab.run("location.hash = 'request=ask-0'")
         tab.until("document.querySelectorAll('#request .timeline .phase').length >= 3")
+        rows = "document.querySelectorAll('#request tr')"
+        tab.until(f"{rows}.length === 3")
+        server.pictured = True
+        tab.until("document.querySelector('#request .legend').innerText.includes('total 4164 ms')")
+        steps = tab.run(f"[...{rows}].map(r => r.cells[1].innerText)")
+        other = {"r0": "r1", "r1": "r0"}[dead]
+        assert steps == [f"to {dead}", f"leaves {dead}", f"to {other}"]
         keep(tab, "request")
         looks = sum("/v1/live" in url for url in tab.requested[before:])
         tab.run("new Promise(done => setTimeout(done, 2500))")

@@ -103,15 +103,17 @@ function showPart(part) {
 const mark = (x, kind, title) =>
   svg("path", { d: `M${x} 60l-7 -18h14z`, class: kind }, svgTitle(title));
 
+/** What has the same rounded time is told in its turn: a request leaves one replica, then goes to the next. */
 function steps(route, moves) {
   const rows = [
-    ...route.map((one) => [
+    ...route.map((one, turn) => [
       one.at_ms,
       `to ${one.replica}`,
       `${one.why}; expected ${milliseconds(one.expected_ms)} to the first token, ${one.expected_cached_tokens} tokens cached, ${one.emitted_tokens} written before`,
+      turn,
     ]),
-    ...moves.map((one) => [one.at_ms, `leaves ${one.from}`, one.why]),
-  ].sort((one, other) => one[0] - other[0]);
+    ...moves.map((one, turn) => [one.at_ms, `leaves ${one.from}`, one.why, turn + 0.5]),
+  ].sort((one, other) => one[0] - other[0] || one[3] - other[3]);
   const cells = ([when, what, why]) => [milliseconds(when), what, why];
   return element(
     "div",
