@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.config_reader import Reader
+from engine.rope import read_rope
 
 if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention
-    from engine.config.rope import Rope
+    from engine.rope import Rope
 
 FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -66,3 +67,14 @@ def unstretched(plain: "LayerAttention", theta: float | None = None) -> "Rope":
     assert plain.rope is not None
     theta = plain.rope.theta if theta is None else theta
     return replace(plain.rope, theta=theta, type="default", factor=1.0, attention_factor=1.0)
+
+
+def rope_of(config: Reader, kind: str, plain: "LayerAttention", theta: float) -> "Rope":
+    """That of layers of one kind, where rope_parameters has an object for each; where it has none
+    for this one, the plain layer's from `theta`, without scaling."""
+    own = config.inner("rope_parameters").get(kind)
+    if own is None:
+        return unstretched(plain, theta)
+    own = config.inner("rope_parameters").inner(kind)
+    values = {key: value for key, value in config.values.items() if key != "rope_scaling"}
+    return read_rope(Reader({**values, "rope_parameters": own.values}, config.path), plain.head_dim)

@@ -13,9 +13,9 @@ from engine.architectures.record import renamed
 from engine.architectures.recurrent.mixer import Mixer
 from engine.config.quantized import KEY, Quantized
 from engine.config.quantized_config import read_quantized
-from engine.config.rope import Rope, read_rope, stretch_positions
 from engine.config_reader import MODULES, Reader
 from engine.errors import ConfigError
+from engine.rope import Rope, read_rope, stretch_positions
 
 # hidden_act as files spell it -> kernels.reference.Kernels.GATES or ACTIVATIONS.
 ACTIVATIONS = {
@@ -56,6 +56,8 @@ class LayerAttention:
     sinks: each head has a learnt logit that joins the softmax and has no value ("sinks" in the
         record's tensors). slopes: one a head: score + slope * (s - t) (ALiBi); () = none.
     head_dim: of keys and of values. rope: None where nothing is rotated.
+    value_size: of a head's values where they are narrower, 0 = head_dim; the cache has zeros behind
+        them.
     qk_norm: queries and keys are normed, if the model's are at all.
     temperature: (beta, trained, shift): q *= 1 + beta * ln(1 + floor((t + shift) / trained)).
     value_is_key: values are the keys before their norm and rotation.
@@ -90,6 +92,7 @@ class LayerAttention:
     latent: Latent | None = None
     gated: bool = False
     attended_scale: float = 1.0
+    value_size: int = 0
     mixer: Mixer | None = None
     attends: bool = True
 

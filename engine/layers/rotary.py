@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.config.rope import Rope
+from engine.rope import Rope
 
 
 class Tables:

@@ -17,7 +17,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 # Blocks: fewer than all requests want at once.
 @pytest.mark.parametrize(
     ("name", "blocks"),
-    [("qwen 2 moe", 24), ("gpt-oss", 38), ("gemma 4 e2b", 38), ("deepseek v3", 24)],
+    [
+        ("qwen 2 moe", 24),
+        ("gpt-oss", 38),
+        ("mimo v2", 38),
+        ("gemma 4 e2b", 38),
+        ("deepseek v3", 24),
+    ],
 )
 def test_text_of_transformers_after_preemption(name: str, blocks: int, tmp_path: Path) -> None:
     """A token that gets another's experts where steps are cut otherwise."""

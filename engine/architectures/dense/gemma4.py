@@ -15,7 +15,7 @@ from engine.config_reader import Reader
 
 if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention, ModelConfig
-    from engine.config.rope import Rope
+    from engine.rope import Rope
 
 _TENSORS: Mapping[str, CheckpointTensor] = {
     **SANDWICH,

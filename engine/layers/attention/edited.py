@@ -1,9 +1,11 @@
 """Attention whose queries and keys are changed between the product that makes them and the cache
 in ways that few models have: clipped, scaled by their position, or normed otherwise than by one
-weight for all heads before the rotation; and what was attended, by a number."""
+weight for all heads before the rotation; or whose values are narrower than keys; and what was
+attended, by a number."""
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.config.model_config import LayerAttention, ModelConfig
 from engine.errors import ConfigError
@@ -55,6 +57,7 @@ def _edits(config: ModelConfig, layer: LayerAttention) -> bool:
         or layer.value_is_key
         or layer.value_norm
         or layer.attended_scale != 1.0
+        or layer.value_size not in (0, layer.head_dim)
     )
 
 
@@ -113,6 +116,11 @@ class EditedAttention(Attention):
         if layer.temperature is not None:
             self.temperatures = tables.temperatures(*layer.temperature)
 
+    @property
+    def activations(self) -> int:
+        wider = self.head_dim - self.value_size
+        return super().activations + (3 * self.num_heads + 2 * self.heads[1]) * wider
+
     def forward(
         self,
         x: Tensor,
@@ -125,6 +133,10 @@ class EditedAttention(Attention):
         """See Attention."""
         k_cache, v_cache = kv
         qkv = self.qkv.forward(x, meta.lora, norm=norm)
+        if self.value_size < self.head_dim:
+            values = qkv[:, -self.heads[1] * self.value_size :].unflatten(1, (self.heads[1], -1))
+            values = pad(values, (0, self.head_dim - self.value_size)).flatten(1)
+            qkv = torch.cat((qkv[:, : sum(self.heads) * self.head_dim], values), dim=1)
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
         if self.value_is_key:
@@ -148,6 +160,9 @@ class EditedAttention(Attention):
         if self.temperatures is not None:
             q.mul_(self.temperatures.index_select(0, meta.positions)[:, None, None])
         attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
+        if self.value_size < self.head_dim:
+            attended = attended.unflatten(1, (self.num_heads, self.head_dim))
+            attended = attended[..., : self.value_size].flatten(1)
         if self.attended_scale != 1.0:
             attended = attended.mul_(self.attended_scale)
         return self.out.forward(attended, meta.lora, residual=residual)

@@ -22,6 +22,7 @@ class Attention:
         assert build.layer is not None
         layer = config.attention[build.layer]
         hidden, dim = config.hidden_size, layer.head_dim
+        self.value_size = value = layer.value_size or dim
         q, kv = layer.num_heads * dim, layer.num_kv_heads * dim
         wide = 1 + layer.gated  # of queries, for their gates
         (begin, end), keys = build.group.heads(layer.num_heads, layer.num_kv_heads)
@@ -32,13 +33,15 @@ class Attention:
         self.eps = config.norm_eps
         self.cos_sin = tables(layer.rope, dim)
         count = 3 - layer.value_is_key if layer.keys_of is None else 1
-        ours, sizes = "qkv"[:count], (wide * q, kv, kv)[:count]
+        ours, sizes = "qkv"[:count], (wide * q, kv, layer.num_kv_heads * value)[:count]
         kept = ((begin, end), keys, keys)[:count]
-        ranges = [(first * dim, last * dim) for first, last in kept]
-        ranges[0] = (wide * begin * dim, wide * end * dim)
+        rows = (wide * dim, dim, value)
+        ranges = [
+            (first * each, last * each) for (first, last), each in zip(kept, rows, strict=False)
+        ]
         self.qkv = build.column(ours, sizes, hidden, bias=config.qkv_bias, ranges=ranges)
-        columns = (begin * dim, end * dim)
-        self.out = build.row("out", hidden, q, bias=config.out_bias, columns=columns)
+        columns, attended = (begin * value, end * value), layer.num_heads * value
+        self.out = build.row("out", hidden, attended, bias=config.out_bias, columns=columns)
         self.linears = (self.qkv, self.out)
         self.stacks = ()
         names = ("q_norm", "k_norm")[: min(count, 2)]

@@ -1,6 +1,8 @@
 """Mixtures of experts; three layers, of which some are dense where an architecture has such."""
 
-from tests.parity.cases.case import Case
+from typing import Any
+
+from tests.parity.cases.case import Case, Tensors
 from tests.parity.cases.rewriting import wrapped
 from tests.parity.cases.settings import CHOSEN, GRANITE, HALF, LOCAL, ROUTED, SEVEN, SHORT
 
@@ -33,6 +35,40 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 30.0,
 }
+_MIMO = {
+    **ROUTED,
+    **SEVEN,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "v_head_dim": 10,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+}
+
+
+def _of_hub(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """MiMo-V2-Flash as its own repository writes config.json."""
+    kinds, dense = config.pop("layer_types"), config.pop("mlp_layer_types")
+    ropes = config.pop("rope_parameters")
+    config.update(
+        hybrid_layer_pattern=[int(kind == "sliding_attention") for kind in kinds],
+        moe_layer_freq=[int(kind == "sparse") for kind in dense],
+        sliding_window_size=config.pop("sliding_window") - 1,
+        rope_theta=ropes["full_attention"]["rope_theta"],
+        swa_rope_theta=ropes["sliding_attention"]["rope_theta"],
+        partial_rotary_factor=0.334,
+        layernorm_epsilon=config.pop("rms_norm_eps"),
+        routed_scaling_factor=None,
+        swa_num_key_value_heads=2 * config["num_key_value_heads"],
+        swa_num_attention_heads=config["num_attention_heads"],
+        swa_head_dim=config["head_dim"],
+        swa_v_head_dim=config["v_head_dim"],
+        add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False,
+        n_shared_experts=None,
+    )
+    return tensors
+
+
 EXPERTS: dict[str, Case] = {
     "mixtral": Case("mixtral", LOCAL),
     "qwen 2 moe": Case(
@@ -58,6 +94,8 @@ EXPERTS: dict[str, Case] = {
     "minimax m2": Case("minimax_m2", {**LOCAL, "head_dim": 16, "rope_parameters": HALF}),
     "hy3": Case("hy_v3", {**CHOSEN, "moe_intermediate_size": 24, "head_dim": 16}),
     "hunyuan moe": Case("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 2, "head_dim": 16}),
+    "mimo v2": Case("mimo_v2_flash", _MIMO),
+    "mimo v2, hub": Case("mimo_v2_flash", _MIMO, rewrite=_of_hub),
     "olmoe": Case("olmoe", CHOSEN),
     "llama 4": Case("llama4_text", _LLAMA4),
     "llama 4 scout": Case(
