@@ -213,6 +213,8 @@ def check_stages(model: ModelConfig, stages: int) -> None:
         why = f"{model.architecture} has inputs for each layer; leave it out"
     elif stages > 1 and any(layer.keys_of is not None for layer in model.attention):
         why = f"{model.architecture} has layers that read the keys of others; leave it out"
+    elif stages > 1 and model.experts is not None and model.experts.ahead:
+        why = f"{model.architecture} has experts that give to the next layer; leave it out"
     if why:
         raise ConfigError(f"pipeline_parallel: {stages}: {why}", param="pipeline_parallel")
 

@@ -19,7 +19,7 @@ from engine.architectures.dense import (
     remote,
 )
 from engine.architectures.gguf import GGUFS, Gguf, Metadata
-from engine.architectures.mixtures import dbrx, deepseek, families, llama4, mimo
+from engine.architectures.mixtures import dbrx, deepseek, families, llama4, longcat, mimo
 from engine.architectures.record import (
     Architecture,
     CheckpointTensor,
@@ -69,6 +69,7 @@ _MODULES = (
     llama4,
     dbrx,
     deepseek,
+    longcat,
     mimo,
     qwen_next,
     lfm2,

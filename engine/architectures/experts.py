@@ -21,6 +21,9 @@ class Experts:
     shared_size: the inner width of an MLP that every token goes through beside its experts; 0 =
         none. shared_gate: what it gives is multiplied by the sigmoid of a product of its own.
     beside_mlp: they stand beside the layer's MLP, with norms of their own.
+    ahead: they read what the layer's MLP reads, and what they give is added behind the MLP of the
+        next layer, which has none.
+    same: experts behind the last one, which give back what they read; the router chooses among all.
     """
 
     layers: tuple[int, ...]
@@ -35,6 +38,13 @@ class Experts:
     shared_size: int = 0
     shared_gate: bool = False
     beside_mlp: bool = False
+    ahead: bool = False
+    same: int = 0
+
+    @property
+    def choices(self) -> int:
+        """Of the router."""
+        return self.count + self.same
 
 
 def read_experts(

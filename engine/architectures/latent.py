@@ -29,6 +29,7 @@ class Latent:
         that turn. value: of a head's value.
     query_rank: of the latent that queries are products of; 0 = they are of the hidden state.
     neighbours: the checkpoint has what turns with each other side by side.
+    query_factor, factor: of the query's latent and of the other one, behind their norms.
     """
 
     rank: int
@@ -37,6 +38,8 @@ class Latent:
     value: int
     query_rank: int = 0
     neighbours: bool = True
+    query_factor: float = 1.0
+    factor: float = 1.0
 
 
 # For `Architecture.made`: what is cached is one key head, of latent and shared key.

@@ -33,10 +33,12 @@ Renames = tuple[tuple[str, str], ...]
 class CheckpointTensor:
     """Where a checkpoint keeps one of our matrices, norms or tables.
 
-    names: without ".weight"; "{i}" is the layer, "{h}" the head where each head has a tensor. A
-        matrix of ours that has several pieces (query, key and value; gate and up) is stored as one
-        tensor for each, or as one with all of them. A norm without a name has no weight. Names of
-        what experts have are whole, with "{e}" for the expert; without it all experts are stacked.
+    names: without ".weight"; "{i}" is the layer, "{h}" the head where each head has a tensor; where
+        the checkpoint counts two layers of ours as one, "{pair}" is that one and "{half}" which of
+        the two. A matrix of ours that has several pieces (query, key and value; gate and up) is
+        stored as one tensor for each, or as one with all of them. A norm without a name has no
+        weight. Names of what experts have are whole, with "{e}" for the expert; without it all
+        experts are stacked.
     rows: how rows are ordered, where not as ours; of all pieces below each other. Rows of one
         tensor cannot go to another. Biases and adapters follow their matrix.
     transposed: the checkpoint keeps [in, out].
@@ -47,8 +49,13 @@ class CheckpointTensor:
     transposed: bool = False
 
     def at(self, layer: int) -> "CheckpointTensor":
-        names = tuple(name.replace("{i}", str(layer)) for name in self.names)
-        return CheckpointTensor(names, self.rows, self.transposed)
+        numbers = {"{i}": layer, "{pair}": layer // 2, "{half}": layer % 2}
+        names = []
+        for name in self.names:
+            for place, number in numbers.items():
+                name = name.replace(place, str(number))
+            names.append(name)
+        return CheckpointTensor(tuple(names), self.rows, self.transposed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ _NO_KEYS = "no layer keeps keys and values, which the cache counts tokens by"
 REFUSED: Mapping[str, str] = {
     "DeepseekV32ForCausalLM": _INDEXER,
     "GlmMoeDsaForCausalLM": _INDEXER,
-    "LongcatFlashForCausalLM": "its layers have two attentions each, and some of its experts give "
-    "back what they get (zero_expert_num); neither is computed here",
     "MistralLarge3ForCausalLM": "it is stored in Mistral's own layout (params.json), which is not "
     "read here",
     "KimiLinearForCausalLM": "its delta rule lets each element of a key decay on its own (KDA), "

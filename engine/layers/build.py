@@ -36,6 +36,7 @@ class Builder:
     stage: Stage = Stage()  # noqa: RUF009, it is frozen
     layer: int | None = None
     elsewhere: set[str] = field(default_factory=set)  # tensors that other ranks hold alone
+    ahead: list[torch.Tensor] = field(default_factory=list)  # of experts, for the next layer
 
     def at(self, layer: int) -> "Builder":
         return replace(self, layer=layer)

@@ -49,14 +49,14 @@ class Experts:
         self.config = experts = config.experts
         self.kernels, self.group = build.kernels, build.group
         self.stack = Stack(build)
-        self.router = build.kept("router", experts.count, config.hidden_size)
+        self.router = build.kept("router", experts.choices, config.hidden_size)
         self.others: tuple[Parameter, ...] = (self.router,)
         self.router_bias: Tensor | None = None
         self.correction: Tensor | None = None
         if experts.router_bias:
             self.router_bias = self._also(build.router_bias())
         if build.has("router_correction"):
-            self.correction = self._also(build.vector("router_correction", experts.count))
+            self.correction = self._also(build.vector("router_correction", experts.choices))
         self.shared: Mlp | None = None
         self.shared_gate: Tensor | None = None
         if experts.shared_size:
@@ -74,7 +74,8 @@ class Experts:
     @property
     def activations(self) -> int:
         experts, hidden = self.config, self.stack.spec.hidden
-        inside = experts.routing.chosen * (self.stack.spec.size + hidden) + experts.count + hidden
+        inside = experts.routing.chosen * (self.stack.spec.size + hidden) + hidden
+        inside += experts.choices
         return inside + (0 if self.shared is None else self.shared.activations + hidden)
 
     def forward(
@@ -113,6 +114,15 @@ class Experts:
             x = x.clone()
         logits = self.kernels.router_logits(x, *router)
         return x, *self.kernels.route(logits, routing, self.correction)
+
+    def _real(self, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the router says of experts that have weights, and the sum of the weights [n, 1] of
+        those that give back what they read. In the place of these stands the token's heaviest
+        other one, with weight 0: no further expert is met."""
+        same = ids >= self.config.count
+        kept = weights.masked_fill(same, 0.0)
+        heaviest = ids.gather(1, kept.argmax(1, keepdim=True)).masked_fill_(same.all(1, True), 0)
+        return kept, torch.where(same, heaviest, ids), (weights - kept).sum(1, keepdim=True)
 
     def _shared(
         self,
@@ -173,7 +183,66 @@ class ExpertsBeside(Experts):
         return out if residual is None else residual.add_(out)
 
 
-def experts_block(build: Builder) -> Experts:
+class ExpertsAhead(Experts):
+    """mlp(norm(x)), and experts(norm(x)) for `MlpBehindExperts` (LongCat, arXiv 2509.01322)."""
+
+    def __init__(self, build: Builder) -> None:
+        super().__init__(build)
+        self.mlp = Mlp(build)
+        self.linears = self.mlp.linears
+        self.ahead = build.ahead
+
+    @property
+    def activations(self) -> int:
+        return super().activations + self.mlp.activations + self.stack.spec.hidden
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: KV,
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See Experts."""
+        x, weights, ids = self._routed(x, norm, residual)
+        weights, ids, of_same = self._real(weights, ids)
+        given = self.stack.method.apply_experts(self.stack.state, x, weights, ids, None)
+        # In the place of what a step that failed between two layers has left.
+        self.ahead[:] = [self.group.all_reduce(given).addcmul_(x, of_same.to(x.dtype))]
+        return self.mlp.forward(x, kv, meta, residual=residual)
+
+
+class MlpBehindExperts(Mlp):
+    """mlp(norm(x)) and what the experts of the layer before have given."""
+
+    def __init__(self, build: Builder) -> None:
+        super().__init__(build)
+        self.ahead = build.ahead
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: KV,
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See Mlp."""
+        return super().forward(x, kv, meta, norm=norm, residual=residual).add_(self.ahead.pop())
+
+
+def mlp_block(build: Builder) -> Experts | Mlp:
     """The one that a layer's record asks for."""
-    assert build.config.experts is not None
-    return (ExpertsBeside if build.config.experts.beside_mlp else Experts)(build)
+    experts, layer = build.config.experts, build.layer
+    assert layer is not None
+    if experts is None:
+        return Mlp(build)
+    if layer in experts.layers:
+        if experts.ahead:
+            return ExpertsAhead(build)
+        return (ExpertsBeside if experts.beside_mlp else Experts)(build)
+    behind = experts.ahead and layer - 1 in experts.layers
+    return (MlpBehindExperts if behind else Mlp)(build)

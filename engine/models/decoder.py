@@ -17,10 +17,9 @@ from engine.errors import ConfigError
 from engine.layers.attention.edited import attention_block
 from engine.layers.block import Block
 from engine.layers.build import Builder
-from engine.layers.experts import Stack, experts_block
+from engine.layers.experts import Stack, mlp_block
 from engine.layers.layer_inputs import LayerInput, LayerInputs
 from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
-from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm
 from engine.layers.rotary import Tables
 from engine.models.entrance import Entrance
@@ -87,7 +86,7 @@ class DecoderLayer:
             self.attention = sublayer(attention_block(build, tables), "attention")
         self.mlp: Sublayer | None = None
         if mixed or size:
-            self.mlp = sublayer(experts_block(build) if mixed else Mlp(build), "mlp")
+            self.mlp = sublayer(mlp_block(build), "mlp")
         # Layers of one kind launch the same kernels.
         self.kind = (attention, mixed, size)
         self.sublayers = tuple(each for each in (self.attention, self.mlp) if each is not None)
@@ -239,7 +238,7 @@ class Decoder:
         )
         self.num_active_parameters = self.num_parameters
         if config.experts is not None:
-            chosen, count = config.experts.routing.chosen, config.experts.count
+            chosen, count = config.experts.routing.chosen, config.experts.choices
             self.num_active_parameters -= in_stacks * (count - chosen) // count
 
     def _divide(self, outlines: "list[DecoderLayer]") -> range:

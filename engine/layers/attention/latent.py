@@ -34,11 +34,11 @@ class LatentAttention:
         if latent.query_rank:
             sizes = (latent.query_rank, kept)
             self.down = build.undivided().column("qkv_a", sizes, hidden)
-            self.query_norm = _norm(build, "query_norm", latent.query_rank)
+            self.query_norm = _norm(build, "query_norm", latent.query_rank, latent.query_factor)
             self.q = build.column("q_b", (queries,), latent.query_rank, ranges=(ours,))
         else:
             self.down = build.column("qkv", (queries, kept), hidden, ranges=(ours, (0, kept)))
-        self.latent_norm = _norm(build, "latent_norm", latent.rank)
+        self.latent_norm = _norm(build, "latent_norm", latent.rank, latent.factor)
         each = latent.nope + latent.value
         self.up = build.head_products(
             "kv_b", layer.num_heads * each, latent.rank, (begin * each, end * each)
@@ -95,8 +95,8 @@ class LatentAttention:
         return self.out.forward(attended, meta.lora, residual=residual)
 
 
-def _norm(build: Builder, ours: str, size: int) -> RMSNorm:
-    norm = build.norm(ours, size)
+def _norm(build: Builder, ours: str, size: int, factor: float) -> RMSNorm:
+    norm = build.norm(ours, size, scale=factor)
     assert isinstance(norm, RMSNorm)
     norm.eps = NORM_EPS
     return norm

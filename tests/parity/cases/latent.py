@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.parity.cases.case import Case
+from tests.parity.cases.case import Case, Tensors
 from tests.parity.cases.rewriting import wrapped
 from tests.parity.cases.settings import ROUTED, YARN
 
@@ -21,6 +21,28 @@ _MLA_YARN.pop("llama_4_scaling_beta")
 _DENSE_MLA = {
     key: value for key, value in _MLA.items() if key not in {*ROUTED, "first_k_dense_replace"}
 }
+_LONGCAT = {key: value for key, value in _MLA.items() if key != "first_k_dense_replace"} | {
+    "num_layers": 2,
+    "head_dim": 8,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 24,
+    "moe_topk": 3,
+    "zero_expert_num": 3,
+    "routed_scaling_factor": 1.5,
+}
+
+
+def _without_zero(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """As the hub has it: transformers writes weights of experts that have none."""
+    count = config["n_routed_experts"]
+    found = {}
+    for name, tensor in tensors.items():
+        _, _, expert = name.partition(".experts.")
+        if not expert or int(expert.partition(".")[0]) < count:
+            found[name] = tensor
+    return found
+
+
 LATENT: dict[str, Case] = {
     "deepseek v2 lite": Case(
         "deepseek_v2",
@@ -54,5 +76,11 @@ LATENT: dict[str, Case] = {
         rewrite=wrapped("language_model."),
     ),
     "minicpm 3": Case("minicpm3", {**_DENSE_MLA, "scale_emb": 3.0, "dim_model_base": 16}),
+    "longcat flash": Case(
+        "longcat_flash",
+        _LONGCAT,
+        drop=("num_hidden_layers", "intermediate_size"),
+        rewrite=_without_zero,
+    ),
     "youtu": Case("youtu", _DENSE_MLA),
 }
