@@ -111,11 +111,15 @@ def _tools(value: Any) -> list[RequestedTool]:
             continue
         path = f"{where}.parameters"
         schema = function.get("parameters")
+        # In the order of the request, which is what templates print. Without parameters it is told
+        # as transformers tells a function that has none.
+        told = dict(function)
+        told.setdefault("description", "")
         if schema is None:
-            schema = {"type": "object", "properties": {}, "additionalProperties": False}
+            told["parameters"] = {"type": "object", "properties": {}}
+            schema = {**told["parameters"], "additionalProperties": False}
         if not isinstance(schema, dict) or schema.get("type", "object") != "object":
             raise wrong_type(path, "the JSON schema of an object")
-        told = {"description": "", **function, "parameters": schema}
         given = {"type": "function", "function": told}
         found.append(RequestedTool(name, given, {"type": "object", **schema}, bool(strict), path))
     return found
