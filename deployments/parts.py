@@ -20,7 +20,7 @@ from deployments.environment import gpus_here
 from deployments.replica.deployment import EngineReplica, ReplicaSettings
 from deployments.replica.sleep import SleepSettings
 from deployments.router.admission.fair_queue import AdmissionLimits
-from deployments.router.dispatcher import DispatchLimits
+from deployments.router.admission.limits import DispatchLimits
 from deployments.router.models.served import ServedModel
 from deployments.scaling import policy as autoscaling
 from deployments.transport.channel import ChannelLimits

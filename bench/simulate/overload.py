@@ -20,7 +20,8 @@ from deployments.backend import GenerationRequest, ModelCard
 from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
 from deployments.router.admission.fair_queue import AdmissionLimits
-from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.admission.limits import DispatchLimits
+from deployments.router.dispatcher import Dispatcher
 from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig
 from engine.errors import Overloaded
@@ -176,7 +177,7 @@ async def _run(
     await service.start()
     loop, dice, found = asyncio.get_running_loop(), Random(1), Found()
     for number, router in enumerate(service.routers):
-        router.seed(1 + number)
+        router.random.seed(1 + number)
     found.began = loop.time()
     end = found.began + seconds
     tasks: set[asyncio.Task[None]] = set()

@@ -61,4 +61,4 @@ class DeltaDelivery:
         choice.suspicion.passes()
         choice.inflight.trace.moves(client.replica, "its engine lives", time.monotonic())
         if not choice.inflight.paused:
-            self._placement.place([choice], [client.replica] if client.available else None)
+            self._placement.place([choice], [client.replica] if client.state.available else None)

@@ -13,9 +13,8 @@ No Ray and no HTTP here: replicas come through `set_replicas`, requests through 
 """
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -23,11 +22,11 @@ from deployments.adapters.record_store import AdapterRecordStore
 from deployments.adapters.registry import AdapterRegistry, AdapterSettings
 from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard, RecalledChoice
 from deployments.checkpoints.resolve import ModelIdentity
-from deployments.observe.metrics import MetricFamily, RouterMetrics, families
+from deployments.observe.metrics import RouterMetrics
 from deployments.router.adapters.calls import AdapterCalls
 from deployments.router.adapters.stale import StaleAdapters
-from deployments.router.admission.fair_queue import AdmissionLimits
-from deployments.router.admission.request_queue import RequestQueue, RequestQueueLimits
+from deployments.router.admission.limits import DispatchLimits
+from deployments.router.admission.request_queue import RequestQueue
 from deployments.router.admission.waking import Waking
 from deployments.router.delta_delivery import DeltaDelivery
 from deployments.router.failover.displaced import DisplacedChoices
@@ -39,31 +38,15 @@ from deployments.router.load import RouterLoad
 from deployments.router.model_cards import ModelCards
 from deployments.router.placement import Placement
 from deployments.router.replicas.replica_calls import ReplicaCalls
-from deployments.router.replicas.replica_client import ReplicaClient, ReplicaEndpoint
+from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.router.replicas.replica_clients import ReplicaClients
 from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import Fleet
-from deployments.transport.channel import ChannelLimits, FromReplica, Recalled
 from engine.errors import MantaError, Overloaded
-from engine.messages import AdapterAnswer, Failed
+from engine.messages import StepFrame
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchLimits:
-    """wait_seconds: how long a request waits for a replica at most. in_flight: requests at most.
-    waiting: choices that may wait while no replica is ready. losses: replicas, killed from outside,
-    that a request may lose in a row without a token from any. admission: while replicas are
-    ready."""
-
-    wait_seconds: float = 30.0
-    in_flight: int = 4096
-    waiting: int = 1024
-    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
-    losses: int = 1
-    channel: ChannelLimits = field(default_factory=ChannelLimits)
 
 
 class Dispatcher:
@@ -86,27 +69,35 @@ class Dispatcher:
         self._tokenizer = tokenizer
         self._limits = limits
         self.name = name
-        self._clients = ReplicaClients(
-            self._connect, "" if identity is None else identity.tokenizer
-        )
         self._fleet = Fleet()
+        self._replica_calls = ReplicaCalls()
+        connect = partial(
+            ReplicaClient,
+            limits=limits.channel,
+            router=name,
+            fleet=self._fleet,
+            on_open=self._on_open,
+            on_frame=self._on_frame,
+            on_answer=self._replica_calls.answered,
+            on_lost=self._on_lost,
+        )
+        self._clients = ReplicaClients(connect, "" if identity is None else identity.tokenizer)
         self.requests = RequestsInFlight(name)
         self._events = ReplicaEvents()
-        self._random = Random()
+        self.random = Random()  # of routing and admission
         self.on_models: Callable[[], None] = lambda: None  # `models` has changed
         self._draining = False
         self.waking = waking or Waking()
-        self._replica_calls = ReplicaCalls()
         calls = self._adapter_calls = AdapterCalls(
             self._replica_calls,
             self._clients,
             self._fleet,
-            self._random,
+            self.random,
             limits.wait_seconds,
             self.wake,
         )
         self.adapters = AdapterRegistry(
-            adapters or AdapterSettings(card.id), calls, lambda: self._set_models(), record_store
+            adapters or AdapterSettings(card.id), calls, self._set_models, record_store
         )
         self._set_models()
         self._displaced = DisplacedChoices(limits.wait_seconds, self.wake)
@@ -115,7 +106,7 @@ class Dispatcher:
             self._fleet,
             self._displaced,
             self.metrics,
-            self._random,
+            self.random,
             lambda: self._cards.base.max_model_len,
         )
         self._losses = ReplicaLosses(
@@ -124,10 +115,10 @@ class Dispatcher:
         self._stale = StaleAdapters(self.adapters, self._placement.place_again)
         self._delivery = DeltaDelivery(self._fleet, self._placement, self._losses, self._stale)
         self._queue = RequestQueue(
-            RequestQueueLimits(limits.wait_seconds, limits.waiting, limits.admission),
+            limits,
             self._fleet,
             self.requests,
-            self._random.random,
+            self.random.random,
             lambda: self._cards.base.max_model_len,
             self._placement.begin,
             self.waking.seconds,
@@ -176,9 +167,6 @@ class Dispatcher:
             self._placement.bring_back,
         )
         self.requests.add(inflight)
-        self.metrics.prompt_tokens.add(len(request.token_ids))
-        if not request.params.pooled:
-            self.metrics.prompt_size.observe(len(request.token_ids))
         self._queue.enter(inflight, now=now)
         return inflight
 
@@ -188,9 +176,7 @@ class Dispatcher:
         streams: Sequence[str],
         enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
-        return await recall(
-            self._replica_calls, lambda: set(self._clients.everywhere()), streams, enough
-        )
+        return await recall(self._replica_calls, self._clients.everywhere, streams, enough)
 
     def state(self) -> BackendState:
         return BackendState(
@@ -219,17 +205,12 @@ class Dispatcher:
 
     def ready(self) -> bool:
         """Whether requests are taken: a model that sleeps takes them, too."""
-        return not self._draining and (self.awake() or self.waking.wakes_for_requests)
-
-    def awake(self) -> bool:
-        """Whether a replica can take requests."""
-        return any(client.available for client in self._clients.values())
+        return not self._draining and (self._queue.ready() or self.waking.wakes_for_requests)
 
     def status(self) -> str:
         """ready; sleeping: the next request wakes it; starting."""
-        if self.awake():
-            available = (each for each in self._clients.values() if each.available)
-            return "sleeping" if all(each.state.stats.asleep for each in available) else "ready"
+        if available := self._fleet.available():
+            return "sleeping" if all(each.stats.asleep for each in available) else "ready"
         return "sleeping" if self.waking.sleeping else "starting"
 
     def wake(self) -> None:
@@ -243,30 +224,10 @@ class Dispatcher:
 
     # -- for the router
 
-    def seed(self, seed: int) -> None:
-        """Seed the random choices, for simulations."""
-        self._random.seed(seed)
-
     def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
         """These are the running replicas, id -> what each published."""
         self._clients.replace(replicas)
         self.waking.replicas(len(self._clients))
-
-    def _connect(self, replica: str, endpoint: ReplicaEndpoint) -> ReplicaClient:
-        return ReplicaClient(
-            replica,
-            endpoint,
-            self._limits.channel,
-            self.name,
-            self._fleet,
-            on_open=self._on_open,
-            on_frame=self._on_frame,
-            on_lost=self._on_lost,
-        )
-
-    def figures(self) -> Iterator[MetricFamily]:
-        """What it has counted, for /metrics and Ray's exporter."""
-        return families(self.metrics, self.state())
 
     def refuse_new(self) -> None:
         """Refuse new requests; those in flight go on."""
@@ -298,18 +259,8 @@ class Dispatcher:
         self._placement.place_displaced()
         self._queue.fill()
 
-    def _on_frame(self, client: ReplicaClient, message: FromReplica) -> None:
-        if isinstance(message, AdapterAnswer | Recalled):
-            self._replica_calls.answered(message)
-            return
-        if isinstance(message, Failed):
-            assert client.connection is not None
-            client.failed = message
-            client.connection.close(f"{message.code}: {message.message}")
-            return
-        now = time.monotonic()
-        client.observe(message, now)
-        self._delivery.take(client, message, now)
+    def _on_frame(self, client: ReplicaClient, frame: StepFrame, now: float) -> None:
+        self._delivery.take(client, frame, now)
         self._queue.news(client.state)
 
     def _on_lost(self, client: ReplicaClient, lost: list[InflightChoice], reason: str) -> None:

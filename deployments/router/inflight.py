@@ -139,6 +139,9 @@ class InflightRequest:
         self._queue_s = 0.0
         self._open = sum(not choice.done for choice in self.choices)
         self._metrics = metrics
+        metrics.prompt_tokens.add(len(request.token_ids))
+        if not request.params.pooled:
+            metrics.prompt_size.observe(len(request.token_ids))
         self._on_end = on_end
         self._on_abort = on_abort
         self._on_resume = on_resume

@@ -108,6 +108,7 @@ class Fleet:
         if row < 0:
             return
         self._forget_caches(replica)
+        replica.open = False
         replica.row = -1
         del self.replicas[replica.name]
         self.rows[row] = None

@@ -87,7 +87,8 @@ async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     from deployments.api.options import ApiOptions
     from deployments.backend import ModelCard
     from deployments.observe.metrics import render
-    from deployments.router.dispatcher import Dispatcher, DispatchLimits
+    from deployments.router.admission.limits import DispatchLimits
+    from deployments.router.dispatcher import Dispatcher
     from deployments.router.live.application_view import ApplicationView
     from deployments.router.models.front import ModelFront
     from tests.deployments.fake_backend import tiny_tokenizer

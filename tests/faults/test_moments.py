@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from deployments.router.dispatcher import DispatchLimits
+from deployments.router.admission.limits import DispatchLimits
 from tests.deployments.router.fleet import FAST, PROMPT, Fleet, read, text
 
 TOKENS = 24

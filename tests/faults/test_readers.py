@@ -16,7 +16,7 @@ import uvicorn
 from deployments.api.app import Api, build_asgi
 from deployments.api.http.uvicorn_hooks import HttpProtocol
 from deployments.api.options import ApiOptions
-from deployments.router.dispatcher import DispatchLimits
+from deployments.router.admission.limits import DispatchLimits
 from deployments.router.inflight import UNREAD_BYTES
 from engine.errors import MantaError
 from tests.deployments.fake_backend import tiny_tokenizer

@@ -5,16 +5,11 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from deployments.backend import GenerationRequest
-from deployments.router.admission.fair_queue import (
-    AdmissionLimits,
-    Capacity,
-    FairQueue,
-    OutputEstimate,
-    Ticket,
-)
+from deployments.router.admission.fair_queue import Capacity, FairQueue, OutputEstimate, Ticket
+from deployments.router.admission.limits import DispatchLimits
 from deployments.router.admission.waking import UNKNOWN
 from deployments.router.inflight import InflightRequest
 from deployments.routing.fleet import Fleet
@@ -24,16 +19,6 @@ from engine.errors import MantaError, Overloaded
 _CAPACITY_SECONDS = 0.05  # how long a sum over the replicas' figures is good for
 
 
-@dataclass(frozen=True, slots=True)
-class RequestQueueLimits:
-    """wait_seconds: how long a request waits at most. waiting: choices that may wait while no
-    replica is ready."""
-
-    wait_seconds: float = 30.0
-    waiting: int = 1024
-    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
-
-
 class RequestQueue:
     """fleet: the router's replicas. requests: all in flight. max_len: tokens of the longest one.
     send(inflight, replicas): gives a request to one of these replicas, which have room. retry: the
@@ -41,7 +26,7 @@ class RequestQueue:
 
     def __init__(
         self,
-        limits: RequestQueueLimits,
+        limits: DispatchLimits,
         fleet: Fleet,
         requests: Collection[InflightRequest],
         random: Callable[[], float],

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from deployments.backend import RecalledChoice
 from deployments.router.replicas.replica_calls import ReplicaCalls
@@ -15,7 +15,7 @@ _LOOK = 0.02  # seconds between looks for replicas that were not there yet
 
 async def recall(
     calls: ReplicaCalls,
-    clients: Callable[[], Collection[ReplicaClient]],
+    clients: Callable[[], Iterable[ReplicaClient]],
     streams: Sequence[str],
     enough: Callable[[list[RecalledChoice]], bool],
 ) -> list[RecalledChoice]:

@@ -11,7 +11,7 @@ from typing import Any
 from deployments.adapters.record_store import AdapterRecord
 from deployments.adapters.registry import AdapterRegistry
 from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard, RecalledChoice
-from deployments.observe.metrics import MetricFamily, RouterMetrics, of_model
+from deployments.observe.metrics import MetricFamily, RouterMetrics, families, of_model
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
 from engine.errors import AdapterError, InvalidRequest, Overloaded
@@ -147,7 +147,7 @@ class ModelFront:
     def figures(self) -> Iterator[MetricFamily]:
         """What it has counted, for /metrics and Ray's exporter."""
         for model, dispatcher in self.dispatchers.items():
-            figures = dispatcher.figures()
+            figures = families(dispatcher.metrics, dispatcher.state())
             yield from figures if not self.several else of_model(figures, model)
         if self.several:
             yield from self.metrics.of_no_model()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deployments.adapters.registry import AdapterSettings
-from deployments.router.dispatcher import DispatchLimits
+from deployments.router.admission.limits import DispatchLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 from deployments.router.inflight import InflightChoice
 from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import unpack_hashes
-from deployments.transport.channel import ChannelLimits, FromReplica, RouterEnd
-from engine.messages import Failed, StepFrame
+from deployments.transport.channel import ChannelLimits, FromReplica, Recalled, RouterEnd
+from engine.messages import AdapterAnswer, Failed, StepFrame
 
 logger = logging.getLogger("manta.router")
 
@@ -60,19 +60,21 @@ class ReplicaEndpoint:
 
 
 class ReplicaClient:
-    """on_open(client), on_frame(client, message) and on_lost(client, choices, reason) are called on
-    the loop. state: what is known of the replica; it is in `fleet` until this client is retired."""
+    """on_open(client), on_frame(client, frame, now), on_answer(message), on_lost(client, choices,
+    reason) are called on the loop. now: monotonic seconds. state: what is known of the replica; it
+    is in `fleet` until this client is retired."""
 
     def __init__(
         self,
         replica: str,
         endpoint: ReplicaEndpoint,
+        *,
         limits: ChannelLimits,
         router: str,
         fleet: Fleet,
-        *,
         on_open: Callable[["ReplicaClient"], None],
-        on_frame: Callable[["ReplicaClient", FromReplica], None],
+        on_frame: Callable[["ReplicaClient", StepFrame, float], None],
+        on_answer: Callable[[AdapterAnswer | Recalled], None],
         on_lost: Callable[["ReplicaClient", list[InflightChoice], str], None],
     ) -> None:
         self.replica = replica
@@ -86,6 +88,7 @@ class ReplicaClient:
         self._router = router
         self._on_open = on_open
         self._on_frame = on_frame
+        self._on_answer = on_answer
         self._on_lost = on_lost
         self._fleet = fleet
         self.state = fleet.add(
@@ -98,15 +101,20 @@ class ReplicaClient:
         self._ended = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())
 
-    @property
-    def available(self) -> bool:
-        return self.connection is not None and not self.retired and self.state.available
-
-    def observe(self, frame: StepFrame, now: float) -> None:
-        """Note what a frame says of the replica. now: monotonic seconds."""
-        self._fleet.observe(self.state, frame.stats, frame.taken, now)
-        if frame.prefix_hashes:
-            self._fleet.add_prefix(self.state, unpack_hashes(frame.prefix_hashes))
+    def receive(self, message: FromReplica) -> None:
+        """Note what it says of the replica, and pass on what it says of requests."""
+        if isinstance(message, StepFrame):
+            now = time.monotonic()
+            self._fleet.observe(self.state, message.stats, message.taken, now)
+            if message.prefix_hashes:
+                self._fleet.add_prefix(self.state, unpack_hashes(message.prefix_hashes))
+            self._on_frame(self, message, now)
+        elif isinstance(message, Failed):
+            assert self.connection is not None
+            self.failed = message
+            self.connection.close(f"{message.code}: {message.message}")
+        else:
+            self._on_answer(message)
 
     def forget(self, choice: InflightChoice) -> None:
         """The choice ended or moved. A retired client closes with its last choice."""
@@ -160,7 +168,7 @@ class ReplicaClient:
             self._limits,
             self._router,
             on_open=self._opened,
-            on_frame=lambda _, message: self._on_frame(self, message),
+            on_frame=lambda _, message: self.receive(message),
             on_close=self._closed,
         )
 

@@ -389,7 +389,8 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
 
     async def case():
         from deployments.backend import GenerationRequest, ModelCard
-        from deployments.router.dispatcher import Dispatcher, DispatchLimits
+        from deployments.router.admission.limits import DispatchLimits
+        from deployments.router.dispatcher import Dispatcher
         from deployments.router.replicas.replica_client import ReplicaClient, ReplicaEndpoint
 
         rounds, size = 300, 64
@@ -438,11 +439,12 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
         client = ReplicaClient(
             "r0",
             ReplicaEndpoint("127.0.0.1", 1, "00", 10**6, 1000, (2,), 2048),
-            FAST,
-            "r",
-            dispatcher._fleet,
+            limits=FAST,
+            router="r",
+            fleet=dispatcher._fleet,
             on_open=lambda _: None,
             on_frame=dispatcher._on_frame,
+            on_answer=lambda _: None,
             on_lost=lambda *_: None,
         )
         client.retired = True

@@ -12,7 +12,8 @@ import pytest
 from deployments.adapters.record_store import AdapterRecord
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.admission.request_queue import RequestQueue, RequestQueueLimits
+from deployments.router.admission.limits import DispatchLimits
+from deployments.router.admission.request_queue import RequestQueue
 from deployments.router.failover.displaced import DisplacedChoices
 from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.inflight import InflightRequest
@@ -218,7 +219,7 @@ async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_
     state = parts.clients["a"].state
     sent: list[InflightRequest] = []
     queue = RequestQueue(
-        RequestQueueLimits(),
+        DispatchLimits(),
         parts.fleet,
         parts.all_inflight,
         Random(1).random,
@@ -288,9 +289,9 @@ async def test_load_counts_what_arrives_and_what_waits(monkeypatch):
     clock[0] += 1.0
     assert load.stats()["prompt_rate"] == 0.0, "before there was a call to compare with"
     inflight = parts.inflight()
-    parts.metrics.prompt_tokens.add(1000)
+    parts.metrics.prompt_tokens.add(990)  # beside those of this one
     parts.metrics.cached_tokens.add(400)
-    for _ in range(4):
+    for _ in range(3):
         parts.metrics.prompt_size.observe(250)
     clock[0] += 2.0
     assert load.stats() == {

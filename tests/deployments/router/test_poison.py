@@ -9,7 +9,8 @@ from deployments.replica.adapters import SubmittedRequest
 from deployments.replica.server import ReplicaServer
 from deployments.replica.suspect_queue import SuspectQueue
 from deployments.replica.watchdog import StallLimits
-from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.admission.limits import DispatchLimits
+from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
 from deployments.router.poison import LONG_PROBATION, PROBATION, PROOF, Suspicion
 from deployments.transport.channel import Submit

@@ -13,7 +13,7 @@ from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.dispatcher import DispatchLimits
+from deployments.router.admission.limits import DispatchLimits
 from deployments.router.inflight import InflightRequest
 from deployments.transport.channel import ChannelLimits
 from engine.errors import MantaError, Overloaded
@@ -463,7 +463,7 @@ def test_a_silent_replica_is_noticed_by_the_missing_beats():
 
     async def case():
         async with Fleet(2) as fleet:
-            all_inflight = [fleet.generate(max_tokens=500) for _ in range(4)]
+            all_inflight = [fleet.generate(max_tokens=100) for _ in range(4)]
             await until(lambda: min(fleet.load().values()) == 2)
             fleet.engines["r0"].stuck = True
             for end in fleet.replica_servers["r0"]._routers.values():

@@ -20,7 +20,8 @@ from deployments.cli.target import engine_config
 from deployments.config.load import load_config, parse_config
 from deployments.neighbours import check, left_out
 from deployments.observe.metrics import render
-from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.admission.limits import DispatchLimits
+from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.front import ModelFront
 from engine.errors import AdapterError, ConfigError, InvalidRequest, MantaError, Overloaded
 from engine.sampling_params import SamplingParams

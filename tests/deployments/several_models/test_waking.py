@@ -9,8 +9,9 @@ from deployments.backend import GenerationRequest, ModelCard
 from deployments.config.load import parse_config
 from deployments.parts import served_model
 from deployments.router.admission import waking as waking_module
+from deployments.router.admission.limits import DispatchLimits
 from deployments.router.admission.waking import UNKNOWN, Waking
-from deployments.router.dispatcher import Dispatcher, DispatchLimits
+from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.front import ModelFront
 from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
