@@ -16,20 +16,6 @@ TECHNIQUES = {
     "multi-adapter-batches": "all adapters in one step, against one adapter a step",
 }
 
-# Result files up to 2026-11-21 call the techniques by numbers.
-_NUMBERED = {
-    "W4": "paged-kv-under-load",
-    "W5": "paged-kv-and-admission",
-    "W6": "admission",
-    "W7": "fusion",
-    "W12": "continuous-batching",
-    "W13": "detokenization",
-    "W14": "int8-weights",
-    "W15": "ragged-prefill",
-    "W16": "paged-kv-capacity",
-    "W20": "multi-adapter-batches",
-}
-
 
 @dataclass(frozen=True)
 class AblationRow:
@@ -71,12 +57,6 @@ class AblationRow:
             how,
             note,
         )
-
-    @classmethod
-    def from_line(cls, line: dict[str, Any]) -> "AblationRow":
-        """A row of a result file."""
-        name, _, rest = line["case"].partition(" ")
-        return cls(**{**line, "case": f"{_NUMBERED.get(name, name)} {rest}"})
 
     @property
     def technique(self) -> str:

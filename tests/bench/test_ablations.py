@@ -71,7 +71,7 @@ def test_table() -> None:
 def test_the_committed_file_is_read_by_technique() -> None:
     """A renamed technique orphans the committed figures, which the docs quote."""
     (path,) = RESULTS.glob("ablations-2026-11-21.json")
-    rows = [AblationRow.from_line(line) for line in json.loads(path.read_text())["rows"]]
+    rows = [AblationRow(**line) for line in json.loads(path.read_text())["rows"]]
     assert {row.technique for row in rows} == TECHNIQUES.keys()
     page = PERFORMANCE.read_text().replace(",", "")
     assert all(line.replace(",", "") in page for line in table(rows).splitlines()[2:])
