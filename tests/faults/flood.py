@@ -25,7 +25,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.report.result_file import write
 from deployments.checkpoints.resolve import resolve_model
 from tests.deployments.on_ray.live import NAME, REPLICAS, Live, live_server
 from tests.faults.abuse.report import Report, percentile
@@ -201,22 +200,14 @@ def main() -> int:
         if options.engines_alone:
             leave_to_engines(live, others)
         asyncio.run(flood(live, report, options))
-    wrong = report.wrong()
-    if options.out:
-        config = {
-            **{name: value for name, value in vars(options).items() if name != "out"},
-            "routers": 2,
-            "promise": WAIT,
-            "replicas": REPLICAS,
-            "cores of the server": len(others),
-            "load_average": round(os.getloadavg()[1], 1),
-            "verdict": wrong,
-        }
-        write(options.out, "faults-flood", config, report.rows, report.lines)
-    for row in report.rows:
-        print(f"{row['case']:52} {row['value']:10} {row['unit']}")
-    print("; ".join(wrong) or "as it must be")
-    return int(bool(wrong))
+    config = {
+        **{name: value for name, value in vars(options).items() if name != "out"},
+        "routers": 2,
+        "promise": WAIT,
+        "replicas": REPLICAS,
+        "cores of the server": len(others),
+    }
+    return report.finish(options.out, "faults-flood", **config)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ bound. A figure of a machine that is busy with something else means nothing.
 import argparse
 import asyncio
 import json
-import os
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import write
 from deployments.checkpoints.resolve import resolve_model
 from tests.deployments.on_ray.live import NAME, Live, live_server
 from tests.faults.abuse.report import Report
@@ -120,20 +118,9 @@ def main() -> int:
     engine = {"dtype": "bfloat16", "num_threads": 1}
     with live_server(Path(model), engine=engine) as live:
         asyncio.run(run(live, report))
-    wrong = report.wrong()
-    if options.out:
-        config = {
-            "replicas": 2,
-            "streams": STREAMS,
-            "engine": engine,
-            "load_average": round(os.getloadavg()[1], 1),
-            "verdict": wrong,
-        }
-        write(options.out, "faults-neighbours", config, report.rows, report.lines)
-    for row in report.rows:
-        print(f"{row['case']:70} {row['value']:8} {row['unit']}")
-    print("; ".join(wrong) or "as it must be")
-    return int(bool(wrong))
+    return report.finish(
+        options.out, "faults-neighbours", replicas=2, streams=STREAMS, engine=engine
+    )
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ figure is out of its bounds.
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
-from bench.report.result_file import write
 from tests.deployments.on_ray.live import Live, live_server
 from tests.deployments.on_ray.serve_cluster import tiny_model
 from tests.faults.abuse.disconnects import disconnects, freed
@@ -61,22 +59,16 @@ def main() -> int:
             asyncio.run(patience(live))
         with live_server(model, fake=True, http=http, engine={"max_num_seqs": FEW}) as live:
             asyncio.run(overload(live, report, 2 * FEW, options.overload_seconds, headers))
-    wrong = report.wrong()
-    config = {
-        "routers": 2,
-        "replicas": 2,
-        "engine": f"counts, {STEP} s a step, {ROWS} rows, {FEW} for the overload",
-        "edge": "haproxy",
-        "reader_seconds": options.reader_seconds,
-        "overload_seconds": options.overload_seconds,
-        "load_average": round(os.getloadavg()[1], 1),
-        "verdict": wrong,
-    }
-    write(options.out, "faults-abuse", config, report.rows, report.lines)
-    for row in report.rows:
-        print(f"{row['case']:52} {row['value']:10} {row['unit']}")
-    print("; ".join(wrong) or "as it must be")
-    return int(bool(wrong))
+    return report.finish(
+        options.out,
+        "faults-abuse",
+        routers=2,
+        replicas=2,
+        engine=f"counts, {STEP} s a step, {ROWS} rows, {FEW} for the overload",
+        edge="haproxy",
+        reader_seconds=options.reader_seconds,
+        overload_seconds=options.overload_seconds,
+    )
 
 
 if __name__ == "__main__":

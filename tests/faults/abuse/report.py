@@ -1,13 +1,16 @@
 """What the faults share: what is asked, figures with their bounds, and what is left behind."""
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from bench.report.result_file import write
 from tests.deployments.on_ray.live import NAME, Live, grown, holdings, quiet, resident_mib
 
 PATH = "/v1/completions"
@@ -35,6 +38,17 @@ class Report:
             for row in self.rows
             if row["value"] > row.get("most", float("inf")) or row["value"] < row.get("least", 0)
         ]
+
+    def finish(self, out: Path | None, name: str, **config: Any) -> int:
+        """Print the figures, and write them where there is a folder for them. The exit status."""
+        wrong = self.wrong()
+        if out:
+            config |= {"load_average": round(os.getloadavg()[1], 1), "verdict": wrong}
+            write(out, name, config, self.rows, self.lines)
+        for row in self.rows:
+            print(f"{row['case']:70} {row['value']:10} {row['unit']}")
+        print("; ".join(wrong) or "as it must be")
+        return int(bool(wrong))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
