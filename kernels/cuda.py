@@ -270,6 +270,20 @@ class Cuda(Kernels):
         _count(meta)
         return delta_rule_cuda.gated_delta(x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC)
 
+    def kimi_delta(
+        self,
+        x: Tensor,
+        z: Tensor,
+        a: Tensor,
+        b: Tensor,
+        heads: DeltaHeads,
+        tail: Tensor,
+        state: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        _count(meta)
+        return delta_rule_cuda.kimi_delta(x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC)
+
     def causal_conv(
         self, x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
     ) -> Tensor:

@@ -363,6 +363,24 @@ class Kernels:
         normed = self.rms_norm(found, heads.norm, heads.eps).flatten(1)
         return normed.mul_(silu(z.float())).to(x.dtype)
 
+    def kimi_delta(
+        self,
+        x: Tensor,
+        z: Tensor,  # [num_tokens, value_heads * value_size]: results are multiplied by its sigmoid
+        a: Tensor,  # [num_tokens, value_heads * key_size]: decay is exp(-exp(A_log)
+        # softplus(a + dt_bias)), of each element of a key
+        b: Tensor,
+        heads: DeltaHeads,  # by_key
+        tail: Tensor,
+        state: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """Kimi Delta Attention (arXiv 2510.26692): gated_delta whose states decay row by row, and
+        whose results are multiplied by sigmoids. What is not said is as there."""
+        found = delta_rule(x, a, b, heads, tail, state, meta)
+        normed = self.rms_norm(found, heads.norm, heads.eps).flatten(1)
+        return normed.mul_(z.float().sigmoid()).to(x.dtype)
+
     def causal_conv(
         self,
         x: Tensor,  # [num_tokens, channels]

@@ -19,7 +19,7 @@ from engine.architectures.dense import (
     remote,
 )
 from engine.architectures.gguf import GGUFS, Gguf, Metadata
-from engine.architectures.mixtures import dbrx, deepseek, families, llama4, longcat, mimo
+from engine.architectures.mixtures import dbrx, deepseek, families, laguna, llama4, longcat, mimo
 from engine.architectures.record import (
     Architecture,
     CheckpointTensor,
@@ -32,6 +32,7 @@ from engine.architectures.record import (
 from engine.architectures.recurrent import (
     falcon_h1,
     jamba,
+    kimi,
     lfm2,
     mamba2,
     nemotron_h,
@@ -69,6 +70,7 @@ _MODULES = (
     llama4,
     dbrx,
     deepseek,
+    laguna,
     longcat,
     mimo,
     qwen_next,
@@ -78,6 +80,7 @@ _MODULES = (
     nemotron_h,
     olmo_hybrid,
     jamba,
+    kimi,
     latent,
     gemma4,
     encoders,

@@ -53,7 +53,12 @@ ONE_KEY_HEAD: Mapping[str, Read] = {
 def latent_attention(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """All layers. Yarn's mscale_all_dim is a factor of the scores, twice."""
+    """All layers."""
+    return alike(config, latent_layer(config, plain), layers)
+
+
+def latent_layer(config: Reader, plain: "LayerAttention") -> "LayerAttention":
+    """One layer. Yarn's mscale_all_dim is a factor of the scores, twice."""
     heads = config.size("num_attention_heads")
     latent = Latent(
         config.size("kv_lora_rank"),
@@ -64,7 +69,7 @@ def latent_attention(
         config.flag("rope_interleave", True),
     )
     scale = (latent.nope + latent.rope) ** -0.5 * _mscale(config) ** 2
-    return alike(config, replace(plain, latent=latent, scale=scale), layers)
+    return replace(plain, latent=latent, scale=scale)
 
 
 def _mscale(config: Reader) -> float:
@@ -87,9 +92,7 @@ def _last_halves(latent: Latent, before: int, heads: int) -> "NDArray[np.int64]"
 
 
 def _of(model: "ModelConfig") -> Latent:
-    latent = model.attention[0].latent
-    assert latent is not None
-    return latent
+    return next(layer.latent for layer in model.attention if layer.latent is not None)
 
 
 def _queries(model: "ModelConfig") -> "NDArray[np.int64]":

@@ -14,8 +14,6 @@ REFUSED: Mapping[str, str] = {
     "GlmMoeDsaForCausalLM": _INDEXER,
     "MistralLarge3ForCausalLM": "it is stored in Mistral's own layout (params.json), which is not "
     "read here",
-    "KimiLinearForCausalLM": "its delta rule lets each element of a key decay on its own (KDA), "
-    "which is not computed here",
     "MambaForCausalLM": _NO_KEYS,
     "FalconMambaForCausalLM": _NO_KEYS,
     "Mamba2ForCausalLM": _NO_KEYS,

@@ -67,6 +67,8 @@ class LayerAttention:
     latent: its keys and values are of latents, of which the cache has one "head" a token, and no
         values beside it; head_dim is that head's.
     gated: what was attended is multiplied by the sigmoid of a product of the layer's input.
+    softplus_gates: it is multiplied by the softplus of another one, of so many elements a head: 1,
+        or head_dim; 0 = it is not.
     attended_scale: it is multiplied by this number.
     mixer: it keeps a state of the request. attends: it keeps keys and values; without, what is
         above means nothing to it. Where it does both, both are added up. Where it does neither,
@@ -91,6 +93,7 @@ class LayerAttention:
     bidirectional: bool = False
     latent: Latent | None = None
     gated: bool = False
+    softplus_gates: int = 0
     attended_scale: float = 1.0
     value_size: int = 0
     mixer: Mixer | None = None

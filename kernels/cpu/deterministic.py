@@ -210,6 +210,22 @@ class Deterministic(PlannedByFirstLayer):
             meta, (x, z, a, b), lambda own, part: step(*own, heads, tail, state, part)
         )
 
+    def kimi_delta(
+        self,
+        x: Tensor,
+        z: Tensor,
+        a: Tensor,
+        b: Tensor,
+        heads: DeltaHeads,
+        tail: Tensor,
+        state: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        step = super().kimi_delta
+        return self._token_by_token(
+            meta, (x, z, a, b), lambda own, part: step(*own, heads, tail, state, part)
+        )
+
     def causal_conv(
         self, x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
     ) -> Tensor:

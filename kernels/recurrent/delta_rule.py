@@ -1,5 +1,6 @@
 """Gated DeltaNet in plain torch (arXiv 2412.06464), as `kernels.reference.Kernels.gated_delta` says
-it but for the norm of results: the oracle of every back end.
+it but for the norm of results: the oracle of every back end. Kimi Delta Attention (arXiv
+2510.26692) is the same with a decay for each element of a key: `Kernels.kimi_delta`.
 
 A head's state is a matrix from keys to values. Each token lets it decay, and puts right what it
 gives for the token's key. Tokens of one request follow each other; decodes of several are one
@@ -17,6 +18,7 @@ from kernels.metadata import AttentionMeta
 from kernels.recurrent.convolution import causal_conv, chunks_of, decoded
 
 CHUNK = 64
+CHUNK_BY_KEY = 16  # whose pairs of tokens have a decay for each element of a key
 _EPS = 1e-6  # of the length that queries and keys are divided by
 
 
@@ -24,7 +26,9 @@ _EPS = 1e-6  # of the length that queries and keys are divided by
 class DeltaHeads:
     """key_heads of key_size elements, for queries too; value_heads of value_size, several of which
     share a key head. conv [channels, taps] float32: of queries, keys and values, in this order.
-    decay, bias [value_heads] float32: A_log and dt_bias. norm [value_size] float32, eps: of each
+    decay [value_heads], bias [value_heads, or value_heads * key_size] float32: A_log and dt_bias.
+    by_key: each element of a key decays on its own, and has a bias; value heads are as many as key
+    heads. norm [value_size] float32, eps: of each
     head's results. most: of what is wrong, the part that a correction may be."""
 
     key_heads: int
@@ -37,17 +41,20 @@ class DeltaHeads:
     norm: Tensor
     eps: float
     most: float = 1.0
+    by_key: bool = False
 
 
 def delta_rule(
     x: Tensor, a: Tensor, b: Tensor, heads: DeltaHeads, tail: Tensor, state: Tensor,
     meta: AttentionMeta,
 ) -> Tensor:  # fmt: skip
-    """`Kernels.gated_delta` before its norm: [num_tokens, value_heads, value_size] float32."""
+    """`Kernels.gated_delta`, or kimi_delta, before its norm: [num_tokens, value_heads, value_size]
+    float32."""
     mixed = silu(causal_conv(x, heads.conv, None, tail, meta))
     q, k, v = _heads(mixed, heads)
     out = torch.zeros_like(v)
-    log_decay = -heads.decay.exp() * softplus(a.float() + heads.bias)
+    step = softplus(a.float() + heads.bias).unflatten(1, (heads.value_heads, -1))
+    log_decay = -heads.decay.exp()[:, None] * step  # of a head, or of each element of its key
     beta = b.float().sigmoid().mul_(heads.most)
     count = meta.num_decodes
     if count:
@@ -57,13 +64,16 @@ def delta_rule(
         out[some] = _decode(q[some], k[some], v[some], log_decay[some], beta[some], own)
         state[meta.rows[:count]] = own
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-    g, weight = log_decay.t(), beta.t()
+    g, weight = log_decay.transpose(0, 1), beta.t()
+    rule, size = chunk_rule_by_key, CHUNK_BY_KEY
+    if not heads.by_key:
+        rule, size, g = chunk_rule, CHUNK, g[..., 0]
     for row, begin, end, begins in chunks_of(meta):
         if begins:
             state[row] = 0
-        for first in range(begin, end, CHUNK):
-            some = slice(first, min(first + CHUNK, end))
-            found, state[row] = chunk_rule(
+        for first in range(begin, end, size):
+            some = slice(first, min(first + size, end))
+            found, state[row] = rule(
                 q[:, some], k[:, some], v[:, some], g[:, some], weight[:, some], state[row]
             )
             out[some] = found.transpose(0, 1)
@@ -90,7 +100,7 @@ def _decode(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, own: Tensor
 ) -> Tensor:
     """A token of each of several requests; own, their states, are written over."""
-    own *= log_decay.exp()[..., None, None]
+    own *= log_decay.exp()[..., None]
     wrong = (v - (k[..., None, :] @ own)[..., 0, :]) * beta[..., None]
     own.addcmul_(k[..., None], wrong[..., None, :])
     return (q[..., None, :] @ own)[..., 0, :]
@@ -118,3 +128,23 @@ def chunk_rule(
     until = (total[:, -1:] - total).exp()[..., None]
     left = state * since[:, -1:] + (k * until).transpose(1, 2) @ corrections
     return read, left
+
+
+def chunk_rule_by_key(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As chunk_rule, of log_decay [heads, n, key_size]. What one token leaves for another is a sum
+    over the key's elements, each of which has decayed by less than all of it."""
+    total = log_decay.cumsum(1)
+    between = (total[:, :, None] - total[:, None, :]).clamp_(max=0.0).exp_()
+    left = between.mul_(k[:, None])  # of key j at the time of token i
+    weighed = k * beta[..., None]
+    overlap = (left @ weighed[..., None])[..., 0].tril_(-1)
+    since = total.exp()
+    wanted = torch.cat((v * beta[..., None], weighed * since), dim=-1)
+    solved = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
+    values, keys = solved.split((v.shape[2], k.shape[2]), dim=-1)
+    corrections = values - keys @ state
+    read = (q * since) @ state + (left @ q[..., None])[..., 0].tril_() @ corrections
+    until = k * (total[:, -1:] - total).exp()
+    return read, state * since[:, -1, :, None] + until.transpose(1, 2) @ corrections

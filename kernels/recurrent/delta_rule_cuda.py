@@ -4,7 +4,8 @@ Decodes: each program keeps a head's state in registers and walks the tokens of 
 decode has one. Convolution, gates, norms of queries and keys, norm and gate of the result and the
 next tail are made on the way: a decode step is one launch, which reads and writes each state once.
 Prompts go by chunks (`delta_chunks_cuda`), or are walked too where their numbers must not depend on
-the step: the entry alone decides what a walk computes, in which order.
+the step: the entry alone decides what a walk computes, in which order. Those of Kimi Delta
+Attention, whose decays are of each element of a key, are always walked.
 """
 
 from typing import NamedTuple
@@ -26,17 +27,17 @@ class WalkLaunch(NamedTuple):
     num_warps: int
 
 
-def walk_launch(programs: int, sms: int, values: int, deterministic: bool) -> WalkLaunch:
+def walk_launch(programs: int, sms: int, values: int, prompts: bool) -> WalkLaunch:
     """Decision rule; programs = entries * heads, values = the padded columns of a state. A few
     programs need all of their bytes in flight at once; many share a multiprocessor, where one reads
     while others write. A walk of many tokens keeps the whole state."""
-    if deterministic or programs <= 2 * sms:
+    if prompts or programs <= 2 * sms:
         return WalkLaunch(values, 16 if values >= 128 else 4)
     return WalkLaunch(min(32, values), 4)
 
 
 @triton.jit(
-    do_not_specialize=["x_stride", "z_stride", "gate_stride"],
+    do_not_specialize=["x_stride", "z_stride", "a_stride", "b_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
 )
 def _delta_kernel(
@@ -59,7 +60,8 @@ def _delta_kernel(
     eps,
     x_stride,
     z_stride,
-    gate_stride,  # of a and b
+    a_stride,
+    b_stride,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY: tl.constexpr,
@@ -71,6 +73,7 @@ def _delta_kernel(
     COLUMNS: tl.constexpr,  # of the state, at once
     PIECES: tl.constexpr,  # which the columns are
     ALL: tl.constexpr,  # entries, and padding; else decodes
+    BY_KEY: tl.constexpr,  # Kimi Delta Attention
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -111,7 +114,12 @@ def _delta_kernel(
     of_k = KEY_HEADS * KEY + of_q
     of_v = 2 * KEY_HEADS * KEY + head * VALUE + own
     rate = tl.exp(tl.load(decay + head))
-    shift = tl.load(bias + head)
+    of_decay = head
+    decay_mask = True
+    if BY_KEY:
+        of_decay = head * KEY + dims
+        decay_mask = key_mask
+    shift = tl.load(bias + of_decay, mask=decay_mask, other=0.0)
     for token in range(begin, end):
         ago = token - begin
         q = convolved(
@@ -124,8 +132,11 @@ def _delta_kernel(
         k = k * tl.sigmoid(k)
         q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * KEY**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-        step = softplus(tl.load(a + token * gate_stride + head).to(tl.float32) + shift)
-        beta = MOST * tl.sigmoid(tl.load(b + token * gate_stride + head).to(tl.float32))
+        step = tl.load(a + token * a_stride + of_decay, mask=decay_mask, other=0.0)
+        kept = tl.exp(-rate * softplus(step.to(tl.float32) + shift))
+        if BY_KEY:
+            kept = kept[:, None]
+        beta = MOST * tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
         found = tl.zeros([PIECES, COLUMNS], tl.float32)
         for piece in tl.static_range(PIECES):
             there = piece * COLUMNS + own < VALUE
@@ -139,7 +150,7 @@ def _delta_kernel(
             if PIECES > 1:
                 goes_on = tile_mask & (before + ago + tile * 0 > 0)
                 matrix = tl.load(at, mask=goes_on, other=0.0)
-            matrix = matrix * tl.exp(-rate * step)
+            matrix = matrix * kept
             wrong = (v - tl.sum(matrix * k[:, None], axis=0)) * beta
             matrix += k[:, None] * wrong[None, :]
             if PIECES > 1:
@@ -150,7 +161,10 @@ def _delta_kernel(
         found = found / tl.sqrt(mean + eps) * scale
         gate = tl.load(z + token * z_stride + head * VALUE + columns, mask=value_mask, other=0.0)
         gate = gate.to(tl.float32)
-        found = found * gate * tl.sigmoid(gate)
+        opened = tl.sigmoid(gate)
+        if not BY_KEY:
+            opened *= gate
+        found = found * opened
         into = out + (token * VALUE_HEADS + head) * VALUE + columns
         tl.store(into, found.to(out.dtype.element_ty), mask=value_mask)
     if PIECES == 1:
@@ -181,51 +195,88 @@ def gated_delta(
 
     deterministic: a token's result is the same bit by bit however its prompt is cut.
     """
-    assert a.stride(0) == b.stride(0) and meta.rows is not None and meta.counts is not None
-    num_tokens = x.shape[0]
-    out = x.new_empty(num_tokens, heads.value_heads * heads.value_size)
-    walked = meta.kv_len.shape[0] if deterministic else meta.num_decodes
-    if walked:
-        channels, taps = heads.conv.shape
-        keys = triton.next_power_of_2(heads.key_size)
-        values = triton.next_power_of_2(heads.value_size)
-        programs = walked * heads.value_heads
-        shape = walk_launch(programs, num_sms(x.device), values, deterministic)
-        _delta_kernel[(walked, heads.value_heads)](
-            x,
-            z,
-            a,
-            b,
-            heads.conv,
-            heads.decay,
-            heads.bias,
-            heads.norm,
-            tail,
-            state,
-            out,
-            tickets(x.device, programs),
-            meta.rows,
-            meta.query_start,
-            meta.kv_len,
-            meta.counts,
-            heads.eps,
-            x.stride(0),
-            z.stride(0),
-            a.stride(0),
-            KEY_HEADS=heads.key_heads,
-            VALUE_HEADS=heads.value_heads,
-            KEY=heads.key_size,
-            VALUE=heads.value_size,
-            CHANNELS=channels,
-            TAPS=taps,
-            MOST=heads.most,
-            KEYS=keys,
-            COLUMNS=shape.columns,
-            PIECES=values // shape.columns,
-            ALL=int(deterministic),
-            num_warps=shape.num_warps,
-            **pdl(x.device),
-        )
-    if not deterministic and num_tokens > meta.num_decodes:
+    assert a.stride(0) == b.stride(0)
+    out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
+    _walk(x, z, a, b, heads, tail, state, out, meta, deterministic)
+    if not deterministic and x.shape[0] > meta.num_decodes:
         delta_chunks(x, z, a, b, heads, tail, state, out, meta)
     return out
+
+
+def kimi_delta(
+    x: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    heads: DeltaHeads,
+    tail: Tensor,
+    state: Tensor,
+    meta: AttentionMeta,
+    deterministic: bool = False,
+) -> Tensor:
+    """See `kernels.reference.Kernels.kimi_delta`; x, z, a and b may have rows of any stride. Tokens
+    after the last entry's get zeros. deterministic: as in gated_delta."""
+    out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
+    prompts = deterministic or x.shape[0] > meta.num_decodes
+    _walk(x, z, a, b, heads, tail, state, out, meta, prompts)
+    return out
+
+
+def _walk(
+    x: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    heads: DeltaHeads,
+    tail: Tensor,
+    state: Tensor,
+    out: Tensor,
+    meta: AttentionMeta,
+    prompts: bool,  # too; padding gets zeros then
+) -> None:
+    assert meta.rows is not None and meta.counts is not None
+    walked = meta.kv_len.shape[0] if prompts else meta.num_decodes
+    if not walked:
+        return
+    channels, taps = heads.conv.shape
+    keys = triton.next_power_of_2(heads.key_size)
+    values = triton.next_power_of_2(heads.value_size)
+    programs = walked * heads.value_heads
+    shape = walk_launch(programs, num_sms(x.device), values, prompts)
+    _delta_kernel[(walked, heads.value_heads)](
+        x,
+        z,
+        a,
+        b,
+        heads.conv,
+        heads.decay,
+        heads.bias,
+        heads.norm,
+        tail,
+        state,
+        out,
+        tickets(x.device, programs),
+        meta.rows,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
+        heads.eps,
+        x.stride(0),
+        z.stride(0),
+        a.stride(0),
+        b.stride(0),
+        KEY_HEADS=heads.key_heads,
+        VALUE_HEADS=heads.value_heads,
+        KEY=heads.key_size,
+        VALUE=heads.value_size,
+        CHANNELS=channels,
+        TAPS=taps,
+        MOST=heads.most,
+        KEYS=keys,
+        COLUMNS=shape.columns,
+        PIECES=values // shape.columns,
+        ALL=int(prompts),
+        BY_KEY=int(heads.by_key),
+        num_warps=shape.num_warps,
+        **pdl(x.device),
+    )

@@ -152,6 +152,42 @@ def test_decodes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(tail, whole_tail)
 
 
+def by_key(heads: int, sizes: tuple[int, int], tokens: int) -> tuple[DeltaHeads, list[Tensor]]:
+    """Of Kimi Delta Attention; and x, z, a, b, of rows of longer ones."""
+    how = made((heads, heads), sizes, 4)
+    how = replace(how, bias=random(heads * sizes[0]), by_key=True)
+    x, z, b = random(tokens, how.conv.shape[0] + heads * (sizes[1] + 1)).split(
+        (how.conv.shape[0], heads * sizes[1], heads), dim=1
+    )
+    return how, [x, z, random(tokens, heads * sizes[0]), b]
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes", "back_end"),
+    [(1, (16, 16), "walk"), (3, (12, 20), "chunks")],
+    ids=str,
+)
+def test_decays_by_key(heads: int, sizes: tuple[int, int], back_end: str) -> None:
+    """One element's decay for another, or for a whole head; gates of the other rule; padding that
+    writes; a decode that goes another way than a prompt."""
+    torch.manual_seed(5)
+    how, given = by_key(heads, sizes, 10)
+    meta = step([9, 1, 24, 4, 0], [1, 1, 2, 4, 2], 2)
+    meta.counts = torch.tensor([2, 4], dtype=torch.int32, device=DEVICE)  # the last one pads
+    other = step([9, 1, 24, 4], [1, 1, 2, 4], 2)
+    tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, heads, *sizes)
+    want_tail, want_state = tail.clone(), state.clone()
+    want = reference.kimi_delta(*(each[:8] for each in given), how, want_tail, want_state, other)
+    kernels = BACK_ENDS[back_end]
+    found = kernels.kimi_delta(*given, how, tail, state, meta)
+    assert row_error(found[:8], want) < 1e-4 and not found[8:].any()
+    assert torch.equal(tail, want_tail) and row_error(state, want_state) < 1e-4
+    meta, given = step([10, 2], [1, 1], 2), [each[3:5] for each in given]
+    want = reference.kimi_delta(*given, how, want_tail, want_state, meta)
+    assert row_error(kernels.kimi_delta(*given, how, tail, state, meta), want) < 1e-4
+    assert row_error(state, want_state) < 1e-4
+
+
 def test_equal_keys() -> None:
     """Powers of the triangular system grow as binomials where keys repeat and nothing decays: an
     inverse made of these is noise."""

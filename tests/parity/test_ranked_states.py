@@ -27,6 +27,7 @@ ALL = {**DELTA, **MIXED}
 NAMES = (
     "qwen 3 next",
     "qwen 3.5",
+    "kimi linear",
     "falcon h1",
     "falcon h1, one group",
     "nemotron 3",

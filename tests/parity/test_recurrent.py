@@ -162,19 +162,25 @@ def test_refused(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     assert kept.kv.name == "int8"
 
 
-def test_chunks_are_the_rule_token_by_token() -> None:
+@pytest.mark.parametrize("by_key", [False, True])
+def test_chunks_are_the_rule_token_by_token(by_key: bool) -> None:
     """A decay counted twice or not at all, a correction that misses the one before it."""
     torch.manual_seed(0)
     heads, tokens, keys, values = 3, 20, 8, 6
     q, k = torch.randn(2, heads, tokens, keys, dtype=torch.float64)
     k = k / k.norm(dim=-1, keepdim=True)
     v = torch.randn(heads, tokens, values, dtype=torch.float64)
-    log_decay = -torch.rand(heads, tokens, dtype=torch.float64)
+    # A decay of each element that would overflow if it were undone.
+    sizes = (heads, tokens, keys) if by_key else (heads, tokens, 1)
+    log_decay = -torch.rand(sizes, dtype=torch.float64) * (200 if by_key else 1)
     beta = torch.rand(heads, tokens, dtype=torch.float64)
     state = torch.randn(heads, keys, values, dtype=torch.float64)
-    found, left = delta.chunk_rule(q, k, v, log_decay, beta, state)
+    if by_key:
+        found, left = delta.chunk_rule_by_key(q, k, v, log_decay, beta, state)
+    else:
+        found, left = delta.chunk_rule(q, k, v, log_decay[..., 0], beta, state)
     for t in range(tokens):
-        state = state * log_decay[:, t].exp()[:, None, None]
+        state = state * log_decay[:, t].exp()[..., None]
         wrong = (v[:, t] - torch.einsum("hkv,hk->hv", state, k[:, t])) * beta[:, t, None]
         state = state + k[:, t, :, None] * wrong[:, None]
         assert torch.allclose(found[:, t], torch.einsum("hkv,hk->hv", state, q[:, t]))

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.architectures.by_layer import alike
 from engine.architectures.dense.llama import LLAMA
 from engine.architectures.experts import Experts, read_experts
-from engine.architectures.latent import LATENT, ONE_KEY_HEAD, UNBIASED, latent_attention
+from engine.architectures.latent import LATENT, ONE_KEY_HEAD, UNBIASED, latent_layer
 from engine.architectures.mixtures.families import ROUTED
 from engine.architectures.record import Architecture, CheckpointTensor
 from engine.config_reader import Reader
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Latents grow as if they were as long as the hidden state."""
     config.size("q_lora_rank")  # there is one
-    (layer, *_) = latent_attention(config, plain, 1)
+    layer = latent_layer(config, plain)
     assert layer.latent is not None
     hidden, latent = config.size("hidden_size"), layer.latent
     latent = replace(
@@ -27,7 +28,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
         query_factor=(hidden / latent.query_rank) ** 0.5,
         factor=(hidden / latent.rank) ** 0.5,
     )
-    return [replace(layer, latent=latent)] * layers
+    return alike(config, replace(layer, latent=latent), layers)
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:

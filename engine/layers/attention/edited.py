@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from engine.config.model_config import LayerAttention, ModelConfig
 from engine.errors import ConfigError
 from engine.layers.attention.bidirectional import BidirectionalAttention
-from engine.layers.attention.gated import GatedAttention
+from engine.layers.attention.gated import GatedAttention, SoftplusGatedAttention
 from engine.layers.attention.latent import LatentAttention
 from engine.layers.attention.plain import Attention
 from engine.layers.block import Block
@@ -40,6 +40,8 @@ def _attention(build: Builder, tables: Tables, layer: LayerAttention) -> Block:
         return BidirectionalAttention(build, tables)
     if layer.gated:
         return GatedAttention(build, tables)
+    if layer.softplus_gates:
+        return SoftplusGatedAttention(build, tables)
     if layer.latent is not None:
         return LatentAttention(build, tables)
     if layer.keys_of is not None:

@@ -1,10 +1,14 @@
-"""Attention whose result is multiplied by the sigmoid of a product of the layer's input."""
+"""Attention whose result is multiplied by the sigmoid, or the softplus, of a product of the layer's
+input."""
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from engine.layers.attention.plain import Attention
+from engine.layers.build import Builder
 from engine.layers.norm import Norm
+from engine.layers.rotary import Tables
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
@@ -41,3 +45,56 @@ class GatedAttention(Attention):
         attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
         attended = attended * torch.sigmoid(queries[:, :, 1].flatten(1))
         return self.out.forward(attended, meta.lora, residual=residual)
+
+
+class SoftplusGatedAttention(Attention):
+    """Gates have a product of their own, and one for each head or for each of its elements."""
+
+    def __init__(self, build: Builder, tables: Tables) -> None:
+        super().__init__(build, tables)
+        config = build.config
+        assert build.layer is not None
+        layer = config.attention[build.layer]
+        each = layer.softplus_gates
+        (begin, end), _ = build.group.heads(layer.num_heads, layer.num_kv_heads)
+        self.gate = build.column(
+            "gate",
+            (layer.num_heads * each,),
+            config.hidden_size,
+            ranges=((begin * each, end * each),),
+        )
+        self.linears = (*self.linears, self.gate)
+
+    @property
+    def activations(self) -> int:
+        return super().activations + 2 * self.gate.spec.out_features
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: KV,
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See Attention."""
+        k_cache, v_cache = kv
+        if norm is not None:
+            x = norm(x)
+        q = self.kernels.rope_kv_write(
+            self.qkv.forward(x, meta.lora),
+            self.cos_sin,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            k_cache,
+            v_cache,
+            self.num_heads,
+            meta,
+        )
+        gate = softplus(self.gate.forward(x, meta.lora).float())
+        attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
+        by_head = attended.unflatten(1, (self.num_heads, self.head_dim))
+        gates = gate.to(attended.dtype).unflatten(1, (self.num_heads, -1))
+        return self.out.forward((by_head * gates).flatten(1), meta.lora, residual=residual)

@@ -26,7 +26,7 @@ class LatentAttention:
         self.num_heads = end - begin
         self.head_dim = head = latent.nope + latent.rope
         self.scale = layer.scale
-        self.cos_sin = tables(layer.rope, layer.head_dim)
+        self.cos_sin = tables(layer.rope, latent.rope)
         hidden, kept = config.hidden_size, latent.rank + latent.rope
         queries, ours = layer.num_heads * head, (begin * head, end * head)
         self.q: Linear | None = None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.build import Builder
+from engine.layers.linear import Linear
 from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.weights.parameter import Parameter
@@ -42,7 +43,7 @@ class Attention:
         self.qkv = build.column(ours, sizes, hidden, bias=config.qkv_bias, ranges=ranges)
         columns, attended = (begin * value, end * value), layer.num_heads * value
         self.out = build.row("out", hidden, attended, bias=config.out_bias, columns=columns)
-        self.linears = (self.qkv, self.out)
+        self.linears: tuple[Linear, ...] = (self.qkv, self.out)
         self.stacks = ()
         names = ("q_norm", "k_norm")[: min(count, 2)]
         normed = config.qk_norm == "head" and layer.qk_norm

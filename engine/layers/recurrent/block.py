@@ -2,12 +2,14 @@
 
 from engine.architectures.recurrent.delta import Delta
 from engine.architectures.recurrent.jamba import Mamba1
+from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.lfm2 import ShortConv
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.errors import ConfigError
 from engine.layers.block import Block
 from engine.layers.build import Builder
 from engine.layers.recurrent.gated_delta import GatedDelta
+from engine.layers.recurrent.kimi_delta import KimiDelta
 from engine.layers.recurrent.mamba1 import Mamba1Mixer
 from engine.layers.recurrent.mamba2 import Mamba2Mixer
 from engine.layers.recurrent.short_conv import GatedConvolution
@@ -19,6 +21,8 @@ def mixer_block(build: Builder) -> Block:
     match build.config.attention[build.layer].mixer:
         case Delta():
             return GatedDelta(build)
+        case Kimi():
+            return KimiDelta(build)
         case ShortConv():
             return GatedConvolution(build)
         case Mamba2():

@@ -6,7 +6,7 @@ from tests.kernels.launches.attention import attention, latent, quantized_attent
 from tests.kernels.launches.experts import experts, experts_in_fewer_bits
 from tests.kernels.launches.gemm import layers, packed, plain
 from tests.kernels.launches.lora import adapters
-from tests.kernels.launches.recurrent import convolution, delta, mamba, mamba_1
+from tests.kernels.launches.recurrent import convolution, delta, kimi, mamba, mamba_1
 from tests.kernels.launches.sampling import assembly, sampling
 
 # By name; each is called with the name of a model (sizes.py).
@@ -15,6 +15,6 @@ PARTS: dict[str, Callable[[str], None]] = {
     for part in (
         *(layers, packed, plain, attention, quantized_attention, latent),
         *(sampling, assembly, adapters, experts, experts_in_fewer_bits),
-        *(delta, mamba, mamba_1, convolution),
+        *(delta, kimi, mamba, mamba_1, convolution),
     )
 }

@@ -8,7 +8,7 @@ from kernels.metadata import AttentionMeta
 from kernels.norm import gated_norm
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads
-from kernels.recurrent.delta_rule_cuda import gated_delta
+from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta
 from kernels.recurrent.mamba1_cuda import mamba1
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.recurrent.mamba2_cuda import mamba2
@@ -45,6 +45,23 @@ def delta(model: str) -> None:
         some = replace(_meta(20), num_decodes=decodes)
         gated_delta(x, z, a, b, heads, tail, state, some)
     gated_delta(x, z, a, b, heads, tail, state, _meta(), deterministic=True)
+
+
+def kimi(model: str) -> None:
+    """A step of Kimi Delta Attention."""
+    heads, _ = _DELTAS[model]
+    inner = heads * 128
+    conv, vector = torch.empty(3 * inner, 4), torch.empty(heads)
+    how = DeltaHeads(
+        heads, heads, 128, 128, conv, vector, torch.empty(inner), torch.empty(128), 1e-5,
+        by_key=True,
+    )  # fmt: skip
+    x, b = torch.empty(20, 3 * inner + heads, dtype=torch.bfloat16).split((3 * inner, heads), 1)
+    z, a = torch.empty(2, 20, inner, dtype=torch.bfloat16)
+    tail, state = torch.empty(5, 3, 3 * inner), torch.empty(5, heads, 128, 128)
+    for decodes in (1, 20):  # with prompts, and without
+        some = replace(_meta(20), num_decodes=decodes)
+        kimi_delta(x, z, a, b, how, tail, state, some)
 
 
 def mamba(model: str) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.parity.cases.case import Case, Tensors
 from tests.parity.cases.rewriting import wrapped
-from tests.parity.cases.settings import CHOSEN, GRANITE, HALF, LOCAL, ROUTED, SEVEN, SHORT
+from tests.parity.cases.settings import CHOSEN, GRANITE, HALF, LOCAL, ROUTED, SEVEN, SHORT, YARN
 
 _LLAMA4 = {
     **LOCAL,
@@ -42,6 +42,17 @@ _MIMO = {
     "head_dim": 24,
     "v_head_dim": 10,
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+}
+
+_LAGUNA = {
+    **CHOSEN,
+    **SEVEN,
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "num_attention_heads_per_layer": [4, 6, 4],
+    "moe_routed_scaling_factor": 1.5,
 }
 
 
@@ -96,6 +107,16 @@ EXPERTS: dict[str, Case] = {
     "hunyuan moe": Case("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 2, "head_dim": 16}),
     "mimo v2": Case("mimo_v2_flash", _MIMO),
     "mimo v2, hub": Case("mimo_v2_flash", _MIMO, rewrite=_of_hub),
+    "laguna": Case("laguna", _LAGUNA),
+    "laguna, by element": Case(
+        "laguna",
+        {
+            **_LAGUNA,
+            "gating": "per-element",
+            "attention_bias": True,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": HALF},
+        },
+    ),
     "olmoe": Case("olmoe", CHOSEN),
     "llama 4": Case("llama4_text", _LLAMA4),
     "llama 4 scout": Case(

@@ -42,6 +42,20 @@ DELTA: dict[str, Case] = {
         rewrite=stacked,
     ),
 }
+_KIMI: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 2,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    **CHOSEN,
+    "moe_intermediate_size": 24,
+    "rms_norm_eps": 1e-2,
+}
 _LFM2: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "conv", "full_attention", "conv"],
@@ -135,7 +149,33 @@ def _as_converted(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return tensors
 
 
+def _kimi_of_hub(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """config.json as Kimi Linear's own repository has it."""
+    kinds, mlps = config.pop("layer_types"), config.pop("mlp_layer_types")
+    numbers = {of: [i + 1 for i, kind in enumerate(kinds) if kind == of] for of in {*kinds}}
+    config["linear_attn_config"] = {
+        "full_attn_layers": numbers["full_attention"],
+        "kda_layers": numbers["linear_attention"],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    config["first_k_dense_replace"] = mlps.count("dense")
+    config |= {"mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid"}
+    first = "model.layers.0."
+    return {
+        name.replace(f"{first}block_sparse_moe.", f"{first}mlp."): tensor
+        for name, tensor in tensors.items()
+    }
+
+
 MIXED: dict[str, Case] = {
+    "kimi linear": Case("kimi_linear", _KIMI),
+    "kimi linear, hub": Case(
+        "kimi_linear",
+        {**_KIMI, "num_expert_group": 3, "topk_group": 2, "q_lora_rank": 20},
+        rewrite=_kimi_of_hub,
+    ),
     "lfm 2": Case("lfm2", _LFM2),
     "lfm 2, biases": Case(
         "lfm2",
