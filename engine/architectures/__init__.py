@@ -8,6 +8,7 @@ has the names in GGUF files. Nothing else asks which architecture a model is of.
 from engine.architectures import encoders
 from engine.architectures.dense import (
     cohere,
+    deci,
     gemma,
     gemma4,
     glm,
@@ -65,6 +66,7 @@ _MODULES = (
     olmo,
     cohere,
     remote,
+    deci,
     gpt,
     families,
     llama4,

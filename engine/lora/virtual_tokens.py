@@ -89,6 +89,11 @@ class VirtualTokensReader:
                 "of keys and values",
                 code="adapter_incompatible",
             )
+        if config.kind == PREFIX and not all(layer.attends for layer in model.attention):
+            raise AdapterError(
+                f"{folder}: prefix tuning is not supported where layers have no keys and values",
+                code="adapter_incompatible",
+            )
         if config.kind == PREFIX and groups[0].attention.latent is not None:
             raise AdapterError(
                 f"{folder}: prefix tuning is not supported where layers keep latents in the place "

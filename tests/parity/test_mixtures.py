@@ -23,6 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         ("mimo v2", 38),
         ("gemma 4 e2b", 38),
         ("deepseek v3", 24),
+        ("longcat flash", 28),
     ],
 )
 def test_text_of_transformers_after_preemption(name: str, blocks: int, tmp_path: Path) -> None:

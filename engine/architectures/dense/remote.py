@@ -124,4 +124,38 @@ ARCHITECTURES = (
         models="XVERSE",
         model_type="xverse",
     ),
+    Architecture(
+        "OrionForCausalLM",
+        LLAMA,
+        models="Orion 14B",
+        model_type="orion",
+        switches={
+            "norm": always("layer"),
+            "norm_bias": always(True),
+            "norm_eps": lambda config: config.number("rms_norm_eps", 1e-5),
+        },
+    ),
+    Architecture(
+        "ExaoneForCausalLM",
+        {
+            "embedding": CheckpointTensor(("transformer.wte",)),
+            "attention_norm": CheckpointTensor((f"{_QWEN}ln_1",)),
+            "qkv": CheckpointTensor(tuple(f"{_QWEN}attn.attention.{name}_proj" for name in "qkv")),
+            "out": CheckpointTensor((f"{_QWEN}attn.attention.out_proj",)),
+            "mlp_norm": CheckpointTensor((f"{_QWEN}ln_2",)),
+            "gate_up": CheckpointTensor((f"{_QWEN}mlp.c_fc_0", f"{_QWEN}mlp.c_fc_1")),
+            "down": CheckpointTensor((f"{_QWEN}mlp.c_proj",)),
+            "norm": CheckpointTensor(("transformer.ln_f",)),
+            "head": CheckpointTensor(("lm_head",)),
+        },
+        models="EXAONE 3 and 3.5, EXAONE Deep",
+        model_type="exaone",
+        keys={
+            "num_hidden_layers": "num_layers",
+            "hidden_act": "activation_function",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        defaults={"layer_norm_epsilon": 1e-5},
+        only={"attention_bias": (False,)},
+    ),
 )

@@ -2,11 +2,15 @@
 
 from tests.parity.cases.case import Case
 from tests.parity.cases.rewriting import (
+    as_decilm,
     baichuan,
     chatglm,
+    decilm,
+    exaone3,
     internlm1,
     internlm2,
     minicpm,
+    orion,
     qwen1,
     wrapped,
 )
@@ -104,6 +108,17 @@ CASES: dict[str, Case] = {
         {**GRANITE, "attention_multiplier": 0.25},
         architecture="MiniCPMForCausalLM",
         rewrite=minicpm,
+    ),
+    "orion": Case(
+        "stablelm", {"partial_rotary_factor": 1.0}, architecture="OrionForCausalLM", rewrite=orion
+    ),
+    "exaone 3": Case("llama", architecture="ExaoneForCausalLM", rewrite=exaone3),
+    "nemotron super": Case(
+        "llama",
+        {"num_key_value_heads": 4, "intermediate_size": 512},
+        architecture="DeciLMForCausalLM",
+        rewrite=decilm,
+        logits=as_decilm,
     ),
     "xverse": Case("llama", architecture="XverseForCausalLM"),
     "gpt-neox": Case("gpt_neox", {"rotary_pct": 0.25}, drop=("num_key_value_heads",)),

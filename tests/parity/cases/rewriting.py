@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.parity.cases.case import Logits, Tensors
+from tests.parity.cases.case import Logits, Tensors, plainly
 
 
 def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
@@ -204,3 +204,64 @@ def stacked(tensors: Tensors, config: dict[str, Any]) -> Tensors:
         found[f"{here}gate_up_proj"] = torch.stack(both)
         found[f"{here}down_proj"] = torch.stack([matrix(e, "down") for e in experts])
     return wrapped("model.language_model.")(found, config)
+
+
+def orion(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    config["rms_norm_eps"] = config.pop("layer_norm_eps")
+    for key in ("partial_rotary_factor", "use_qkv_bias", "use_parallel_residual"):
+        config.pop(key, None)
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    return tensors
+
+
+def exaone3(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    config["num_layers"] = config.pop("num_hidden_layers")
+    config["activation_function"] = config.pop("hidden_act")
+    config["layer_norm_epsilon"] = config.pop("rms_norm_eps")
+    return renamed(
+        tensors,
+        ("model.embed_tokens", "transformer.wte"),
+        ("model.layers", "transformer.h"),
+        ("input_layernorm", "ln_1"),
+        ("post_attention_layernorm", "ln_2"),
+        ("self_attn.o_proj", "attn.attention.out_proj"),
+        ("self_attn", "attn.attention"),
+        ("mlp.gate_proj", "mlp.c_fc_0"),
+        ("mlp.up_proj", "mlp.c_fc_1"),
+        ("mlp.down_proj", "mlp.c_proj"),
+        ("model.norm", "transformer.ln_f"),
+    )
+
+
+def decilm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Layer 0 has half of the key heads, layer 1 no attention and half of the inner width, layer 2
+    no MLP."""
+    config.pop("num_key_value_heads"), config.pop("intermediate_size")
+    config["block_configs"] = [
+        {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 12.0}},
+        {"attention": {"no_op": True}, "ffn": {"ffn_mult": 6.0}},
+        {"attention": {"n_heads_in_group": 1}, "ffn": {"no_op": True}},
+    ]
+    found = {}
+    for name, tensor in tensors.items():
+        if name.startswith("model.layers.0.self_attn.") and name[25] in "kv":
+            tensor = tensor.unflatten(0, (2, 2, -1))[:, 0].flatten(0, 1)
+        elif name.startswith("model.layers.1.mlp."):
+            tensor = tensor[:, :256] if "down" in name else tensor[:256]
+        gone = ("model.layers.1.self_attn", "model.layers.1.input", "model.layers.2.mlp")
+        if not name.startswith((*gone, "model.layers.2.post")):
+            found[name] = tensor
+    return found
+
+
+@torch.no_grad()
+def as_decilm(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The Llama that computes what `decilm` has left: heads that are alike, parts that give 0."""
+    first, second, third = model.model.layers
+    for matrix in (first.self_attn.k_proj, first.self_attn.v_proj):
+        pairs = matrix.weight.unflatten(0, (2, 2, -1))
+        pairs[:, 1] = pairs[:, 0]
+    second.self_attn.o_proj.weight.zero_()
+    second.mlp.down_proj.weight[:, 256:] = 0
+    third.mlp.down_proj.weight.zero_()
+    return plainly(model, ids)

@@ -1,0 +1,74 @@
+"""DeciLM, which Nemotron Super and Ultra are: a Llama of which a search has chosen each layer's key
+heads and inner width, and left out some attention and some MLPs. Its code is only in its
+repositories."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.architectures.dense.llama import LLAMA
+from engine.architectures.record import Architecture
+from engine.config_reader import Reader
+
+if TYPE_CHECKING:
+    from engine.config.model_config import LayerAttention
+
+# What a search may have put in a layer and we do not compute.
+_OTHER = ("replace_with_linear", "sparsify", "is_mamba", "mamba", "moe", "llama4", "window_length")
+
+
+def _layers(config: Reader, part: str) -> Iterator[Reader]:
+    """What block_configs says of each layer's "attention" or "ffn"."""
+    blocks, layers = config.listed("block_configs", dict), config.size("num_hidden_layers")
+    if blocks is None or len(blocks) != layers:
+        raise config.error("block_configs", f"must be a list of {layers} objects, one a layer")
+    for number, block in enumerate(blocks):
+        own = Reader(block, f"{config.path}: block_configs: {number}").inner(part)
+        for key in _OTHER:
+            if own.get(key):
+                raise own.error(key, f"{own.get(key)!r} is not supported")
+        yield own
+
+
+def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
+    found = []
+    for own in _layers(config, "attention"):
+        if own.flag("no_op"):
+            found.append(replace(plain, attends=False))
+            continue
+        group = own.size("n_heads_in_group")
+        if plain.num_heads % group:
+            message = f"{group} does not divide {plain.num_heads} heads"
+            raise own.error("n_heads_in_group", message)
+        found.append(replace(plain, num_kv_heads=plain.num_heads // group))
+    if not any(layer.attends for layer in found):
+        raise config.error("block_configs", "a model without a layer of attention is not supported")
+    return found
+
+
+def _mlp_sizes(config: Reader) -> tuple[int, ...]:
+    """Two thirds of so many times the hidden size, up to a multiple of 256."""
+    hidden, found = config.size("hidden_size"), []
+    for own in _layers(config, "ffn"):
+        size = 0
+        if not own.flag("no_op"):
+            size = own.size_or_none("intermediate_size") or 0
+            size = size or -(-int(2 * own.number("ffn_mult") * hidden / 3) // 256) * 256
+        found.append(size)
+    return tuple(found)
+
+
+ARCHITECTURES = (
+    Architecture(
+        "DeciLMForCausalLM",
+        LLAMA,
+        models="Llama Nemotron Super 49B and Ultra 253B",
+        model_type="nemotron-nas",
+        switches={
+            "intermediate_size": lambda config: max(*_mlp_sizes(config), 1),
+            "mlp_sizes": _mlp_sizes,
+            "norm_eps": lambda config: config.number("rms_norm_eps", 1e-5),
+        },
+        attention=_attention,
+    ),
+)
