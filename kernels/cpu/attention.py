@@ -144,8 +144,11 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
 
     scale = writer.op(f"load float, ptr {writer.at('%args', _SCALE, 'i64')}")
     slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
-    # [group, room] scores of this thread
+    # [group, room] scores of this thread. Whole blocks are scored, so that up to a block stands
+    # before the first key that is seen.
     scores = writer.at(writer.argument(_SCORES, "ptr"), writer.mul(slot, writer.mul(room, group)))
+    scores = writer.at(scores, shape.block_size)
+    many = shape.block_size % size == 0
 
     def work(item: Value) -> None:
         entry = writer.op(f"udiv i64 {item}, {shape.num_kv_heads}")
@@ -164,9 +167,12 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
         ]
         inside = writer.mul(kv_head, shape.block_size * dim)
 
-        def over_keys(cache: Value, carried: list[tuple[str, Value]], each) -> list[Value]:  # type: ignore[no-untyped-def]
+        def over_keys(  # type: ignore[no-untyped-def]
+            cache: Value, carried: list[tuple[str, Value]], each, step: int = 1
+        ) -> list[Value]:
             """each(number, address of the key, *carried) for all keys that are seen, of which the
-            number 0 is the first, block by block."""
+            number 0 is the first, block by block. step: for each so many keys from the beginning
+            of blocks on, of which not all need be seen."""
 
             def in_block(start: Value, *held: Value) -> list[Value]:
                 number = writer.op(f"udiv i64 {start}, {shape.block_size}")
@@ -186,8 +192,15 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                     address = writer.at(cache, at, shape.dtype)
                     return each(writer.add(passed, index), address, *held)
 
+                first = (
+                    before
+                    if step == 1
+                    else writer.sub(before, writer.op(f"urem i64 {before}, {step}"))
+                )
                 kinds = [kind for kind, _ in carried]
-                return writer.loop(before, count, list(zip(kinds, held, strict=True)), one)
+                return writer.loop(
+                    first, count, list(zip(kinds, held, strict=True)), one, step=step
+                )
 
             whole = writer.sub(begin, writer.op(f"urem i64 {begin}, {shape.block_size}"))
             return writer.loop(whole, length, carried, in_block, step=shape.block_size)
@@ -206,7 +219,27 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                 writer.store(value, place, "float")
             return []
 
-        over_keys(keys, [], score)
+        def score_many(number: Value, address: Value) -> list[Value]:
+            """Of a vector of keys at once."""
+            totals: list[list[Value]] = [[] for _ in range(group)]
+            for at in range(size):
+                key = [
+                    writer.load_as_float(
+                        writer.at(address, at * dim + p * size, shape.dtype), shape.dtype
+                    )
+                    for p in range(parts)
+                ]
+                for g in range(group):
+                    total = writer.binary("fmul", key[0], query[g][0])
+                    for p in range(1, parts):
+                        total = writer.fma(key[p], query[g][p], total)
+                    totals[g].append(total)
+            for g in range(group):
+                value = writer.binary("fmul", writer.sums(totals[g]), writer.spread(scale))
+                writer.store(value, writer.at(scores, writer.add(writer.mul(room, g), number)))
+            return []
+
+        over_keys(keys, [], score_many if many else score, size if many else 1)
         inverses = []
         for g in range(group):
             row = writer.at(scores, writer.mul(room, g))
@@ -322,8 +355,8 @@ class CpuAttention:
         shape, args = self._shape, self._args
         threads = torch.get_num_threads()
         window, chunk = 0 if meta.chunk else meta.window, meta.chunk
-        # A row of scores, padded to a vector.
-        room = min(meta.max_kv_len, window or chunk or meta.max_kv_len) + 16
+        # A row of scores, padded to a vector, behind those of a block.
+        room = min(meta.max_kv_len, window or chunk or meta.max_kv_len) + 32 + shape.block_size
         group = shape.num_heads // shape.num_kv_heads
         args[_Q], args[_OUT] = q.data_ptr(), out.data_ptr()
         args[_KEYS], args[_VALUES] = k_cache.data_ptr(), v_cache.data_ptr()

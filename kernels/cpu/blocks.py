@@ -16,17 +16,16 @@ from kernels.cpu.codegen import compiler
 from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
-    EPS,
-    NORM,
     NUM_ROWS,
     OUT,
-    READY,
-    SCRATCH,
     WIDTH,
     Panels,
+    RoundedRows,
+    RowNorm,
     W,
     X,
     gate_buffer,
+    norm_scale,
     product_functions,
     products,
     put,
@@ -35,9 +34,6 @@ from kernels.packed import BLOCK, Format
 
 _ROWS = {16: 6, 8: 2}  # by lanes: rows of a tile
 _AHEAD = 4096  # bytes from here that are asked for now
-# From so many rows on, they are rounded once by all threads together; fewer, by each for itself,
-# which costs less than waiting for the others.
-_TOGETHER = 8
 _NAMES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 
 
@@ -211,24 +207,14 @@ def _round_row(
     source: Value,
     target: Value,
     width: Value,
-    norm: tuple[Value, Value] | None,
+    norm: RowNorm | None,
 ) -> None:
     """A row of x, in blocks of form.x_bytes. norm: its weight, and eps."""
     size, kind, integers = writer.lanes, writer.vector, writer.integers
     weight, by = "", ""
     if norm is not None:
         weight, eps = norm
-
-        def square(column: Value, total: Value) -> list[Value]:
-            value = writer.load(writer.at(source, column))
-            return [writer.fma(value, value, total)]
-
-        (total,) = writer.loop(0, width, [(kind, "zeroinitializer")], square, step=size)
-        count = writer.op(f"sitofp i64 {width} to float")
-        mean = writer.op(f"fdiv float {writer.sum(total)}, {count}")
-        shifted = writer.op(f"fadd float {mean}, {eps}")
-        root = writer.call("float", "llvm.sqrt.f32", [("float", shifted)])
-        by = writer.spread(writer.op(f"fdiv float 1.0, {root}"))
+        by = norm_scale(writer, source, width, eps)
 
     def block(index: Value) -> list[Value]:
         column = writer.mul(index, BLOCK)
@@ -279,55 +265,25 @@ def _round_row(
     writer.loop(0, blocks, [], block)
 
 
-class _RoundedRows:
-    """Of x, as drivers see them."""
+def _rounded(writer: IRWriter, form: Format, norm: bool) -> RoundedRows:
+    width = writer.argument(WIDTH)
 
-    def __init__(self, writer: IRWriter, form: Format, norm: bool) -> None:
-        self._writer, self._form = writer, form
-        self.count, self._width = writer.argument(NUM_ROWS), writer.argument(WIDTH)
-        self._x = writer.argument(X, "ptr")
-        blocks = writer.op(f"lshr i64 {self._width}, {BLOCK.bit_length() - 1}")
-        self.bytes = writer.mul(blocks, form.x_bytes)
-        self.scratch = writer.argument(SCRATCH, "ptr")
-        self._norm = None
-        if norm:
-            eps = writer.op(f"load float, ptr {writer.at('%args', EPS, 'i64')}")
-            self._norm = (writer.argument(NORM, "ptr"), eps)
+    def row(writer: IRWriter, source: Value, target: Value, norm: RowNorm | None) -> None:
+        _round_row(writer, form, source, target, width, norm)
 
-    def round(self, row: Value, target: Value) -> None:
-        writer = self._writer
-        source = writer.at(self._x, writer.mul(row, self._width))
-        place = writer.at(target, writer.mul(row, self.bytes), "i8")
-        _round_row(writer, self._form, source, place, self._width, self._norm)
+    blocks = writer.op(f"lshr i64 {width}, {BLOCK.bit_length() - 1}")
+    return RoundedRows(writer, writer.mul(blocks, form.x_bytes), row, norm)
 
 
 def _driver(
     writer: IRWriter, form: Format, most: int, *, norm: bool, add: bool, gate: str | None
 ) -> None:
     buffer = "" if gate is None else gate_buffer(writer, most)
-    rows = _RoundedRows(writer, form, norm)
-    slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
-    ready = writer.op(f"icmp ne i64 {writer.argument(READY)}, 0")
-    own = writer.at(rows.scratch, writer.mul(slot, writer.mul(rows.count, rows.bytes)), "i8")
-    x = writer.op(f"select i1 {ready}, ptr {rows.scratch}, ptr {own}")
-
-    def each(row: Value) -> list[Value]:
-        rows.round(row, own)
-        return []
-
-    def alone() -> None:
-        writer.loop(0, rows.count, [], each)
-
-    writer.when(writer.op(f"xor i1 {ready}, true"), alone)
+    rows = _rounded(writer, form, norm)
+    x = rows.all()
     chunks = writer.op(f"udiv i64 {writer.argument(WIDTH)}, {form.chunk}")
     w_bytes = writer.mul(chunks, form.chunk_bytes(2 * writer.lanes))
     products(writer, most, x, rows.bytes, w_bytes, add=add, gate=gate, buffer=buffer)
-
-
-def _round_all(writer: IRWriter, form: Format, norm: bool) -> None:
-    """All threads together, into the one scratch."""
-    rows = _RoundedRows(writer, form, norm)
-    writer.claim("%args", "1", rows.count, lambda row: rows.round(row, rows.scratch))
 
 
 def _unpack(writer: IRWriter, form: Format) -> None:
@@ -421,8 +377,8 @@ def _functions(form: Format) -> dict[str, NativeFunction]:
         _driver(writer, form, most, norm=norm, add=add, gate=gate)
 
     others: list[tuple[str, Callable[[IRWriter], None]]] = [
-        ("round", lambda writer: _round_all(writer, form, norm=False)),
-        ("round_norm", lambda writer: _round_all(writer, form, norm=True)),
+        ("round", lambda writer: _rounded(writer, form, norm=False).together()),
+        ("round_norm", lambda writer: _rounded(writer, form, norm=True).together()),
         ("unpack", lambda writer: _unpack(writer, form)),
     ]
     return product_functions(most, tile, driver, others)
@@ -500,8 +456,4 @@ class PackedBlocks(Panels):
         return self._run("plain", x, out, self._panels, column=column)
 
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
-        together = threads > 1 and rows >= _TOGETHER
-        self._need((1 if together else threads) * rows * self._width // BLOCK * self.form.x_bytes)
-        self._args[READY] = together
-        if together:
-            self._functions["round_norm" if norm else "round"](self._args, threads)
+        self._round(rows, threads, norm, self._width // BLOCK * self.form.x_bytes)

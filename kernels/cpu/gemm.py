@@ -6,12 +6,13 @@ of the result is the same whatever other rows stand beside it. What comes before
 after (bias, gate, residual) happens in the same call, so a layer starts its threads four times.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, lanes
+from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, dot_bf16, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
     EPS,
@@ -19,8 +20,11 @@ from kernels.cpu.panels import (
     NUM_ROWS,
     SCRATCH,
     Panels,
+    RoundedRows,
+    RowNorm,
     X,
     gate_buffer,
+    norm_scale,
     product_functions,
     products,
     put,
@@ -28,6 +32,7 @@ from kernels.cpu.panels import (
 
 _ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hold
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
+_DOT = "bfloat dot"  # bfloat16 weights where the processor multiplies pairs of bfloat16
 _ROW_END = 64  # bytes behind a quantised row of x: its scale
 _AHEAD = 2048  # weights from here that are asked for now
 
@@ -128,7 +133,7 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
 def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
     """RMS norm of all rows into this thread's part of the scratch: every thread does all rows,
     which costs less than waiting for the others."""
-    size, kind = writer.lanes, writer.vector
+    size = writer.lanes
     weight = writer.argument(NORM, "ptr")
     eps = writer.op(f"load float, ptr {writer.at('%args', EPS, 'i64')}")
     scratch = writer.at(writer.argument(SCRATCH, "ptr"), offset, "i8")
@@ -137,16 +142,7 @@ def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value
         offset = writer.mul(index, width)
         source, target = writer.at(x, offset), writer.at(scratch, offset)
 
-        def square(column: Value, total: Value) -> list[Value]:
-            value = writer.load(writer.at(source, column))
-            return [writer.fma(value, value, total)]
-
-        (total,) = writer.loop(0, width, [(kind, "zeroinitializer")], square, step=size)
-        mean = writer.op(f"fdiv float {writer.sum(total)}, {float(width):e}")
-        root = writer.call(
-            "float", "llvm.sqrt.f32", [("float", writer.op(f"fadd float {mean}, {eps}"))]
-        )
-        scale = writer.spread(writer.op(f"fdiv float 1.0, {root}"))
+        scale = norm_scale(writer, source, width, eps)
 
         def write(column: Value) -> list[Value]:
             value = writer.binary("fmul", writer.load(writer.at(source, column)), scale)
@@ -159,6 +155,65 @@ def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value
 
     writer.loop(0, num_rows, [], row)
     return scratch
+
+
+def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
+    """The same for rows of x in bfloat16, by the processor's products of pairs: exact, and summed
+    in float32."""
+    size, kind, pair = writer.lanes, writer.vector, f"<{2 * writer.lanes} x bfloat>"
+    bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
+    sums = [(kind, bias[half]) for _ in range(rows) for half in (0, 1)]
+
+    def two(k: Value, *sums: Value) -> list[Value]:
+        """Two pairs of columns of x: two times two registers of outputs."""
+        panel = writer.at("%w", writer.mul(k, 8 * size), "i16")
+        out = list(sums)
+        for line in range(0, 8 * size, 32):
+            writer.prefetch(writer.at(panel, _AHEAD + line, "i16"))
+        for each in (0, 1):
+            at = writer.add(writer.mul(k, 2), each)
+            weights = [
+                writer.load(writer.at(panel, (2 * each + half) * 2 * size, "i16"), pair)
+                for half in (0, 1)
+            ]
+            for row in range(rows):
+                place = writer.at(writer.at("%x", row * width // 2, "i32"), at, "i32")
+                x = writer.spread(writer.load(place, "i32"), "i32")
+                x = writer.op(f"bitcast {writer.integers} {x} to {pair}")
+                for half in (0, 1):
+                    given = [(kind, out[2 * row + half]), (pair, x), (pair, weights[half])]
+                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+                    out[2 * row + half] = writer.call(kind, name, given)
+        return out
+
+    put(writer, rows, writer.loop(0, width // 4, sums, two))
+
+
+def _round_bf16(
+    writer: IRWriter, width: int, source: Value, target: Value, norm: RowNorm | None
+) -> None:
+    """A row of x."""
+    weight, by = "", ""
+    if norm is not None:
+        weight, eps = norm
+        by = norm_scale(writer, source, width, eps)
+
+    def write(column: Value) -> list[Value]:
+        value = writer.load(writer.at(source, column))
+        if by:
+            value = writer.binary("fmul", value, by)
+            value = writer.binary("fmul", value, writer.load(writer.at(weight, column)))
+        writer.store_float(value, writer.at(target, column, "i16"), "bfloat")
+        return []
+
+    writer.loop(0, width, [], write, step=writer.lanes)
+
+
+def _rounded_bf16(writer: IRWriter, width: int, norm: bool) -> RoundedRows:
+    def row(writer: IRWriter, source: Value, target: Value, norm: RowNorm | None) -> None:
+        _round_bf16(writer, width, source, target, norm)
+
+    return RoundedRows(writer, 2 * width, row, norm)
 
 
 def _quantise(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
@@ -214,6 +269,11 @@ def _driver(
     size, int8 = writer.lanes, dtype == "i8"
     x, num_rows = writer.argument(X, "ptr"), writer.argument(NUM_ROWS)
     buffer = "" if gate is None else gate_buffer(writer, most)
+    if dtype == _DOT:
+        rows = _rounded_bf16(writer, width, norm)
+        x = rows.all()
+        products(writer, most, x, rows.bytes, 4 * size * width, add=add, gate=gate, buffer=buffer)
+        return
     x_bytes, w_bytes = 4 * width, (8 if dtype == "float" else 4) * size * width
     if norm or int8:
         slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
@@ -242,13 +302,21 @@ def _functions(width: int, dtype: str) -> dict[str, NativeFunction]:
     def tile(writer: IRWriter, rows: int) -> None:
         if int8:
             _tile_int8(writer, rows, width)
+        elif dtype == _DOT:
+            _tile_bf16(writer, rows, width)
         else:
             _tile(writer, rows, width, dtype)
 
     def driver(writer: IRWriter, norm: bool, add: bool, gate: str | None) -> None:
         _driver(writer, width, most, norm=norm, add=add, gate=gate, dtype=dtype)
 
-    return product_functions(most, tile, driver)
+    others: list[tuple[str, Callable[[IRWriter], None]]] = []
+    if dtype == _DOT:
+        others = [
+            ("round", lambda writer: _rounded_bf16(writer, width, norm=False).together()),
+            ("round_norm", lambda writer: _rounded_bf16(writer, width, norm=True).together()),
+        ]
+    return product_functions(most, tile, driver, others)
 
 
 def _bias_bytes(outputs: int, bias: bool) -> int:
@@ -265,7 +333,7 @@ class PackedLinear(Panels):
         kind = self._kind(weight)
         packed = self._pack(weight, lanes())
         super().__init__(_functions(width, kind), packed, bias, outputs, width)
-        self._int8 = kind == "i8"
+        self._kind_of_x = kind
 
     @staticmethod
     def fits(outputs: int, width: int) -> bool:
@@ -282,7 +350,8 @@ class PackedLinear(Panels):
         return itemsize * outputs * width + _bias_bytes(outputs, bias)
 
     def _kind(self, weight: Tensor) -> str:
-        return _NAMES[weight.dtype]
+        bfloat16 = weight.dtype == torch.bfloat16
+        return _DOT if bfloat16 and dot_bf16() else _NAMES[weight.dtype]
 
     def _pack(self, weight: Tensor, size: int) -> Tensor:
         view = weight.view(-1, 2, size, weight.shape[1] // 2, 2)
@@ -291,8 +360,11 @@ class PackedLinear(Panels):
         return view.permute(0, 3, 4, 1, 2).contiguous()
 
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
-        if norm or self._int8:
-            self._need(threads * rows * scratch_bytes(self._width, self._int8))
+        int8 = self._kind_of_x == "i8"
+        if self._kind_of_x == _DOT:
+            self._round(rows, threads, norm, 2 * self._width)
+        elif norm or int8:
+            self._need(threads * rows * scratch_bytes(self._width, int8))
 
 
 class PackedInt8(PackedLinear):

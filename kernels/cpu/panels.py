@@ -14,10 +14,12 @@ from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
 
 GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)}
-FEW = 16  # claims of work a thread makes at least, so that a disturbed one is not waited for
+# From so many rows on, they are rounded once by all threads together; fewer, by each for itself,
+# which costs less than waiting for the others.
+TOGETHER = 8
 
 # Words of args, after the two counters.
-X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, CHUNK, STRIDE = range(2, 11)
+X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, SHARES, STRIDE = range(2, 11)
 NORM, EPS, SCRATCH, WIDTH, READY, WORDS = range(11, 17)
 
 _ARGUMENTS = ("ptr %x", "ptr %w", "ptr %out", "i64 %stride", "ptr %bias", "i64 %add", "i64 %width")
@@ -76,7 +78,7 @@ def products(
     size = writer.lanes
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
     num_rows, stride, width = (writer.argument(word) for word in (NUM_ROWS, STRIDE, WIDTH))
-    panels, chunk, bias_step = (writer.argument(word) for word in (NUM_PANELS, CHUNK, BIAS_STEP))
+    panels, shares, bias_step = (writer.argument(word) for word in (NUM_PANELS, SHARES, BIAS_STEP))
 
     def tile(panel: Value, first: Value, rows: Value, target: Value, step: Value | int) -> None:
         given = ", ".join(
@@ -130,7 +132,7 @@ def products(
 
         _all_rows(writer, num_rows, most, rows_of)
 
-    writer.claim("%args", chunk, panels, plain if gate is None else gated)
+    writer.claim_shares("%args", shares, panels, plain if gate is None else gated)
 
 
 def _all_rows(
@@ -148,6 +150,74 @@ def _all_rows(
         return [writer.add(first, rows)]
 
     writer.loop(0, count, [("i64", "0")], each)
+
+
+def norm_scale(writer: IRWriter, source: Value, width: Value | int, eps: Value) -> Value:
+    """What RMS norm multiplies a row of x by, before its weight; in all lanes."""
+
+    def square(column: Value, total: Value) -> list[Value]:
+        value = writer.load(writer.at(source, column))
+        return [writer.fma(value, value, total)]
+
+    start = [(writer.vector, "zeroinitializer")]
+    (total,) = writer.loop(0, width, start, square, step=writer.lanes)
+    count = writer.op(f"sitofp i64 {width} to float")
+    mean = writer.op(f"fdiv float {writer.sum(total)}, {count}")
+    shifted = writer.op(f"fadd float {mean}, {eps}")
+    root = writer.call("float", "llvm.sqrt.f32", [("float", shifted)])
+    return writer.spread(writer.op(f"fdiv float 1.0, {root}"))
+
+
+RowNorm = tuple[Value, Value]
+"""Of an RMS norm: its weight, and eps."""
+
+RoundRow = Callable[[IRWriter, Value, Value, RowNorm | None], None]
+"""(writer, row of x, where it goes, the norm before it): the row as tiles take it."""
+
+
+class RoundedRows:
+    """x in fewer bits, in scratch: of this thread alone, or, once `together` has run, of all."""
+
+    def __init__(
+        self, writer: IRWriter, num_bytes: Value | int, round_row: RoundRow, norm: bool
+    ) -> None:
+        """num_bytes: of a rounded row."""
+        self._writer, self._round_row, self.bytes = writer, round_row, num_bytes
+        self._count, self._width = writer.argument(NUM_ROWS), writer.argument(WIDTH)
+        self._x, self._scratch = (writer.argument(word, "ptr") for word in (X, SCRATCH))
+        self._norm = None
+        if norm:
+            eps = writer.op(f"load float, ptr {writer.at('%args', EPS, 'i64')}")
+            self._norm = (writer.argument(NORM, "ptr"), eps)
+
+    def _round(self, row: Value, target: Value) -> None:
+        writer = self._writer
+        source = writer.at(self._x, writer.mul(row, self._width))
+        place = writer.at(target, writer.mul(row, self.bytes), "i8")
+        self._round_row(writer, source, place, self._norm)
+
+    def all(self) -> Value:
+        """Their address."""
+        writer, scratch = self._writer, self._scratch
+        slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
+        ready = writer.op(f"icmp ne i64 {writer.argument(READY)}, 0")
+        own = writer.at(scratch, writer.mul(slot, writer.mul(self._count, self.bytes)), "i8")
+        x = writer.op(f"select i1 {ready}, ptr {scratch}, ptr {own}")
+
+        def each(row: Value) -> list[Value]:
+            self._round(row, own)
+            return []
+
+        def alone() -> None:
+            writer.loop(0, self._count, [], each)
+
+        writer.when(writer.op(f"xor i1 {ready}, true"), alone)
+        return x
+
+    def together(self) -> None:
+        """All threads share the rows; one scratch has them."""
+        scratch = self._scratch
+        self._writer.claim("%args", "1", self._count, lambda row: self._round(row, scratch))
 
 
 def product_functions(
@@ -207,6 +277,15 @@ class Panels(ABC):
         self._args[BIAS_STEP] = 0 if bias is None else panel
         self._args[WIDTH] = width
 
+    def _round(self, rows: int, threads: int, norm: bool, num_bytes: int) -> None:
+        """Where there are many rows, all threads round them now (`RoundedRows.together`, which
+        functions named round and round_norm do). num_bytes: of a rounded row."""
+        together = threads > 1 and rows >= TOGETHER
+        self._need((1 if together else threads) * rows * num_bytes)
+        self._args[READY] = together
+        if together:
+            self._functions["round_norm" if norm else "round"](self._args, threads)
+
     @abstractmethod
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
         """Before a product of so many rows, with args set: its scratch, and work before it."""
@@ -233,7 +312,7 @@ class Panels(ABC):
         args = self._args
         args[X], args[OUT] = x.data_ptr(), out.data_ptr() + 4 * column
         args[NUM_ROWS], args[STRIDE], args[NUM_PANELS] = rows, out.shape[1], panels
-        args[CHUNK] = max(1, panels // (FEW * threads))
+        args[SHARES] = 2 * threads
         if norm is not None:
             args[NORM] = norm.data_ptr()
             args[EPS] = bits(eps)

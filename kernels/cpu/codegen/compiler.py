@@ -45,8 +45,19 @@ def vnni() -> str:
     """LLVM's name of the instructions for dot products of 8-bit integers in registers of lanes():
     avx512vnni, avxvnni, or "" where the processor has none. Raises CompilerUnavailable."""
     flag, name = ("avx512_vnni", "avx512vnni") if lanes() == 16 else ("avx_vnni", "avxvnni")
+    return name if _has(flag) else ""
+
+
+@lru_cache(maxsize=1)
+def dot_bf16() -> bool:
+    """Whether the processor multiplies pairs of bfloat16 (AVX512-BF16). Raises
+    CompilerUnavailable."""
+    return lanes() == 16 and _has("avx512_bf16")
+
+
+def _has(flag: str) -> bool:
     with open("/proc/cpuinfo") as file:
-        return name if re.search(rf"^flags\b.* {flag}\b", file.read(), re.MULTILINE) else ""
+        return bool(re.search(rf"^flags\b.* {flag}\b", file.read(), re.MULTILINE))
 
 
 def has_int8() -> bool:
@@ -155,7 +166,8 @@ def _object_code(ir: str) -> bytes:
     lanes()
     capability = torch.backends.cpu.get_cpu_capability()
     translate = _llvm().translate_to_asm  # type: ignore[attr-defined]
-    features = ",".join(filter(None, (_FEATURES[capability], vnni() and f"+{vnni()}")))
+    optional = (vnni() and f"+{vnni()}", dot_bf16() and "+avx512bf16")
+    features = ",".join(filter(None, (_FEATURES[capability], *optional)))
     arguments = [ir, _TRIPLE, _PROCESSORS[capability][0], features, [], True, True]
     try:
         return bytes(translate(*arguments, False))  # Triton 3.9: one more flag

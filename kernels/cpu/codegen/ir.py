@@ -119,6 +119,38 @@ class IRWriter:
         self.do(f"br label %{take}")
         self.label(done)
 
+    def claim_shares(
+        self, counter: Value, shares: Value, total: Value, body: Callable[[Value], None]
+    ) -> None:
+        """Take one of so many shares of the items that are left, at least one item, from the
+        counter that all threads share: body(item). Shares are long at first, so that a thread
+        streams memory, and short at last, so that threads end together (guided
+        self-scheduling)."""
+        number = next(self._names)
+        take, some = f"take{number}", f"some{number}"
+        work, done = f"work{number}", f"left{number}"
+        self.do(f"br label %{take}")
+        self.label(take)
+        begin = self.op(f"load atomic i64, ptr {counter} monotonic, align 8")
+        left = self.sub(total, begin)
+        more = self.op(f"icmp sgt i64 {left}, 0")
+        self.do(f"br i1 {more}, label %{some}, label %{done}")
+        self.label(some)
+        share = self.op(f"udiv i64 {left}, {shares}")
+        end = self.add(begin, self.call("i64", "llvm.smax.i64", [("i64", share), ("i64", "1")]))
+        pair = self.op(f"cmpxchg ptr {counter}, i64 {begin}, i64 {end} monotonic monotonic")
+        won = self.op(f"extractvalue {{ i64, i1 }} {pair}, 1")
+        self.do(f"br i1 {won}, label %{work}, label %{take}")
+        self.label(work)
+
+        def each(item: Value) -> list[Value]:
+            body(item)
+            return []
+
+        self.loop(begin, end, [], each)
+        self.do(f"br label %{take}")
+        self.label(done)
+
     # Integers and addresses
 
     def add(self, a: Value | int, b: Value | int) -> Value:
@@ -175,6 +207,30 @@ class IRWriter:
         name, kind = f"llvm.vector.reduce.fadd.v{self.lanes}f32", self.vector
         self._called.add(f"declare float @{name}(float, {kind})")
         return self.op(f"call reassoc float @{name}(float -0.0, {kind} {vector})")
+
+    def sums(self, vectors: Sequence[Value]) -> Value:
+        """lanes() vectors -> the sum of the i-th in lane i, each as a tree. A few instructions a
+        vector, where `sum` takes a dozen that wait for each other."""
+        rows, stride = list(vectors), 1
+        while len(rows) > 1:
+            # Lanes with the stride's bit are of the second of two vectors, the others of the first.
+            halves = []
+            for a, b in zip(rows[::2], rows[1::2], strict=True):
+                parts = []
+                for side in (0, stride):
+                    lane = ", ".join(
+                        f"i32 {(j & stride and self.lanes) + (j & ~stride | side)}"
+                        for j in range(self.lanes)
+                    )
+                    parts.append(
+                        self.op(
+                            f"shufflevector {self.vector} {a}, {self.vector} {b}, "
+                            f"<{self.lanes} x i32> <{lane}>"
+                        )
+                    )
+                halves.append(self.binary("fadd", *parts))
+            rows, stride = halves, 2 * stride
+        return rows[0]
 
     def largest(self, vector: Value) -> Value:
         name = f"llvm.vector.reduce.fmax.v{self.lanes}f32"
