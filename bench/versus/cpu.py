@@ -142,7 +142,7 @@ def main() -> None:
             INT8: {"dtype": "bfloat16", "quantization": "int8", "prefix_caching": False},
             "peers": {"transformers": {"dtype": "bfloat16", "static batch": BATCH}},
         }
-        write(args.out, "versus-cpu", config, rows, lines)
+        write(args.out, "versus-cpu-transformers", config, rows, lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Manta's engine on the CPU over a workload of token ids: one turn of `bench.versus.cpu --sides`;
+"""Manta's engine on the CPU over a workload of token ids: one turn of `bench.versus.cpu_sides`;
 prints `RESULT {json}`.
 
     python -m bench.versus.cpu_side MODEL --workload FILE --quantization gguf

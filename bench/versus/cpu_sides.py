@@ -7,9 +7,11 @@ the result file.
 
 --ours FORMAT=MODEL:QUANTIZATION is run by `bench.versus.cpu_side`. --peer FORMAT:NAME=COMMAND is a
 command line; --workload FILE is added, and it prints a line `RESULT {json}` with prefill_tok_s,
-single_decode_tok_s and batch_tok_s, which are defined in `bench.versus.cpu_side`. Each side starts
-anew in every round, one after the other, and its best quiet round counts. A round in which other
-processes were busy is no measurement, and without a quiet one of each side nothing is written.
+single_decode_tok_s and batch_tok_s, which are defined in `bench.versus.cpu_side`. One command may
+stand against several formats: with FORMAT,FORMAT:NAME=COMMAND it runs once a round for all of them.
+Each side starts anew in every round, one after the other, and its best quiet round counts. A round
+in which other processes were busy is no measurement, and without a quiet one of each side nothing
+is written. The result file is versus-cpu-DATE.json, its cases FORMAT/COLUMN/NAME.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +35,9 @@ BUSY = 0.05  # cores that others may keep busy
 
 @dataclass(slots=True)
 class Side:
-    """name: "" for ours. rounds: what it printed, and `other`."""
+    """formats: that it is compared in. name: "" for ours. rounds: what it printed, and `other`."""
 
-    format: str
+    formats: tuple[str, ...]
     name: str
     command: list[str]
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -43,8 +46,9 @@ class Side:
     def quiet(self) -> list[dict[str, Any]]:
         return [each for each in self.rounds if each["other"] <= BUSY]
 
-    def best(self, column: str) -> float | None:
-        rates = [each[KEYS[column]] for each in self.quiet if KEYS[column] in each]
+    def best(self, column: str) -> tuple[float, float] | None:
+        """(tokens a second, cores that others kept busy in that round)"""
+        rates = [(each[KEYS[column]], each["other"]) for each in self.quiet if KEYS[column] in each]
         return max(rates, default=None)
 
 
@@ -55,16 +59,16 @@ def ours(text: str, workload: Path) -> Side:
     if not (found and colon):
         raise SystemExit(f"--ours {text}: not FORMAT=MODEL:QUANTIZATION")
     command = [sys.executable, "-m", "bench.versus.cpu_side", model, "--quantization", quantization]
-    return Side(form, "", [*command, "--workload", str(workload)])
+    return Side((form,), "", [*command, "--workload", str(workload)])
 
 
 def peer(text: str, workload: Path) -> Side:
-    """FORMAT:NAME=COMMAND"""
+    """FORMAT,...:NAME=COMMAND"""
     head, found, command = text.partition("=")
     form, colon, name = head.partition(":")
     if not (found and colon):
         raise SystemExit(f"--peer {text}: not FORMAT:NAME=COMMAND")
-    return Side(form, name, [*shlex.split(command), "--workload", str(workload)])
+    return Side(tuple(form.split(",")), name, [*shlex.split(command), "--workload", str(workload)])
 
 
 def _busy() -> float:
@@ -78,6 +82,11 @@ def _own() -> float:
     """Of this process and its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _name(word: str) -> str:
+    """A word of a command line, of a path its last part."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def turn(side: Side) -> dict[str, Any]:
@@ -94,23 +103,25 @@ def turn(side: Side) -> dict[str, Any]:
 
 
 def rows(sides: list[Side]) -> list[dict[str, Any]]:
-    """A row for each peer and column that both have."""
-    mine = {side.format: side for side in sides if not side.name}
-    found = []
+    """A row for each peer and column that both have. busy: cores that other processes kept busy in
+    the busier of the two rounds that count."""
+    mine = {side.formats[0]: side for side in sides if not side.name}
+    found: list[dict[str, Any]] = []
     for side in sides:
-        for column in COLUMNS:
-            if not side.name or side.format not in mine:
+        for form, column in product(side.formats, COLUMNS):
+            if not side.name or form not in mine:
                 continue
-            one, other = mine[side.format].best(column), side.best(column)
+            one, other = mine[form].best(column), side.best(column)
             if one is None or other is None:
                 continue
             found.append(
                 {
-                    "case": f"{side.format}/{column}/{side.name}",
-                    "ours": one,
-                    "peer": other,
+                    "case": f"{form}/{column}/{side.name}",
+                    "ours": one[0],
+                    "peer": other[0],
                     "unit": "tok/s",
-                    "ratio": round(one / other, 2),
+                    "ratio": round(one[0] / other[0], 2),
+                    "busy": max(one[1], other[1]),
                 }
             )
     return found
@@ -130,18 +141,26 @@ def main() -> None:
     for _ in range(args.rounds):
         for side in sides:
             side.rounds.append(turn(side))
-            told = {"format": side.format, "side": side.name or "manta", **side.rounds[-1]}
+            told = {
+                "format": ",".join(side.formats),
+                "side": side.name or "manta",
+                **side.rounds[-1],
+            }
             print(json.dumps(told), flush=True)
             lines.append(told)
     found = rows(sides)
     print_ratios(found)
-    if unquiet := [f"{side.format} {side.name or 'manta'}" for side in sides if not side.quiet]:
+    if unquiet := [
+        f"{','.join(side.formats)} {side.name or 'manta'}" for side in sides if not side.quiet
+    ]:
         raise SystemExit(
             f"nothing is written: other processes were busy in every round of {', '.join(unquiet)}"
         )
     if args.out:
-        config = {"sides": {f"{side.format}:{side.name}": side.command[1:] for side in sides}}
-        write(args.out, "versus-cpu-sides", config, found, lines)
+        commands = {f"{','.join(side.formats)}:{side.name}": side.command for side in sides}
+        # Paths of this machine are of no use elsewhere.
+        config = {"sides": {key: [*map(_name, command)] for key, command in commands.items()}}
+        write(args.out, "versus-cpu", config, found, lines)
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                 total = writer.binary("fmul", key[0], query[g][0])
                 for p in range(1, parts):
                     total = writer.fma(key[p], query[g][p], total)
-                value = writer.op(f"fmul float {writer.sum(total)}, {scale}")
+                value = writer.op(f"fmul float {writer.sum_of_pairs(total)}, {scale}")
                 place = writer.at(scores, writer.add(writer.mul(room, g), number))
                 writer.store(value, place, "float")
             return []

@@ -115,7 +115,9 @@ def test_numbers_depend_on_the_request_alone(
     """Sums in another order for another number of rows, a chunk that is attended to in another way
     than a decode. float32 has no generated kernels and goes row by row."""
     assert all_cuts(folder, prompts, GREEDY, dtype=dtype, deterministic=True)
-    assert not all_cuts(folder, prompts, GREEDY, dtype=dtype)
+    # Where rows are rounded to bfloat16 for a product, that takes off the bits that would differ.
+    other = "float16" if dtype == "bfloat16" else dtype
+    assert not all_cuts(folder, prompts, GREEDY, dtype=other)
 
 
 @pytest.mark.slow

@@ -208,6 +208,18 @@ class IRWriter:
         self._called.add(f"declare float @{name}(float, {kind})")
         return self.op(f"call reassoc float @{name}(float -0.0, {kind} {vector})")
 
+    def sum_of_pairs(self, vector: Value) -> Value:
+        """Of the lanes: float, the same to the bit as `sums` gives in a lane."""
+        stride = 1
+        while stride < self.lanes:
+            lane = ", ".join(f"i32 {j ^ stride}" for j in range(self.lanes))
+            other = self.op(
+                f"shufflevector {self.vector} {vector}, {self.vector} poison, "
+                f"<{self.lanes} x i32> <{lane}>"
+            )
+            vector, stride = self.binary("fadd", vector, other), 2 * stride
+        return self.op(f"extractelement {self.vector} {vector}, i64 0")
+
     def sums(self, vectors: Sequence[Value]) -> Value:
         """lanes() vectors -> the sum of the i-th in lane i, each as a tree. A few instructions a
         vector, where `sum` takes a dozen that wait for each other."""

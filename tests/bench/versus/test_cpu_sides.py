@@ -21,7 +21,8 @@ def saying(text: str, code: int = 0) -> str:
 def test_the_best_quiet_round_counts(tmp_path: Path) -> None:
     """A figure of a busy machine, another format's, or a column that only one side has."""
     mine, other, alone = (
-        versus.Side(form, name, []) for form, name in (("q4", ""), ("q4", "peer"), ("int8", "peer"))
+        versus.Side((form,), name, [])
+        for form, name in (("q4", ""), ("q4", "peer"), ("int8", "peer"))
     )
     mine.rounds = [
         {"prefill_tok_s": 90.0, "other": 0.9},
@@ -31,6 +32,11 @@ def test_the_best_quiet_round_counts(tmp_path: Path) -> None:
     other.rounds = alone.rounds = [{"prefill_tok_s": 20.0, "single_decode_tok_s": 5.0, "other": 0}]
     (row,) = versus.rows([mine, other, alone])
     assert row["case"] == "q4/prefill/peer" and row["ratio"] == 2.0 and row["ours"] == 40.0
+    assert row["busy"] == 0.01
+    other.formats = ("q4", "int8")  # a command that stands against both
+    third = versus.Side(("int8",), "", [], [{"prefill_tok_s": 10.0, "other": 0.0}])
+    cases = {row["case"]: row["ratio"] for row in versus.rows([mine, third, other])}
+    assert cases == {"q4/prefill/peer": 2.0, "int8/prefill/peer": 0.5}
 
 
 def test_a_turn_is_a_process(tmp_path: Path) -> None:
@@ -57,7 +63,9 @@ def test_a_busy_machine_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(versus, "BUSY", 1e9)
     versus.main()
-    assert list(tmp_path.glob("versus-cpu-sides-*.json"))
+    (file,) = tmp_path.glob("versus-cpu-*.json")
+    commands = json.loads(file.read_text())["config"]["sides"]
+    assert commands["q4:x"][0] == Path(sys.executable).name, "no path of this machine"
 
 
 def test_columns_are_what_they_say() -> None:
