@@ -34,21 +34,22 @@ CACHE = ROOT / ".pytest_cache" / "stages"
 MOST_AGAIN = 10  # failed tests: more are no accident of the clock
 ENDS_S = 15.0  # for processes to end that were told to
 
-# Two processes with a core each. Not for tests that start Ray, whose processes look at the clock
-# and for each other, nor for those that tell what something costs: a neighbour spoils the caches.
-PAIR = ("-n", "2", "--dist", "worksteal")
-# What pytest-xdist says of a test in which one of the two died: to pytest it is one that failed.
+# What pytest-xdist says of a test in which one of its processes died: to pytest it has failed.
 CRASHED = re.compile(r"worker 'gw\d+' crashed while running '?([^'\s\"]*)")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """name: of its cache. where: pytest's -m. pair: in two processes."""
+    """name: of its cache. where: pytest's -m. processes: that share its tests.
+
+    Two have a core each, four half of one: tests that wait, such as those of clients and servers,
+    leave it to others. One for tests that start Ray, whose processes look at the clock and for each
+    other, and for those that tell what something costs: a neighbour spoils the caches."""
 
     name: str
     title: str
     where: str
-    pair: bool = False
+    processes: int = 1
     paths: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -63,14 +64,14 @@ STAGES = {
             "interpreter",
             "Triton kernels in the interpreter",
             "triton and not slow",
-            pair=True,
+            processes=2,
             **INTERPRETER,
         ),
         Stage(
             "quick",
             "What starts no Ray",
             "not triton and not serve and not timed and not slow",
-            pair=True,
+            processes=4,
         ),
         Stage("smoke", "A stream, a kill, a drain and Ctrl-C on a real Ray", "smoke"),
     ),
@@ -79,14 +80,14 @@ STAGES = {
             "grids",
             "Every pair of what Triton kernels take, in the interpreter",
             "triton and slow",
-            pair=True,
+            processes=2,
             **INTERPRETER,
         ),
         Stage(
             "slow",
             "What takes longer and starts no Ray",
             "slow and not triton and not serve and not timed",
-            pair=True,
+            processes=2,
         ),
         Stage(
             "ray",
@@ -129,7 +130,10 @@ def _pytest(stage: Stage, root: Path, cache: Path, *arguments: str, where: str) 
     report.unlink(missing_ok=True)
     command += [f"--junitxml={report}", *arguments, *stage.paths]
     environment = {**os.environ, **stage.environment}
-    if stage.pair:
+    # Asserts are rewritten and modules compiled once for all stages: without what is kept, each
+    # stage does it anew for 10 s, and each of the hundreds of processes that tests start for some.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if stage.processes > 1:
         environment["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(command, cwd=root, env=environment)
     while True:  # whatever else ends is an orphan: as a zombie it would look alive to a test
@@ -179,9 +183,9 @@ def run(stage: Stage, root: Path = ROOT, cache: Path = CACHE, long: bool = False
     where = f"({stage.where}) and not gpu" + ("" if long else " and not long")
     folder = cache / stage.name
     cache.mkdir(parents=True, exist_ok=True)
-    pair = PAIR if stage.pair else ()
+    shared = ("-n", str(stage.processes), "--dist", "worksteal") if stage.processes > 1 else ()
     print(f"== {stage.title}", flush=True)
-    code = _pytest(stage, root, folder, "--cache-clear", "--durations=30", *pair, where=where)
+    code = _pytest(stage, root, folder, "--cache-clear", "--durations=30", *shared, where=where)
     if why := _why(code, folder):
         outcome.broken.append(why)
     else:

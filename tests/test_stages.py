@@ -20,21 +20,21 @@ from tests import stages
 
 adopt_orphans()
 stages.ENDS_S = 1.0
-stage = stages.Stage("made", "Made", "not serve", pair=sys.argv[2] == "pair")
+stage = stages.Stage("made", "Made", "not serve", processes=int(sys.argv[2]))
 outcome = stages.run(stage, Path(sys.argv[1]), Path(sys.argv[1], "cache"))
 Path(sys.argv[1], "outcome").write_bytes(pickle.dumps(outcome))
 """
 
 
-def outcome_of(folder: Path, code: str, pair: bool = False) -> tuple[Outcome, str]:
+def outcome_of(folder: Path, code: str, processes: int = 1) -> tuple[Outcome, str]:
     """Of a stage that has this file of tests, and what was printed. In a process of its own, which
     may adopt and end what the tests leave behind."""
     import pickle
 
     (folder / "test_made.py").write_text("import os, pathlib, signal, subprocess, sys\n" + code)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n long\n serve\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n long\n serve\n" + PLUGINS)
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder), "pair" if pair else "one"],
+        [sys.executable, "-c", RUN, str(folder), str(processes)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -46,6 +46,7 @@ def outcome_of(folder: Path, code: str, pair: bool = False) -> tuple[Outcome, st
     return outcome, done.stdout
 
 
+PLUGINS = "addopts = -p no:schemathesis -p no:anyio -p no:hypothesispytest\n"  # seconds each run
 FINE = "def test_fine(): pass\n"
 ONCE = (  # fails the first time
     "def test_once():\n"
@@ -59,7 +60,7 @@ NEVER = "def test_never(): assert False\n"
 @pytest.mark.slow
 def test_a_test_that_passes_alone_is_told_of(tmp_path: Path) -> None:
     """A clock that a neighbour held up fails a change; or nobody hears that it did."""
-    outcome, printed = outcome_of(tmp_path, FINE + ONCE, pair=True)
+    outcome, printed = outcome_of(tmp_path, FINE + ONCE, processes=2)
     assert outcome.good and outcome.again == ["test_made.py::test_once"]
     assert outcome.counts == {"passed": 2, "failed": 0, "skipped": 0}
     assert "1 failed, 1 passed" in printed and "Once more, alone: 1 of 'Made'" in printed
@@ -83,22 +84,22 @@ def test_many_failures_are_not_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "pair", "why"),
+    ("code", "processes", "why"),
     [
-        ("import nothing_of_this_name\n", False, "exit code 2"),
-        ("x = 1\n", False, "no test was collected"),
-        ("def test_end(): os.kill(os.getpid(), signal.SIGSEGV)\n", False, "ended by SIGSEGV"),
-        (FINE + "def test_end(): os._exit(0)\n", True, "died in test_made.py::test_end"),
-        (FINE + "def test_end(): os._exit(0)\n", False, "no report"),
+        ("import nothing_of_this_name\n", 1, "exit code 2"),
+        ("x = 1\n", 1, "no test was collected"),
+        ("def test_end(): os.kill(os.getpid(), signal.SIGSEGV)\n", 1, "ended by SIGSEGV"),
+        (FINE + "def test_end(): os._exit(0)\n", 2, "died in test_made.py::test_end"),
+        (FINE + "def test_end(): os._exit(0)\n", 1, "no report"),
     ],
     ids=["import", "empty", "signal", "worker", "exit"],
 )
 def test_what_is_not_a_failed_test_fails_the_stage(
-    tmp_path: Path, code: str, pair: bool, why: str
+    tmp_path: Path, code: str, processes: int, why: str
 ) -> None:
     """A stage that crashed, or ran nothing, counts as one in which all is well; or as one whose
     tests passed when they ran alone."""
-    outcome, printed = outcome_of(tmp_path, code, pair)
+    outcome, printed = outcome_of(tmp_path, code, processes)
     assert not outcome.good and why in outcome.broken[0] and not outcome.again
     assert "Once more" not in printed
 
