@@ -138,7 +138,7 @@ async def under_kills(
         max_retries=20,
         http_client=async_http_client(transport=counting),
     ) as client:
-        right = [await ask(client, body) for body in asked]
+        right = await asyncio.gather(*(ask(client, body) for body in asked))
         assert not any(one.error for one in right), right
         over = asyncio.Event()
 

@@ -147,7 +147,7 @@ def test_a_client_that_goes_on_loses_nothing(live: Live, instance: ServerInstanc
     until(lambda: idle(live), 40)
     run = asyncio.run(
         under_kills(
-            live.url, instance, targets=("router", "haproxy"), seconds=14, tokens=100, at_once=4
+            live.url, instance, targets=("router", "haproxy"), seconds=10, tokens=100, at_once=4
         )
     )
     print(run.told())

@@ -84,8 +84,7 @@ async def same_under(broken: Broken, asked: Asked, fault: Any, rounds: int = 2) 
 @pytest.mark.parametrize(
     ("target", "after"),
     [
-        pytest.param("engine", 0.01, marks=pytest.mark.long),
-        ("engine", 0.6),
+        pytest.param("engine", 0.01, marks=pytest.mark.long),  # later: test_an_engine_crashes
         ("replica", 0.6),
         pytest.param("replica", 1.55, marks=pytest.mark.long),
     ],

@@ -30,7 +30,7 @@ from deployments.plan.memory import GIB, GPUS, Hardware, plan
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, MantaError
-from tests.deployments.on_ray.serve_cluster import end_server
+from tests.deployments.on_ray.serve_cluster import end_server, tiny_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -610,17 +610,18 @@ def metrics_told(pids: Sequence[int]) -> list[int]:
         pytest.param("Serving", signal.SIGINT, 2, marks=pytest.mark.long),
     ],
 )
-def test_a_stop_leaves_nothing_behind(
-    until: str, number: int, times: int, default_model: Path
-) -> None:
+def test_a_stop_leaves_nothing_behind(until: str, number: int, times: int, tmp_path: Path) -> None:
     """An orphaned engine or proxy holds the port and the GPU until somebody finds it. The signals
     go to the whole group, as a terminal's and a supervisor's do: Ray ended first, and left workers.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "deployments.cli.main", "serve", str(default_model)]
+    command = [sys.executable, "-m", "deployments.cli.main", "serve"]
+    model = str(tiny_model(tmp_path / "tiny"))
+    config = tmp_path / "manta.yaml"
+    config.write_text(json.dumps({"model": model, "engine": {"load_format": "dummy"}}))
     process = subprocess.Popen(
-        [*command, "--port", str(port), "--address", "local"],
+        [*command, str(config), "--port", str(port), "--address", "local"],
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
