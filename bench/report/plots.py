@@ -33,6 +33,7 @@ MADE_BY = {
     "faults-flood": "`python -m tests.faults.flood`: ten times the load, real engines",
     "faults-neighbours": "`python -m tests.faults.neighbours`: streams beside dear requests",
     "faults-soak": "`python -m tests.faults.soak`: kills under load for minutes",
+    "cpu-steps": "`python -m bench.cpu_steps`: steps on the CPU beside their products and limits",
     "embeddings": "`python -m bench.embeddings`: vectors of texts against transformers",
     "operate": "`python -m bench.operate`: a wheel, a second model, a model that is added",
     "first-start": "`python -m bench.versus.engine --side manta`, TRITON_CACHE_DIR empty",

@@ -1,9 +1,11 @@
 """x @ W.T for 16- or 32-bit weights and float32 activations, generated for one width of x.
 
 W is packed into panels of two vector registers of outputs: a thread takes a panel, streams it once
-for each dozen rows of x and keeps their sums in registers. Products and sums are float32, and a row
-of the result is the same whatever other rows stand beside it. What comes before (RMS norm) and
-after (bias, gate, residual) happens in the same call, so a layer starts its threads four times.
+for each dozen rows of x and keeps their sums in registers. Products and sums are float32; where the
+processor multiplies pairs of bfloat16, x is rounded to it for weights of that type, which doubles
+the rate. A row of the result is the same whatever other rows stand beside it. What comes before
+(RMS norm) and after (bias, gate, residual) happens in the same call, so a layer starts its threads
+four times.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,247 @@
+"""Steps of decodes on this machine's CPU: what of a step is not products, what more rows cost, what
+a second core gains, and how near products are to the machine's limits.
+
+    python -m bench.cpu_steps --quantization gguf w8a8 none --out bench/results
+
+Each format and number of threads is a process of its own, best of many short runs. Products are all
+matrices once, as one program, and the head. Cases:
+
+    FORMAT/others/N      share of a step of N decodes that is not its products
+    FORMAT/verify/N      seconds of a step of N rows / of one: what checking N tokens would cost
+    FORMAT/cores/N       seconds of a step of N decodes on one core / on all
+    FORMAT/bandwidth     share of a streaming read that the products of one row reach
+    FORMAT/peak          share of the processor's products that those of 512 rows reach
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.report.result_file import write
+
+RUNNING = (1, 32)
+ROWS = (1, 2, 4, 8)
+PROMPT = 128
+MANY = 512  # rows of a chunk of a prompt
+READ = 256 << 20
+
+
+def best(run: Callable[[], object], seconds: float) -> float:
+    """The shortest run, of as many as there is time for."""
+    run()
+    end, least = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        run()
+        least = min(least, time.perf_counter() - began)
+    return least
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second of all threads, each streaming its share of memory."""
+    import ctypes
+
+    import torch
+
+    from kernels.cpu import huge_pages
+    from kernels.cpu.codegen.compiler import compile_ir, lanes
+    from kernels.cpu.codegen.ir import IRWriter, Value, module
+
+    writer, part = IRWriter(lanes()), 1 << 20
+
+    def stream(index: Value) -> None:
+        begin = writer.at(writer.argument(2, "ptr"), writer.mul(index, part), "i8")
+
+        def line(at: Value, *sums: Value) -> list[Value]:
+            place = writer.at(begin, at, "i8")
+            found = []
+            for number, total in enumerate(sums):
+                some = writer.load(writer.at(place, number * writer.lanes), writer.integers)
+                found.append(writer.op(f"xor {writer.integers} {total}, {some}"))
+            return found
+
+        start = [(writer.integers, "zeroinitializer")] * 4
+        sums = writer.loop(0, part, start, line, step=16 * writer.lanes)
+        for number, total in enumerate(sums):  # or nothing would be read
+            writer.store(total, writer.at(begin, number * writer.lanes), writer.integers)
+
+    writer.claim_shares("%args", str(2 * threads), str(READ // part), stream)
+    function = compile_ir(module([(writer, "void @stream(ptr %args)")]))["stream"]
+    memory = torch.ones(READ, dtype=torch.uint8)  # touched: untouched pages are one page of zeros
+    huge_pages.collapse()
+    args = (ctypes.c_int64 * 8)()
+    args[2] = memory.data_ptr()
+    return READ / best(lambda: function(args, threads), 1.0)
+
+
+def peak(quantization: str, threads: int) -> float:
+    """Operations a second of the instruction that the products of a format are made of."""
+    import ctypes
+
+    from kernels.cpu.codegen import compiler
+    from kernels.cpu.codegen.ir import IRWriter, module
+
+    size = compiler.lanes()
+    writer, turns, sums = IRWriter(size), 100_000, 16
+    if quantization != "none" and compiler.vnni():
+        kind, name, each = writer.integers, f"llvm.x86.avx512.vpdpbusd.{32 * size}", 4
+        given = [(kind, writer.op(f"freeze {kind} zeroinitializer"))] * 2
+    elif quantization == "none" and compiler.dot_bf16():
+        kind, name, each = writer.vector, "llvm.x86.avx512bf16.dpbf16ps.512", 2
+        pair = f"<{2 * size} x bfloat>"
+        given = [(pair, writer.op(f"freeze {pair} zeroinitializer"))] * 2
+    else:
+        kind, name, each, given = writer.vector, "", 1, []
+
+    def turn(_: str, *totals: str) -> list[str]:
+        if not name:
+            return [writer.fma(total, total, total) for total in totals]
+        return [writer.call(kind, name, [(kind, total), *given]) for total in totals]
+
+    found = writer.loop(0, turns, [(kind, "zeroinitializer")] * sums, turn)
+    for total in found:
+        writer.store(total, writer.argument(2, "ptr"), kind)
+    function = compiler.compile_ir(module([(writer, "void @peak(ptr %args)")]))["peak"]
+    target = (ctypes.c_int64 * 64)()
+    args = (ctypes.c_int64 * 8)()
+    args[2] = ctypes.addressof(target)
+    seconds = best(lambda: function(args, threads), 0.5)
+    return threads * turns * sums * size * each * 2 / seconds
+
+
+def products_of(model: Any, rows: int) -> Callable[[], object]:
+    """All matrices of a decoder once, for so many rows."""
+    import torch
+
+    from kernels.cpu.codegen.program import Buffers, Program
+
+    linears = [*model.linears()]
+    inputs = {
+        width: torch.randn(rows, width) for width in {each.spec.in_features for each in linears}
+    }
+    hidden = torch.randn(rows, model.config.hidden_size)
+
+    def body() -> torch.Tensor:
+        for each in linears:
+            out = each.method.apply(each.state, inputs[each.spec.in_features])
+        return out
+
+    program = Program(body, Buffers(rows), rows, torch.get_num_threads())
+
+    def run() -> None:
+        program.play()
+        if rows != MANY:  # of a prompt's tokens one samples
+            model.logits(hidden)
+
+    return run
+
+
+def side(model: str, quantization: str, threads: int, seconds: float) -> dict[str, Any]:
+    """What one process measures: seconds by name."""
+    import torch
+
+    from deployments.checkpoints.resolve import resolve_model
+    from engine.factory import build
+    from engine.library.llm import make_config
+    from engine.messages import EngineRequest
+    from engine.sampling_params import SamplingParams
+
+    folder = resolve_model(model, blocks=quantization == "gguf")
+    fields = {"device": "cpu", "dtype": "bfloat16", "quantization": quantization}
+    fields |= {"prefix_caching": False, "max_num_seqs": max(RUNNING), "max_model_len": 2048}
+    core, _ready = build(make_config(str(folder), {**fields, "num_threads": threads}))
+    decoder: Any = core._runner.model  # type: ignore[attr-defined]
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1800)
+    found: dict[str, Any] = {}
+    for running in sorted({*RUNNING, *ROWS}):
+        for number in range(running):
+            ids = [(7 * at + number) % core.config.vocab_size for at in range(PROMPT)]
+            core.add(EngineRequest(number, ids, PROMPT, greedy, seed=0))
+        started: set[int] = set()
+        while len(started) < running:
+            started |= {delta.id for delta in core.step() if delta.token_ids}
+        # No longer than contexts stay alike.
+        found[f"step-{running}"] = best(core.step, min(seconds, 2.0))
+        core.abort([*range(running)])
+        while core.has_work():
+            core.step()
+    with torch.inference_mode():
+        for rows in sorted({*RUNNING, *ROWS, MANY}):
+            found[f"products-{rows}"] = best(products_of(decoder, rows), seconds)
+    specs = [each.spec for each in decoder.linears()]
+    found["weights"] = sum(each.spec.num_parameters for each in decoder.linears())
+    found["bytes"] = sum(each.num_bytes for each in decoder.linears())
+    head = decoder.config.vocab_size * decoder.config.hidden_size
+    found["bytes"] += int(found["bytes"] / found["weights"] * head) if specs else 0
+    found["read"] = read_bandwidth(threads)
+    found["peak"] = peak(quantization, threads)
+    return found
+
+
+def rows_of(name: str, one: dict[str, Any], all_cores: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases of a format, of what `side` found on one core and on all."""
+    rows = []
+
+    def row(case: str, ratio: float, unit: str = "") -> None:
+        rows.append({"case": f"{name}/{case}", "ratio": round(ratio, 3), "unit": unit})
+
+    for running in RUNNING:
+        step, products = all_cores[f"step-{running}"], all_cores[f"products-{running}"]
+        row(f"others/{running}", 1 - products / step, "of a step")
+        row(f"cores/{running}", one[f"step-{running}"] / step, "of one core")
+    for count in ROWS[1:]:
+        row(f"verify/{count}", all_cores[f"step-{count}"] / all_cores["step-1"], "of one row")
+    row("bandwidth", all_cores["bytes"] / all_cores["products-1"] / all_cores["read"], "of a read")
+    operations = 2 * MANY * all_cores["weights"]
+    rate = operations / all_cores[f"products-{MANY}"]
+    row("peak", rate / all_cores["peak"], "of the peak")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--quantization", nargs="+", default=["gguf", "w8a8", "none"])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        found = side(args.model, args.quantization[0], args.side, args.seconds)
+        print("RESULT " + json.dumps(found), flush=True)
+        return
+    cores = len(os.sched_getaffinity(0))
+    rows, lines = [], []
+    for name in args.quantization:
+        sides = []
+        for threads in (1, cores):
+            command = [sys.executable, "-m", "bench.cpu_steps", "--model", args.model]
+            command += ["--quantization", name, "--seconds", str(args.seconds)]
+            # As the engine process sets them (engine.process.lifeline).
+            threads_of = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "30000"}
+            done = subprocess.run(
+                [*command, "--side", str(threads)],
+                stdout=subprocess.PIPE, text=True, env={**os.environ, **threads_of},
+            )  # fmt: skip
+            said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if done.returncode or not said:
+                raise SystemExit(f"{name} on {threads} threads failed")
+            sides.append(json.loads(said[-1].removeprefix("RESULT ")))
+            lines.append({"format": name, "threads": threads, **sides[-1]})
+        found = rows_of(name, *sides)
+        for row in found:
+            print(f"{row['case']:<24} {row['ratio']:>7} {row['unit']}", flush=True)
+        rows += found
+    if args.out:
+        config = {"model": args.model, "formats": args.quantization, "cores": cores}
+        write(args.out, "cpu-steps", config, rows, lines)
+
+
+if __name__ == "__main__":
+    main()
