@@ -1,5 +1,5 @@
-"""Tools in the chat templates of real models, which are in TRL's wheel (`pip install --no-deps trl`):
-what they print of a conversation is what transformers prints of it. Skipped where it is not
+"""Tools in the chat templates of real models, from TRL's wheel (`pip install --no-deps trl`): what
+they print of a conversation is what transformers prints of it. Skipped where it is not
 installed."""
 
 import asyncio
