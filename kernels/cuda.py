@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu as activated
 
 from kernels import activation, lora, norm
 from kernels.attention.decode_plan import plan
@@ -68,9 +69,15 @@ class Cuda(Kernels):
         return norm.layer_norm(x, weight, bias, eps)
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor | None,
+        groups: int,
+        eps: float,
+        gate_last: bool = False,
     ) -> Tensor:
-        return norm.gated_norm(x, gate, weight, groups, eps)
+        return norm.gated_norm(x, gate, weight, groups, eps, gate_last)
 
     def activation(self, x: Tensor, name: str) -> Tensor:
         return activation.activation(x, name)
@@ -285,10 +292,17 @@ class Cuda(Kernels):
         return delta_rule_cuda.kimi_delta(x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC)
 
     def causal_conv(
-        self, x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
+        self,
+        x: Tensor,
+        conv: Tensor,
+        bias: Tensor | None,
+        tail: Tensor,
+        meta: AttentionMeta,
+        silu: bool = False,
     ) -> Tensor:
         _count(meta)
-        return convolution_cuda.causal_conv(x, conv, bias, tail, meta)
+        found = convolution_cuda.causal_conv(x, conv, bias, tail, meta)
+        return activated(found) if silu else found
 
     def mamba2(
         self,

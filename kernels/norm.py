@@ -62,6 +62,7 @@ def _gated_norm_kernel(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    GATE_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -74,14 +75,25 @@ def _gated_norm_kernel(
         gdc_launch_dependents()
     value = tl.load(x + token * GROUPS * SIZE + cols, mask=mask, other=0.0)
     by = tl.load(gate + token * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    value *= by * tl.sigmoid(by)
+    by *= tl.sigmoid(by)
+    if not GATE_LAST:
+        value *= by
     if NORM:
         value = value / tl.sqrt(tl.sum(value * value, axis=0) / SIZE + eps)
         value *= tl.load(weight + cols, mask=mask, other=0.0)
+    if GATE_LAST:
+        value *= by
     tl.store(out + token * GROUPS * SIZE + cols, value.to(out.dtype.element_ty), mask=mask)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float) -> Tensor:
+def gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    groups: int,
+    eps: float,
+    gate_last: bool = False,
+) -> Tensor:
     """See `kernels.reference.Kernels.gated_norm`."""
     rows, inner = x.shape
     size = inner // groups
@@ -98,6 +110,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps:
             GROUPS=groups,
             SIZE=size,
             NORM=weight is not None,
+            GATE_LAST=gate_last,
             BLOCK=block,
             num_warps=max(1, min(16, block // 256)),
             **pdl(x.device),

@@ -121,20 +121,27 @@ class Kernels:
         return layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
     def gated_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor | None,
+        groups: int,
+        eps: float,
+        gate_last: bool = False,
     ) -> Tensor:
         """rms_norm(x * silu(gate)) of each of `groups` equal parts of a row, or without the norm
-        where there is no weight [size] float32.
+        where there is no weight [size] float32. gate_last: rms_norm(x) * silu(gate).
 
-        x [n, size] float32 is written over; gate [n, size] of any dtype, whose the result is.
+        x [n, size] float32 may be written over; gate [n, size] of any dtype, whose the result is.
         """
-        x = x.mul_(silu(gate.float()))
+        if not gate_last:
+            x = x.mul_(silu(gate.float()))
         if weight is not None and groups == 1:
             x = self.rms_norm(x, weight, eps)
         elif weight is not None:
             parts = x.unflatten(1, (groups, -1))
             x = self.rms_norm(parts, weight.new_ones(parts.shape[2]), eps).flatten(1).mul_(weight)
-        return x.to(gate.dtype)
+        return (x.mul_(silu(gate.float())) if gate_last else x).to(gate.dtype)
 
     def activation(self, x: Tensor, name: str) -> Tensor:
         """A function of each element, in float32: "silu", "gelu" (of the error function),
@@ -388,11 +395,26 @@ class Kernels:
         bias: Tensor | None,  # [channels] float32
         tail: Tensor,  # [rows, taps - 1, channels] float32, written at meta.rows
         meta: AttentionMeta,
+        silu: bool = False,  # of the results
     ) -> Tensor:
         """Each channel of each entry's tokens convolved with its last ones, those before the entry
         from the tail of its row: [num_tokens, channels] float32. Tokens of no entry get anything.
         """
-        return causal_conv(x, conv, bias, tail, meta)
+        found = causal_conv(x, conv, bias, tail, meta)
+        return _ACTIVATIONS["silu"](found) if silu else found
+
+    def short_conv(
+        self,
+        x: Tensor,  # [num_tokens, channels]
+        before: Tensor,  # [num_tokens, channels]
+        behind: Tensor,  # [num_tokens, channels]
+        conv: Tensor,
+        bias: Tensor | None,
+        tail: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        """causal_conv(before * x) * behind."""
+        return self.causal_conv(before * x, conv, bias, tail, meta).mul_(behind)
 
     def mamba2(
         self,

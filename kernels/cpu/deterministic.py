@@ -2,9 +2,10 @@
 (`EngineConfig.deterministic`): not on the step's other requests, nor on how its own prompt was cut
 into chunks, found in the prefix cache, or computed again after a preemption.
 
-Generated products treat each row alike as it is. Generated attention is asked for every token as if
-it were a decode, because the other way, torch's over a whole chunk, adds in another order. What is
-left to torch goes row by row: its algorithms differ with the number of rows.
+Generated products and recurrent layers treat each token alike as it is. Generated attention is
+asked for every token as if it were a decode, because the other way, torch's over a whole chunk,
+adds in another order. What is left to torch goes row by row: its algorithms differ with the number
+of rows.
 """
 
 from collections.abc import Callable
@@ -15,13 +16,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
+from kernels.cpu.recurrent.back_end import Step
 from kernels.cpu.scores import Numbers
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
 from kernels.kv.quantized import Cache
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
-from kernels.recurrent.delta_rule import DeltaHeads
-from kernels.recurrent.mamba2 import Mamba2Heads
 
 _FIRST = torch.zeros(1, dtype=torch.int64)
 
@@ -194,84 +194,8 @@ class Deterministic(PlannedByFirstLayer):
         rows = zip(q.split(1), meta.plan.apart, strict=True)
         return torch.cat([attend(row.clone(), cache, up, scale, part) for row, part in rows])
 
-    def gated_delta(
-        self,
-        x: Tensor,
-        z: Tensor,
-        a: Tensor,
-        b: Tensor,
-        heads: DeltaHeads,
-        tail: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-    ) -> Tensor:
-        step = super().gated_delta
-        return self._token_by_token(
-            meta, (x, z, a, b), lambda own, part: step(*own, heads, tail, state, part)
-        )
-
-    def kimi_delta(
-        self,
-        x: Tensor,
-        z: Tensor,
-        a: Tensor,
-        b: Tensor,
-        heads: DeltaHeads,
-        tail: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-    ) -> Tensor:
-        step = super().kimi_delta
-        return self._token_by_token(
-            meta, (x, z, a, b), lambda own, part: step(*own, heads, tail, state, part)
-        )
-
-    def causal_conv(
-        self, x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor, meta: AttentionMeta
-    ) -> Tensor:
-        step = super().causal_conv
-        return self._token_by_token(
-            meta, (x,), lambda own, part: step(*own, conv, bias, tail, part)
-        )
-
-    def mamba2(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        heads: Mamba2Heads,
-        tail: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-    ) -> Tensor:
-        step = super().mamba2
-        return self._token_by_token(
-            meta, (x, dt), lambda own, part: step(*own, heads, tail, state, part)
-        )
-
-    def mamba1(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        decay: Tensor,
-        skip: Tensor,
-        state: Tensor,
-        meta: AttentionMeta,
-    ) -> Tensor:
-        step = super().mamba1
-        return self._token_by_token(
-            meta, (x, dt, b, c), lambda own, part: step(*own, decay, skip, state, part)
-        )
-
-    @staticmethod
-    def _token_by_token(
-        meta: AttentionMeta,
-        rows: tuple[Tensor, ...],
-        step: Callable[[list[Tensor], AttentionMeta], Tensor],
-    ) -> Tensor:
-        """What a recurrent layer gives for each token as a step of its own. rows: [num_tokens, ..]
-        each, of which it takes a token's."""
+    def without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
+        """Each token as a step of its own."""
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)
         found = []

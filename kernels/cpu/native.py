@@ -1,5 +1,6 @@
-"""The CPU back end: the reference, with rotation and attention by generated kernels where machine
-and shapes allow. Products are `engine.quantization`'s, by `kernels.cpu.linear`."""
+"""The CPU back end: the reference, with rotation, attention and recurrent layers by generated
+kernels where machine and shapes allow. Products are `engine.quantization`'s, by
+`kernels.cpu.linear`."""
 
 from dataclasses import dataclass, replace
 
@@ -9,10 +10,10 @@ from torch import Tensor
 from kernels.attention.reference import PrefillChunk, Scores, attend_chunk, plan_chunks
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.cpu.prefill import prefill_for
+from kernels.cpu.recurrent.back_end import Recurrent
 from kernels.cpu.scores import Numbers
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.metadata import AttentionMeta
-from kernels.reference import Kernels
 
 
 class LayerKernels:
@@ -38,7 +39,7 @@ class LayerKernels:
         return self.kernels
 
 
-class PlannedByFirstLayer(Kernels):
+class PlannedByFirstLayer(Recurrent):
     """A step is planned when its first layer runs: only layers know how they turn their heads."""
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:

@@ -19,7 +19,7 @@ from kernels.recurrent.convolution import causal_conv, chunks_of, decoded
 
 CHUNK = 64
 CHUNK_BY_KEY = 16  # whose pairs of tokens have a decay for each element of a key
-_EPS = 1e-6  # of the length that queries and keys are divided by
+EPS = 1e-6  # of the length that queries and keys are divided by
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
 
     def unit(x: Tensor) -> Tensor:
         x = x.unflatten(1, (heads.key_heads, heads.key_size))
-        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)
+        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
         return x.repeat_interleave(shared, dim=1)
 
     q = unit(q) * heads.key_size**-0.5

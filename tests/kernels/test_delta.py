@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
 
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
@@ -15,6 +14,7 @@ from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import WalkLaunch
 from kernels.reference import Kernels
 from tests.kernels.oracle import DEVICE, DTYPES, grid, random, row_error
+from tests.kernels.rules import delta
 
 pytestmark = pytest.mark.triton
 BACK_ENDS = {"chunks": kernels_for("cuda"), "walk": kernels_for("cuda", deterministic=True)}
@@ -52,33 +52,6 @@ def inputs(how: DeltaHeads, tokens: int, dtype: torch.dtype = torch.float32) -> 
     sizes = (how.conv.shape[0], how.value_heads * how.value_size, *[how.value_heads] * 2)
     x, z, b, a = random(tokens, sum(sizes), dtype=dtype).split(sizes, dim=1)
     return x, z, a, b
-
-
-def rule(part: list[Tensor], how: DeltaHeads, tail: Tensor, state: Tensor) -> Tensor:
-    """The rule, of one entry, float64. state [heads, key, value] is written over."""
-    x, z, a, b = part
-    taps, keys = how.conv.shape[1], how.key_heads * how.key_size
-    padded, conv = torch.cat((tail, x)), how.conv.double()
-    mixed = silu(sum(padded[t : t + len(x)] * conv[:, t] for t in range(taps)))
-    q, k, v = (
-        each.unflatten(1, (heads, -1)).repeat_interleave(how.value_heads // heads, 1)
-        for each, heads in zip(
-            mixed.split((keys, keys, mixed.shape[1] - 2 * keys), 1),
-            (how.key_heads, how.key_heads, how.value_heads),
-            strict=True,
-        )
-    )
-    found = []
-    for t in range(len(x)):
-        key = k[t] * (k[t].square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-        query = q[t] * (q[t].square().sum(-1, keepdim=True) + 1e-6).rsqrt() / how.key_size**0.5
-        state *= (-how.decay.double().exp() * softplus(a[t] + how.bias)).exp()[:, None, None]
-        wrong = v[t] - torch.einsum("hk,hkv->hv", key, state)
-        state += torch.einsum("hk,hv->hkv", key, wrong * how.most * b[t].sigmoid()[:, None])
-        read = torch.einsum("hk,hkv->hv", query, state)
-        normed = read / (read.square().mean(-1, keepdim=True) + how.eps).sqrt() * how.norm
-        found.append(normed.flatten() * silu(z[t]))
-    return torch.stack(found)
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
@@ -126,7 +99,7 @@ def test_chunks(heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dty
         at += count
         if length == count:
             want_state[row], before[0][row] = 0, 0
-        want.append(rule(part, how, before[0][row].double(), want_state[row]))
+        want.append(delta(*part, how, before[0][row].double(), want_state[row]))
     found = BACK_ENDS["chunks"].gated_delta(*given, how, tail, state, meta)
     assert found.dtype == dtype and found.isfinite().all()
     bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
@@ -199,7 +172,7 @@ def test_equal_keys() -> None:
     meta, kept = step([100], [100], 0), (random(ROWS, 1, 48), random(ROWS, 1, 16, 16))
     found = BACK_ENDS["chunks"].gated_delta(x, z, a, b, how, *kept, meta)
     part = [each.double() for each in (x, z, a, b)]
-    want = rule(part, how, kept[0][5].double() * 0, kept[1][5].double() * 0)
+    want = delta(*part, how, kept[0][5].double() * 0, kept[1][5].double() * 0)
     assert row_error(found, want) < 1e-3
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
 
 from kernels.dispatch import kernels_for
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
+from tests.kernels import rules
 from tests.kernels.oracle import DEVICE, DTYPES, grid, random, row_error
 from tests.kernels.test_delta import ROWS, step
 
@@ -128,10 +128,8 @@ def test_mamba1_is_the_rule(cuts: list[int]) -> None:
     """A decay counted twice or not at all between two chunks, or between a chunk and a decode."""
     torch.manual_seed(1)
     x, dt, b, c, decay, skip = scanned(70, 12, 5)
-    left, want = torch.zeros(12, 5, device=DEVICE), []
-    for u, size, one, other in zip(x, softplus(dt), b, c, strict=True):
-        left = left * (-decay.exp() * size[:, None]).exp() + (size * u)[:, None] * one
-        want.append(left @ other + skip * u)
+    left = torch.zeros(12, 5, device=DEVICE)
+    want = rules.mamba1(x, dt, b, c, decay, skip, left)
     state, found, at = random(ROWS, 12, 5), [], 0
     for count in cuts:
         part = slice(at, at + count)
@@ -139,28 +137,8 @@ def test_mamba1_is_the_rule(cuts: list[int]) -> None:
         own = [each[part] for each in (x, dt, b, c)]
         meta = step([at], [count], int(count == 1))
         found.append(reference.mamba1(*own, decay, skip, state, meta))
-    assert row_error(torch.cat(found), torch.stack(want)) < 1e-4
+    assert row_error(torch.cat(found), want) < 1e-4
     assert row_error(state[5], left) < 1e-4
-
-
-def _tokens(x: Tensor, dt: Tensor, how: Mamba2Heads, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule, of one request from its first token."""
-    taps = how.conv.shape[1]
-    padded = torch.cat((x.new_zeros(taps - 1, x.shape[1]), x))
-    assert how.conv_bias is not None
-    mixed = silu(sum((padded[t : t + len(x)] * how.conv[:, t] for t in range(taps)), how.conv_bias))
-    shared = how.groups * how.state_size
-    inner, b, c = mixed.split((how.heads * how.head_size, shared, shared), dim=1)
-    found = []
-    each = how.heads // how.groups
-    for t in range(len(x)):
-        u = inner[t].view(how.heads, -1)
-        one, other = (y[t].view(how.groups, -1).repeat_interleave(each, 0) for y in (b, c))
-        size = softplus(dt[t] + how.bias).clamp(*how.limits)
-        state = state * (-how.decay.exp() * size).exp()[:, None, None]
-        state = state + (size[:, None] * u)[..., None] * one[:, None]
-        found.append((state * other[:, None]).sum(-1) + how.skip[:, None] * u)
-    return torch.stack(found), state
 
 
 @pytest.mark.parametrize("cuts", [[70], [66, 1, 1, 2], [1] * 3 + [67], [2, 68]])
@@ -171,7 +149,8 @@ def test_reference_is_the_rule(cuts: list[int]) -> None:
     channels = how.conv.shape[0]
     x, dt = random(70, channels), random(70, 4)
     tail, state = random(ROWS, 3, channels), random(ROWS, 4, 6, 5)
-    want, left = _tokens(x, dt, how, state.new_zeros(4, 6, 5))
+    left = state.new_zeros(4, 6, 5)
+    want = rules.mamba2(x, dt, how, tail.new_zeros(3, channels), left)
     found, at = [], 0
     for count in cuts:
         part = slice(at, at + count)

@@ -33,17 +33,18 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("back_end", ["cuda", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("groups", [0, 1, 3])
-def test_gated_norm(groups: int, dtype: torch.dtype, back_end: str) -> None:
+@pytest.mark.parametrize(("groups", "gate_last"), [(0, False), (1, False), (3, False), (3, True)])
+def test_gated_norm(groups: int, gate_last: bool, dtype: torch.dtype, back_end: str) -> None:
     """A part's mean that has another's elements; a gate of rows in longer ones; no norm at all."""
     x, gate = random(5, 300), random(5, 400, dtype=dtype)[:, 20:320]
     weight = random(300) if groups else None
-    ref = x.double() * silu(gate.double())
+    ref = x.double() if gate_last else x.double() * silu(gate.double())
     parts = ref.unflatten(1, (max(groups, 1), -1))
     if weight is not None:
         ref = (parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * weight
+    ref = ref * silu(gate.double()) if gate_last else ref
     kernels = kernels_for("cuda") if back_end == "cuda" else Kernels()
-    out = kernels.gated_norm(x, gate, weight, max(groups, 1), 1e-5)
+    out = kernels.gated_norm(x, gate, weight, max(groups, 1), 1e-5, gate_last)
     assert out.dtype == dtype and row_error(out, ref) < BOUND[dtype]
 
 

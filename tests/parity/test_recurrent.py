@@ -17,8 +17,8 @@ from engine.errors import ConfigError
 from engine.factory import build
 from engine.resolve import check_ranks, decide
 from engine.sampling_params import SamplingParams
+from kernels.cpu.recurrent.back_end import Recurrent
 from kernels.recurrent import delta_rule as delta
-from kernels.reference import Kernels
 from tests.parity.cases import DELTA, save
 from tests.parity.engine_driver import engine, run
 from tests.parity.test_deterministic import all_cuts
@@ -72,15 +72,15 @@ def test_a_failed_step_is_computed_anew(
     """A step that failed in its third layer, and runs again on states that already have it."""
     folder, prompts, want = model
     core = engine(folder, num_blocks=400, **SIZES)
-    calls, plain = [0], Kernels.gated_delta
+    calls, plain = [0], Recurrent.gated_delta
 
-    def fails(self: Kernels, *args: Any) -> Any:
+    def fails(self: Recurrent, *args: Any) -> Any:
         calls[0] += 1
         if calls[0] in (12, 30):
             raise RuntimeError("once")
         return plain(self, *args)
 
-    monkeypatch.setattr(Kernels, "gated_delta", fails)
+    monkeypatch.setattr(Recurrent, "gated_delta", fails)
     assert [each.token_ids for each in run(core, prompts, GREEDY)] == want
     assert calls[0] > 30
 

@@ -2,7 +2,6 @@
 B and C have norms."""
 
 from torch import Tensor
-from torch.nn.functional import silu
 
 from engine.architectures.recurrent.jamba import Mamba1
 from engine.layers.build import Builder
@@ -66,12 +65,12 @@ class Mamba1Mixer:
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         made = self.into.forward(x, meta.lora, norm=norm)
         mixed, gate = made.chunk(2, dim=1)
-        own = silu(self.kernels.causal_conv(mixed, self.conv, self.conv_bias, tail, meta))
+        own = self.kernels.causal_conv(mixed, self.conv, self.conv_bias, tail, meta, silu=True)
         selected = self.select.forward(own.to(x.dtype), meta.lora).split(self.sizes, dim=1)
         dt, b, c = (
             each(part.contiguous()) for each, part in zip(self.norms, selected, strict=True)
         )
         dt = self.step.forward(dt, meta.lora)
         found = self.kernels.mamba1(own, dt, b, c, self.decay, self.skip, state, meta)
-        found = found.mul_(silu(gate.float()))
-        return self.out.forward(found.to(x.dtype), meta.lora, residual=residual)
+        found = self.kernels.gated_norm(found, gate, None, 1, 0.0)
+        return self.out.forward(found, meta.lora, residual=residual)

@@ -4,7 +4,6 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.layers.build import Builder
@@ -60,8 +59,6 @@ class Mamba2Mixer:
                 "mamba_norm", whole.inner, ranges=[inner], std=0.0, scale=mixer.out_factor
             )
             self.norm, self.others = made.tensor, (*self.others, made)
-        size = mixer.inner // mixer.groups
-        self.ones = torch.ones(size, dtype=torch.float32, device=build.device)
         self.factors: Tensor | None = None  # of each row of the first product
         if mixer.factors:
             counts = torch.tensor([end - begin for begin, end in ranges])
@@ -107,16 +104,10 @@ class Mamba2Mixer:
             made = made.mul_(self.factors)
         ends = list(accumulate(self.sizes))
         gate, mixed, dt = made[:, : ends[0]], made[:, ends[0] : ends[1]], made[:, ends[1] :]
-        found = self.kernels.mamba2(mixed, dt, self.heads, tail, state, meta).flatten(1)
-        if self.mixer.gate_last and self.norm is not None:
-            found = self._normed(found, self.norm).mul_(silu(gate.float())).to(x.dtype)
-        else:
-            found = self.kernels.gated_norm(found, gate, self.norm, self.mixer.groups, self.eps)
+        found = self.kernels.mamba2(mixed, dt, self.heads, tail, state, meta).view(len(x), -1)
+        found = self.kernels.gated_norm(
+            found, gate, self.norm, self.mixer.groups, self.eps, self.mixer.gate_last
+        )
         if self.out_factor != 1.0:
             found = found.mul_(self.out_factor)
         return self.out.forward(found, meta.lora, residual=residual)
-
-    def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
-        """x [n, inner] float32."""
-        by_group = x.unflatten(1, (self.mixer.groups, -1))
-        return self.kernels.rms_norm(by_group, self.ones, self.eps).flatten(1).mul_(norm)

@@ -177,6 +177,41 @@ class IRWriter:
     def store(self, value: Value, pointer: Value, kind: str | None = None) -> None:
         self.do(f"store {kind or self.vector} {value}, ptr {pointer}, align 1")
 
+    def load_some(self, pointer: Value, count: int) -> Value:
+        """The first `count` numbers of a vector, zeros behind them. No memory behind is read."""
+        if count == self.lanes:
+            return self.load(pointer)
+        narrow = f"<{count} x float>"
+        return self._picked(self.load(pointer, narrow), narrow, count, range(count))
+
+    def store_some(self, value: Value, pointer: Value, count: int) -> None:
+        """The first `count` numbers of a vector."""
+        if count < self.lanes:
+            chosen = ", ".join(f"i32 {lane}" for lane in range(count))
+            value = self.op(
+                f"shufflevector {self.vector} {value}, {self.vector} poison, "
+                f"<{count} x i32> <{chosen}>"
+            )
+        self.store(value, pointer, f"<{count} x float>")
+
+    def load_columns(self, pointer: Value, columns: int, count: int) -> list[Value]:
+        """Of a matrix [count, columns], whose numbers lie in a row: its columns, zeros behind."""
+        size = count * columns
+        wide = f"<{size} x float>"
+        rows = self.load(pointer, wide)
+        return [
+            self._picked(rows, wide, size, range(column, size, columns))
+            for column in range(columns)
+        ]
+
+    def _picked(self, value: Value, kind: str, size: int, lanes: range) -> Value:
+        """A vector of these lanes of value, which has `size`, and zeros behind them."""
+        chosen = [*lanes, *[size] * (self.lanes - len(lanes))]
+        mask = ", ".join(f"i32 {lane}" for lane in chosen)
+        return self.op(
+            f"shufflevector {kind} {value}, {kind} zeroinitializer, <{self.lanes} x i32> <{mask}>"
+        )
+
     def all(self, number: float) -> Value:
         """A vector constant."""
         return f"splat (float {constant(number)})"
@@ -310,6 +345,26 @@ class IRWriter:
         negative = self.op(f"fneg {self.vector} {x}")
         below = self.binary("fadd", self.exp(negative), self.all(1.0))
         return self.binary("fdiv", self.all(1.0), below)
+
+    def silu(self, x: Value) -> Value:
+        return self.binary("fmul", x, self.sigmoid(x))
+
+    def softplus(self, x: Value) -> Value:
+        """log(1 + e^x), to 3 units in the last place."""
+        zero = "zeroinitializer"
+        negative = self.op(f"fneg {self.vector} {x}")
+        over = self.op(f"fcmp ogt {self.vector} {x}, {zero}")
+        kinds = f"<{self.lanes} x i1> {over}, {self.vector}"
+        below = self.op(f"select {kinds} {negative}, {self.vector} {x}")
+        above = self.op(f"select {kinds} {x}, {self.vector} {zero}")
+        # log(1 + y) = 2 artanh(s), s = y / (2 + y), at most 1/3 as y is at most 1.
+        y = self.exp(below)
+        s = self.binary("fdiv", y, self.binary("fadd", y, self.all(2.0)))
+        square = self.binary("fmul", s, s)
+        series = self.all(2 / 15)
+        for odd in (13, 11, 9, 7, 5, 3, 1):
+            series = self.fma(series, square, self.all(2 / odd))
+        return self.fma(s, series, above)
 
     # 16-bit numbers in memory: dtype is "bfloat", "half" or "float"
 

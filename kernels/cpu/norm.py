@@ -1,0 +1,107 @@
+"""Norms with a gate, generated for the number of elements that share a mean."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from kernels.cpu.codegen.compiler import (
+    CompilerUnavailable,
+    NativeFunction,
+    bits,
+    compile_ir,
+    lanes,
+)
+from kernels.cpu.codegen.ir import IRWriter, Value, constant, module
+from kernels.cpu.recurrent.entries import inverse_root, rows_of, threads_for
+
+# Words of args, after the two counters.
+_X, _GATE, _GATE_STRIDE, _WEIGHT, _EPS, _ROWS, _OUT, _WORDS = range(2, 10)
+
+
+@dataclass(frozen=True)
+class NormShape:
+    size: int
+    groups: int
+    normed: bool
+    gate_last: bool
+
+
+def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
+    w = IRWriter(size)
+    x, gate, weight, out = (w.argument(word, "ptr") for word in (_X, _GATE, _WEIGHT, _OUT))
+    stride, eps = w.argument(_GATE_STRIDE), w.load(w.at("%args", _EPS, "i64"), "float")
+    width = shape.size
+    whole = width - width % size
+
+    def over(start: Value, body) -> Value:  # type: ignore[no-untyped-def]
+        """body(place, how many, sum so far) for the vectors of a part."""
+        (total,) = w.loop(
+            0, whole, [(w.vector, start)], lambda at, total: [body(at, size, total)], step=size
+        )
+        return body(str(whole), width - whole, total) if whole < width else total
+
+    def work(item: Value) -> None:
+        row = w.op(f"udiv i64 {item}, {shape.groups}")
+        first = w.mul(w.op(f"urem i64 {item}, {shape.groups}"), width)
+        source, target = (w.at(each, w.mul(item, width)) for each in (x, out))
+        by = w.at(gate, w.add(w.mul(row, stride), first))
+        factors = w.at(weight, first)
+
+        def gated(at: Value, count: int) -> Value:
+            value = w.load_some(w.at(source, at), count)
+            return w.binary("fmul", value, w.silu(w.load_some(w.at(by, at), count)))
+
+        def squares(at: Value, count: int, total: Value) -> Value:
+            if shape.gate_last:
+                value = w.load_some(w.at(source, at), count)
+            else:
+                value = gated(at, count)
+                w.store_some(value, w.at(target, at), count)
+            return w.fma(value, value, total)
+
+        total = over("zeroinitializer", squares)
+        if not shape.normed:
+            return
+        mean = w.op(f"fdiv float {w.sum(total)}, {constant(width)}")
+        scale = w.spread(inverse_root(w, w.op(f"fadd float {mean}, {eps}")))
+
+        def normed(at: Value, count: int, total: Value) -> Value:
+            place = w.at(target, at)
+            value = gated(at, count) if shape.gate_last else w.load_some(place, count)
+            value = w.binary("fmul", value, scale)
+            value = w.binary("fmul", value, w.load_some(w.at(factors, at), count))
+            w.store_some(value, place, count)
+            return total
+
+        over("zeroinitializer", normed)
+
+    w.claim("%args", "1", w.mul(w.argument(_ROWS), shape.groups), work)
+    return w, "void @norm(ptr %args)"
+
+
+@lru_cache(maxsize=32)
+def _function(shape: NormShape) -> NativeFunction | None:
+    try:
+        return compile_ir(module([_norm(shape, lanes())]))["norm"]
+    except CompilerUnavailable:
+        return None
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, eps: float, gate_last: bool
+) -> Tensor | None:
+    """See `Kernels.gated_norm`. None: nothing is generated here."""
+    size = x.shape[1] // groups
+    function = _function(
+        NormShape(size, groups, weight is not None, gate_last and weight is not None)
+    )
+    if function is None or not rows_of(x, gate):
+        return None
+    args, out = (ctypes.c_int64 * _WORDS)(), x.new_empty(x.shape)
+    args[_X], args[_OUT], args[_ROWS] = x.data_ptr(), out.data_ptr(), len(x)
+    args[_GATE], args[_GATE_STRIDE] = gate.data_ptr(), gate.stride(0)
+    args[_WEIGHT], args[_EPS] = 0 if weight is None else weight.data_ptr(), bits(eps)
+    function(args, threads_for(out.numel()))
+    return out

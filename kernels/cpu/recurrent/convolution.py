@@ -1,0 +1,208 @@
+"""Causal convolutions of channels with themselves, generated for their number: as a kernel of their
+own, and as the beginning of other recurrent layers' kernels."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.recurrent.entries import (
+    FIRST,
+    Entries,
+    Entry,
+    between,
+    clear,
+    clear_padding,
+    each,
+    parts,
+    put_entries,
+    rows_of,
+    threads_for,
+)
+from kernels.metadata import AttentionMeta
+
+# Words of args.
+_X, _X_STRIDE, _CONV, _BIAS, _TAIL = range(FIRST, FIRST + 5)
+OWN = FIRST + 5  # of a kernel that begins with a convolution
+_BEFORE, _BEFORE_STRIDE, _BEHIND, _BEHIND_STRIDE, _OUT, _WORDS = range(OWN, OWN + 6)
+_BLOCK = 8  # vectors of channels that an item has
+
+
+def put_convolution(
+    args: "ctypes.Array[ctypes.c_int64]", x: Tensor, conv: Tensor, bias: Tensor | None, tail: Tensor
+) -> None:
+    args[_X], args[_X_STRIDE] = x.data_ptr(), x.stride(0)
+    args[_CONV], args[_TAIL] = conv.data_ptr(), tail.data_ptr()
+    args[_BIAS] = 0 if bias is None else bias.data_ptr()
+
+
+class Convolution:
+    """In a kernel: x, conv, bias and tail of `Kernels.causal_conv`. gated: x is the product of it
+    and another tensor."""
+
+    def __init__(
+        self, w: IRWriter, channels: int, taps: int, biased: bool, gated: bool = False
+    ) -> None:
+        self._w, self._channels, self._taps, self._biased = w, channels, taps, biased
+        self._x, self._conv, self._bias, self._tail = (
+            w.argument(word, "ptr") for word in (_X, _CONV, _BIAS, _TAIL)
+        )
+        self._stride = w.argument(_X_STRIDE)
+        self._before = ""
+        if gated:
+            self._before, self._before_stride = (
+                w.argument(_BEFORE, "ptr"),
+                w.argument(_BEFORE_STRIDE),
+            )
+
+    def run(
+        self, entry: Entry, first: Value, size: int, found: Callable[[Value, list[Value]], None]
+    ) -> None:
+        """found(token, vectors), token by token, of channels [first, first + size); then the tail
+        is the next step's. token: of the step."""
+        w, taps = self._w, self._taps
+        some = parts(size, w.lanes)
+        kept = w.mul(entry.row, (taps - 1) * self._channels)
+        kept = w.at(self._tail, w.add(kept, first))
+        place = w.at(self._conv, w.mul(first, taps))
+        weights = [w.load_columns(w.at(place, at * taps), taps, count) for at, count in some]
+        start = [""] * len(some)
+        if self._biased:
+            place = w.at(self._bias, first)
+            start = [w.load_some(w.at(place, at), count) for at, count in some]
+
+        def begin() -> None:
+            each(w, 0, taps - 1, lambda tap: clear(w, w.at(kept, w.mul(tap, self._channels)), size))
+
+        w.when(entry.begins, begin)
+
+        def input_of(token: Value) -> Callable[[int, int], Value]:
+            """Of the entry's token, which may be one before it: what loads some channels."""
+            early = w.op(f"icmp slt i64 {token}, 0")
+            inside = w.call("i64", "llvm.smax.i64", [("i64", token), ("i64", "0")])
+            at = w.add(entry.begin, inside)
+            own = w.at(self._x, w.add(w.mul(at, self._stride), first))
+            old = w.at(kept, w.mul(w.add(token, taps - 1), self._channels))
+            if not self._before:
+                place = w.op(f"select i1 {early}, ptr {old}, ptr {own}")
+                return lambda at, count: w.load_some(w.at(place, at), count)
+            gate = w.at(self._before, w.add(w.mul(at, self._before_stride), first))
+
+            def product(at: int, count: int) -> Value:
+                one, other = (w.load_some(w.at(from_, at), count) for from_ in (own, gate))
+                value = w.binary("fmul", one, other)
+                # A tail of nobody's may be NaN, which is not chosen.
+                row = w.op(f"select i1 {early}, ptr {old}, ptr {own}")
+                before = w.load_some(w.at(row, at), count)
+                return w.op(f"select i1 {early}, {w.vector} {before}, {w.vector} {value}")
+
+            return product
+
+        def token(index: Value) -> None:
+            inputs = [input_of(w.sub(index, taps - 1 - tap)) for tap in range(taps)]
+            sums = []
+            for number, (at, count) in enumerate(some):
+                total = start[number]
+                for tap, load in enumerate(inputs):
+                    weight, value = weights[number][tap], load(at, count)
+                    if total:
+                        total = w.fma(value, weight, total)
+                    else:
+                        total = w.binary("fmul", value, weight)
+                sums.append(total)
+            found(w.add(entry.begin, index), sums)
+
+        each(w, 0, entry.count, token)
+
+        def keep(tap: Value) -> None:
+            # Upwards: what a row of the tail is written from comes behind it.
+            load = input_of(w.add(w.sub(entry.count, taps - 1), tap))
+            target = w.at(kept, w.mul(tap, self._channels))
+            for at, count in some:
+                w.store_some(load(at, count), w.at(target, at), count)
+
+        each(w, 0, taps - 1, keep)
+
+
+@dataclass(frozen=True)
+class ConvolutionShape:
+    """activated: silu of the results. gated: the product of two is convolved, and results are
+    multiplied by a third."""
+
+    channels: int
+    taps: int
+    biased: bool
+    activated: bool
+    gated: bool
+
+
+def _convolve(shape: ConvolutionShape, size: int) -> tuple[IRWriter, str]:
+    w = IRWriter(size)
+    entries, out = Entries(w), w.argument(_OUT, "ptr")
+    conv = Convolution(w, shape.channels, shape.taps, shape.biased, shape.gated)
+    behind, stride = w.argument(_BEHIND, "ptr"), w.argument(_BEHIND_STRIDE)
+    block = min(_BLOCK * size, shape.channels)
+    whole, rest = divmod(shape.channels, block)
+
+    def work(entry: Entry, item: Value) -> None:
+        first = w.mul(item, block)
+
+        def some(count: int) -> None:
+            def found(token: Value, values: list[Value]) -> None:
+                target = w.at(out, w.add(w.mul(token, shape.channels), first))
+                other = w.at(behind, w.add(w.mul(token, stride), first))
+                for (at, width), value in zip(parts(count, size), values, strict=True):
+                    if shape.activated:
+                        value = w.silu(value)
+                    if shape.gated:
+                        value = w.binary("fmul", value, w.load_some(w.at(other, at), width))
+                    w.store_some(value, w.at(target, at), width)
+
+            conv.run(entry, first, count, found)
+
+        between(w, item, 0, whole, lambda _: some(block))
+        if rest:
+            between(w, item, whole, whole + 1, lambda _: some(rest))
+
+    entries.claim(whole + (rest > 0), work)
+    return w, "void @convolve(ptr %args)"
+
+
+@lru_cache(maxsize=64)
+def _function(shape: ConvolutionShape) -> NativeFunction | None:
+    try:
+        return compile_ir(module([_convolve(shape, lanes())]))["convolve"]
+    except CompilerUnavailable:
+        return None
+
+
+def causal_conv(
+    x: Tensor,
+    conv: Tensor,
+    bias: Tensor | None,
+    tail: Tensor,
+    meta: AttentionMeta,
+    *,
+    silu: bool,
+    gates: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | None:
+    """See `Kernels.causal_conv`, or with gates `Kernels.short_conv`. None: nothing is generated
+    here."""
+    shape = ConvolutionShape(*conv.shape, bias is not None, silu, gates is not None)
+    function = _function(shape)
+    if function is None or not rows_of(x, *(gates or ())):
+        return None
+    args = (ctypes.c_int64 * _WORDS)()
+    put_entries(args, meta, len(x))
+    put_convolution(args, x, conv, bias, tail)
+    if gates is not None:
+        args[_BEFORE], args[_BEFORE_STRIDE] = gates[0].data_ptr(), gates[0].stride(0)
+        args[_BEHIND], args[_BEHIND_STRIDE] = gates[1].data_ptr(), gates[1].stride(0)
+    out = x.new_empty(len(x), conv.shape[0])
+    args[_OUT] = out.data_ptr()
+    function(args, threads_for(out.numel()))
+    return clear_padding(out, meta)

@@ -1,0 +1,409 @@
+"""Gated DeltaNet (arXiv 2412.06464), generated for a shape of heads, in two kernels.
+
+    mix     convolutions, queries and keys of length 1, decays and betas: by heads
+    walk    states, and the norm and gate of results: by value heads
+
+A head's columns are independent of each other. So a prompt's state is walked some columns at a
+time, which stay in the innermost cache: one pass a token lets them decay, adds what was wrong, and
+sums what its query and the next token's key find there.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.codegen.compiler import (
+    CompilerUnavailable,
+    NativeFunction,
+    bits,
+    compile_ir,
+    lanes,
+)
+from kernels.cpu.codegen.ir import IRWriter, Value, constant, module
+from kernels.cpu.codegen.scratch import scratch
+from kernels.cpu.recurrent.convolution import OWN, Convolution, put_convolution
+from kernels.cpu.recurrent.entries import (
+    TOKENS,
+    Entries,
+    Entry,
+    between,
+    by_tokens,
+    clear,
+    clear_padding,
+    each,
+    inverse_root,
+    own_scratch,
+    parts,
+    put_entries,
+    rows_of,
+    square_sum,
+    threads_for,
+)
+from kernels.metadata import AttentionMeta
+from kernels.recurrent.delta_rule import EPS, DeltaHeads
+
+# Words of args; those of `walk` come first where both read them.
+_MIXED, _A, _A_STRIDE, _B, _B_STRIDE, _DECAY, _DT_BIAS, _MOST = range(OWN, OWN + 8)
+_STATE, _Z, _Z_STRIDE, _NORM, _EPS, _OUT, _SCRATCH, _WORDS = range(OWN + 8, OWN + 16)
+_COLUMNS = 2  # vectors of a state's columns that are walked at once
+_WIDE = 8  # of a decode's
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def mixed(self) -> int:
+        """float32 numbers that `mix` writes of a token."""
+        return self.channels + 2 * self.value_heads
+
+    def floats(self, size: int) -> int:
+        """float32 numbers of scratch that a thread needs."""
+        return _COLUMNS * size * self.key_size + TOKENS * len(parts(self.value_size, size)) * size
+
+
+class _Mixed:
+    """What `mix` has written, in this order, of all tokens of the step: queries and keys by head,
+    values by head, decays and betas by token."""
+
+    def __init__(self, w: IRWriter, shape: DeltaShape, tokens: Value) -> None:
+        self._w, self._shape, self._tokens = w, shape, tokens
+        self._keys = w.argument(_MIXED, "ptr")
+        both = w.mul(tokens, 2 * shape.key_heads * shape.key_size)
+        self._values = w.at(self._keys, both)
+        every = w.mul(tokens, shape.value_heads * shape.value_size)
+        self._decays = w.at(self._values, every)
+        self._betas = w.at(self._decays, w.mul(tokens, shape.value_heads))
+
+    def key(self, head: Value, token: Value) -> Value:
+        """Of the heads of queries, then those of keys."""
+        row = self._w.add(self._w.mul(head, self._tokens), token)
+        return self._w.at(self._keys, self._w.mul(row, self._shape.key_size))
+
+    def value(self, head: Value, token: Value) -> Value:
+        row = self._w.add(self._w.mul(head, self._tokens), token)
+        return self._w.at(self._values, self._w.mul(row, self._shape.value_size))
+
+    def decay(self, token: Value, head: Value | int) -> Value:
+        return self._w.at(
+            self._decays, self._w.add(self._w.mul(token, self._shape.value_heads), head)
+        )
+
+    def beta(self, token: Value, head: Value | int) -> Value:
+        return self._w.at(
+            self._betas, self._w.add(self._w.mul(token, self._shape.value_heads), head)
+        )
+
+
+def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
+    w = IRWriter(size)
+    entries = Entries(w)
+    conv = Convolution(w, shape.channels, shape.taps, biased=False)
+    mixed = _Mixed(w, shape, entries.tokens)
+    a, b = w.argument(_A, "ptr"), w.argument(_B, "ptr")
+    a_stride, b_stride = w.argument(_A_STRIDE), w.argument(_B_STRIDE)
+    decay, bias = w.argument(_DECAY, "ptr"), w.argument(_DT_BIAS, "ptr")
+    most = w.spread(w.load(w.at("%args", _MOST, "i64"), "float"))
+    heads = 2 * shape.key_heads
+    key_parts, value_parts = parts(shape.key_size, size), parts(shape.value_size, size)
+
+    def gates(entry: Entry) -> None:
+        for at, count in parts(shape.value_heads, size):
+            rate = w.exp(w.load_some(w.at(decay, at), count))
+            rate = w.op(f"fneg {w.vector} {rate}")
+            shift = w.load_some(w.at(bias, at), count)
+
+            def token(index: Value, at: int = at, count: int = count, rate: Value = rate,
+                      shift: Value = shift) -> None:  # fmt: skip
+                row = w.add(entry.begin, index)
+                step = w.load_some(w.at(w.at(a, w.mul(row, a_stride)), at), count)
+                step = w.softplus(w.binary("fadd", step, shift))
+                left = w.exp(w.binary("fmul", rate, step))
+                w.store_some(left, mixed.decay(row, at), count)
+                part = w.sigmoid(w.load_some(w.at(w.at(b, w.mul(row, b_stride)), at), count))
+                w.store_some(w.binary("fmul", part, most), mixed.beta(row, at), count)
+
+            each(w, 0, entry.count, token)
+
+    def key(entry: Entry, head: Value) -> None:
+        query = w.op(f"icmp slt i64 {head}, {shape.key_heads}")
+        length = constant(shape.key_size**-0.5)
+        length = w.op(f"select i1 {query}, float {length}, float {constant(1.0)}")
+
+        def found(token: Value, values: list[Value]) -> None:
+            values = [w.silu(value) for value in values]
+            total = w.op(f"fadd float {square_sum(w, values)}, {constant(EPS)}")
+            scale = w.spread(w.op(f"fmul float {inverse_root(w, total)}, {length}"))
+            target = mixed.key(head, token)
+            for (at, count), value in zip(key_parts, values, strict=True):
+                w.store_some(w.binary("fmul", value, scale), w.at(target, at), count)
+
+        conv.run(entry, w.mul(head, shape.key_size), shape.key_size, found)
+
+    def value(entry: Entry, head: Value) -> None:
+        def found(token: Value, values: list[Value]) -> None:
+            target = mixed.value(head, token)
+            for (at, count), value in zip(value_parts, values, strict=True):
+                w.store_some(w.silu(value), w.at(target, at), count)
+
+        first = w.add(w.mul(head, shape.value_size), heads * shape.key_size)
+        conv.run(entry, first, shape.value_size, found)
+
+    def work(entry: Entry, item: Value) -> None:
+        between(w, item, 0, 1, lambda _: gates(entry))
+        between(w, item, 1, 1 + heads, lambda head: key(entry, head))
+        end = 1 + heads + shape.value_heads
+        between(w, item, 1 + heads, end, lambda head: value(entry, head))
+
+    entries.claim(1 + heads + shape.value_heads, work)
+    return w, "void @mix(ptr %args)"
+
+
+class _Walk:
+    """A value head's state over an entry's tokens."""
+
+    def __init__(self, w: IRWriter, shape: DeltaShape, mixed: _Mixed, tile: Value) -> None:
+        self._w, self._shape, self._mixed, self._tile = w, shape, mixed, tile
+
+    def rows(self, start: list[Value], body) -> list[Value]:  # type: ignore[no-untyped-def]
+        """body(row of the state, *carried) for all of them, some at a time."""
+        w, keys = self._w, self._shape.key_size
+        step = next(step for step in (4, 2, 1) if keys % step == 0)
+
+        def some(row: Value, *carried: Value) -> list[Value]:
+            held = list(carried)
+            for ahead in range(step):
+                held = body(w.add(row, ahead) if ahead else row, held)
+            return held
+
+        return w.loop(0, keys, [(w.vector, value) for value in start], some, step=step)
+
+    def _number(self, line: Value, row: Value) -> Value:
+        return self._w.spread(self._w.load(self._w.at(line, row), "float"))
+
+    def _correction(
+        self, head: Value, token: Value, column: Value, counts: list[int], known: list[Value]
+    ) -> tuple[Value, list[Value]]:
+        """The decay, and beta (v - what the decayed state has for the key)."""
+        w, mixed = self._w, self._mixed
+        decay = w.spread(w.load(mixed.decay(token, head), "float"))
+        negative = w.op(f"fneg {w.vector} {decay}")
+        beta = w.spread(w.load(mixed.beta(token, head), "float"))
+        value = w.at(mixed.value(head, token), column)
+        wrong = []
+        for number, count in enumerate(counts):
+            wanted = w.load_some(w.at(value, number * w.lanes), count)
+            apart = w.fma(negative, known[number], wanted)
+            wrong.append(w.binary("fmul", apart, beta))
+        return decay, wrong
+
+    def lone(
+        self, head: Value, key_head: Value, token: Value, state: Value, column: Value,
+        counts: list[int], raw: Value,
+    ) -> None:  # fmt: skip
+        """Columns from `column` on, of one token, where they are; results at raw."""
+        w, values = self._w, self._shape.value_size
+        query = self._mixed.key(key_head, token)
+        key = self._mixed.key(w.add(key_head, self._shape.key_heads), token)
+        zeros = ["zeroinitializer"] * len(counts)
+
+        def line(row: Value) -> Value:
+            return w.at(state, w.add(w.mul(row, values), column))
+
+        def look(row: Value, sums: list[Value]) -> list[Value]:
+            place, factor = line(row), self._number(key, row)
+            return [
+                w.fma(w.load_some(w.at(place, n * w.lanes), count), factor, sums[n])
+                for n, count in enumerate(counts)
+            ]
+
+        known = self.rows(zeros, look)
+        decay, wrong = self._correction(head, token, column, counts, known)
+
+        def change(row: Value, sums: list[Value]) -> list[Value]:
+            place, factor, asked = line(row), self._number(key, row), self._number(query, row)
+            out = []
+            for n, count in enumerate(counts):
+                at = w.at(place, n * w.lanes)
+                left = w.binary("fmul", w.load_some(at, count), decay)
+                left = w.fma(factor, wrong[n], left)
+                w.store_some(left, at, count)
+                out.append(w.fma(asked, left, sums[n]))
+            return out
+
+        for n, value in enumerate(self.rows(zeros, change)):
+            w.store(value, w.at(raw, w.add(column, n * w.lanes)))
+
+    def some(
+        self, head: Value, key_head: Value, first: Value, end: Value, state: Value, column: Value,
+        counts: list[int], raw: Value, wide: int,
+    ) -> None:  # fmt: skip
+        """As `lone`, of tokens [first, end); results of the first at raw, of others `wide` numbers
+        behind it each."""
+        w, values, tile = self._w, self._shape.value_size, self._tile
+        mixed, width = self._mixed, len(counts) * w.lanes
+        zeros = ["zeroinitializer"] * len(counts)
+        own = w.add(key_head, self._shape.key_heads)
+
+        def bring(row: Value, sums: list[Value]) -> list[Value]:
+            place = w.at(state, w.add(w.mul(row, values), column))
+            kept, factor, out = w.at(tile, w.mul(row, width)), self._number(begin, row), []
+            for n, count in enumerate(counts):
+                value = w.load_some(w.at(place, n * w.lanes), count)
+                w.store(value, w.at(kept, n * w.lanes))
+                out.append(w.fma(value, factor, sums[n]))
+            return out
+
+        begin = mixed.key(own, first)
+        known = self.rows(zeros, bring)
+
+        def token(index: Value, *known: Value) -> list[Value]:
+            decay, wrong = self._correction(head, index, column, counts, list(known))
+            query, key = mixed.key(key_head, index), mixed.key(own, index)
+            # Of the last token no key follows: what its own finds is not used.
+            last = [("i64", w.add(index, 1)), ("i64", w.sub(end, 1))]
+            following = mixed.key(own, w.call("i64", "llvm.smin.i64", last))
+
+            def change(row: Value, sums: list[Value]) -> list[Value]:
+                kept = w.at(tile, w.mul(row, width))
+                factor, asked = self._number(key, row), self._number(query, row)
+                after, found, seen = self._number(following, row), [], []
+                for n in range(len(counts)):
+                    at = w.at(kept, n * w.lanes)
+                    left = w.binary("fmul", w.load(at), decay)
+                    left = w.fma(factor, wrong[n], left)
+                    w.store(left, at)
+                    found.append(w.fma(asked, left, sums[n]))
+                    seen.append(w.fma(after, left, sums[len(counts) + n]))
+                return found + seen
+
+            sums = self.rows(zeros * 2, change)
+            place = w.at(raw, w.add(w.mul(w.sub(index, first), wide), column))
+            for n in range(len(counts)):
+                w.store(sums[n], w.at(place, n * w.lanes))
+            return sums[len(counts) :]
+
+        w.loop(first, end, [(w.vector, value) for value in known], token)
+
+        def take(row: Value) -> None:
+            place = w.at(state, w.add(w.mul(row, values), column))
+            kept = w.at(tile, w.mul(row, width))
+            for n, count in enumerate(counts):
+                w.store_some(w.load(w.at(kept, n * w.lanes)), w.at(place, n * w.lanes), count)
+
+        each(w, 0, self._shape.key_size, take)
+
+
+def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
+    w = IRWriter(size)
+    entries = Entries(w)
+    mixed = _Mixed(w, shape, entries.tokens)
+    state, z, norm, out = (w.argument(word, "ptr") for word in (_STATE, _Z, _NORM, _OUT))
+    z_stride, eps = w.argument(_Z_STRIDE), w.load(w.at("%args", _EPS, "i64"), "float")
+    own = own_scratch(w, _SCRATCH, shape.floats(size))
+    raw = w.at(own, _COLUMNS * size * shape.key_size)
+    walk = _Walk(w, shape, mixed, own)
+    every = parts(shape.value_size, size)
+    wide = len(every) * size
+    matrix = shape.key_size * shape.value_size
+
+    def by_columns(most: int, body) -> None:  # type: ignore[no-untyped-def]
+        """body(first column, how many of each vector), `most` vectors at a time."""
+        full = shape.value_size // (most * size) * most * size
+
+        def group(column: Value) -> list[Value]:
+            body(column, [size] * most)
+            return []
+
+        w.loop(0, full, [], group, step=most * size)
+        if full < shape.value_size:
+            body(str(full), [count for at, count in every if at >= full])
+
+    def work(entry: Entry, head: Value) -> None:
+        key_head = w.op(f"udiv i64 {head}, {shape.value_heads // shape.key_heads}")
+        row = w.add(w.mul(entry.row, shape.value_heads), head)
+        mine = w.at(state, w.mul(row, matrix))
+        w.when(entry.begins, lambda: clear(w, mine, matrix))
+
+        def finish(token: Value, found: Value) -> None:
+            """Norm and gate."""
+            values = [w.load(w.at(found, at)) for at, _ in every]
+            mean = w.op(f"fdiv float {square_sum(w, values)}, {constant(shape.value_size)}")
+            scale = w.spread(inverse_root(w, w.op(f"fadd float {mean}, {eps}")))
+            gate = w.at(z, w.add(w.mul(token, z_stride), w.mul(head, shape.value_size)))
+            place = w.add(w.mul(token, shape.value_heads), head)
+            target = w.at(out, w.mul(place, shape.value_size))
+            for (at, count), value in zip(every, values, strict=True):
+                value = w.binary("fmul", value, scale)
+                value = w.binary("fmul", value, w.load_some(w.at(norm, at), count))
+                value = w.binary("fmul", value, w.silu(w.load_some(w.at(gate, at), count)))
+                w.store_some(value, w.at(target, at), count)
+
+        def tokens(first: Value, end: Value) -> None:
+            first, end = w.add(entry.begin, first), w.add(entry.begin, end)
+            alone = w.op(f"icmp eq i64 {w.sub(end, first)}, 1")
+            w.when(alone, lambda: by_columns(_WIDE, lambda column, counts: walk.lone(
+                head, key_head, first, mine, column, counts, raw)))  # fmt: skip
+            more = w.op(f"xor i1 {alone}, true")
+            w.when(more, lambda: by_columns(_COLUMNS, lambda column, counts: walk.some(
+                head, key_head, first, end, mine, column, counts, raw, wide)))  # fmt: skip
+
+            def one(token: Value) -> None:
+                finish(token, w.at(raw, w.mul(w.sub(token, first), wide)))
+
+            each(w, first, end, one)
+
+        by_tokens(w, entry.count, tokens)
+
+    entries.claim(shape.value_heads, work)
+    return w, "void @walk(ptr %args)"
+
+
+@lru_cache(maxsize=16)
+def _functions(shape: DeltaShape) -> tuple[NativeFunction, NativeFunction] | None:
+    try:
+        found = compile_ir(module([_mix(shape, lanes()), _walk(shape, lanes())]))
+    except CompilerUnavailable:
+        return None
+    return found["mix"], found["walk"]
+
+
+def gated_delta(
+    x: Tensor, z: Tensor, a: Tensor, b: Tensor, heads: DeltaHeads, tail: Tensor, state: Tensor,
+    meta: AttentionMeta,
+) -> Tensor | None:  # fmt: skip
+    """See `Kernels.gated_delta`. None: nothing is generated here."""
+    shape = DeltaShape(
+        heads.key_heads, heads.value_heads, heads.key_size, heads.value_size, heads.conv.shape[1]
+    )
+    functions = _functions(shape)
+    if functions is None or not rows_of(x, z, a, b):
+        return None
+    mix, walk = functions
+    tokens, args = len(x), (ctypes.c_int64 * _WORDS)()
+    put_entries(args, meta, tokens)
+    put_convolution(args, x, heads.conv, None, tail)
+    mixed = x.new_empty(tokens, shape.mixed)
+    out = x.new_empty(tokens, heads.value_heads * heads.value_size)
+    args[_MIXED], args[_OUT], args[_STATE] = mixed.data_ptr(), out.data_ptr(), state.data_ptr()
+    for word, given in ((_A, a), (_B, b), (_Z, z)):
+        args[word], args[word + 1] = given.data_ptr(), given.stride(0)
+    args[_DECAY], args[_DT_BIAS] = heads.decay.data_ptr(), heads.bias.data_ptr()
+    args[_NORM], args[_EPS] = heads.norm.data_ptr(), bits(heads.eps)
+    args[_MOST] = bits(heads.most)
+    args[_SCRATCH] = scratch(torch.get_num_threads() * shape.floats(lanes()))
+    mix(args, threads_for(mixed.numel()))
+    walk(args, threads_for(len(meta.kv_len) * state[0].numel()))
+    return clear_padding(out, meta)

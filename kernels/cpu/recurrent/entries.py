@@ -1,0 +1,175 @@
+"""Entries: a step's entries and their rows, as kernels of recurrent layers read them; and what
+these kernels share.
+
+Every kernel walks the tokens of an entry one after the other, be it a decode or a prompt, and the
+state in memory is the one behind the last token. So a token's numbers do not depend on where its
+prompt was cut, bit by bit. On a CPU that costs nothing: the products that tokens of a chunk could
+share take as many operations as the walk.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.codegen.compiler import keep
+from kernels.cpu.codegen.ir import IRWriter, Value, constant
+from kernels.metadata import AttentionMeta
+
+# Words of args, after the two counters.
+_ROWS, _STARTS, _LENGTHS, _COUNT, _TOKENS = range(2, 7)
+FIRST = 7  # of a kernel's own
+_MANY = 1 << 13
+TOKENS = 64  # that are walked at once, so that what they read stays in the cache
+
+
+def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, tokens: int) -> None:
+    """Into args."""
+    rows, starts, lengths = meta.rows, meta.query_start, meta.kv_len
+    assert rows is not None and rows.is_contiguous() and lengths.is_contiguous()
+    args[_ROWS], args[_STARTS], args[_LENGTHS] = (
+        rows.data_ptr(), starts.data_ptr(), lengths.data_ptr()
+    )  # fmt: skip
+    args[_COUNT], args[_TOKENS] = len(lengths), tokens
+    keep((rows, starts, lengths))
+
+
+def threads_for(numbers: int) -> int:
+    """Threads for a kernel whose result has so many: a few are not worth waking others."""
+    return torch.get_num_threads() if numbers >= _MANY else 1
+
+
+def clear_padding(out: Tensor, meta: AttentionMeta) -> Tensor:
+    """out, zero from the last entry's end on."""
+    starts = meta.query_start_host
+    end = int(meta.query_start[-1]) if starts is None else starts[-1]
+    if end < len(out):
+        out[end:].zero_()
+    return out
+
+
+def rows_of(*tensors: Tensor) -> bool:
+    """Whether kernels can read these: float32, with their last elements side by side."""
+    return all(each.dtype.itemsize == 4 and each.stride(-1) == 1 for each in tensors)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """row: of its state; begin: its first token; count: of its tokens; begins: whether its request
+    does."""
+
+    row: Value
+    begin: Value
+    count: Value
+    begins: Value
+
+
+class Entries:
+    def __init__(self, writer: IRWriter) -> None:
+        self._writer = writer
+        self._rows, self._starts, self._lengths = (
+            writer.argument(word, "ptr") for word in (_ROWS, _STARTS, _LENGTHS)
+        )
+        self.count, self.tokens = writer.argument(_COUNT), writer.argument(_TOKENS)
+
+    def _number(self, array: Value, index: Value) -> Value:
+        narrow = self._writer.load(self._writer.at(array, index, "i32"), "i32")
+        return self._writer.op(f"sext i32 {narrow} to i64")
+
+    def at(self, index: Value) -> Entry:
+        w = self._writer
+        begin = self._number(self._starts, index)
+        count = w.sub(self._number(self._starts, w.add(index, 1)), begin)
+        length = self._number(self._lengths, index)
+        row = w.load(w.at(self._rows, index, "i64"), "i64")
+        return Entry(row, begin, count, w.op(f"icmp eq i64 {length}, {count}"))
+
+    def claim(self, items: int, body: Callable[[Entry, Value], None]) -> None:
+        """body(entry, item) for each entry that has tokens and each of `items`."""
+        w = self._writer
+
+        def work(index: Value) -> None:
+            entry = self.at(w.op(f"udiv i64 {index}, {items}"))
+            some = w.op(f"icmp sgt i64 {entry.count}, 0")
+            w.when(some, lambda: body(entry, w.op(f"urem i64 {index}, {items}")))
+
+        w.claim("%args", "1", w.mul(self.count, items), work)
+
+
+def between(w: IRWriter, item: Value, begin: int, end: int, body: Callable[[Value], None]) -> None:
+    """body(item - begin) if begin <= item < end."""
+    if begin < end:
+        own = w.sub(item, begin)
+        w.when(w.op(f"icmp ult i64 {own}, {end - begin}"), lambda: body(own))
+
+
+def parts(size: int, lanes: int) -> list[tuple[int, int]]:
+    """The vectors of `size` numbers: (first, how many)."""
+    return [(at, min(lanes, size - at)) for at in range(0, size, lanes)]
+
+
+def each(w: IRWriter, begin: Value | int, end: Value | int, body: Callable[[Value], None]) -> None:
+    """body(i) for i in range(begin, end)."""
+
+    def one(index: Value) -> list[Value]:
+        body(index)
+        return []
+
+    w.loop(begin, end, [], one)
+
+
+def by_tokens(w: IRWriter, count: Value, body: Callable[[Value, Value], None]) -> None:
+    """body(first, end) for pieces of at most TOKENS of `count` tokens."""
+
+    def piece(first: Value) -> list[Value]:
+        after = [("i64", w.add(first, TOKENS)), ("i64", count)]
+        body(first, w.call("i64", "llvm.smin.i64", after))
+        return []
+
+    w.loop(0, count, [], piece, step=TOKENS)
+
+
+def clear(w: IRWriter, place: Value, size: int) -> None:
+    """size float32 numbers become 0."""
+    whole = size - size % w.lanes
+
+    def some(at: Value) -> list[Value]:
+        w.store("zeroinitializer", w.at(place, at))
+        return []
+
+    w.loop(0, whole, [], some, step=w.lanes)
+    if size > whole:
+        w.store_some("zeroinitializer", w.at(place, whole), size - whole)
+
+
+def square_sum(w: IRWriter, values: list[Value]) -> Value:
+    """Of all lanes: float."""
+    total = w.binary("fmul", values[0], values[0])
+    for value in values[1:]:
+        total = w.fma(value, value, total)
+    return w.sum(total)
+
+
+def sums_of_lanes(w: IRWriter, vectors: list[Value]) -> Value:
+    """The sum of each vector's lanes, one beside the other in a vector."""
+    columns = w.transpose([*vectors, *["zeroinitializer"] * (w.lanes - len(vectors))])
+    while len(columns) > 1:
+        columns = [
+            w.binary("fadd", one, other)
+            for one, other in zip(columns[::2], columns[1::2], strict=True)
+        ]
+    return columns[0]
+
+
+def inverse_root(w: IRWriter, number: Value) -> Value:
+    """1 / sqrt(number), float."""
+    root = w.call("float", "llvm.sqrt.f32", [("float", number)])
+    return w.op(f"fdiv float {constant(1.0)}, {root}")
+
+
+def own_scratch(w: IRWriter, word: int, floats: int) -> Value:
+    """This thread's part of the memory at args[word]. Once a kernel."""
+    thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
+    return w.at(w.argument(word, "ptr"), w.mul(thread, floats))

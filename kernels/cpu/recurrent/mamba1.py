@@ -1,0 +1,129 @@
+"""Mamba-1 (arXiv 2312.00752), generated for a number of channels.
+
+A kernel has the states of as many channels as a vector has lanes in registers, an element of all of
+them in each, and walks the tokens of an entry.
+"""
+
+import ctypes
+from functools import lru_cache
+
+from torch import Tensor
+
+from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.recurrent.entries import (
+    FIRST,
+    Entries,
+    Entry,
+    between,
+    clear,
+    clear_padding,
+    parts,
+    put_entries,
+    rows_of,
+    threads_for,
+)
+from kernels.metadata import AttentionMeta
+
+# Words of args: tensors, then their strides.
+_GIVEN = range(FIRST, FIRST + 4)  # x, dt, B, C
+_STRIDES = range(FIRST + 4, FIRST + 8)
+_DECAY, _SKIP, _STATE, _OUT, _WORDS = range(FIRST + 8, FIRST + 13)
+
+
+def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
+    w = IRWriter(size)
+    entries = Entries(w)
+    given = [w.argument(word, "ptr") for word in _GIVEN]
+    strides = [w.argument(word) for word in _STRIDES]
+    decay, skip, state, out = (w.argument(word, "ptr") for word in (_DECAY, _SKIP, _STATE, _OUT))
+
+    def turned(place: Value, rows: int) -> list[Value]:
+        """A matrix [rows, width] -> its columns."""
+        columns: list[Value] = []
+        for at, count in parts(width, size):
+            lines = [
+                w.load_some(w.at(place, row * width + at), count) if row < rows
+                else "zeroinitializer"
+                for row in range(size)
+            ]  # fmt: skip
+            columns += w.transpose(lines)[:count]
+        return columns
+
+    def channels_of(entry: Entry, first: Value, rows: int) -> None:
+        own = w.at(state, w.mul(w.add(w.mul(entry.row, channels), first), width))
+        w.when(entry.begins, lambda: clear(w, own, rows * width))
+        rates = []
+        for rate in turned(w.at(decay, w.mul(first, width)), rows):
+            rates.append(w.op(f"fneg {w.vector} {w.exp(rate)}"))
+        skipped = w.load_some(w.at(skip, first), rows)
+
+        def token(index: Value, *held: Value) -> list[Value]:
+            row = w.add(entry.begin, index)
+            x, dt, b, c = (
+                w.at(each, w.mul(row, stride)) for each, stride in zip(given, strides, strict=True)
+            )
+            own_x = w.load_some(w.at(x, first), rows)
+            step = w.softplus(w.load_some(w.at(dt, first), rows))
+            stepped = w.binary("fmul", own_x, step)
+            read, left = w.binary("fmul", own_x, skipped), []
+            for number, value in enumerate(held):
+                one, other = (w.spread(w.load(w.at(each, number), "float")) for each in (b, c))
+                kept = w.exp(w.binary("fmul", rates[number], step))
+                value = w.fma(stepped, one, w.binary("fmul", value, kept))
+                read = w.fma(value, other, read)
+                left.append(value)
+            place = w.at(out, w.add(w.mul(row, channels), first))
+            w.store_some(read, place, rows)
+            return left
+
+        start = [(w.vector, value) for value in turned(own, rows)]
+        columns = w.loop(0, entry.count, start, token)
+        for at, count in parts(width, size):
+            lines = columns[at : at + count] + ["zeroinitializer"] * (size - count)
+            for row, line in enumerate(w.transpose(lines)[:rows]):
+                w.store_some(line, w.at(own, row * width + at), count)
+
+    whole, rest = divmod(channels, size)
+
+    def work(entry: Entry, item: Value) -> None:
+        first = w.mul(item, size)
+        between(w, item, 0, whole, lambda _: channels_of(entry, first, size))
+        if rest:
+            between(w, item, whole, whole + 1, lambda _: channels_of(entry, first, rest))
+
+    entries.claim(whole + (rest > 0), work)
+    return w, "void @scan(ptr %args)"
+
+
+@lru_cache(maxsize=16)
+def _function(channels: int, width: int) -> NativeFunction | None:
+    try:
+        return compile_ir(module([_scan(channels, width, lanes())]))["scan"]
+    except CompilerUnavailable:
+        return None
+
+
+def mamba1(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    decay: Tensor,
+    skip: Tensor,
+    state: Tensor,
+    meta: AttentionMeta,
+) -> Tensor | None:
+    """See `Kernels.mamba1`. None: nothing is generated here."""
+    function = _function(*decay.shape)
+    if function is None or not rows_of(x, dt, b, c):
+        return None
+    args = (ctypes.c_int64 * _WORDS)()
+    put_entries(args, meta, len(x))
+    for word, stride, tensor in zip(_GIVEN, _STRIDES, (x, dt, b, c), strict=True):
+        args[word], args[stride] = tensor.data_ptr(), tensor.stride(0)
+    out = x.new_empty(len(x), decay.shape[0])
+    args[_DECAY], args[_SKIP] = decay.data_ptr(), skip.data_ptr()
+    args[_STATE], args[_OUT] = state.data_ptr(), out.data_ptr()
+    function(args, threads_for(out.numel()))
+    return clear_padding(out, meta)

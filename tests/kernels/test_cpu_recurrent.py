@@ -1,0 +1,189 @@
+"""Generated kernels of recurrent layers against their rules in float64, and bit by bit the same
+however a prompt was cut and whoever else is in the step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, randn
+from torch.nn.functional import silu
+
+from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
+from kernels.dispatch import kernels_for
+from kernels.metadata import AttentionMeta
+from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.mamba2 import Mamba2Heads
+from kernels.reference import Kernels
+from tests.kernels import rules
+
+try:
+    lanes()
+except CompilerUnavailable as why:
+    pytest.skip(f"no compiler: {why}", allow_module_level=True)
+
+ROWS = 4
+LIMITS = (0.1, 1.5)
+
+
+@dataclass
+class Layer:
+    """widths: of what each token brings; states: shapes of a row's."""
+
+    widths: tuple[int, ...]
+    states: tuple[tuple[int, ...], ...]
+    run: Callable[[Kernels, list[Tensor], list[Tensor], AttentionMeta], Tensor]
+    rule: Callable[[list[Tensor], list[Tensor]], Tensor]
+
+
+def delta(keys: int, values: int, key_size: int, value_size: int, taps: int) -> Layer:
+    channels = 2 * keys * key_size + values * value_size
+    how = DeltaHeads(
+        keys, values, key_size, value_size, randn(channels, taps), randn(values), randn(values),
+        randn(value_size), 1e-5, 2.0,
+    )  # fmt: skip
+    return Layer(
+        (channels, values * value_size, values, values),
+        ((taps - 1, channels), (values, key_size, value_size)),
+        lambda kernels, rows, kept, meta: kernels.gated_delta(*rows, how, *kept, meta),
+        lambda rows, kept: rules.delta(*rows, how, *kept),
+    )
+
+
+def mamba2(heads: int, groups: int, size: int, state: int, biased: bool) -> Layer:
+    channels = heads * size + 2 * groups * state
+    bias = randn(channels) if biased else None
+    how = Mamba2Heads(
+        heads, size, groups, state, randn(channels, 4), bias, *randn(3, heads).unbind(), LIMITS
+    )
+    return Layer(
+        (channels, heads),
+        ((3, channels), (heads, size, state)),
+        lambda kernels, rows, kept, meta: kernels.mamba2(*rows, how, *kept, meta).flatten(1),
+        lambda rows, kept: rules.mamba2(*rows, how, *kept).flatten(1),
+    )
+
+
+def mamba1(channels: int, size: int) -> Layer:
+    decay, skip = randn(channels, size), randn(channels)
+    return Layer(
+        (channels, channels, size, size),
+        ((channels, size),),
+        lambda kernels, rows, kept, meta: kernels.mamba1(*rows, decay, skip, *kept, meta),
+        lambda rows, kept: rules.mamba1(*rows, decay, skip, *kept),
+    )
+
+
+def causal_conv(channels: int, taps: int, biased: bool) -> Layer:
+    conv, bias = randn(channels, taps), randn(channels) if biased else None
+    return Layer(
+        (channels,),
+        ((taps - 1, channels),),
+        lambda kernels, rows, kept, meta: kernels.causal_conv(
+            *rows, conv, bias, *kept, meta, silu=biased
+        ),
+        lambda rows, kept: (silu if biased else lambda x: x)(
+            rules.convolution(*rows, conv, bias, *kept)
+        ),
+    )
+
+
+def short_conv(channels: int, taps: int) -> Layer:
+    conv = randn(channels, taps)
+    return Layer(
+        (channels,) * 3,
+        ((taps - 1, channels),),
+        lambda kernels, rows, kept, meta: kernels.short_conv(*rows, conv, None, *kept, meta),
+        lambda rows, kept: rules.convolution(rows[0] * rows[1], conv, None, *kept) * rows[2],
+    )
+
+
+LAYERS: dict[str, Callable[[], Layer]] = {
+    "delta": lambda: delta(2, 4, 32, 128, 4),
+    "delta, odd": lambda: delta(1, 3, 13, 37, 2),
+    "delta, wide": lambda: delta(1, 1, 6, 300, 4),
+    "mamba 2": lambda: mamba2(4, 2, 32, 64, True),
+    "mamba 2, odd": lambda: mamba2(3, 1, 21, 12, False),
+    "mamba 1": lambda: mamba1(64, 16),
+    "mamba 1, odd": lambda: mamba1(37, 6),
+    "convolution": lambda: causal_conv(530, 4, True),
+    "convolution, odd": lambda: causal_conv(7, 2, False),
+    "short convolution": lambda: short_conv(130, 3),
+}
+
+
+def step(rows: list[int], kv_len: list[int], query_len: list[int]) -> AttentionMeta:
+    starts = torch.tensor([0, *query_len], dtype=torch.int32).cumsum(0).int()
+    nothing = torch.zeros(1, dtype=torch.int32)
+    decodes = next((at for at, count in enumerate(query_len) if count > 1), len(query_len))
+    return AttentionMeta(
+        positions=nothing, slots=nothing, query_start=starts,
+        kv_len=torch.tensor(kv_len, dtype=torch.int32), block_table=nothing, num_decodes=decodes,
+        max_query_len=max(query_len), max_kv_len=max(kv_len), rows=torch.tensor(rows),
+    )  # fmt: skip
+
+
+def brought(layer: Layer, tokens: int) -> list[Tensor]:
+    """Rows of a longer one, as a product gives them."""
+    return list(randn(tokens, sum(layer.widths)).split(layer.widths, dim=1))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_cuts(name: str, deterministic: bool) -> None:
+    """Bug: a state that is lost, or rounded otherwise, where a prompt was cut; a request that
+    begins in another's state; a tail shorter than a chunk, or longer; lanes behind the last
+    element; another entry's row."""
+    torch.manual_seed(0)
+    layer, kernels = LAYERS[name](), kernels_for("cpu", deterministic)
+    rows = brought(layer, 135)
+    want_kept = [torch.zeros(shape, dtype=torch.float64) for shape in layer.states]
+    want = layer.rule([each.double() for each in rows], want_kept)
+
+    def run(cuts: list[int], beside: bool) -> tuple[Tensor, list[Tensor]]:
+        kept = [torch.full((ROWS, *shape), torch.nan) for shape in layer.states]
+        found, at = [], 0
+        for count in cuts:
+            own = [each[at : at + count] for each in rows]
+            at += count
+            if not beside:
+                found.append(layer.run(kernels, own, kept, step([2], [at], [count])))
+                continue
+            for each in kept:
+                each[0] = randn(each.shape[1:])
+            given = [torch.cat(pair) for pair in zip(brought(layer, 1), own, strict=True)]
+            other = brought(layer, 70)
+            given = [torch.cat(pair) for pair in zip(given, other, strict=True)]
+            meta = step([0, 2, 3], [9, at, 70], [1, count, 70])
+            found.append(layer.run(kernels, given, kept, meta)[1 : 1 + count])
+        return torch.cat(found), [each[2] for each in kept]
+
+    whole, left = run([135], False)
+    assert row_error(whole, want) < 1e-5
+    for one, other in zip(left, want_kept, strict=True):
+        assert row_error(one.flatten()[None], other.flatten()[None]) < 1e-6
+    for cuts in ([135], [64, 71], [1, 2, 60, 65, 1, 1, 5]):
+        for beside in (False, True):
+            again, kept = run(cuts, beside)
+            assert torch.equal(again, whole), (cuts, beside)
+            assert all(map(torch.equal, kept, left)), (cuts, beside)
+
+
+def row_error(found: Tensor, want: Tensor) -> float:
+    error = (found.double() - want).norm(dim=-1) / want.norm(dim=-1)
+    return float(error.nan_to_num(nan=float("inf")).max())
+
+
+@pytest.mark.parametrize(("groups", "gate_last"), [(0, False), (1, True), (3, False), (3, True)])
+def test_gated_norm(groups: int, gate_last: bool) -> None:
+    """A part's mean that has another's elements; a gate of rows in longer ones; no norm at all."""
+    torch.manual_seed(0)
+    x, gate = randn(5, 300), randn(5, 400)[:, 20:320]
+    weight = randn(300) if groups else None
+    want = x.double() if gate_last else x.double() * silu(gate.double())
+    parts = want.unflatten(1, (max(groups, 1), -1))
+    if weight is not None:
+        want = (parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * weight
+    want = want * silu(gate.double()) if gate_last else want
+    found = kernels_for("cpu").gated_norm(x, gate, weight, max(groups, 1), 1e-5, gate_last)
+    assert row_error(found, want) < 1e-6
