@@ -18,6 +18,8 @@ from kernels.metadata import AttentionMeta
 logger = logging.getLogger(__name__)
 
 _MOST = 64  # decodes; in larger steps the kernels outweigh what they cost to launch
+# Bytes of states that may be copied to learn whether steps of a model can be recorded.
+_MOST_COPIED = 1 << 28
 
 
 class StepPrograms:
@@ -32,18 +34,20 @@ class StepPrograms:
         self._kv_len = torch.zeros(most, dtype=torch.int32)
         self._slots = torch.zeros(groups, most, dtype=torch.int64)
         self._tables = torch.zeros(groups, most, width, dtype=torch.int32)
+        self._rows = torch.zeros(most, dtype=torch.int64)
         self._max_kv_len = width * kv.block_size
         self._arrays = (
             self._positions.numpy(),
             self._kv_len.numpy(),
             self._slots.numpy(),
             self._tables.numpy(),
+            self._rows.numpy(),
         )
         self._residual = torch.empty(0)
         self._buffers = Buffers(most)
         self._programs: dict[int, Program] = {}
         self._able = can_record() and model.layer_inputs is None
-        self._able &= not model.config.recurrent  # states are torch's work
+        self._known = False  # whether it is: no step was recorded yet
         self._tried = model.group.size == 1
 
     def forget(self) -> None:
@@ -59,12 +63,18 @@ class StepPrograms:
             return None
         if first.lora is not None:
             return None
+        states = None if self._known else self._kv.states
+        if states is not None and count * states.row_bytes > _MOST_COPIED:
+            return None
         residual = self._enter(step, entered)
         program = self._programs.get(count)
         if not self._tried:
             # A rank that finds only in the middle of a step that it cannot would leave the others.
             self._tried = True
+            kept = None if states is None else states.copied(self._rows[:count])
             self._able = self._model.group.all_can(lambda: self._can_record(step.metas, residual))
+            if states is not None and kept is not None:
+                states.put_back(self._rows[:count], kept)
             if not self._able:
                 return None
             residual = self._enter(step, entered)
@@ -72,12 +82,17 @@ class StepPrograms:
             out = program.play()
             self._model.group.check()
             return out
+        # Keys are written again as they were; states that a part of a step has changed are not.
+        kept = None if states is None else states.copied(self._rows[:count])
         try:
             program = self._record(step.metas, residual)
         except NotRecordable as error:
             logger.debug("steps are not recorded: %s", error)
             self._able = False
+            if states is not None and kept is not None:
+                states.put_back(self._rows[:count], kept)
             return None
+        self._known = True
         self._programs[count] = program
         return program.out
 
@@ -91,8 +106,10 @@ class StepPrograms:
     def _enter(self, step: DeviceStep, entered: Tensor | None) -> Tensor:
         """The step's inputs, in their places."""
         count = step.token_ids.shape[0]
-        positions, kv_len, slots, tables = self._arrays
+        positions, kv_len, slots, tables, rows = self._arrays
         first = step.metas[0]
+        if first.rows is not None:
+            rows[:count] = first.rows.numpy()
         positions[:count] = first.positions.numpy()
         kv_len[:count] = first.kv_len.numpy()
         for group, meta in enumerate(step.metas):
@@ -124,6 +141,7 @@ class StepPrograms:
                     kv_len_host=meta.kv_len_host,
                     window=meta.window,
                     chunk=meta.chunk,
+                    rows=self._rows[:count],
                 )
             )
         layers = self._kv.layers

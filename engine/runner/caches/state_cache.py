@@ -66,6 +66,20 @@ class StateCache:
         for row, snapshot in pairs:
             self._copy(self.rows + snapshot, row)
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a row's states."""
+        return sum(storage[:, 0].nbytes for storage in self._storages)
+
+    def copied(self, rows: Tensor) -> list[Tensor]:
+        """What these rows, int64, have."""
+        return [storage.index_select(1, rows) for storage in self._storages]
+
+    def put_back(self, rows: Tensor, copies: Sequence[Tensor]) -> None:
+        """What `copied` gave."""
+        for storage, copy in zip(self._storages, copies, strict=True):
+            storage[:, rows] = copy
+
     def _copy(self, source: int, target: int) -> None:
         # Slot by slot: an index copy of many would take as much memory again as what it copies.
         for storage in self._storages:
