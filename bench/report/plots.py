@@ -39,6 +39,7 @@ MADE_BY = {
     "first-start": "`python -m bench.versus.engine --side manta`, TRITON_CACHE_DIR empty",
     "gpu-checks": "`python -m bench.gpu_checks`: the tests that need a GPU, what they measured",
     "kernels": "`python -m bench.kernels.table`: each kernel against the device and libraries",
+    "cpu-mixers": "`python -m bench.kernels.cpu_mixers`: recurrent layers against transformers",
     "loading": "`python -m bench.loading`: reading weights against copying as many bytes",
     "long-context": "`python -m bench.long_context`: one long request at a time",
     "memory-load": "`python -m bench.memory_load`: more requests than memory, for minutes",

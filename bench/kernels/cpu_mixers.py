@@ -1,0 +1,270 @@
+"""Recurrent layers on the CPU beside transformers', in turns in one process: what stands between a
+layer's products, which both sides are given.
+
+    python -m bench.kernels.cpu_mixers --out bench/results
+
+A ratio is transformers' best time by ours, of as many turns as fit into some seconds. transformers
+computes in float32, as Manta does on a CPU; in bfloat16 too, as its checkpoints are loaded.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bench.report.result_file import RawLines, versions
+from kernels.dispatch import kernels_for
+from kernels.metadata import AttentionMeta
+from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.mamba2 import Mamba2Heads
+
+Call = Callable[[], object]
+ours = kernels_for("cpu")
+TOKENS = {"decode": 1, "prefill 128": 128, "prefill 512": 512}
+BEFORE = 100  # tokens before a decode
+
+
+class Given(torch.nn.Module):
+    """In the place of a product."""
+
+    def __init__(self, found: Tensor) -> None:
+        super().__init__()
+        self.found = found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.found[:, : x.shape[1]].to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """widths: of the products. make: of a dtype, transformers' layer with these in the place of its
+    products, and its configuration. run: ours."""
+
+    hidden: int
+    widths: tuple[int, ...]
+    make: Callable[[list[Given], torch.dtype], tuple[torch.nn.Module, Any]]
+    states: tuple[tuple[int, ...], ...]
+    run: Callable[[list[Tensor], list[Tensor], AttentionMeta], object]
+    cache: str = "cache_params"  # transformers' name of the argument
+
+
+def qwen3_next() -> Layer:
+    from transformers.models.qwen3_next import modeling_qwen3_next as theirs
+
+    keys, values, size, taps = 16, 32, 128, 4
+    channels = (2 * keys + values) * size
+    how = DeltaHeads(
+        keys, values, size, size, torch.randn(channels, taps), torch.randn(values),
+        torch.randn(values), torch.ones(size), 1e-6,
+    )  # fmt: skip
+    wide = channels + values * size
+
+    def make(products: list[Given], dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+        config = theirs.Qwen3NextConfig(num_hidden_layers=1, layer_types=["linear_attention"])
+        layer = theirs.Qwen3NextGatedDeltaNet(config, 0).to(dtype)
+        layer.in_proj_qkvz, layer.in_proj_ba = products
+        return layer, config
+
+    def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
+        made, gates = given
+        return ours.gated_delta(
+            made[:, :channels], made[:, channels:], gates[:, :values], gates[:, values:], how,
+            *kept, meta,
+        )  # fmt: skip
+
+    states = ((taps - 1, channels), (values, size, size))
+    return Layer(2048, (wide, 2 * values), make, states, run)
+
+
+def nemotron_h() -> Layer:
+    from transformers.models.nemotron_h import modeling_nemotron_h as theirs
+
+    heads, size, groups, state, taps = 128, 64, 8, 128, 4
+    inner = heads * size
+    channels = inner + 2 * groups * state
+    each = torch.randn(3, heads)
+    how = Mamba2Heads(
+        heads, size, groups, state, torch.randn(channels, taps), torch.randn(channels), each[0],
+        each[1], each[2], (0.0, float("inf")),
+    )  # fmt: skip
+    norm = torch.ones(inner)
+
+    def make(products: list[Given], dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+        config = theirs.NemotronHConfig(
+            hidden_size=4096, layers_block_type=["linear_attention"], mamba_num_heads=heads,
+            mamba_head_dim=size, n_groups=groups, ssm_state_size=state,
+        )  # fmt: skip
+        layer = theirs.NemotronHMamba2Mixer(config, 0).to(dtype)
+        (layer.in_proj,) = products
+        return layer, config
+
+    def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
+        (made,) = given
+        found = ours.mamba2(
+            made[:, inner : inner + channels], made[:, inner + channels :], how, *kept, meta
+        )
+        return ours.gated_norm(found.flatten(1), made[:, :inner], norm, groups, 1e-5)
+
+    states = ((taps - 1, channels), (heads, size, state))
+    return Layer(4096, (inner + channels + heads,), make, states, run)
+
+
+def lfm2() -> Layer:
+    from transformers.models.lfm2 import modeling_lfm2 as theirs
+
+    channels, taps = 2048, 3
+    conv = torch.randn(channels, taps)
+
+    def make(products: list[Given], dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+        config = theirs.Lfm2Config(hidden_size=channels, num_hidden_layers=1, layer_types=["conv"])
+        layer = theirs.Lfm2ShortConv(config, 0).to(dtype)
+        (layer.in_proj,) = products
+        return layer, config
+
+    def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
+        b, c, x = given[0].split(channels, dim=1)
+        return ours.short_conv(x, b, c, conv, None, *kept, meta)
+
+    states = ((taps - 1, channels),)
+    return Layer(channels, (3 * channels,), make, states, run, "past_key_values")
+
+
+def jamba() -> Layer:
+    """Of so few inputs that the product that makes steps, torch's on both sides, is nothing."""
+    from transformers.models.jamba import modeling_jamba as theirs
+
+    channels, size, taps, rank = 8192, 16, 4, 16
+    conv, bias = torch.randn(channels, taps), torch.randn(channels)
+    decay, skip = torch.randn(channels, size), torch.randn(channels)
+    step, shift, norms = torch.randn(channels, rank), torch.randn(channels), torch.ones(rank)
+
+    def make(products: list[Given], dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+        config = theirs.JambaConfig(
+            hidden_size=4096, num_hidden_layers=1, attn_layer_offset=3, attn_layer_period=4,
+            mamba_dt_rank=rank,
+        )  # fmt: skip
+        layer = theirs.JambaMambaMixer(config, 0).to(dtype)
+        layer.in_proj, layer.x_proj = products
+        return layer, config
+
+    def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
+        made, selected = given
+        x = ours.causal_conv(made[:, :channels], conv, bias, kept[0], meta, silu=True)
+        parts = selected.split((rank, size, size), dim=1)
+        dt, b, c = (ours.rms_norm(each, norms[: each.shape[1]], 1e-6) for each in parts)
+        dt = linear(dt, step, shift)
+        found = ours.mamba1(x, dt, b, c, decay, skip, kept[1], meta)
+        return ours.gated_norm(found, made[:, channels:], None, 1, 0.0)
+
+    states = ((taps - 1, channels), (channels, size))
+    return Layer(4096, (2 * channels, rank + 2 * size), make, states, run)
+
+
+LAYERS: dict[str, Callable[[], Layer]] = {
+    "qwen3-next": qwen3_next,
+    "nemotron-h": nemotron_h,
+    "lfm2": lfm2,
+    "jamba": jamba,
+}
+
+
+def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
+    """ "ours", and a dtype's name each of transformers': a step of one request."""
+    from transformers import DynamicCache
+
+    given = [torch.randn(tokens, width) for width in layer.widths]
+    before = BEFORE if tokens == 1 else 0
+    start = torch.tensor([0, tokens], dtype=torch.int32)
+    nothing = torch.zeros(1, dtype=torch.int32)
+    meta = AttentionMeta(
+        positions=nothing, slots=nothing, query_start=start, kv_len=start[1:] + before,
+        block_table=nothing, num_decodes=int(tokens == 1), max_query_len=tokens,
+        max_kv_len=tokens + before, query_start_host=[0, tokens], kv_len_host=[tokens + before],
+        rows=torch.zeros(1, dtype=torch.int64),
+    )  # fmt: skip
+    kept = [torch.zeros(1, *shape) for shape in layer.states]
+    calls: dict[str, Call] = {"ours": lambda: layer.run(given, kept, replace(meta))}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        products = [Given(torch.randn(1, max(tokens, BEFORE), width)) for width in layer.widths]
+        theirs, config = layer.make([*products], dtype)
+        theirs.out_proj = torch.nn.Identity()
+        x = torch.zeros(1, tokens, layer.hidden, dtype=dtype)
+        if tokens > 1:
+            calls[name] = lambda theirs=theirs, config=config, x=x: theirs(  # type: ignore[misc]
+                x, **{layer.cache: DynamicCache(config=config)}
+            )
+            continue
+        cache = DynamicCache(config=config)
+        theirs(x.expand(1, BEFORE, -1), **{layer.cache: cache})
+        calls[name] = lambda theirs=theirs, x=x, cache=cache: theirs(  # type: ignore[misc]
+            x, **{layer.cache: cache}
+        )
+    return calls
+
+
+def best_of(calls: dict[str, Call], seconds: float) -> dict[str, float]:
+    """Milliseconds of each call, in turns: the best of at least three."""
+    best = dict.fromkeys(calls, float("inf"))
+    end, turns = time.perf_counter() + seconds, 0
+    while turns < 4 or time.perf_counter() < end:
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            took = time.perf_counter() - began
+            if turns:  # the first compiles
+                best[name] = min(best[name], took * 1e3)
+        turns += 1
+    return best
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PREFIX", help="of cases' names")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each case")
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    raw = RawLines(args.out, "cpu-mixers") if args.out else None
+    rows = []
+    for name, make in LAYERS.items():
+        for step, tokens in TOKENS.items():
+            case = f"{name}/{step}"
+            if not case.startswith(tuple(args.only)):
+                continue
+            with torch.inference_mode():
+                best = best_of(calls_of(make(), tokens), args.seconds)
+            row = {
+                "case": case,
+                "ratio": round(best["float32"] / best["ours"], 2),
+                "ratio_bfloat16": round(best["bfloat16"] / best["ours"], 2),
+            }
+            print(f"{case:<24} {row['ratio']:7.2f} {row['ratio_bfloat16']:7.2f}", flush=True)
+            rows.append(row)
+            if raw:
+                raw.keep(row, show=False)
+    if not rows:
+        parser.error(f"--only: no case begins with {' or '.join(args.only)}")
+    if raw:
+        config = {
+            "ours": {"dtype": "float32"},
+            "transformers": {"dtype": "float32; ratio_bfloat16: bfloat16"},
+            "threads": args.threads,
+            "versions": versions("transformers"),
+        }
+        raw.finish(config, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
