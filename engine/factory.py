@@ -228,6 +228,7 @@ def _build_part(
             quantization=config.quantization,
             group=place.group,
             stage=place.stage,
+            spread_experts=resolved.spread_experts,
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
         if device.type == "cpu" and not rank:  # nothing is touched yet

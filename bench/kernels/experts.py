@@ -152,7 +152,8 @@ def launches(step: Step) -> Iterator[tuple[str, float, list[Callable[[], object]
         yield "down", down_bytes, calls
         given = calls[0]()
         assert isinstance(given, Tensor)
-        yield "sum", 0, [partial(sum_experts, given, layer.chosen, residual)] * COPIES
+        calls = [partial(sum_experts, given, ids, stack, residual) for _, ids in step.routed]
+        yield "sum", 0, calls
     calls = [partial(kernels.experts, x, *each, stack, residual) for each in step.routed]
     yield "experts, whole", up_bytes + down_bytes, calls
     packed = make_packed(stack)

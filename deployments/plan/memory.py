@@ -191,7 +191,9 @@ def plan(
             param=key,
         )
     if ranks > 1:
-        alone = msgspec.structs.replace(config, tensor_parallel=1, pipeline_parallel=1)
+        alone = msgspec.structs.replace(
+            config, tensor_parallel=1, pipeline_parallel=1, expert_parallel=None
+        )
         whole = _outline(replace(resolved, config=alone))
     dtype = str(resolved.dtype).removeprefix("torch.")
     weights_kind = dtype if config.quantization in ("auto", "none") else config.quantization

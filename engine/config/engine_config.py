@@ -127,6 +127,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         among: so many GPUs of one machine, or processes on its CPU. It has to divide the width of
         the MLPs, and the attention heads if it is above the key heads. Weights that are
         stored in fewer bits are divided where their groups end. docs/parallel.md.
+    expert_parallel: with tensor_parallel, each rank has some experts of a mixture whole, instead of
+        a part of each. None = where parts would be thin: from 8 ranks on, below 64 of an expert's
+        width, or where the width or groups of stored weights cannot be divided. docs/parallel.md.
     pipeline_parallel: ranks that the layers are divided among, each with its layers' weights and
         KV: so many GPUs of one machine, or processes on its CPU. As many steps are in flight, each
         of other requests. Not together with tensor_parallel. docs/parallel.md.
@@ -173,6 +176,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deterministic: bool = False
     num_threads: int = 0
     tensor_parallel: int = 1
+    expert_parallel: bool | None = None
     pipeline_parallel: int = 1
     sleep_in_host_memory: bool = False
     seed: int | None = None
@@ -225,6 +229,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"tensor_parallel {self.tensor_parallel} and pipeline_parallel "
                 f"{self.pipeline_parallel} do not work together yet; leave one of them out",
                 param="pipeline_parallel",
+            )
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "expert_parallel: experts are spread over the ranks of tensor_parallel, which is "
+                "1; raise that, or leave this out",
+                param="expert_parallel",
             )
         if self.sleep_in_host_memory and self.num_ranks > 1:
             raise ConfigError(

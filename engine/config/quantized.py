@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import lru_cache
+from math import lcm
 from typing import Literal
 
 KEY = "quantization_config"
@@ -78,6 +79,19 @@ class Quantized:
             return f"gguf {', '.join(sorted(set(self.types.values())))}"
         names = dict.fromkeys(scheme.name for _, scheme in self.rules if scheme is not None)
         return ", ".join((self.method, *names))
+
+    @property
+    def unit(self) -> int:
+        """So many inputs of any matrix lie together that a part of them cannot be read."""
+        if self.method == "gguf":
+            return 256 if any("K" in kind or "XS" in kind for kind in self.types.values()) else 32
+        found = [32]
+        for _, scheme in self.rules:
+            if scheme is not None and scheme.kind in ("gptq", "awq", "packed"):
+                found.append(scheme.group)
+            elif scheme is not None and scheme.kind == "nf4":
+                found.append(64)
+        return lcm(*filter(None, found))
 
     def scheme(self, name: str) -> Scheme | None:
         """Not for "gguf"."""

@@ -35,7 +35,9 @@ class Builder:
     device: torch.device
     stage: Stage = Stage()  # noqa: RUF009, it is frozen
     layer: int | None = None
-    elsewhere: set[str] = field(default_factory=set)  # tensors that other ranks hold alone
+    spread_experts: bool = False  # each rank has some whole, and not a part of each
+    # Tensors, and modules with all that they have, that other ranks hold alone.
+    elsewhere: set[str] = field(default_factory=set)
     ahead: list[torch.Tensor] = field(default_factory=list)  # of experts, for the next layer
 
     def at(self, layer: int) -> "Builder":
@@ -199,30 +201,33 @@ class Builder:
         return Parameter(self._name(ours), tensor, sources, std=std, scale=scale)
 
     def experts(self) -> ExpertsSpec:
-        """Of this layer: this rank's part of each expert."""
+        """Of this layer: this rank's part of each expert, or its experts."""
         experts = self.config.experts
         assert experts is not None
         size, hidden = experts.size, self.config.hidden_size
-        begin, end = self.group.part(size, "expert columns")
+        here = self.experts_here()
+        # That each expert is divided among.
+        group = TensorParallelGroup() if self.spread_experts else self.group
+        begin, end = group.part(size, "expert columns")
         rows, kept = up_rows(size, experts.act), ((begin, end), (size + begin, size + end))
         both = (rows, hidden), kept[: rows // size], None
-        columns = None if self.group.size == 1 else (begin, end)
+        columns = None if group.size == 1 else (begin, end)
         down = (hidden, size), ((0, hidden),), columns
         gate_up_bias: tuple[Source, ...] = ()
         down_bias: tuple[Source, ...] = ()
         if experts.bias:
-            gate_up_bias = self._of_experts("experts_gate_up_bias", (rows,), both[1], None)
-            down_bias = self._of_experts("experts_down_bias", (hidden,), down[1], None)
-            if self.group.rank:  # the first adds it
+            gate_up_bias = self._of_experts("experts_gate_up_bias", here, (rows,), both[1], None)
+            down_bias = self._of_experts("experts_down_bias", here, (hidden,), down[1], None)
+            if group.rank:  # the first adds it
                 self.elsewhere.update(source.name for source in down_bias)
                 down_bias = ()
         return ExpertsSpec(
             self._name("experts"),
-            experts.count,
+            len(here),
             end - begin,
             hidden,
-            self._of_experts("experts_gate_up", *both),
-            self._of_experts("experts_down", *down),
+            self._of_experts("experts_gate_up", here, *both),
+            self._of_experts("experts_down", here, *down),
             gate_up_bias,
             down_bias,
             self.dtype,
@@ -230,11 +235,19 @@ class Builder:
             experts.act,
             experts.limit,
             experts.weigh_input,
+            experts.count if self.spread_experts else 0,
         )
+
+    def experts_here(self) -> range:
+        """Those that this rank has, or has a part of."""
+        assert self.config.experts is not None
+        count = self.config.experts.count
+        return range(*self.group.part(count, "experts")) if self.spread_experts else range(count)
 
     def _of_experts(
         self,
         ours: str,
+        here: range,
         shape: tuple[int, ...],  # of an expert's matrix or vector
         kept: Sequence[tuple[int, int]],  # of its rows
         columns: tuple[int, int] | None,
@@ -253,9 +266,14 @@ class Builder:
         for expert in range(count):
             for name, rows in zip(stored.names, pieces, strict=True):
                 stacked = "{e}" not in name
+                own = name.replace("{e}", str(expert))
+                if expert not in here:
+                    if not stacked:
+                        self.elsewhere.add(own.removesuffix(".weight"))
+                    continue
                 found.append(
                     Source(
-                        name.replace("{e}", str(expert)),
+                        own,
                         (count, *on_disk) if stacked else on_disk,
                         as_rows(rows),
                         columns,

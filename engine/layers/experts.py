@@ -18,7 +18,8 @@ from kernels.metadata import AttentionMeta
 
 
 class Stack:
-    """The experts of one layer, as a LinearMethod keeps them. Each rank has a part of each."""
+    """The experts of one layer, as a LinearMethod keeps them. Each rank has a part of each, or
+    some of them whole."""
 
     def __init__(self, build: Builder) -> None:
         self.method = build.method
@@ -27,6 +28,21 @@ class Stack:
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = self.method.create_experts(self.spec)
         self.loading_bytes = sum(parameter.tensor.nbytes for parameter in self.parameters)
+        self.places: Tensor | None = None  # [experts] int32: see `apply`; None: all are here
+        if build.spread_experts:
+            here = build.experts_here()
+            places = [
+                here.index(each) if each in here else len(here) for each in range(self.spec.total)
+            ]
+            self.places = torch.tensor(places, dtype=torch.int32, device=build.device)
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
+        """See `Kernels.experts`, whose result is this rank's summand. ids: of the whole layer.
+        Every rank has all tokens and chooses alike, so nothing is sent: what belongs to experts of
+        another rank is left out here and comes with the sum."""
+        if self.places is not None:
+            ids = self.places.index_select(0, ids.flatten()).view_as(ids)
+        return self.method.apply_experts(self.state, x, weights, ids, residual)
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +108,7 @@ class Experts:
         x, weights, ids = self._routed(x, norm, residual)
         out = self._shared(x, kv, meta, residual)
         add_to = out if self.group.size == 1 else None
-        given = self.stack.method.apply_experts(self.stack.state, x, weights, ids, add_to)
+        given = self.stack.apply(x, weights, ids, add_to)
         if add_to is None:
             if out is None:
                 return self.group.all_reduce(given)
@@ -175,9 +191,7 @@ class ExpertsBeside(Experts):
         logits = self.kernels.router_logits(self.router_norm(x), self.router.tensor, None)
         weights, ids = self.kernels.route(logits, self.config.routing, None)
         weights = weights * self.factors.index_select(0, ids.flatten()).view_as(weights)
-        given = self.stack.method.apply_experts(
-            self.stack.state, self.before(x), weights, ids, None
-        )
+        given = self.stack.apply(self.before(x), weights, ids, None)
         given = self.after(self.group.all_reduce(given))
         out = self.mlp_out(self.mlp.forward(x, kv, meta, norm=norm)).add_(given)
         return out if residual is None else residual.add_(out)

@@ -414,10 +414,17 @@ class Decoder:
         quantized = self.config.quantized
         if quantized is not None and quantized.ignores(name):
             return True
-        elsewhere = self.build.elsewhere
-        if name in elsewhere or self.tensor_name(stored) in elsewhere:
+        if self._is_elsewhere(name) or self._is_elsewhere(self.tensor_name(stored)):
             return True
         return tied or self.config.ignores(stored)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """The tensor, or a module that it is of."""
+        while name:
+            if name in self.build.elsewhere:
+                return True
+            name = name.rpartition(".")[0]
+        return False
 
     def finish(self) -> None:
         first = self.stage.first

@@ -136,11 +136,13 @@ def build_model(
     quantization: str = "none",
     group: TensorParallelGroup | None = None,
     stage: Stage = Stage(),  # noqa: B008, it is frozen
+    spread_experts: bool = False,
     virtual_tokens: int = 0,
     runs_on: str | None = None,
 ) -> Model:
     """Allocate the model on its device; its weights are undefined until ``load_weights``.
 
+    spread_experts: the ranks of the group have whole experts each, and not a part of each expert.
     runs_on: the type of the device that it is meant for, if that is another: on torch's "meta"
         device a model takes no memory, and its parts say what they would take.
     """
@@ -159,6 +161,7 @@ def build_model(
         torch.float32 if runs_on == "cpu" else dtype,
         device,
         stage,
+        spread_experts=spread_experts,
     )
     # A head that is the embedding is loaded with it, as the checkpoint has it.
     tied = method if method.FROM_DENSE else linear_method("none", kernels, runs_on)

@@ -40,7 +40,7 @@ def apply_apart(
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount(minlength=len(state.down)).tolist()
     begin = 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(counts[: len(state.down)]):  # those behind are another rank's
         if not count:
             continue
         pairs = order[begin : begin + count]

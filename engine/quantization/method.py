@@ -74,7 +74,7 @@ class ExpertsSpec:
 
     size: the inner width. sources: one expert after the other; of gate_up the gate's rows, if it
         has a gate, before the up's. Biases have none where the model has none. act, limit,
-        weigh_input: see `ExpertWeights`.
+        weigh_input, total: see `ExpertWeights`.
     """
 
     name: str
@@ -90,6 +90,7 @@ class ExpertsSpec:
     act: str
     limit: float
     weigh_input: bool
+    total: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -279,6 +280,7 @@ class Dense(LinearMethod):
             spec.act,
             spec.limit,
             spec.weigh_input,
+            spec.total,
         )
         return stack, parameters
 

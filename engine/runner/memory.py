@@ -67,6 +67,7 @@ def outline(resolved: Resolved, stage: int = 0) -> Model:
         quantization=config.quantization,
         group=TensorParallelGroup(resolved.ranks - 1, resolved.ranks),  # no other has more heads
         stage=Stage(stage, resolved.stages),
+        spread_experts=resolved.spread_experts,
         virtual_tokens=config.max_loras * config.max_virtual_tokens,
         runs_on=resolved.device.type,
     )

@@ -32,6 +32,7 @@ def _few_up_kernel(
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     WEIGH: tl.constexpr,
+    EXPERTS: tl.constexpr,  # 0: all are here; else pairs of this one are another rank's
     ROWS: tl.constexpr,  # of gate_up a program owns: gate and up in turns
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
@@ -52,6 +53,8 @@ def _few_up_kernel(
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.load(ids + pair).to(tl.int64)
+    if EXPERTS:
+        exists = tl.where(exists, expert, EXPERTS) < EXPERTS
     x_at = x + (pair // CHOSEN).to(tl.int64) * WIDTH + column
     row = expert * EACH + source
     at = gate_up + row[:, None] * WIDTH + column[None, :]
@@ -95,6 +98,7 @@ def _few_down_kernel(
     BIAS: tl.constexpr,
     WEIGH: tl.constexpr,
     ADD: tl.constexpr,
+    EXPERTS: tl.constexpr,
     PLACES: tl.constexpr,  # a power of two, at least CHOSEN
     ROWS: tl.constexpr,  # outputs a program owns
     COLUMNS: tl.constexpr,
@@ -110,6 +114,8 @@ def _few_down_kernel(
     # The choice is there since before the launch before this one: the weights come from far away
     # while that one is still running.
     expert = tl.load(ids + pair).to(tl.int64)
+    if EXPERTS:
+        exists &= expert < EXPERTS
     row = expert * WIDTH + mine
     at = down + row[:, None] * SIZE + column[None, :]
     inner_at = inner + pair.to(tl.int64)[:, None] * SIZE + column[None, :]
@@ -172,6 +178,7 @@ def few_up(
         ACT=code(stack.act),
         BIAS=stack.gate_up_bias is not None,
         WEIGH=stack.weigh_input,
+        EXPERTS=stack.count if stack.total else 0,
         ROWS=rows,
         COLUMNS=columns,
         num_warps=warps,
@@ -208,6 +215,7 @@ def few_down(
         BIAS=stack.down_bias is not None,
         WEIGH=stack.weigh_input,
         ADD=residual is not None,
+        EXPERTS=stack.count if stack.total else 0,
         PLACES=places,
         ROWS=rows,
         COLUMNS=columns,

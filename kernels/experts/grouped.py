@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.experts.gate import code, gated
-from kernels.experts.reference import ExpertWeights
+from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
@@ -48,7 +48,7 @@ FIXED = Tiles(Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3))
 def _sort_kernel(
     ids,  # [pairs]
     order,  # [pairs]: sorted place -> pair
-    starts,  # [EXPERTS + 1]: the first place of each expert
+    starts,  # [EXPERTS + 1]: the first place of each expert, and that behind the last one's
     pairs,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -65,14 +65,14 @@ def _sort_kernel(
         below += (chosen < expert).to(tl.int32)
     place = tl.sum(below, axis=0)
     tl.store(starts + expert, place)
-    if expert == EXPERTS - 1:
-        tl.store(starts + EXPERTS, pairs)
     for start in range(0, pairs, BLOCK):
         chosen = tl.load(ids + start + at, mask=start + at < pairs, other=EXPERTS)
         mine = (chosen == expert).to(tl.int32)
         rank = tl.cumsum(mine, axis=0) - mine
         tl.store(order + place + rank, start + at, mask=mine == 1)
         place += tl.sum(mine, axis=0)
+    if expert == EXPERTS - 1:
+        tl.store(starts + EXPERTS, place)
 
 
 @triton.jit
@@ -213,11 +213,13 @@ def _grouped_down_kernel(
 @triton.jit
 def _sum_kernel(
     given,  # [tokens * CHOSEN, WIDTH]
+    ids,  # [tokens * CHOSEN]
     residual,  # [tokens, WIDTH]
     out,
     CHOSEN: tl.constexpr,
     WIDTH: tl.constexpr,
     ADD: tl.constexpr,
+    EXPERTS: tl.constexpr,  # 0: all are here; else nothing was given for pairs of this one
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -229,8 +231,11 @@ def _sum_kernel(
         gdc_launch_dependents()
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(CHOSEN):
-        at = (token * CHOSEN + place) * WIDTH + column
-        total += tl.load(given + at, mask=exists, other=0.0).to(tl.float32)
+        pair = token * CHOSEN + place
+        here = exists
+        if EXPERTS:
+            here = tl.where(exists, tl.load(ids + pair), EXPERTS) < EXPERTS
+        total += tl.load(given + pair * WIDTH + column, mask=here, other=0.0).to(tl.float32)
     if ADD:
         total += tl.load(residual + token * WIDTH + column, mask=exists, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=exists)
@@ -243,14 +248,15 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
 
 
 class Sorted(NamedTuple):
-    """The pairs of expert e are order[starts[e] : starts[e + 1]], ascending."""
+    """The pairs of expert e are order[starts[e] : starts[e + 1]], ascending. Those of no expert
+    here have no place."""
 
     order: Tensor  # [pairs] int32
     starts: Tensor  # [experts + 1] int32
 
 
 def sort(ids: Tensor, experts: int) -> Sorted:
-    """ids [tokens, chosen] int32."""
+    """ids [tokens, chosen] int32: 0 .. experts - 1, or experts where it is another rank's."""
     pairs = ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
@@ -332,19 +338,23 @@ def grouped_down(
     return given
 
 
-def sum_experts(given: Tensor, chosen: int, residual: Tensor | None) -> Tensor:
+def sum_experts(
+    given: Tensor, ids: Tensor, stack: ExpertWeights | PackedExperts, residual: Tensor | None
+) -> Tensor:
     """given [tokens * chosen, hidden] -> [tokens, hidden], in residual if there is one."""
     width = given.shape[1]
-    tokens = given.shape[0] // chosen
+    tokens, chosen = ids.shape
     out = given.new_empty((tokens, width)) if residual is None else residual
     columns = min(1024, triton.next_power_of_2(width))
     _sum_kernel[(tokens, triton.cdiv(width, columns))](
         given,
+        ids,
         residual,
         out,
         CHOSEN=chosen,
         WIDTH=width,
         ADD=residual is not None,
+        EXPERTS=stack.count if stack.total else 0,
         BLOCK=columns,
         num_warps=4,
         **pdl(given.device),
@@ -364,8 +374,8 @@ def grouped(
     if not x.shape[0]:
         return torch.empty_like(x) if residual is None else residual
     experts = stack.down.shape[0]
-    tiles = tiles or tiles_for(ids.numel(), experts, x.dtype)
+    tiles = tiles or tiles_for(ids.numel(), stack.total or experts, x.dtype)
     pairs = sort(ids, experts)
     inner = grouped_up(x, weights, ids, stack, pairs, tiles.up)
     given = grouped_down(inner, weights, ids, stack, pairs, tiles.down)
-    return sum_experts(given, ids.shape[1], residual)
+    return sum_experts(given, ids, stack, residual)

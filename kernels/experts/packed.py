@@ -318,8 +318,8 @@ def packed_experts(
     """See `kernels.reference.Kernels.packed_experts`."""
     if not x.shape[0]:
         return torch.empty_like(x) if residual is None else residual
-    tile = tile or tile_for(ids.numel(), stack.count)
+    tile = tile or tile_for(ids.numel(), stack.total or stack.count)
     pairs = sort(ids, stack.count)
     inner = packed_up(x, weights, ids, stack, pairs, tile)
     given = packed_down(inner, weights, ids, stack, pairs, tile)
-    return sum_experts(given, ids.shape[1], residual)
+    return sum_experts(given, ids, stack, residual)

@@ -20,6 +20,8 @@ class ExpertWeights:
         at most `limit` and up within [-limit, limit] (gpt-oss); or one of UNGATED, of an expert
         that is down(act(up(x))).
     weigh_input: a token's weight multiplies what its expert reads, not what it gives (Llama 4).
+    total: > 0: so many experts can be chosen, of which another rank has the others. A choice of
+        one of those is the number of experts here, `count`, and adds nothing.
     """
 
     gate_up: Tensor  # [experts, 2 * size, hidden]: the gate's rows, then the up's; or these alone
@@ -29,6 +31,11 @@ class ExpertWeights:
     act: str = "silu"
     limit: float = 0.0
     weigh_input: bool = False
+    total: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.down.shape[0]
 
 
 @dataclass(slots=True)
@@ -43,6 +50,7 @@ class PackedExperts:
     act: str = "silu"
     limit: float = 0.0
     weigh_input: bool = False
+    total: int = 0
 
     @property
     def count(self) -> int:
@@ -58,6 +66,7 @@ class PackedExperts:
             self.act,
             self.limit,
             self.weigh_input,
+            self.total,
         )
 
 
@@ -118,6 +127,8 @@ def experts(
     """See `kernels.reference.Kernels.experts`."""
     out = torch.zeros_like(x) if residual is None else residual
     for expert in ids.unique().tolist():
+        if expert == stack.count:
+            continue
         tokens, place = (ids == expert).nonzero(as_tuple=True)
         mine, weight = x.index_select(0, tokens), weights[tokens, place, None].to(x.dtype)
         if stack.weigh_input:

@@ -1,6 +1,7 @@
 """Experts in Triton against plain torch in float64: the choice, the sort, few tokens and many."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -204,6 +205,65 @@ def test_packed_rows_are_rows() -> None:
     for _, tile in packed_module.TILES:
         other = packed_experts(x, scale, ids, stack, None, tile)
         assert row_error(other, whole.double()) < 4 * BOUND[DTYPES[0]]
+
+
+@pytest.fixture
+def nothing_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated beside inputs and results is full of NaN."""
+    new = Tensor.new_empty
+
+    def new_empty(*given: Any, **named: Any) -> Tensor:
+        made = new(*given, **named)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(Tensor, "new_empty", new_empty)
+
+
+def of_rank(stack: ExpertWeights, ids: Tensor, here: range) -> tuple[ExpertWeights, Tensor]:
+    """Experts of one of several ranks, and the choice as they number it."""
+    kept = {
+        name: None if (tensor := getattr(stack, name)) is None else tensor[here.start : here.stop]
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias")
+    }
+    ours = torch.where((ids >= here.start) & (ids < here.stop), ids - here.start, len(here))
+    return replace(stack, **kept, total=stack.count), ours
+
+
+@pytest.mark.parametrize(("tokens", "act"), [(2, "silu"), (21, CLAMPED)])
+def test_experts_of_other_ranks(nothing_is_zero: None, tokens: int, act: str) -> None:
+    """A pair that is another rank's reads an expert that is not there, is given to one that is, or
+    leaves what was in memory in its token's sum; ranks whose pairs are none, or all."""
+    dtype, hidden = DTYPES[0], 72
+    whole = stack(6, 24, hidden, dtype, act)
+    x, (scale, ids) = random(tokens, hidden, dtype=dtype), chosen(tokens, 6, 3)
+    ids = torch.where(ids >= 4, ids - 3, ids)  # of the last two nobody takes any
+    want, total = reference.experts(x.double(), scale.double(), ids, double(whole), None), 0.0
+    for here in (range(3), range(3, 4), range(4, 6)):
+        ours, places = of_rank(whole, ids, here)
+        part = reference.experts(x.double(), scale.double(), places, double(ours), None)
+        assert part.any() == (here.stop < 6)
+        total = total + part
+        if tokens <= MOST and len(here) != 3:
+            continue  # in the interpreter a launch takes seconds
+        before = random(tokens, hidden, dtype=dtype)
+        products = few if tokens <= MOST else grouped
+        got = products(x, scale, places, ours, before.clone())
+        assert row_error(got, before + part) < 2 * BOUND[dtype]
+    torch.testing.assert_close(total, want)
+
+
+def test_packed_experts_of_other_ranks(nothing_is_zero: None) -> None:
+    """As above; packed experts have the launches before and behind their products in common."""
+    dtype, weights = DTYPES[0], packed("mxfp4", 5, CLAMPED)
+    hidden, weights.total = PACKED["mxfp4"][2], 8
+    x, (scale, ids) = random(9, hidden, dtype=dtype), chosen(9, 8, 3)
+    ids = ids.clamp(max=5)
+    want = reference.experts(
+        x.double(), scale.double(), ids, double(weights.dense(torch.float64)), None
+    )
+    assert (ids == 5).all(1).logical_not().any() and (ids == 5).any()
+    got = packed_experts(x, scale, ids, weights, None)
+    assert float((got - want).abs().max()) < 4 * BOUND[dtype] * float(want.abs().max())
 
 
 def test_sort() -> None:

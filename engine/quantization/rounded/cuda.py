@@ -122,7 +122,9 @@ class RoundedCuda(PackedCuda):
             for form, weight in zip(forms, (state.gate_up, state.down), strict=True)
         )
         biases = state.gate_up_bias, state.down_bias
-        return PackedExperts(gate_up, down, *biases, state.act, state.limit, state.weigh_input)
+        return PackedExperts(
+            gate_up, down, *biases, state.act, state.limit, state.weigh_input, state.total
+        )
 
 
 def _packed(form: Format, weight: Tensor, bias: Tensor | None) -> PackedWeight:

@@ -73,7 +73,8 @@ class StoredCuda(Stored):
 
     def finish_stored_experts(self, state: "_Loading") -> ExpertWeights | PackedExperts:
         spec, both = state.spec, (state.gate_up, state.down)
-        rest = (state.gate_up_bias, state.down_bias, spec.act, spec.limit, spec.weigh_input)
+        biases = state.gate_up_bias, state.down_bias
+        rest = (*biases, spec.act, spec.limit, spec.weigh_input, spec.total)
         if self._packs_all(*(each.pieces for each in both)):
             gate_up, down = (self.finish(each).pieces[0].state for each in both)
             return PackedExperts(gate_up, down, *rest)

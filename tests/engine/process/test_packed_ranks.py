@@ -56,11 +56,14 @@ def description(name: str) -> dict[str, Any]:
     return {"quant_method": GGUF, "types": types}
 
 
-def made(folder: Path, name: str, **sizes: Any) -> Path:
-    """A small model in files of this method; GGUF's head is its embedding."""
+def made(folder: Path, name: str, kept_modules: tuple[str, ...] = (), **sizes: Any) -> Path:
+    """A small model in files of this method; GGUF's head is its embedding. kept_modules: in 16
+    bits."""
     folder.mkdir()
     config = {**SIZES, **sizes, "tie_word_embeddings": name == GGUF}
     config["quantization_config"] = description(name)
+    if kept_modules:
+        config["quantization_config"] |= {"modules_to_not_convert": kept_modules}
     (folder / "config.json").write_text(json.dumps(config))
     read = ModelConfig.from_folder(folder)
     kept = read.quantized
