@@ -23,7 +23,6 @@ from engine.lora.tiers.adapter import Loader
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
 from engine.models.registry import Model, build_model
-from engine.parallel.group import TensorParallelGroup
 from engine.parallel.opening import Activations, Open, Place, alone, first, other
 from engine.parallel.ranks import Ranks
 from engine.pooled_checkpoint import read_head, read_pooling
@@ -150,7 +149,7 @@ def build(
             generates=resolved.model.generates,
             whole_texts=resolved.model.whole_texts,
         ),
-        part.runner if ranks is None else RankedRunner(part.runner, part.place.world, ranks),
+        part.runner if ranks is None else RankedRunner(part.runner, part.place, ranks),
         _adapters(config, part.adapters, part.host_bytes, ranks),
         FreeList if config.allocation == "list" else lambda n: TokenPool(n, resolved.device),
         _grammars(resolved),
@@ -175,8 +174,8 @@ def build(
 
 
 def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
-    groups, config = plan.groups, resolved.config
-    if groups is None or not groups.recurrent:
+    groups, config = kv_groups(resolved.model, resolved.ranks), resolved.config
+    if not groups.recurrent:
         return None
     if config.prefix_caching and not plan.snapshots:
         size = groups.state_bytes / GIB
@@ -187,14 +186,14 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
 
 def build_rank(
     config: EngineConfig, rank: int, memory: int, port: Callable[[], int]
-) -> tuple[ModelRunner, TensorParallelGroup, AdapterLoader | None]:
-    """The same of another rank: what runs its part of each step, the group of all ranks, and what
+) -> tuple[ModelRunner, Place, AdapterLoader | None]:
+    """The same of another rank: what runs its part of each step, its place among all, and what
     fills its slots for adapters. memory, port: see `engine.parallel.opening.other`."""
     open_place = other(rank, config.num_ranks, config.pipeline_parallel, memory, port)
     part = _build_part(config, rank, open_place, _StartTimes(None), None, None)
     gc.collect()
     loader = None if part.adapters is None else part.adapters.loader
-    return part.runner, part.place.world, loader
+    return part.runner, part.place, loader
 
 
 def _build_part(
@@ -459,7 +458,9 @@ def _build_runner(
         total += sum(part.num_bytes for part in parts_here(resolved, model))
         plan = plan_memory(resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes)
     num_blocks = place.world.least(_ANY if plan is None else plan.num_blocks)
-    snapshots = place.world.least(_ANY if plan is None else plan.snapshots)
+    # A stage whose layers keep no states has room for any number.
+    bounds = plan is not None and bool(groups.recurrent or not resolved.model.recurrent)
+    snapshots = place.world.least(plan.snapshots if plan is not None and bounds else _ANY)
     if plan is not None:
         plan.num_blocks, plan.snapshots = num_blocks, snapshots
     size = num_blocks * groups.bytes_per_block(config.block_size, resolved.kv) / GIB

@@ -69,9 +69,9 @@ def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
         resolved, cores = decide(config, model, device), len(os.sched_getaffinity(0))
         if config.num_ranks > cores:
             raise ConfigError(
-                f"{ranks_key(config)}: {config.num_ranks} ranks on the CPU need as many cores, "
+                f"{config.ranks_said}: so many ranks on the CPU need as many cores, "
                 f"and this process may use {cores}; lower it",
-                param=ranks_key(config),
+                param=config.ranks_key,
             )
         return resolved
     able = torch.cuda.get_device_capability(device)
@@ -158,9 +158,9 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
         count = torch.cuda.device_count()
         if config.num_ranks > count:
             raise ConfigError(
-                f"{ranks_key(config)}: {config.num_ranks} ranks need as many GPUs, and this "
+                f"{config.ranks_said}: so many ranks need as many GPUs, and this "
                 f"process sees {count}; lower it, or give the replica more (num_gpus)",
-                param=ranks_key(config),
+                param=config.ranks_key,
             )
         return torch.device("cuda", rank)
     if config.device == "cuda":
@@ -229,18 +229,11 @@ def check_ranks(model: ModelConfig, ranks: int, expert_parallel: bool | None = N
         raise refuse(f"the width of {model.architecture}'s MLPs is no multiple of it; {way_out}")
 
 
-def ranks_key(config: EngineConfig) -> str:
-    """The key that says how many ranks there are."""
-    return "pipeline_parallel" if config.pipeline_parallel > 1 else "tensor_parallel"
-
-
 def check_stages(model: ModelConfig, stages: int) -> None:
     """Raises ConfigError where the layers cannot be divided among so many stages."""
     why = ""
     if stages > model.num_layers:
         why = f"{model.architecture} has {model.num_layers} layers, and a stage needs one; lower it"
-    elif stages > 1 and model.recurrent:
-        why = f"{model.architecture} has layers that keep states; leave it out"
     elif stages > 1 and model.layer_input_size:
         why = f"{model.architecture} has inputs for each layer; leave it out"
     elif stages > 1 and any(layer.keys_of is not None for layer in model.attention):

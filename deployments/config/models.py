@@ -5,6 +5,7 @@ import re
 import typing
 from collections.abc import Iterable, Iterator
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,7 @@ from deployments.config.endpoint import (
     TracingConfig,
     UsageConfig,
 )
-from engine.config.engine_config import EngineConfig
+from engine.config.engine_config import EngineConfig, ranks_said
 from engine.errors import ConfigError
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
@@ -426,9 +427,10 @@ class MantaConfig(Section):
     def _check_ranks(self, kind: PoolKind, pool: PoolConfig) -> None:
         """Raises ValueError where a replica's reservation does not suit its ranks."""
         ranks, gpus, cores = self.ranks(pool), pool.num_gpus, pool.num_cpus
-        stages = int({**self.engine, **pool.engine}.get("pipeline_parallel", 1))
-        key = "tensor_parallel" if stages == 1 else "pipeline_parallel"
-        given = f"pools.{kind}.num_gpus is {gpus or 0:g} and {key} {ranks}"
+        tensor, pipeline = self.divisions(pool)
+        said = ranks_said(tensor, pipeline) or "tensor_parallel 1"
+        key = "pipeline_parallel" if pipeline > 1 else "tensor_parallel"
+        given = f"pools.{kind}.num_gpus is {gpus or 0:g} and {said}"
         if gpus is not None and gpus > ranks:
             raise ValueError(
                 f"{given}: an engine uses a GPU for each rank, and the others would be reserved "
@@ -438,7 +440,7 @@ class MantaConfig(Section):
             raise ValueError(f"{given}: each rank needs a GPU of its own. Leave num_gpus out")
         if kind == "cpu" and ranks > 1 and cores is not None and cores < ranks:
             raise ValueError(
-                f"pools.cpu.num_cpus is {cores:g} and {key} {ranks}: each rank needs a "
+                f"pools.cpu.num_cpus is {cores:g} and {said}: each rank needs a "
                 f"core of its own. Raise num_cpus, or lower engine.{key}"
             )
 
@@ -448,8 +450,12 @@ class MantaConfig(Section):
 
     def ranks(self, pool: PoolConfig) -> int:
         """Parts of a model that each replica of a pool has (`EngineConfig.num_ranks`)."""
+        return prod(self.divisions(pool))
+
+    def divisions(self, pool: PoolConfig) -> tuple[int, int]:
+        """tensor_parallel and pipeline_parallel of a pool."""
         engine = {**self.engine, **pool.engine}
-        return int(engine.get("tensor_parallel", 1)) * int(engine.get("pipeline_parallel", 1))
+        return int(engine.get("tensor_parallel", 1)), int(engine.get("pipeline_parallel", 1))
 
     def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
         """EngineConfig's fields for a pool, model and revision included."""

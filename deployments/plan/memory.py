@@ -152,7 +152,7 @@ def plan(
     import torch
 
     from engine.quantization.products import products
-    from engine.resolve import decide, ranks_key
+    from engine.resolve import decide
     from engine.runner.memory import check_weights, lora_host_bytes, parts_here, plan_memory
 
     cuda = device.kind == "cuda"
@@ -176,17 +176,17 @@ def plan(
         raise ConfigError(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None
-    ranks, whole, key = config.num_ranks, part, ranks_key(config)
+    ranks, whole, key, said = config.num_ranks, part, config.ranks_key, config.ranks_said
     devices_per_node = ranks if devices_per_node is None else devices_per_node
     if cuda and devices_per_node < ranks:
         raise ConfigError(
-            f"{key}: {ranks} ranks need as many GPUs of one node, and this one has "
+            f"{said}: so many ranks need as many GPUs of one node, and this one has "
             f"{devices_per_node}; lower it, or take another node",
             param=key,
         )
     if device.cores and device.cores < ranks:
         raise ConfigError(
-            f"{key}: {ranks} ranks on the CPU need as many cores, and this machine has "
+            f"{said}: so many ranks on the CPU need as many cores, and this machine has "
             f"{device.cores}; lower it",
             param=key,
         )
@@ -216,7 +216,7 @@ def plan(
         ranks=ranks,
         stages=resolved.stages,
         states=(len(groups.recurrent), groups.state_bytes),
-        snapshots=memory.snapshots,
+        snapshots=min((memory.snapshots for memory, part in found if part.kv.recurrent), default=0),
     )
 
 

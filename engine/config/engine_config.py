@@ -43,6 +43,12 @@ class _Hashable(dict[str, str | float | bool]):
         return hash(tuple(sorted(self.items())))
 
 
+def ranks_said(tensor_parallel: int, pipeline_parallel: int) -> str:
+    """How a model is divided, for messages."""
+    given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    return " x ".join(f"{key} {ranks}" for key, ranks in given.items() if ranks > 1)
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of one engine.
 
@@ -132,7 +138,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         width, or where the width or groups of stored weights cannot be divided. docs/parallel.md.
     pipeline_parallel: ranks that the layers are divided among, each with its layers' weights and
         KV: so many GPUs of one machine, or processes on its CPU. As many steps are in flight, each
-        of other requests. Not together with tensor_parallel. docs/parallel.md.
+        of other requests. With tensor_parallel, so many ranks divide the layers of each stage, and
+        there are tensor_parallel times pipeline_parallel. docs/parallel.md.
     sleep_in_host_memory: the engine can sleep, and the weights are then in host memory: on a GPU
         nothing of weights and caches is on the device, and on the CPU caches have no pages. It
         wakes in about the time that the weights take to be copied. Takes the weights' size of host
@@ -187,6 +194,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Processes, and on GPUs devices, of one engine."""
         return self.tensor_parallel * self.pipeline_parallel
 
+    @property
+    def ranks_key(self) -> str:
+        """The key that says how many ranks there are; of both, the one that is for large models."""
+        return "pipeline_parallel" if self.pipeline_parallel > 1 else "tensor_parallel"
+
+    @property
+    def ranks_said(self) -> str:
+        """See the function."""
+        return ranks_said(self.tensor_parallel, self.pipeline_parallel)
+
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(EngineConfig).items():
             value = getattr(self, name)
@@ -224,12 +241,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("tensor_parallel", "pipeline_parallel"):
             if not 1 <= getattr(self, name) <= 64:
                 raise ConfigError(f"{name} must be 1..64, got {getattr(self, name)}", param=name)
-        if self.tensor_parallel > 1 and self.pipeline_parallel > 1:
-            raise ConfigError(
-                f"tensor_parallel {self.tensor_parallel} and pipeline_parallel "
-                f"{self.pipeline_parallel} do not work together yet; leave one of them out",
-                param="pipeline_parallel",
-            )
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ConfigError(
                 "expert_parallel: experts are spread over the ranks of tensor_parallel, which is "

@@ -1,18 +1,21 @@
 """Links: what a pipeline's stages hand to each other, from each to the next and from the last to
 the first.
 
-`SharedMemoryLink` is for processes of one machine. The memory follows that of the group which all
-ranks share, and has a line of counters and some slots for each rank:
+`SharedMemoryLink` is for processes of one machine. It has memory with a line of counters and some
+slots for each stage:
 
-    counters | rank 0: sent, failed | rank 1: sent, failed | ...
-    slots    | rank 0: step 0, 1, ... | rank 1: step 0, 1, ... | ...
+    counters | stage 0: sent, failed | stage 1: sent, failed | ...
+    slots    | stage 0: step 0, 1, ... | stage 1: step 0, 1, ... | ...
 
-As many steps are in flight as a rank has slots. Rank 0 launches the next one when it has the oldest
-one's result, which has then been through all stages: a slot is free when it is written again.
+As many steps are in flight as a stage has slots. The first launches the next one when it has the
+oldest one's result, which has then been through all stages: a slot is free when it is written
+again. Where a stage has several ranks, which all have the same activations, each hands them to its
+like in the next one, by a link of its own.
 """
 
 import mmap
 import os
+from collections.abc import Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup, wait_for
+from engine.parallel.stages import Stage
 from kernels.cpu.meeting import LINE_WORDS
 
 _SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # words of a line
@@ -44,23 +48,27 @@ class Link(Protocol):
 
 
 class SharedMemoryLink:
-    """world: the group of all ranks. descriptor: of its file; it can be closed afterwards.
-    steps: in flight at once. shape: the most tokens of a step, and hidden_size."""
+    """world: the group of all ranks. descriptor: of its file; it can be closed afterwards. at:
+    where the memory of the first link begins in it. number: of this link, and of this rank in its
+    stage. steps: in flight at once. shape: the most tokens of a step, and hidden_size."""
 
     def __init__(
         self,
         world: SharedMemoryGroup,
+        stage: Stage,
         descriptor: int,
+        at: int,
+        number: int,
         steps: int,
         shape: tuple[int, int],
         dtype: torch.dtype,
     ) -> None:
-        self._world, self._rank, self._size = world, world.rank, world.size
+        self._world, self._rank, self._size = world, stage.number, stage.count
         self._dtype, self._hidden, self._steps = dtype, shape[1], steps
         slot = -(-prod(shape) * dtype.itemsize // 64) * 64
         lines = self._size * 8 * LINE_WORDS
-        begin = world.num_bytes(self._size)
         length = lines + self._size * steps * slot
+        begin = at + number * length
         # Pages are taken when they are first used.
         if os.fstat(descriptor).st_size < begin + length:
             os.ftruncate(descriptor, begin + length)
@@ -105,10 +113,10 @@ class SharedMemoryLink:
             line = rank * LINE_WORDS
             failed = self._words[line + _FAILED] > self._world.round
             if failed and self._words[line + _FAILED_STEP] <= step:
-                raise RankFailed(f"the step has failed on rank {rank} of {self._size}")
+                raise RankFailed(f"the step has failed on stage {rank} of {self._size}")
 
     def late(self) -> list[tuple[int, int]]:
-        """The rank that this one waits for, and how many steps it has done."""
+        """The stage that this one waits for, and how many steps it has done."""
         sent = [self._words[rank * LINE_WORDS + _SENT] for rank in range(self._size)]
         behind = [(rank, done) for rank, done in enumerate(sent) if rank and done < self._waiting]
         return behind[:1]
@@ -132,14 +140,14 @@ class DistributedLink:
     for another: what is sent lies on the way, behind the kernels that made it, while the sender
     goes on.
 
-    outward, inward: groups of this rank with the next and with the one before. steps: in flight at
-    once, whose tensors are kept.
+    ranks: of the stages that this link is between, in their order. outward, inward: groups of this
+    rank with the next and with the one before. steps: in flight at once, whose tensors are kept.
     """
 
     def __init__(
         self,
-        rank: int,
-        size: int,
+        stage: Stage,
+        ranks: Sequence[int],
         groups: tuple[Any, Any],
         steps: int,
         hidden: int,
@@ -147,7 +155,7 @@ class DistributedLink:
         device: torch.device,
     ) -> None:
         self._outward, self._inward = groups
-        self._next, self._before = (rank + 1) % size, (rank - 1) % size
+        self._next, self._before = ranks[(stage.number + 1) % stage.count], ranks[stage.number - 1]
         self._steps, self._hidden, self._dtype, self._device = steps, hidden, dtype, device
         self._sent: list[tuple[Any, Tensor]] = []
 
@@ -172,10 +180,9 @@ class DistributedLink:
         return x
 
 
-def ring(rank: int, size: int) -> tuple[Any, Any]:
-    """A group for each link of a ring, made by all ranks in one order: this rank's two."""
-    made = [dist.new_group([each, (each + 1) % size]) for each in range(size)]
-    return made[rank], made[(rank - 1) % size]
+def ring(ranks: Sequence[int]) -> list[Any]:
+    """A group for each of these with its next, made by all ranks in one order."""
+    return [dist.new_group([each, ranks[(at + 1) % len(ranks)]]) for at, each in enumerate(ranks)]
 
 
 __all__ = ["DistributedLink", "Link", "RankFailed", "SharedMemoryLink", "ring"]

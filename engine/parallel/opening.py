@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from engine.parallel.group import DistributedGroup, TensorParallelGroup
 from engine.parallel.link import DistributedLink, Link, SharedMemoryLink, ring
 from engine.parallel.ranks import Ranks
-from engine.parallel.shared_memory import SharedMemoryGroup
+from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
 from engine.parallel.stages import Stage
 
 _HOST = "127.0.0.1"
@@ -28,14 +27,58 @@ logger = logging.getLogger("manta.engine")
 class Place:
     """Of one rank among all.
 
-    world: of all ranks, that agree on something in it. group: that layers are divided among.
-    stage: which layers this rank has. link: to the stages before and after it.
+    world: of all ranks, that agree on something in it. group: that layers are divided among, which
+    is a stage's. stage: which layers this rank has. link: to the stages before and after it.
+    groups: on rank 0, those of all stages, if they are others than the world.
     """
 
     world: TensorParallelGroup = TensorParallelGroup()  # noqa: RUF009, it is frozen
     group: TensorParallelGroup = TensorParallelGroup()  # noqa: RUF009, it is frozen
     stage: Stage = Stage()  # noqa: RUF009, it is frozen
     link: Link | None = None
+    groups: tuple[SharedMemoryGroup, ...] = ()
+
+    @property
+    def recovers(self) -> bool:
+        """Between GPUs, kernels that wait for each other cannot be ended."""
+        return isinstance(self.world, SharedMemoryGroup)
+
+    def fail(self, error: Exception) -> None:
+        """This rank's step has failed with it: let the ranks that wait for it know. Where they are
+        in a stage and in a link, those that it was told by one of these are to tell the others."""
+        assert self.recovers
+        meets = [each for each in (self.link, self.group) if each is not None]
+        both = self.link is not None and self.group.size > 1
+        if both or not isinstance(error, RankFailed):
+            for each in meets if both else meets[:1]:
+                assert isinstance(each, SharedMemoryLink | SharedMemoryGroup)
+                each.fail()
+
+    def begin_round(self) -> None:
+        """On rank 0: end all waits of the others for the failed step."""
+        for each in (self.world, *self.groups):
+            assert isinstance(each, SharedMemoryGroup)
+            each.begin_round()
+
+    def join_round(self) -> None:
+        """The failed step is put behind; no rank is in one."""
+        for each in (self.world, self.group, self.link):
+            if isinstance(each, SharedMemoryGroup | SharedMemoryLink):
+                each.join_round()
+
+    def late(self) -> list[tuple[int, int]]:
+        """On rank 0, of ranks that it waits for in a step: the number, and how far it has come."""
+        world, link, each = self.world, self.link, self.group.size
+        assert isinstance(world, SharedMemoryGroup)
+        if not isinstance(link, SharedMemoryLink):
+            return world.late()
+        if self.groups and (found := self.groups[0].late()):
+            return found
+        found = link.late()
+        for stage, done in found[:1]:
+            behind = self.groups[stage].behind() if self.groups else []
+            return [(stage * each + rank, met) for rank, met in behind] or [(stage * each, done)]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +106,8 @@ def first(ranks: Ranks) -> Open:
     def open_place(device: torch.device, handed_on: Activations) -> Place:
         if device.type == "cpu":
             place = _shared(0, ranks.size, ranks.stages, ranks.memory, handed_on)
-            late = place.world if place.link is None else place.link
             Thread(
-                target=_name_the_late, args=(late, ranks.size), name="late-ranks", daemon=True
+                target=_name_the_late, args=(place, ranks.size), name="late-ranks", daemon=True
             ).start()
             return place
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -90,21 +132,36 @@ def other(rank: int, size: int, stages: int, memory: int, port: Callable[[], int
 
 
 def _shared(rank: int, size: int, stages: int, memory: int, handed_on: Activations) -> Place:
+    """In the file are the world, the stages' groups if they have several ranks, the links."""
     world = SharedMemoryGroup.open(rank, size, memory)
     if stages == 1:
         return Place(world, world)
-    shape = handed_on.tokens, handed_on.hidden_size
-    link = SharedMemoryLink(world, memory, handed_on.steps, shape, handed_on.dtype)
-    return Place(world, stage=Stage(rank, stages), link=link)
+    each = size // stages  # ranks of a stage, which follow each other
+    number, member = divmod(rank, each)
+    at = world.num_bytes(size)
+    group, groups = TensorParallelGroup(), []
+    if each > 1:
+        length = world.num_bytes(each)
+        group = SharedMemoryGroup.open(member, each, memory, at + number * length)
+        if not rank:
+            groups = [
+                SharedMemoryGroup.open(0, each, memory, at + n * length) for n in range(stages)
+            ]
+            groups[0] = group
+        at += stages * length
+    stage, shape = Stage(number, stages), (handed_on.tokens, handed_on.hidden_size)
+    link = SharedMemoryLink(
+        world, stage, memory, at, member, handed_on.steps, shape, handed_on.dtype
+    )
+    return Place(world, group, stage, link, tuple(groups))
 
 
-def _name_the_late(waiting: Any, size: int) -> None:
-    """waiting: the group, or the link, whose `late` tells for whom rank 0 waits."""
+def _name_the_late(place: Place, size: int) -> None:
     before: list[tuple[int, int]] = []
     seconds = 0
     while True:
         time.sleep(1.0)
-        late = waiting.late()
+        late = place.late()
         seconds = seconds + 1 if late and late == before else 0
         before = late
         if seconds in _LATE:
@@ -124,13 +181,21 @@ def _distributed(
     world = DistributedGroup(rank, size, dist.group.WORLD, device)
     if stages == 1:
         return Place(world, world)
+    each = size // stages
+    stage, member = Stage(rank // each, stages), rank % each
+    group = TensorParallelGroup()
+    if each > 1:
+        made = [dist.new_group([n * each + m for m in range(each)]) for n in range(stages)]
+        group = DistributedGroup(member, each, made[stage.number], device)
+    likes = [[n * each + m for n in range(stages)] for m in range(each)]
+    links = [ring(ranks) for ranks in likes][member]
     link = DistributedLink(
-        rank,
-        size,
-        ring(rank, size),
+        stage,
+        likes[member],
+        (links[stage.number], links[stage.number - 1]),
         handed_on.steps,
         handed_on.hidden_size,
         handed_on.dtype,
         device,
     )
-    return Place(world, stage=Stage(rank, stages), link=link)
+    return Place(world, group, stage, link)

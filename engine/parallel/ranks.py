@@ -122,9 +122,10 @@ class Ranks:
 
     # ---- what they are told
 
-    def order(self, what: str, *given: Any) -> None:
-        """A method of `engine.process.rank.RankLoop` that each calls. Raises EngineDead."""
-        for rank in self._ranks:
+    def order(self, what: str, *given: Any, below: int | None = None) -> None:
+        """A method of `engine.process.rank.RankLoop` that each calls, or those below a number.
+        Raises EngineDead."""
+        for rank in self._ranks[: None if below is None else below - 1]:
             try:
                 rank.orders.send((what, given))
             except OSError:

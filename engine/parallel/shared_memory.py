@@ -79,17 +79,18 @@ class SharedMemoryGroup(TensorParallelGroup):
     state: _State | None = None
 
     @classmethod
-    def open(cls, rank: int, size: int, descriptor: int) -> "SharedMemoryGroup":
+    def open(cls, rank: int, size: int, descriptor: int, at: int = 0) -> "SharedMemoryGroup":
         """descriptor: of a file that all ranks have open; it can be closed afterwards. The file's
-        pages are taken when they are first used."""
-        begin = size * 8 * LINE_WORDS
-        length = cls.num_bytes(size)
+        pages are taken when they are first used. at: where the group's memory begins in it, a
+        multiple of 64."""
+        lines = size * 8 * LINE_WORDS
+        length = at + cls.num_bytes(size)
         if os.fstat(descriptor).st_size < length:
             os.ftruncate(descriptor, length)
         memory = mmap.mmap(descriptor, length)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        slots = list(whole[begin:].view(2 * size, SLOT))
-        words = memoryview(memory)[:begin].cast("q")
+        whole = torch.frombuffer(memory, dtype=torch.uint8)[at:]
+        slots = list(whole[lines:].view(2 * size, SLOT))
+        words = memoryview(memory)[at : at + lines].cast("q")
         kernel = None
         with contextlib.suppress(CompilerUnavailable, AttributeError):
             kernel = Meeting(rank, size, whole.data_ptr(), slots[0].data_ptr(), SLOT)
@@ -229,6 +230,12 @@ class SharedMemoryGroup(TensorParallelGroup):
             rank = state.words[FAILED_ON]
             raise RankFailed(f"the step has failed on rank {rank} of {self.size}")
 
+    def behind(self) -> list[tuple[int, int]]:
+        """Ranks that others have come to the next meeting before, likewise; none may be in one."""
+        assert self.state is not None
+        met = [self.state.words[rank * LINE_WORDS] for rank in range(self.size)]
+        return [(rank, each) for rank, each in enumerate(met) if each < max(met)]
+
     def late(self) -> list[tuple[int, int]]:
         """Of ranks that this one waits for in a step: the number, and the meeting that it has come
         to."""
@@ -244,8 +251,9 @@ class SharedMemoryGroup(TensorParallelGroup):
     def fail(self) -> None:
         """This rank's step has failed: let the ranks that wait for it know."""
         assert self.state is not None
-        self.state.words[FAILED_ON] = self.rank
-        self.state.words[FAILED] = self.state.round + 1
+        if self.state.words[FAILED] <= self.state.round:  # the first counts
+            self.state.words[FAILED_ON] = self.rank
+            self.state.words[FAILED] = self.state.round + 1
 
     def begin_round(self) -> None:
         """On rank 0: end all waits of the others for this round."""

@@ -4,6 +4,7 @@ It has its part of the model, and does in each step what rank 0 does, but for th
 which it is told. It knows nothing of requests.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
 if TYPE_CHECKING:
     from engine.lora.loader import AdapterLoader
-    from engine.parallel.group import TensorParallelGroup
+    from engine.parallel.opening import Place
     from engine.runner.model_runner import ModelRunner
     from engine.runner.results import DeviceResult, StagedResult
 
@@ -35,13 +37,12 @@ class RankLoop:
     """Carries out rank 0's orders, which are names of methods here."""
 
     def __init__(
-        self, runner: "ModelRunner", world: "TensorParallelGroup", orders: "Connection[Any, Any]"
+        self, runner: "ModelRunner", place: "Place", orders: "Connection[Any, Any]"
     ) -> None:
-        """world: of all ranks."""
         self._runner = runner
-        self._world = world
+        self._place = place
         self._orders = orders
-        self._launched: deque[DeviceResult | StagedResult] = deque()
+        self._launched: deque[DeviceResult | StagedResult | None] = deque()  # None: has failed
 
     def run(self) -> None:
         """Until rank 0 ends."""
@@ -53,33 +54,51 @@ class RankLoop:
             getattr(self, what)(*given)
 
     def launch(self, batch: Batch) -> None:
-        from engine.parallel.link import SharedMemoryLink
-        from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
+        if self._runner.link is not None:
+            self._runner.link.begin()
+        self._launched.append(None)
+        with self._failing():
+            self._launched[-1] = self._runner.launch(batch)
+            # At most two are in flight, as on rank 0; those that `conclude` ends are more.
+            if len(self._launched) > 1 and not self._concludes:
+                self._wait_for_oldest()
 
-        world, link = self._world, self._runner.link
-        if link is not None:
-            link.begin()
+    def conclude(self) -> None:
+        """The end of the oldest step, on the first of several stages of several ranks."""
+        with self._failing():
+            self._wait_for_oldest()
+
+    @property
+    def _concludes(self) -> bool:
+        return self._runner.link is not None and self._runner.model.stage.first
+
+    def _wait_for_oldest(self) -> None:
+        oldest = self._launched.popleft()
+        if oldest is not None:
+            oldest.wait()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What is raised in a step fails it on the ranks that wait for this one; rank 0 has it
+        given up."""
+        from engine.parallel.shared_memory import RankFailed
+
         try:
-            self._launched.append(self._runner.launch(batch))
-            if len(self._launched) > 1:  # at most two are in flight, as on rank 0
-                self._launched.popleft().wait()
+            yield
         except AssertionError:
             raise
         except Exception as error:
-            if not isinstance(world, SharedMemoryGroup):
+            if not self._place.recovers:
                 raise
             if not isinstance(error, RankFailed):
                 logger.warning("a step has failed", exc_info=error)
-                failed = link if isinstance(link, SharedMemoryLink) else world
-                failed.fail()
+            self._place.fail(error)
 
     def recover(self) -> None:
         """After a step that failed anywhere."""
-        from engine.runner.ranked import join_round
-
         self._launched.clear()
         done = self._runner.recover()
-        join_round(self._world, self._runner.link)
+        self._place.join_round()
         self._orders.send(done)
 
     def shrink(self, num_blocks: int) -> None:
@@ -129,14 +148,14 @@ def run(start: RankStart) -> None:
 
     from engine.factory import build_rank
 
-    runner, world, loader = build_rank(start.config, start.rank, start.memory, port)
+    runner, place, loader = build_rank(start.config, start.rank, start.memory, port)
     if loader is not None:
         adapters: Connection[Any, Any] = Connection(start.adapters)
         given = (loader, adapters)
         threading.Thread(target=_load_adapters, args=given, name="adapters", daemon=True).start()
     gc.collect()
     gc.freeze()
-    RankLoop(runner, world, orders).run()
+    RankLoop(runner, place, orders).run()
 
 
 def main() -> int:

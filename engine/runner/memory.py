@@ -78,7 +78,7 @@ def parts_here(resolved: Resolved, model: Model) -> list[Model]:
     others = [outline(resolved, stage) for stage in range(1, resolved.stages)]
     if resolved.device.type == "cuda":
         return [model]
-    return [model] * resolved.ranks + others
+    return [part for part in (model, *others) for _ in range(resolved.ranks)]
 
 
 def lora_host_bytes(config: EngineConfig, available: int) -> int:
@@ -114,8 +114,6 @@ def plan_memory(
     groups, parts = model.kv, parts_here(resolved, model)
     rows = RequestRows.allocate(seqs, longest, block_size, torch.device("meta"), len(groups.groups))
     used = [("request rows", rows.num_bytes)]
-    if groups.state_bytes:
-        used.append((f"states ({seqs} requests)", (seqs + 1) * groups.state_bytes))
     adapters = adapter_bytes(resolved, model)
     used += adapters
     used.append(("activations (largest step)", activations))
@@ -123,13 +121,19 @@ def plan_memory(
         used.append(("graphs (reserved)", GRAPH_BYTES * (2 if config.max_loras else 1)))
     used = [(name, here * size) for name, size in used]
     used.insert(0, ("weights", sum(part.num_bytes for part in parts)))
+    states = sum(part.kv.state_bytes for part in parts)
+    if states:
+        used.insert(2, (f"states ({seqs} requests)", (seqs + 1) * states))
     if not cuda and host_bytes:
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
-    plan.groups, plan.block_size, plan.ranks = groups, block_size, here
+    plan.groups, plan.block_size, plan.state_bytes = groups, block_size, states
     together = [part.kv for part in parts]
     if len(parts) > 1 and ranks > 1:
         together = [kv_groups(resolved.model, ranks, rank) for rank in range(ranks)]
+        if resolved.stages > 1:
+            own = [part.layer_numbers for part in parts[::ranks]]
+            together = [groups.of(layers) for layers in own for groups in together]
     plan.block_bytes = sum(each.bytes_per_block(block_size, resolved.kv) for each in together)
     free = plan.total - sum(size for _, size in plan.rows)
     given = ""
@@ -183,13 +187,13 @@ class MemoryPlan:
     block_bytes: int = 0
     block_size: int = 0
     groups: KVGroups | None = None
-    ranks: int = 1  # that share the memory; groups are of one
+    state_bytes: int = 0  # of a request, on all ranks that share the memory
     snapshots: int = 0
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
         """Snapshots of states, if there are any, in `share` bytes unless the configuration says how
         many, up to `spare`. Returns the bytes that they take. Raises ConfigError."""
-        size = 0 if self.groups is None else self.ranks * self.groups.state_bytes
+        size = self.state_bytes
         if not size or not config.prefix_caching:
             return 0
         if config.snapshot_bytes > spare:

@@ -142,8 +142,7 @@ class ModelRunner:
         if batch.prefixes:
             assert self._prompts is not None
             self._prompts.copy(batch.prefixes, self.kv.block_size, self.kv.put)
-        if batch.saved_states or batch.resumed_states:
-            assert self.kv.states is not None
+        if self.kv.states is not None and (batch.saved_states or batch.resumed_states):
             self.kv.states.save(batch.saved_states)
             self.kv.states.resume(batch.resumed_states)
 
@@ -315,7 +314,7 @@ class ModelRunner:
         of this stage's layers sees; the result is then what comes out of the last."""
         layers, groups = self.kv.layers, self.kv.groups
         views = in_views(groups, metas, self.kv.block_size)
-        for view, meta in zip(groups.views, views, strict=True):
+        for view, meta in zip(groups.views, views, strict=bool(groups.views)):
             attention = groups.groups[view.group].attention
             if not attention.bidirectional:
                 cache = layers[view.layers[0]][0]

@@ -1,47 +1,47 @@
 """RankedRunner: the runner of rank 0, whose steps the other ranks make too."""
 
 from engine.batch import Batch
-from engine.parallel.group import TensorParallelGroup
-from engine.parallel.link import Link, SharedMemoryLink
+from engine.parallel.opening import Place
 from engine.parallel.ranks import Ranks
-from engine.parallel.shared_memory import SharedMemoryGroup
 from engine.runner.model_runner import ModelRunner
 from engine.runner.results import DeviceResult, StagedResult
 
 
 class RankedRunner:
-    """See `engine.scheduling.core.Runner`. world: of all ranks."""
+    """See `engine.scheduling.core.Runner`."""
 
-    def __init__(self, runner: ModelRunner, world: TensorParallelGroup, ranks: Ranks) -> None:
+    def __init__(self, runner: ModelRunner, place: Place, ranks: Ranks) -> None:
         self._runner = runner
-        self._world = world
+        self._place = place
         self._ranks = ranks
 
     def launch(self, batch: Batch) -> DeviceResult | StagedResult:
         self._ranks.order("launch", batch)  # first: ours may write into the batch
         if self._runner.link is not None:
             self._runner.link.begin()
-        return self._runner.launch(batch)
+        launched = self._runner.launch(batch)
+        if isinstance(launched, StagedResult) and self._place.group.size > 1:
+            conclude = launched.conclude
+
+            def together() -> DeviceResult:
+                """The head is divided among the ranks of this stage."""
+                self._ranks.order("conclude", below=self._place.group.size)
+                return conclude()
+
+            launched.conclude = together
+        return launched
 
     def recover(self) -> bool:
         """Between CPU ranks all waits for the failed step are ended, and steps begin anew. Between
-        GPUs, kernels that wait for each other cannot be ended, so the engine is lost."""
-        if not isinstance(self._world, SharedMemoryGroup):
+        GPUs the engine is lost."""
+        if not self._place.recovers:
             return False
-        self._world.begin_round()
+        self._place.begin_round()
         self._ranks.order("recover")
         done = [self._runner.recover(), *self._ranks.answers()]
-        join_round(self._world, self._runner.link)
+        self._place.join_round()
         return all(done)
 
     def shrink(self, num_blocks: int) -> None:
         self._ranks.order("shrink", num_blocks)
         self._runner.shrink(num_blocks)
-
-
-def join_round(world: TensorParallelGroup, link: Link | None) -> None:
-    """On a CPU rank that has put a failed step behind it, with none in a step."""
-    assert isinstance(world, SharedMemoryGroup)
-    world.join_round()
-    if isinstance(link, SharedMemoryLink):
-        link.join_round()

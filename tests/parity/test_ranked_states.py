@@ -1,7 +1,8 @@
-"""Layers with states in two ranks: the texts of one, in chunks and batches, from snapshots, after
-preemption and with adapters; and what cannot be divided."""
+"""Layers with states in several ranks: the texts of one, in chunks and batches, from snapshots,
+after preemption and with adapters; and what cannot be divided."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,11 @@ def adapter_of_all(folder: Path) -> Path:
     return target
 
 
-def texts(folder: Path, ranks: int, adapter: Path) -> list[Any]:
+def texts(folder: Path, adapter: Path, **ranks: int) -> list[Any]:
     """Of prompts with too few blocks for all at once, of the next turns, of which the prompts are
     found, and of the prompts with an adapter."""
     config = EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", tensor_parallel=ranks, num_threads=1,
+        model=str(folder), device="cpu", dtype="float32", num_threads=1, **ranks,
         max_model_len=224, block_size=4, num_blocks=70, max_num_seqs=4, max_num_batched_tokens=24,
         snapshot_bytes=1 << 20, max_loras=1, max_lora_rank=8,
     )  # fmt: skip
@@ -87,20 +88,32 @@ def texts(folder: Path, ranks: int, adapter: Path) -> list[Any]:
     return [each.token_ids for each in found]
 
 
+TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 # Those that the quick stage has: states alone beside keys, and in one layer with them.
-_QUICK = ("qwen 3.5", "falcon h1")
+_QUICK = (("qwen 3.5", STAGES), ("falcon h1", TENSOR))
+_WAYS = [
+    *((name, ways) for name in NAMES for ways in (TENSOR, STAGES)),
+    (NAMES[0], TENSOR | STAGES),
+]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=() if each in _QUICK else pytest.mark.slow) for each in NAMES],
+    ("name", "ways"),
+    [pytest.param(*each, marks=() if each in _QUICK else pytest.mark.slow) for each in _WAYS],
 )
-def test_texts_of_one_rank(name: str, two_cores: None, tmp_path: Path) -> None:
+def test_texts_of_one_rank(
+    name: str,
+    ways: dict[str, int],
+    two_cores: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     """A rank with another's heads, or with all of what it has a part of; a sum that is taken twice;
-    a state or a snapshot that one rank alone has."""
+    a state or a snapshot that one rank alone has; a stage without keys, or without states."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     made(name, tmp_path, max_position_embeddings=256)
     adapter = adapter_of_all(tmp_path)
-    assert texts(tmp_path, 1, adapter) == texts(tmp_path, 2, adapter)
+    assert texts(tmp_path, adapter) == texts(tmp_path, adapter, **ways)
 
 
 @pytest.mark.parametrize(

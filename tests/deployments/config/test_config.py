@@ -76,6 +76,10 @@ def test_a_reservation_that_does_not_suit_the_ranks_is_refused(tmp_path, pool, w
     """Bug: Ray gives a replica one GPU, and its second rank fails at the start, or shares it."""
     (found,) = faults(tmp_path, f"engine: {{{key}: 2}}\npools:\n  {pool}")
     assert why.replace("tensor_parallel", key) in found
+    if "num_gpus: 3" in pool:
+        both = "engine: {tensor_parallel: 2, pipeline_parallel: 2}"
+        (found,) = faults(tmp_path, f"{both}\npools:\n  {pool}")
+        assert "num_gpus is 3 and tensor_parallel 2 x pipeline_parallel 2: each rank" in found
     load_config(write(tmp_path, f"engine: {{{key}: 2}}\npools: {{gpu: {{}}, cpu: {{}}}}"), {})
 
 

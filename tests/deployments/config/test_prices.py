@@ -107,6 +107,12 @@ def test_offers(tmp_path: Path) -> None:
     assert (staged.replicas, staged.plan.stages, staged.plan.ranks) == (2, 4, 4)
     assert 0.2 * h200.plan.weights < staged.plan.weights < 0.35 * h200.plan.weights
     assert staged.plan.parameters == h200.plan.parameters
+    both = config(tensor_parallel=4, pipeline_parallel=2)
+    found = {
+        offer.node.name: offer for offer in offers("gpu", PoolConfig(), model, both, prices, speeds)
+    }
+    assert found["p5en.48xlarge"].replicas == 1 and found["p5en.48xlarge"].plan.ranks == 8
+    assert 0.1 * h200.plan.weights < found["p5en.48xlarge"].plan.weights < 0.2 * h200.plan.weights
     two = offers("gpu", PoolConfig(num_gpus=0.5), model, config(num_blocks=2048), prices, speeds)
     assert {o.node.name: o.replicas for o in two}["p5.4xlarge"] == 2
     cpus = offers("cpu", PoolConfig(num_cpus=8.0), model, config(), prices, speeds)

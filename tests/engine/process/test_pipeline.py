@@ -37,21 +37,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return model_and_adapters(tmp_path_factory.mktemp("model"), num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stages", "each"), [(2, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 def test_texts_are_those_of_one_rank(
     model: dict[str, Path],
     two_cores: None,
     monkeypatch: pytest.MonkeyPatch,
     stages: int,
+    each: int,
 ) -> None:
     """Bugs: a stage computes with the keys of another step's requests; an adapter, or a prefix, is
     on one stage's layers only; a token is read before it is there; a preempted request's blocks
-    are written by a step that is still on its way; the prefix cache finds what one stage has."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(stages)))
+    are written by a step that is still on its way; the prefix cache finds what one stage has. Where
+    each stage has two ranks: they meet in different orders, or in another stage's memory; logits
+    are gathered of different steps; masks are waited for on a rank that gets none."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(each * stages)))
     requests = everything(model)
     found = []
-    for count in (1, stages):
-        core, others = start(config_of(model["model"], pipeline_parallel=count))
+    for count, divided in ((1, 1), (stages, each)):
+        options = {"pipeline_parallel": count, "tensor_parallel": divided}
+        core, others = start(config_of(model["model"], **options))
         add_adapters(core, model)
         sizes: list[int] = []
         schedule = core.scheduler.schedule
@@ -76,37 +82,58 @@ def test_texts_are_those_of_one_rank(
         assert logprobs_of(found[1][id]) == close
 
 
+@pytest.mark.parametrize(("stages", "each"), [(3, 1), (2, 2)])
 def test_a_failed_step_costs_the_requests_that_are_to_blame(
     model: dict[str, Path],
     two_cores: None,
     monkeypatch: pytest.MonkeyPatch,
+    stages: int,
+    each: int,
 ) -> None:
-    """Bugs: a step that raises on one stage leaves the others waiting for it; it fails a step that
-    was before it on a later stage, whose requests are then suspected; what was sent of it is taken
-    for the next one's."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    runners: dict[int, Any] = {}
+    """Bugs: a step that raises on one rank leaves others of its stage, or of other stages, waiting
+    for it; it fails a step that was before it on a later stage, whose requests are then suspected;
+    what was sent of it is taken for the next one's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    runners: dict[tuple[int, int], Any] = {}
     init = rank_process.RankLoop.__init__
 
     def noted(self: Any, runner: Any, *given: Any) -> None:
-        runners[runner.model.stage.number] = runner
+        runners[runner.model.stage.number, runner.model.group.rank] = runner
         init(self, runner, *given)
 
     monkeypatch.setattr(rank_process.RankLoop, "__init__", noted)
-    core, ranks = start(config_of(model["model"], pipeline_parallel=3, max_loras=0))
-    runners[0] = core._runner._runner  # type: ignore[attr-defined]
+    options = {"pipeline_parallel": stages, "tensor_parallel": each}
+    core, ranks = start(config_of(model["model"], max_loras=0, **options))
+    runners[0, 0] = core._runner._runner  # type: ignore[attr-defined]
     requests = [each for each in everything(model) if not each.adapter][:4]
     want = told(serve(core, requests))
     assert ranks is not None
     poison = msgspec.structs.replace(requests[0], id=9, seed=99)
-    for number in range(3):
-        runner = runners[number]
-        launch = runner.launch
+    assert len(runners) == stages * each
+    moments = [(runner, "begin") for runner in runners.values()]
+    if each > 1:  # behind the last sum of a stage; and at the end of a step
+        moments += [(runners[1, 1], "send"), (runners[0, 1], "conclude")]
+    for runner, moment in moments:
+        launch, send = runner.launch, runner.link.send
 
-        def launch_or_fail(batch: Any, launch: Any = launch) -> Any:
-            if any(new.seed == 99 for new in batch.new_rows):
-                raise ValueError("planted")
-            return launch(batch)
+        def fail(*given: Any) -> Any:
+            raise ValueError("planted")
+
+        def launch_or_fail(
+            batch: Any,
+            launch: Any = launch,
+            send: Any = send,
+            runner: Any = runner,
+            moment: str = moment,
+        ) -> Any:
+            poisoned = any(new.seed == 99 for new in batch.new_rows)
+            if poisoned and moment == "begin":
+                fail()
+            runner.link.send = fail if poisoned and moment == "send" else send
+            launched = launch(batch)
+            if poisoned and moment == "conclude":
+                launched.conclude = fail
+            return launched
 
         runner.launch = launch_or_fail
         found = serve(core, [*requests, poison])
@@ -128,7 +155,7 @@ def test_layers_are_divided_by_what_they_cost() -> None:
     "changes, stages, why",
     [
         ({}, 4, "pipeline_parallel: 4: .* 3 layers, and a stage needs one"),
-        ({}, 3, "pipeline_parallel: 3 ranks on the CPU need as many cores"),
+        ({}, 3, "pipeline_parallel 3: so many ranks on the CPU need as many cores"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
@@ -139,34 +166,48 @@ def test_what_cannot_be_divided_is_refused(
     with pytest.raises(ConfigError, match=why) as caught:
         resolve(EngineConfig(model=str(model["model"]), device="cpu", pipeline_parallel=stages))
     assert caught.value.param == "pipeline_parallel"
-    with pytest.raises(ConfigError, match="tensor_parallel 2 and pipeline_parallel 2") as caught:
-        EngineConfig(model="", tensor_parallel=2, pipeline_parallel=2)
-    assert caught.value.param == "pipeline_parallel"
+    with pytest.raises(ConfigError, match="tensor_parallel 2 x pipeline_parallel 2: so many"):
+        resolve(
+            EngineConfig(
+                model=str(model["model"]), device="cpu", tensor_parallel=2, pipeline_parallel=2
+            )
+        )
 
 
 # ---- processes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "each"), [(0, 1), (1, 1), (3, 2)])
 def test_stages_die_together(
     model: dict[str, Path],
     real_cores: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     victim: int,
+    each: int,
 ) -> None:
-    """Bugs: a request waits for ever for the stage that was killed; the error names no rank; a
+    """Bugs: a request waits for ever for the rank that was killed; the error names no rank; a
     process stays behind."""
+    if each > 1:  # four ranks, and no more cores than there are
+        patch = "import os; os.sched_getaffinity = lambda pid: {0, 1, 2, 3}\n"
+        (tmp_path / "sitecustomize.py").write_text(patch)
+        path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        monkeypatch.setenv("PYTHONPATH", path)
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "pipeline_parallel": 2}
+    options["tensor_parallel"] = each
     with LLM(model["model"], num_blocks=64, **options) as llm:
         pids = [llm.pid, *children(llm.pid)]
-        assert len(pids) == 2
+        assert len(pids) == 2 * each
         params = SamplingParams(max_tokens=400, ignore_eos=True)
         handles = [llm.start_request([5, 6, 7 + each], params) for each in range(4)]
         handles[0].get(10)
         time.sleep(0.02 * victim)
         began = time.monotonic()
         os.kill(pids[victim], 9)
-        named = "rank 1 of 2 of the engine was killed by signal 9" if victim else "killed"
+        named = f"rank {victim} of {2 * each} of the engine was killed by signal 9"
+        if not victim:
+            named = "killed"
         with pytest.raises(EngineDead, match=named):
             handles[3].sync(10)
         assert time.monotonic() - began < 2.0  # a second, on a machine that has nothing else to do
