@@ -1,8 +1,10 @@
 """resolve(config) -> Resolved: every "auto" and 0 decided, once, before anything is loaded."""
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import gcd
 from pathlib import Path
 
@@ -19,8 +21,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Requests at once by default where each has states of some dozens of MiB.
 _ROWS_OF_STATES = {"cuda": 128, "cpu": 32}
+_ALIKE = 0.95  # of the memory of GPUs of one kind
 _MANY_RANKS, _THIN = 8, 64  # from so many ranks on, or below so many columns of an expert on each
 _CUDA_THREADS = 2  # for what torch still does on the CPU
+
+
+logger = logging.getLogger("manta.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +168,8 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
                 f"process sees {count}; lower it, or give the replica more (num_gpus)",
                 param=config.ranks_key,
             )
+        if not rank:
+            _check_devices(config)
         return torch.device("cuda", rank)
     if config.device == "cuda":
         raise ConfigError(
@@ -170,6 +178,35 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
             param="device",
         )
     return torch.device("cpu")
+
+
+def _check_devices(config: EngineConfig) -> None:
+    """The GPUs of all ranks. Raises ConfigError where they are not of one kind: the slowest would
+    decide the time of each step, and the smallest the room for keys and values."""
+    of_ranks = range(config.num_ranks)
+    kinds = [torch.cuda.get_device_properties(number) for number in of_ranks]
+    for number, kind in enumerate(kinds):
+        least, most = sorted((kinds[0].total_memory, kind.total_memory))
+        if kind.name != kinds[0].name or least < _ALIKE * most:
+            raise ConfigError(
+                f"{config.ranks_said}: ranks need GPUs of one kind, and GPU 0 is "
+                f"{kinds[0].name} with {kinds[0].total_memory / 2**30:.0f} GiB, GPU {number} "
+                f"{kind.name} with {kind.total_memory / 2**30:.0f} GiB; lower it, or choose others "
+                "with CUDA_VISIBLE_DEVICES",
+                param=config.ranks_key,
+            )
+    apart = [
+        (one, other)
+        for one, other in combinations(of_ranks, 2)
+        if not torch.cuda.can_device_access_peer(one, other)
+    ]
+    if apart:
+        logger.warning(
+            "GPUs %s have no peer access to each other: what ranks send goes through host memory, "
+            "slowly. Ways out: GPUs of one NVLink or PCIe switch (`nvidia-smi topo -m`), or "
+            "pipeline_parallel, which sends less",
+            ", ".join(f"{one} and {other}" for one, other in apart),
+        )
 
 
 def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:

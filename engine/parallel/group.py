@@ -110,7 +110,7 @@ class DistributedGroup(TensorParallelGroup):
         if x.shape[1] < each:
             x = torch.nn.functional.pad(x, (0, each - x.shape[1]))
         parts = x.new_empty(self.size, rows, each)
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.process_group)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self.process_group)
         return parts.movedim(0, 1).reshape(rows, -1)[:, :total].contiguous()
 
     def broadcast(self, x: Tensor) -> Tensor:

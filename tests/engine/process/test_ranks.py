@@ -5,6 +5,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -132,6 +133,48 @@ def test_what_cannot_be_divided_is_refused(
     with pytest.raises(ConfigError, match=why) as caught:
         resolve(EngineConfig(model=str(tmp_path), device="cpu", tensor_parallel=ranks))
     assert caught.value.param == "tensor_parallel"
+
+
+@pytest.mark.parametrize(
+    ("others", "peers", "why"),
+    [
+        ([], True, "so many ranks need as many GPUs, and this process sees 1; .*num_gpus"),
+        ([("H100", 80)], True, "of one kind.* GPU 1 H100 with 80 GiB; .*CUDA_VISIBLE_DEVICES"),
+        ([("H200", 70)], True, "of one kind.* GPU 1 H200 with 70 GiB"),
+        ([("H200", 141)], False, ""),
+        ([("H200", 141)], True, ""),
+    ],
+)
+def test_gpus_of_ranks(
+    model: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    others: list[tuple[str, int]], peers: bool, why: str,
+) -> None:  # fmt: skip
+    """Bugs: ranks start on GPUs that are too few, or of which one decides for all; nobody is told
+    why sums are slow."""
+    from engine.resolve import resolve
+
+    found = [("H200", 141), *others]
+    cuda = {
+        "is_available": lambda: True,
+        "device_count": lambda: len(found),
+        "get_device_properties": lambda n: SimpleNamespace(
+            name=found[n][0], total_memory=found[n][1] << 30
+        ),
+        "can_device_access_peer": lambda one, other: peers,
+        "get_device_capability": lambda device: (9, 0),
+        "get_device_name": lambda device: "H200",
+    }
+    for name, does in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, does)
+    config = EngineConfig(model=str(model["model"]), device="cuda", tensor_parallel=2)
+    if why:
+        with pytest.raises(ConfigError, match=f"tensor_parallel 2: .*{why}") as caught:
+            resolve(config)
+        assert caught.value.param == "tensor_parallel"
+        return
+    assert resolve(config).device == torch.device("cuda", 0)
+    told = [each.message for each in caplog.records if "peer access" in each.message]
+    assert len(told) == (not peers) and all("GPUs 0 and 1 have no peer" in each for each in told)
 
 
 # ---- processes -----------------------------------------------------------------------------------

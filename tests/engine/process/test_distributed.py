@@ -1,0 +1,64 @@
+"""Places as GPUs have them, whose groups and links are torch.distributed's: on processes of the CPU
+with gloo in NCCL's place."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+RANK = """
+import sys
+import torch
+import torch.distributed as dist
+from engine.parallel import opening
+
+rank, size, stages, file = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+each, init = size // stages, dist.init_process_group
+dist.init_process_group = lambda backend, device_id, **rest: init("gloo", **rest)
+handed_on = opening.Activations(2, 8, 5, torch.float32)
+device = torch.device("cpu")
+place = opening._distributed(rank, size, stages, device, dist.FileStore(file, size), handed_on)
+assert (place.group.rank, place.group.size) == (rank % each, each)
+assert place.stage.number == rank // each and not place.recovers
+assert place.world.least(7 - rank) == 8 - size
+first, last = place.stage.first, place.stage.last
+for step in range(1, 4):
+    x = torch.full((3, 5), float(step)) if first else place.link.receive(3)
+    # Twice of what comes in and the numbers of this stage's ranks, which tell them apart.
+    x = place.group.all_reduce(x + rank)
+    place.link.send(x)
+for step in range(1, 4) if first else ():
+    x, want = place.link.receive(3), float(step)
+    for stage in range(stages):
+        want = each * want + sum(range(stage * each, (stage + 1) * each))
+    assert torch.equal(x, torch.full((3, 5), want)), (rank, step, x, want)
+    begin, end = place.group.share(5)
+    whole = place.group.gather_columns(x[:, begin:end] + torch.arange(begin, end), 5)
+    assert torch.equal(whole, x + torch.arange(5))
+    told = place.group.broadcast(torch.tensor([rank + 9]))
+    assert told.tolist() == [9]
+place.world.least(0)
+"""
+
+
+@pytest.mark.slow
+def test_two_stages_of_two_ranks(tmp_path: Path) -> None:
+    """Bugs: a sum over another stage's ranks; activations of another rank, or of another step;
+    ranks that make their groups in orders of their own and wait for each other for ever."""
+    run = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen(
+            [*run, str(rank), "4", "2", str(tmp_path / "store")], cwd=ROOT, stderr=subprocess.PIPE
+        )
+        for rank in range(4)
+    ]
+    try:
+        for rank in ranks:
+            _, said = rank.communicate(timeout=180)
+            assert rank.returncode == 0, said.decode()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
