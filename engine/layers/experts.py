@@ -222,7 +222,7 @@ class ExpertsAhead(Experts):
         """See Experts."""
         x, weights, ids = self._routed(x, norm, residual)
         weights, ids, of_same = self._real(weights, ids)
-        given = self.stack.method.apply_experts(self.stack.state, x, weights, ids, None)
+        given = self.stack.apply(x, weights, ids, None)
         # In the place of what a step that failed between two layers has left.
         self.ahead[:] = [self.group.all_reduce(given).addcmul_(x, of_same.to(x.dtype))]
         return self.mlp.forward(x, kv, meta, residual=residual)

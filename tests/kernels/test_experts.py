@@ -241,7 +241,7 @@ def test_experts_of_other_ranks(nothing_is_zero: None, tokens: int, act: str) ->
     for here in (range(3), range(3, 4), range(4, 6)):
         ours, places = of_rank(whole, ids, here)
         part = reference.experts(x.double(), scale.double(), places, double(ours), None)
-        assert part.any() == (here.stop < 6)
+        assert here.stop < 6 or not part.any()
         total = total + part
         if tokens <= MOST and len(here) != 3:
             continue  # in the interpreter a launch takes seconds
