@@ -26,8 +26,9 @@ import numpy as np
 from bench.report.result_file import Line, write
 from engine.errors import InvalidRequest
 from engine.structured.compiler import Compiler, Vocabulary
-from engine.structured.constraint import Constraint, MaskFiller
+from engine.structured.constraint import Constraint
 from engine.structured.grammar import Grammar
+from engine.structured.step_grammars import StepGrammars
 
 Case = tuple[str, Any, list[tuple[Any, bool]]]  # name, schema, documents and whether they are valid
 
@@ -80,7 +81,7 @@ class Judge:
     def __init__(self, vocabulary: Vocabulary, compile_schema: Callable[[Any], Any]) -> None:
         self._vocabulary = vocabulary
         self._compile = compile_schema
-        self._filler = MaskFiller(1)
+        self._filler = StepGrammars(1)
         self.compile_ms: list[float] = []
         self.mask_ms: list[float] = []
 

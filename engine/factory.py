@@ -52,7 +52,7 @@ from engine.runner.memory import (
 from engine.runner.model_runner import ModelRunner
 from engine.runner.ranked import RankedRunner
 from engine.runner.rows import RequestRows
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Masked, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
@@ -154,6 +154,7 @@ def build(
         FreeList if config.allocation == "list" else lambda n: TokenPool(n, resolved.device),
         _grammars(resolved),
         part.memory,
+        Masked.memory(resolved.device),
     )
     phases.start("rehearsal")
     _rehearse(core)

@@ -1,7 +1,7 @@
 """Sampler: logits -> tokens, for rows with parameters of their own. The order of operations is
 `SamplingParams`'."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,13 +70,27 @@ class Masked:
     def upload(
         cls, which: Sequence[int], masks: NDArray[np.int32], device: torch.device
     ) -> "Masked":
-        """Asynchronous on CUDA."""
+        """Asynchronous on CUDA, where masks that lie in `memory` are not copied on the host
+        first."""
         index = torch.tensor(which, dtype=torch.int32)
         words = torch.from_numpy(masks)
         if device.type == "cuda":  # pinned memory is used again only when the copy is done
             index = index.pin_memory().to(device, non_blocking=True)
             words = words.pin_memory().to(device, non_blocking=True)
         return cls(index, words)
+
+    @staticmethod
+    def memory(device: torch.device) -> Callable[[int, int], NDArray[np.int32]]:
+        """rows, words -> [rows, words] int32 on the host, for `upload` to this device."""
+
+        def allocate(rows: int, words: int) -> NDArray[np.int32]:
+            pinned = device.type == "cuda"
+            found: NDArray[np.int32] = torch.empty(
+                (rows, words), dtype=torch.int32, pin_memory=pinned
+            ).numpy()
+            return found
+
+        return allocate
 
     @classmethod
     def everything(cls, count: int, vocab_size: int, device: torch.device) -> "Masked":

@@ -51,8 +51,9 @@ from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sleeping import EngineSleep, Sleeper
 from engine.scheduling.step import LaunchedStep
-from engine.structured.constraint import Constraint, MaskFiller, Masks
+from engine.structured.constraint import Constraint, Masks
 from engine.structured.preparing import Grammars
+from engine.structured.step_grammars import HostMemory, StepGrammars, host_memory
 
 __all__ = ["CoreConfig", "EngineCore", "PendingResult", "Runner"]
 
@@ -76,7 +77,8 @@ class PendingResult(Protocol):
 
     def sample(self, masks: Masks) -> None:
         """Launch the sampling of a batch with `masked` entries, a row of masks for each: [n,
-        ceil(vocab / 32)] int32, 1 = allowed. Once, before `wait`. Raises OutOfMemory."""
+        ceil(vocab / 32)] int32, 1 = allowed; unchanged until the step is done. Once, before
+        `wait`. Raises OutOfMemory."""
         ...
 
     def wait(self) -> StepResult:
@@ -117,11 +119,15 @@ class EngineCore:
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
         grammars: Grammars | None = None,
         memory: Sleeper | None = None,
+        mask_memory: HostMemory = host_memory,
     ) -> None:
-        """memory: of an engine that may sleep."""
+        """memory: of an engine that may sleep. mask_memory: what the device copies masks from."""
         self.config = replace(config, max_model_len=_longest(config))
         self._adapters = adapters or AdapterStore.disabled()
-        self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
+        self._depth = max(config.lanes, 1 + config.async_scheduling)  # steps in flight
+        threads = min(_MOST_MASK_THREADS, len(os.sched_getaffinity(0)))
+        self._step_grammars = StepGrammars(threads, self._depth, mask_memory)
+        self.scheduler = Scheduler(self.config, self._adapters, free_blocks, self._step_grammars)
         self.draining = False
         self._sleep = EngineSleep(memory)
         self.on_device = False  # in a step that waits for the device; read by another thread
@@ -130,10 +136,7 @@ class EngineCore:
         self._outbox: list[Delta] = []  # deltas that came up between steps
         self._grammars = grammars or Grammars(_NO_GRAMMARS)
         self._preparing: dict[int, Request] = {}  # their grammars are being compiled
-        usable = len(os.sched_getaffinity(0))
-        self._masks = MaskFiller(min(_MOST_MASK_THREADS, usable))
         self._beside = ThreadPoolExecutor(1, "masks")
-        self._depth = max(config.lanes, 1 + config.async_scheduling)  # steps in flight
         self._timer = StepTimer()
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
@@ -263,7 +266,7 @@ class EngineCore:
             newest = self.scheduler.in_flight[-1]
             if newest.late:
                 try:
-                    masks, errors = self._masks.fill(_constraints(newest))
+                    masks, errors = self._step_grammars.fill(_constraints(newest))
                     pending[-1].sample(masks)
                     deltas += self._fail_masks(newest, errors)
                 except AssertionError:
@@ -289,7 +292,7 @@ class EngineCore:
         """All that the masks depend on is known: they are made while the host launches the forward
         pass, or computes it."""
         launched = self.scheduler.in_flight[-1]
-        filled = self._beside.submit(self._masks.fill, _constraints(launched))
+        filled = self._beside.submit(self._step_grammars.fill, _constraints(launched))
         try:
             pending = self._runner.launch(batch)
         finally:

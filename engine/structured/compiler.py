@@ -204,7 +204,7 @@ class Compiler:
         return matcher, _words(matcher.get_error()) if matcher.is_error() else ""
 
     def _explained(self, grammar: Grammar, error: str) -> InvalidRequest:
-        if any(sign in error for sign in _TOO_MUCH):
+        if is_too_much(error):
             return InvalidRequest(
                 f"the grammar is too complex: {error}",
                 param="structured",
@@ -239,6 +239,11 @@ class Compiler:
                 if now != error:
                     return pointer
         return ""
+
+
+def is_too_much(error: str) -> bool:
+    """A matcher's error is about one of its limits."""
+    return any(sign in error for sign in _TOO_MUCH)
 
 
 def _lark_of(choices: list[str]) -> str:

@@ -1,19 +1,16 @@
-"""Constraint: one choice's place in its grammar. Fill: the masks of a step."""
+"""Constraint: one choice's place in its grammar."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import llguidance as llg
-import llguidance.numpy as llg_numpy
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.structured.compiler import Vocabulary
+from engine.structured.compiler import Vocabulary, is_too_much
 from engine.structured.thinking import ThinkingBudget, ThinkingCount
 
 Masks = NDArray[np.int32]
 
-_PARALLEL = 8  # rows from which on threads are worth waking
 _ALL = np.int32(-1)
 TOO_COMPLEX = "grammar_too_complex: a step of the grammar is too expensive"
 
@@ -74,11 +71,15 @@ class Constraint:
 
         Raises ValueError, "code: message": the grammar forbids it, or it is too much for one step.
         """
+        return self.taken(token, self._matcher.consume_token(token))
+
+    def taken(self, token: int, fits: bool) -> bool:
+        """The same of a token that the matcher was told already; fits: its answer."""
         self._left -= 1
         if self._thinking is not None:
             self._thinking.take(token)
-        if self._matcher.try_consume_tokens([token]) != 1:
-            if self._matcher.is_error():
+        if not fits:
+            if is_too_much(self._matcher.get_error()):
                 raise ValueError(TOO_COMPLEX)
             raise ValueError(f"engine_error: token {token} is not in the grammar")
         return self.complete
@@ -110,32 +111,6 @@ class Constraint:
     @property
     def matcher(self) -> Any:
         return self._matcher
-
-
-class MaskFiller:
-    """Masks of a step's constrained rows. One thread calls it at a time."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._threads = max(1, num_threads)
-        self._pool: Any = None
-
-    def fill(self, constraints: Sequence[Constraint]) -> tuple[Masks, dict[int, str]]:
-        """[n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
-        And index -> why that one can go no further: "code: message"."""
-        words = -(-constraints[0].vocabulary.num_tokens // 32)
-        masks: Masks = np.empty((len(constraints), words), np.int32)  # every word is written
-        if len(constraints) < _PARALLEL or self._threads == 1:
-            for row, one in enumerate(constraints):
-                llg_numpy.fill_next_token_bitmask(one.matcher, masks, row)
-        else:
-            if self._pool is None:
-                self._pool = llg.LLExecutor(num_threads=self._threads)
-            rows = [(one.matcher, row) for row, one in enumerate(constraints)]
-            llg_numpy.fill_next_token_bitmask_par(self._pool, rows, masks)
-        failed = {
-            row: why for row, one in enumerate(constraints) if (why := one.finish_mask(masks[row]))
-        }
-        return masks, failed
 
 
 def _set(mask: Masks, ids: Iterable[int]) -> None:

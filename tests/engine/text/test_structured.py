@@ -2,6 +2,8 @@
 on the CPU."""
 
 import json
+import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from engine import LLM
+from engine.batch import Batch, StepResult
 from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.factory import build
@@ -18,9 +21,10 @@ from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from engine.structured.compiler import Compiler, Vocabulary
-from engine.structured.constraint import Constraint, MaskFiller
+from engine.structured.constraint import Constraint, Masks
 from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, enforceable
+from engine.structured.step_grammars import StepGrammars
 from engine.text.tokenizer import Tokenizer
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.text.small_tokenizers import byte_fallback, byte_level
@@ -222,7 +226,7 @@ TOKENIZER = byte_level()
 
 
 def allowed(constraint: Constraint) -> set[int]:
-    masks, failed = MaskFiller(1).fill([constraint])
+    masks, failed = StepGrammars(1).fill([constraint])
     assert not failed
     return set(np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little")).tolist())
 
@@ -287,13 +291,67 @@ def test_a_step_that_is_too_expensive_ends_its_own_request(compiler: Compiler) -
         for token in TOKENIZER.encode('{"x":{"'):
             costly.take(token)
     for threads in (1, 2):
-        masks, failed = MaskFiller(threads).fill([*others, costly])
+        masks, failed = StepGrammars(threads).fill([*others, costly])
         assert list(failed) == [9] and failed[9].startswith("grammar_too_complex")
         assert masks.shape == (10, -(-compiler.vocabulary.num_tokens // 32))
         assert (masks[:9] == masks[0]).all()
     with pytest.raises(InvalidRequest) as caught:
         compiler.compile(Grammar.json_schema(inner))
     assert caught.value.code == "grammar_too_complex"
+
+
+def test_threads_take_the_same_tokens_and_say_the_same_of_them(compiler: Compiler) -> None:
+    """A token that goes to another choice, or twice; an error that ends the neighbours, or is taken
+    for a grammar that is too expensive."""
+    a, b, z = (TOKENIZER.encode(letter)[0] for letter in "abz")
+    matcher = compiler.compile(Grammar.regex("a[ab]{1,2}"))
+    words = [[a, b, a], [a, a, b], [a, z], [b], [a, b, b], [a, a, a], [a, a, z], [a, b, a], [a, b]]
+    said = []
+    for threads in (1, 2):
+        grammars = StepGrammars(threads)
+        choices = [Constraint(matcher.deep_copy(), compiler.vocabulary) for _ in words]
+        outcomes: list[list[bool | str]] = [[] for _ in words]
+        for turn in range(3):
+            going = [i for i, word in enumerate(words) if len(word) > turn]
+            tokens = [words[i][turn] for i in going]
+            for i, outcome in zip(
+                going, grammars.take([choices[i] for i in going], tokens), strict=True
+            ):
+                outcomes[i].append(outcome)
+        said.append((outcomes, [allowed(one) for i, one in enumerate(choices) if i in (0, 1, 8)]))
+    assert said[0] == said[1]
+    illegal = f"engine_error: token {z} is not in the grammar"
+    assert said[0][0][0] == [False, False, True]
+    assert said[0][0][2] == [False, illegal] and said[0][0][6] == [False, False, illegal]
+
+
+def test_masks_in_use_are_left_alone(compiler: Compiler) -> None:
+    """Memory asked for at each step; masks overwritten that a step in flight has yet to read."""
+    asked: list[int] = []
+
+    def memory(rows: int, words: int) -> Masks:
+        asked.append(rows)
+        return np.zeros((rows, words), np.int32)
+
+    def choices(pattern: str, count: int) -> list[Constraint]:
+        made = compiler.compile(Grammar.regex(pattern))
+        return [Constraint(made.deep_copy(), compiler.vocabulary) for _ in range(count)]
+
+    grammars = StepGrammars(1, 2, memory)
+    first, _ = grammars.fill(choices("a", 3))
+    kept = first.copy()
+    second, _ = grammars.fill(choices("b", 2))
+    assert (first == kept).all() and not (first[:2] == second).all()
+    for count in (1, 3, 4, 2):
+        masks, _ = grammars.fill(choices("[cd]", count))
+        assert masks.shape == (count, -(-compiler.vocabulary.num_tokens // 32))
+        assert (masks == allowed_words(compiler, "[cd]")).all(), "what was there before is left"
+    assert asked == [4, 2, 4]
+
+
+def allowed_words(compiler: Compiler, pattern: str) -> Masks:
+    made = compiler.compile(Grammar.regex(pattern)).deep_copy()
+    return StepGrammars(1).fill([Constraint(made, compiler.vocabulary)])[0]
 
 
 @pytest.mark.parametrize(
@@ -419,6 +477,56 @@ def test_goes_on_elsewhere(model: tuple[Path, Tokenizer], ahead: bool) -> None:
         assert whole[:cut] + output.tokens == whole and output.finish == "stop"
     output = run(core, request(1, grammar, output=whole))[1]
     assert (output.tokens, output.finish) == ([], "stop")
+
+
+class SlowDevice:
+    """Does all of a step when it is waited for, as late as a device may."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.two_masked = 0  # steps launched with masks while others had theirs
+        self._masked = 0
+
+    def launch(self, batch: Batch) -> "SlowStep":
+        return SlowStep(self, self._runner, deepcopy(batch))
+
+
+class SlowStep:
+    def __init__(self, device: SlowDevice, runner: Any, batch: Batch) -> None:
+        self._device, self._runner, self._batch = device, runner, batch
+        self._masks: Masks | None = None
+
+    def sample(self, masks: Masks) -> None:
+        self._masks = masks
+        self._device._masked += 1
+        self._device.two_masked += self._device._masked > 1
+
+    def wait(self) -> StepResult:
+        pending = self._runner.launch(self._batch)
+        if self._masks is not None:
+            self._device._masked -= 1
+            pending.sample(self._masks)
+        result: StepResult = pending.wait()
+        return result
+
+
+def test_a_device_reads_the_masks_of_its_own_step(tmp_path: Path) -> None:
+    """Masks of a request that begins, written where a step in flight is still to read its own."""
+    folder = save_model(tmp_path, byte_level())
+    core = make_core(folder, async_scheduling=True)
+    device = core._runner = SlowDevice(core._runner)
+    outputs: dict[int, Output] = {}
+    for id in range(1, 7):  # each begins while the step before has the only token of another
+        core.add(request(id, Grammar.choice([TOKENIZER.decode([40 + id])]), max_tokens=1))
+        while not core._grammars.has_news():
+            time.sleep(0.001)
+        collect(core.step(), outputs)
+    while core.has_work():
+        collect(core.step(), outputs)
+    assert device.two_masked > 0, "no two steps had masks at once"
+    assert {id: output.tokens for id, output in outputs.items()} == {
+        id: [40 + id] for id in range(1, 7)
+    }
 
 
 def test_failures_cost_one_request(model: tuple[Path, Tokenizer]) -> None:
