@@ -1,6 +1,6 @@
-"""Tools in the chat templates of real models, from TRL's wheel (`pip install --no-deps trl`): what
-they print of a conversation is what transformers prints of it. Skipped where it is not
-installed."""
+"""Tools in the chat templates of real models: what they print of a conversation is what
+transformers prints of it. They are in TRL's wheel (`pip install --no-deps trl`), and skipped where
+it is not installed."""
 
 import asyncio
 import json

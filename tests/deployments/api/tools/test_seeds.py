@@ -18,3 +18,8 @@ def test_a_random_model_calls_tools(name: str, tmp_path: Path) -> None:
 def test_two_hundred_calls(tmp_path: Path) -> None:
     """The same where only one seed of many shows it."""
     assert not wrong_calls("hermes", tmp_path, 200)
+
+
+def test_calls_through_an_adapter(tmp_path: Path) -> None:
+    """An adapter whose rows are not masked, or whose logits are masked before it is added."""
+    assert not wrong_calls("hermes", tmp_path, seeds=2, adapter=True)

@@ -12,10 +12,12 @@ from typing import Any
 import openai
 import pytest
 
+from deployments.adapters.record_store import AdapterRecord
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from deployments.api.tools.detect import template_output
 from deployments.api.tools.output_format import FORMATS, Reasoning
+from engine.messages import AdapterInfo
 from engine.structured.compiler import Compiler, Vocabulary
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
@@ -341,6 +343,32 @@ def test_three_choices() -> None:
     calls = [call for choice in choices for call in choice["message"]["tool_calls"]]
     assert [call["function"]["name"] for call in calls] == ["weather", "now"] * 3
     assert len({call["id"] for call in calls}) == 6
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_through_an_adapter(streamed: bool) -> None:
+    """A grammar or a parser that only the model's own name gets. What an engine writes with one:
+    test_seeds.py."""
+    backend = backend_with(TEMPLATES["hermes"])
+    backend.script = "So:\n" + written(("weather", HARD), ("now", {}))
+    backend.adapters.records["legal"] = AdapterRecord(name="legal", path="/adapters/legal")
+    backend.readers["/adapters/legal"] = AdapterInfo("legal", "r1", "lora", 8, 1, ["q_proj"])
+    backend._set_cards()
+    with (
+        serve(build_asgi(backend)) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=30) as client,
+    ):
+        sent: Any = {"model": "legal", "messages": USER, "tools": TOOLS}
+        if streamed:
+            with client.chat.completions.stream(**sent) as stream:
+                answer: Any = stream.get_final_completion()
+        else:
+            answer = client.chat.completions.create(**sent)
+    assert backend.requests[-1].adapter is not None and answer.model == "legal"
+    assert allowed(backend, backend.script)
+    message = answer.choices[0].message
+    found = [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []]
+    assert (message.content, found) == ("So:", [("weather", HARD), ("now", {})])
 
 
 def test_results_of_calls() -> None:

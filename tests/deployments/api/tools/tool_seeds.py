@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import torch
+from msgspec.structs import replace
+from transformers import AutoModelForCausalLM
 
 from deployments.api.app import build_asgi
 from tests.deployments.api.asgi import Client
@@ -39,8 +42,9 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def wrong_calls(name: str, folder: Path, seeds: int) -> list[str]:
-    """Of so many seeds: what is wrong with each call that is not valid."""
+def wrong_calls(name: str, folder: Path, seeds: int, adapter: bool = False) -> list[str]:
+    """Of so many seeds: what is wrong with each call that is not valid. adapter: each seed once
+    with a LoRA adapter and once without, in one batch; it is wrong if both give the same call."""
     if name == "harmony":
         backend = backend_of_channels()
         fields = {**FIELDS, "thinking_token_budget": 4}
@@ -51,11 +55,24 @@ def wrong_calls(name: str, folder: Path, seeds: int) -> list[str]:
     client = Client(build_asgi(backend))
     assert asyncio.run(client.chat(**fields)).status == 200
     params = backend.requests[-1].params
-    core = make_core(save_model(folder, backend._tokenizer), max_num_seqs=32, num_blocks=2048)
+    save_model(folder, backend._tokenizer)
+    size: dict[str, Any] = {"max_num_seqs": 32, "num_blocks": 2048, "max_loras": int(adapter)}
+    core = make_core(folder, **size)
     more = {"max_tokens": 400, "thinking": params.thinking}
-    asked = (request(i, params.structured, **more) for i in range(1, seeds + 1))
+    asked = [request(i, params.structured, **more) for i in range(1, seeds + 1)]
+    if adapter:
+        from tests.engine.lora.adapters import save_adapter
+        from tests.engine.lora.test_logits import add
+
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        add(core, "legal", save_adapter(plain, folder / "legal"))
+        asked += [replace(one, id=one.id + seeds, adapter="legal") for one in asked]
     wrong = []
-    for id, output in run(core, *asked).items():
+    outputs = run(core, *asked)
+    for id in range(1, seeds + 1) if adapter else ():
+        if outputs[id].tokens == outputs[id + seeds].tokens:
+            wrong.append(f"{name}, seed {id}: the adapter changes nothing")
+    for id, output in outputs.items():
         backend.script = output.deltas
         answer = asyncio.run(client.chat(**fields, max_tokens=2000)).json()["choices"][0]
         try:
