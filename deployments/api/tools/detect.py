@@ -106,7 +106,8 @@ def _special_ids(
 ) -> frozenset[int]:
     marks = "" if reasoning is None else reasoning.marks
     if calls is not None:
-        written = calls.write("", {} if calls.tagged is None else {"": ""})
+        named = calls.tagged is not None or calls.dialect is not None
+        written = calls.write("", {"": ""} if named else {})
         marks += calls.opening + written + calls.separator + calls.closing
     texts = {i: tokenizer.token_text(i) for i in tokenizer.special_ids}
     return frozenset(i for i, text in texts.items() if text and text in marks)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deployments.api.tools.dialect import Dialect
 from deployments.api.tools.output_format import (
     CHANNEL,
     CONSTRAIN,
@@ -199,7 +200,9 @@ class _Builder:
         self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
         for i, function in enumerate(functions):
             parts = [self.literal(function.name + format.middle)]
-            if format.tagged is None:
+            if format.dialect is not None:
+                parts += self._written(format.dialect, f"arguments_{i}", function.schema)
+            elif format.tagged is None:
                 parts.append(_json(function.schema, _COMPACT))
             else:
                 parts += self._tagged(i, format, function)
@@ -234,6 +237,81 @@ class _Builder:
             )
             parts.append(rule if name in required else f"{rule}?")
         return parts
+
+    def _written(self, dialect: Dialect, rule: str, schema: dict[str, Any]) -> list[str]:
+        """The arguments of a call in a dialect, or the properties of an object in one."""
+        required = schema.get("required") or []
+        shared: dict[str, Any] = {
+            key: schema[key] for key in ("$defs", "definitions") if key in schema
+        }
+        items = dialect.ordered(schema.get("properties") or {})
+        between = self.literal(dialect.separator)
+        parts = []
+        for place, (name, inner) in enumerate(items):
+            value = self._value(dialect, f"{rule}_{place}", inner, shared)
+            self._rules.append(f"{rule}_{place}: {self.literal(name + dialect.assign)} {value}")
+            parts.append(f"{rule}_{place}")
+        # What may follow an argument that is there: each rule has the next one's.
+        for place in range(len(items) - 1, 0, -1):
+            again = f"{between} {parts[place]}"
+            again = again if items[place][0] in required else f"({again})?"
+            rest = f" {rule}_behind_{place}" if place + 1 < len(items) else ""
+            self._rules.append(f"{rule}_behind_{place - 1}: {again}{rest}")
+        found = []
+        for place, (name, _) in enumerate(items):
+            behind = f" {rule}_behind_{place}" if place + 1 < len(items) else ""
+            found.append(parts[place] + behind)
+            if name in required:
+                break
+        else:
+            return [f"({' | '.join(found)})?"] if found else []
+        return [f"({' | '.join(found)})"]
+
+    def _value(self, dialect: Dialect, rule: str, schema: Any, shared: dict[str, Any]) -> str:
+        """Of a schema: in the dialect as far as it can say what the schema does, else in JSON."""
+        if not isinstance(schema, dict):
+            return _json(schema, _COMPACT)
+        kind, keys = schema.get("type"), schema.keys()
+        several = schema.get("anyOf") if keys <= _PLAIN | {"anyOf"} else None
+        if isinstance(kind, list) and keys <= _PLAIN | {"anyOf"} - {"enum", "const"}:
+            several = [{**schema, "type": one} for one in kind]
+        choices = [schema["const"]] if "const" in schema else schema.get("enum")
+        if choices is not None and keys <= _PLAIN and not _any_nested(choices):
+            return f"({' | '.join(self.literal(_choice(dialect, one)) for one in choices)})"
+        if several and choices is None:
+            found = [
+                self._value(dialect, f"{rule}_{place}", one, shared)
+                for place, one in enumerate(several)
+            ]
+            return f"({' | '.join(found)})"
+        if kind == "string" and dialect.raw and keys <= _PLAIN:
+            quote = dialect.quotes[0]
+            return f"{self.literal(quote)} {self._until(f'{rule}_text', quote)}"
+        if kind == "boolean" and keys <= _PLAIN:
+            return f"({self.literal(dialect.value(True))} | {self.literal(dialect.value(False))})"
+        if kind == "null" and keys <= _PLAIN:
+            return self.literal(dialect.value(None))
+        if dialect.nested and kind == "array" and keys <= _PLAIN | {"items"} and "items" in keys:
+            item = self._value(dialect, f"{rule}_item", schema["items"], shared)
+            self._rules.append(f"{rule}_item: {item}")
+            again = f"({self.literal(dialect.separator)} {rule}_item)*"
+            return f'"[" ({rule}_item {again})? "]"'
+        properties = schema.get("properties")
+        told = _PLAIN | {"properties", "required", "additionalProperties"}
+        if dialect.nested and kind == "object" and keys <= told and properties:
+            inner = self._written(dialect, f"{rule}_in", {**shared, **schema})
+            return " ".join(['"{"', *inner, '"}"'])
+        return _json({**shared, **schema}, _COMPACT)
+
+
+def _any_nested(values: list[Any]) -> bool:
+    return any(isinstance(value, dict | list) for value in values)
+
+
+def _choice(dialect: Dialect, value: Any) -> str:
+    """As models write it: in Python's double quotes, as all strings that JSON's grammar gives."""
+    escaped = isinstance(value, str) and not dialect.raw
+    return _quoted(value) if escaped else dialect.value(value)
 
 
 def json_content(schema: Any) -> str:

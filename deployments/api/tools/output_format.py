@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deployments.api.tools.dialect import GEMMA, PYTHON, Dialect
+
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
@@ -24,7 +26,7 @@ class OutputFormat:
 
     trigger: the beginning of opening + begin that makes it a call; no other text may hold it. ""
         where a call is only told from text by being the whole message.
-    tagged: how arguments are written; None: as one JSON object.
+    tagged, dialect: how arguments are written; neither: as one JSON object.
     parallel: there can be several calls.
     short_ids: the template takes only ids of nine letters and digits.
     """
@@ -38,12 +40,15 @@ class OutputFormat:
     separator: str = "\n"
     closing: str = ""
     tagged: TaggedArguments | None = None
+    dialect: Dialect | None = None
     parallel: bool = True
     short_ids: bool = False
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         """One call, without what stands around all of them."""
-        if self.tagged is None:
+        if self.dialect is not None:
+            written = self.dialect.write(arguments)
+        elif self.tagged is None:
             written = json.dumps(arguments, ensure_ascii=False)
         else:
             tags = self.tagged
@@ -183,6 +188,26 @@ FORMATS = (
     _listed("phi-4-mini", "<|tool_call|>", "<|/tool_call|>"),
     _listed("hunyuan", "<tool_calls>", "</tool_calls>"),
     OutputFormat(
+        "lfm2",
+        trigger="<|tool_call_start|>",
+        opening="<|tool_call_start|>[",
+        begin="",
+        middle="(",
+        end=")",
+        separator=", ",
+        closing="]<|tool_call_end|>",
+        dialect=PYTHON,
+    ),
+    OutputFormat(
+        "gemma4",
+        trigger="<|tool_call>",
+        begin="<|tool_call>call:",
+        middle="{",
+        end="}<tool_call|>",
+        separator="",
+        dialect=GEMMA,
+    ),
+    OutputFormat(
         "internlm2",
         trigger="<|action_start|>",
         begin="<|action_start|><|plugin|>\n" + _NAME,
@@ -219,5 +244,6 @@ REASONING = (
     Reasoning("<think>", "</think>"),
     Reasoning("[THINK]", "[/THINK]"),
     Reasoning("<seed:think>", "</seed:think>"),
+    Reasoning("<|channel>thought\n", "<channel|>"),
     Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
 )

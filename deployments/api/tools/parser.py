@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from deployments.api.tools.dialect import DialectReader
 from deployments.api.tools.output_format import OutputFormat, Reasoning
 from deployments.api.tools.step_parser import Event, Kind, StepParser
 
@@ -28,7 +29,8 @@ class OutputParser(StepParser):
         self._spaces = ""  # at the end of what was shown; dropped where something else follows
         self._said = False  # there was content
         self._name = ""
-        self._first = True  # of the tagged arguments
+        self._first = True  # of the arguments
+        self._reader: DialectReader | None = None  # of the one that is being written
         begin = {"open": self._reason, "may": self._may_reason, "no": self._begin}
         super().__init__(begin[thinking if reasoning is not None else "no"])
 
@@ -156,6 +158,8 @@ class OutputParser(StepParser):
         self._call(self._name)
         self._first = True
         self._step = self._json if self._format.tagged is None else self._next_argument
+        if self._format.dialect is not None:
+            self._step = self._next_written
         return True
 
     def _json(self) -> bool:
@@ -179,8 +183,7 @@ class OutputParser(StepParser):
                 return False
             key = text[len(opens) : at]
             self._text = text[at + len(close) :]
-            self._out.append(Event("arguments", f"{'{' if self._first else ', '}{_quoted(key)}: "))
-            self._first = False
+            self._key(key)
             self._step = self._json_value
             if key in self._raw.get(self._name, ()):
                 self._out.append(Event("arguments", '"'))
@@ -191,6 +194,37 @@ class OutputParser(StepParser):
         self._out.append(Event("arguments", "{}" if self._first else "}"))
         self._step = self._rest
         return True
+
+    def _key(self, key: str) -> None:
+        self._out.append(Event("arguments", f"{'{' if self._first else ', '}{_quoted(key)}: "))
+        self._first = False
+
+    def _next_written(self) -> bool:
+        """An argument in a dialect, up to its value, or the end."""
+        assert self._format is not None and self._format.dialect is not None
+        end, assign = self._format.end, self._format.dialect.assign
+        self._text = self._text.lstrip()
+        if self._text.startswith(end):
+            self._out.append(Event("arguments", "{}" if self._first else "}"))
+            self._step = self._ending
+            return True
+        at = self._text.find(assign)
+        if at < 0 or end.startswith(self._text):
+            return False
+        self._key(self._text[:at].strip())
+        self._text = self._text[at + len(assign) :]
+        self._reader = DialectReader(self._format.dialect, end)
+        self._step = self._written_value
+        return True
+
+    def _written_value(self) -> bool:
+        assert self._reader is not None
+        told, self._text, behind = self._reader.take(self._text, self._final)
+        if told:
+            self._out.append(Event("arguments", told))
+        if behind:
+            self._step = self._next_written
+        return bool(behind)
 
     def _raw_value(self) -> bool:
         assert self._format is not None and self._format.tagged is not None

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from deployments.api.tools.dialect import overlap
+
 Kind = Literal["content", "reasoning", "call", "arguments", "end"]
 
 
@@ -62,7 +64,7 @@ class StepParser:
             at, mark = min(found)
             before, self._text = self._text[:at], self._text[at + len(mark) :]
             return before, mark
-        keep = 0 if self._final else max((_overlap(self._text, mark) for mark in until), default=0)
+        keep = 0 if self._final else max((overlap(self._text, mark) for mark in until), default=0)
         cut = len(self._text) - keep
         before, self._text = self._text[:cut], self._text[cut:]
         return before, ""
@@ -98,11 +100,3 @@ class StepParser:
             self._out.append(Event("arguments", text))
         self._text = ""
         return False
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Characters at the end of text that may begin mark."""
-    for size in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-size:]):
-            return size
-    return 0

@@ -21,6 +21,9 @@ FORMATS = {
     "deepseekv3": "deepseek-v3",
     "glm4moe": "glm-4.5",
     "gptoss": "harmony",
+    **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"), "gemma4"),
+    "diffusion_gemma": "gemma4",
+    **dict.fromkeys(("lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"), "lfm2"),
     "llama3_1": "llama3-json",
     "llama3_2": "llama3-json",
     **dict.fromkeys(("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl"), "hermes"),
@@ -30,10 +33,7 @@ FORMATS = {
     },
 }
 # They print calls in formats that are not known here, or none at all.
-REFUSED = (
-    *("deepseek_r1_distill", "diffusion_gemma", "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4"),
-    *("gemma4_v5", "lfm2", "lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl", "muse_glimmer"),
-)
+REFUSED = ("deepseek_r1_distill", "lfm2", "muse_glimmer")
 ARGUMENTS = {"city": "123", "days": 3, "unit": "c"}
 
 
@@ -86,3 +86,12 @@ def test_a_format_that_is_not_known_is_refused(name: str) -> None:
     client = Client(build_asgi(backend_with(template(name))))
     refused = code_of(asyncio.run(client.chat(tools=TOOLS)))
     assert refused == (400, "tools_not_supported", "tools")
+
+
+def test_thoughts_in_a_channel_of_gemma() -> None:
+    """Thoughts that come as content, with their marks."""
+    backend = backend_with(template("gemma4_v5"))
+    backend.script = "<|channel>thought\nhm<channel|>yes"
+    (choice,) = asyncio.run(Client(build_asgi(backend)).chat()).json()["choices"]
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "yes")

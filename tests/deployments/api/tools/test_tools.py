@@ -345,6 +345,63 @@ def test_three_choices() -> None:
     assert len({call["id"] for call in calls}) == 6
 
 
+LISTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "all": {"type": "array", "items": {"type": ["integer", "null"]}},
+        "in": {
+            "type": "object",
+            "properties": {"b": {"enum": ["x", None, 2]}, "a": {"type": "boolean"}},
+            "required": ["b"],
+        },
+        "code": {"type": "string", "pattern": "^[a-z]{2}$"},
+    },
+    "required": ["text"],
+}
+_LFM2, _GEMMA = "<|tool_call_start|>[{}]<|tool_call_end|>", "<|tool_call>call:{}<tool_call|>"
+
+
+@pytest.mark.parametrize(
+    "name, around, call, arguments",
+    [
+        ("lfm2", _LFM2, 'some(text="a\'\\n")', {"text": "a'\n"}),
+        ("lfm2", _LFM2, 'some(text="", all=[1, null])', {"text": "", "all": [1, None]}),
+        ("lfm2", _LFM2, 'some(text=")", in={"b": 2})', {"text": ")", "in": {"b": 2}}),
+        ("lfm2", _LFM2, 'some(text="", code="ab")', {"text": "", "code": "ab"}),
+        ("lfm2", _LFM2, "some(text=1)", None),
+        ("lfm2", _LFM2, "some(all=[1])", None),
+        ("lfm2", _LFM2, 'some(text="", all=["1"])', None),
+        ("lfm2", _LFM2, 'some(text="",)', None),
+        ("gemma4", _GEMMA, 'some{text:<|"|>a"}\n<|"|>}', {"text": 'a"}\n'}),
+        (
+            "gemma4",
+            _GEMMA,
+            'some{all:[1,null],in:{a:true,b:<|"|>x<|"|>},text:<|"|><|"|>}',
+            {"all": [1, None], "in": {"a": True, "b": "x"}, "text": ""},
+        ),
+        ("gemma4", _GEMMA, 'some{code:"ab",text:<|"|><|"|>}', {"code": "ab", "text": ""}),
+        ("gemma4", _GEMMA, 'some{in:{b:null},text:<|"|>,<|"|>}', {"in": {"b": None}, "text": ","}),
+        ("gemma4", _GEMMA, 'some{in:{a:true},text:<|"|><|"|>}', None),
+        ("gemma4", _GEMMA, 'some{code:"abc",text:<|"|><|"|>}', None),
+        ("gemma4", _GEMMA, "some{}", None),
+        ("gemma4", _GEMMA, "some{all:[],}", None),
+    ],
+)
+def test_arguments_in_a_dialect(name: str, around: str, call: str, arguments: Any) -> None:
+    """Values that are not the schema's, or are read as others."""
+    backend = backend_with(TEMPLATES[name])
+    backend.script = around.format(call)
+    client = Client(build_asgi(backend))
+    fields = {"tools": [tool("some", LISTED)], "max_tokens": 2000}
+    (choice,) = asyncio.run(client.chat(**fields)).json()["choices"]
+    assert allowed(backend, backend.script) is (arguments is not None)
+    if arguments is not None:
+        (told,) = choice["message"]["tool_calls"]
+        assert json.loads(told["function"]["arguments"]) == arguments
+        assert choice["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_through_an_adapter(streamed: bool) -> None:
     """A grammar or a parser that only the model's own name gets. What an engine writes with one:

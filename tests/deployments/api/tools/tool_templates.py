@@ -45,6 +45,18 @@ DEEPSEEK = _template(
     "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>",
 )
+LFM2 = _template(
+    "{{ ', ' if not loop.first }}{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
+    "{% if v is string %}'{{ v }}'{% elif v is mapping %}{{ v | tojson }}{% else %}{{ v }}"
+    "{% endif %}{{ ', ' if not loop.last }}{% endfor %})",
+    "<|tool_call_start|>[",
+    "]<|tool_call_end|>",
+)
+GEMMA = (
+    '{% macro value(v) %}{% if v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}'
+    "{ {%- for k, w in v | dictsort %}{{ k }}:{{ value(w) }}{{ ',' if not loop.last }}"
+    "{% endfor -%} }{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+) + _template("<|tool_call>call:{{ f.name }}{{ value(f.arguments) }}<tool_call|>")
 # As gpt-oss has it: one call a message, and no content beside thoughts in front of it.
 HARMONY = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
@@ -75,4 +87,6 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "llama3-json": LLAMA,
     "deepseek-v3": DEEPSEEK,
+    "lfm2": LFM2,
+    "gemma4": GEMMA,
 }

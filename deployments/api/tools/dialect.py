@@ -1,0 +1,180 @@
+"""Dialect: arguments of a call that are neither JSON nor tagged, such as Python's; DialectReader:
+such a value to JSON, piece by piece."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """KEY assign VALUE, again after each separator. Numbers are JSON's.
+
+    quotes: that strings may stand in; templates write the first. raw: in it nothing is escaped, so
+        that a string cannot hold it.
+    words: JSON's -> this one's, of true, false and null that are no part of a list or an object.
+    nested: lists and objects are in it too, with keys that have no quotes; else they are JSON.
+    by_name: templates sort arguments by their names.
+    """
+
+    assign: str
+    separator: str
+    quotes: tuple[str, ...]
+    raw: bool = False
+    words: tuple[tuple[str, str], ...] = ()
+    nested: bool = False
+    by_name: bool = False
+
+    def ordered(self, arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        items = list(arguments.items())
+        return sorted(items, key=lambda item: item[0].lower()) if self.by_name else items
+
+    def write(self, arguments: Mapping[str, Any]) -> str:
+        """As a template does."""
+        items = self.ordered(arguments)
+        return self.separator.join(f"{key}{self.assign}{self.value(it)}" for key, it in items)
+
+    def value(self, value: Any) -> str:
+        quote = self.quotes[0]
+        if isinstance(value, str):
+            if self.raw:
+                return f"{quote}{value}{quote}"
+            inner = _quoted(value).replace('\\"', '"')
+            return f"{quote}{inner.replace(quote, chr(92) + quote)}{quote}"
+        if self.nested and isinstance(value, dict):
+            return f"{{{self.write(value)}}}"
+        if self.nested and isinstance(value, list):
+            return f"[{self.separator.join(map(self.value, value))}]"
+        written = json.dumps(value, ensure_ascii=False)
+        return dict(self.words).get(written, written)
+
+
+PYTHON = Dialect(
+    "=", ", ", ("'", '"'), words=(("true", "True"), ("false", "False"), ("null", "None"))
+)
+# Strings may stand in JSON's quotes, too, where a schema says more of them than that they are one.
+GEMMA = Dialect(":", ",", ('<|"|>', '"'), raw=True, nested=True, by_name=True)
+
+_WORD = re.compile(r'[^\s,:\[\]{}()"<]+|<')
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+
+
+class DialectReader:
+    """Of one value. end: what follows the last one of a call."""
+
+    def __init__(self, dialect: Dialect, end: str) -> None:
+        self._dialect = dialect
+        self._end = end
+        self._words = {its: word for word, its in dialect.words}
+        self._quote = ""  # of the string that it is in
+        self._open = ""  # brackets
+
+    def take(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:
+        """What there is of it in JSON, the text that is left, and what comes behind the value if it
+        is complete: another, behind the comma, or the end, which is left."""
+        out: list[str] = []
+        while text:
+            if self._quote:
+                rest = self._string(text, final, out)
+                if rest == text:
+                    break
+                text = rest
+                continue
+            quotes = self._dialect.quotes
+            if quote := next((one for one in quotes if text.startswith(one)), ""):
+                out.append('"')
+                self._quote, text = quote, text[len(quote) :]
+                continue
+            if not final and any(one.startswith(text) for one in quotes):
+                break
+            if not self._open:
+                if text.startswith(self._end):
+                    return "".join(out), text, "end"
+                if not final and self._end.startswith(text):
+                    break
+                if text[0] == ",":
+                    return "".join(out), text[1:], "next"
+            rest = self._other(text, final, out)
+            if rest == text:
+                break
+            text = rest
+        return "".join(out), text, ""
+
+    def _other(self, text: str, final: bool, out: list[str]) -> str:
+        """What is no string: the text behind it, or all of it if it may go on."""
+        char, rest = text[0], text[1:]
+        if char in "[{(":
+            self._open += char
+            out.append("{" if char == "{" else "[")
+        elif char in "]})":
+            if self._open:
+                out.append("}" if self._open[-1] == "{" else "]")
+                self._open = self._open[:-1]
+        elif char in ",:":
+            out.append(f"{char} ")
+        elif not char.isspace():
+            match = _WORD.match(text)
+            assert match is not None
+            word, rest = match.group(), text[match.end() :]
+            if not rest and not final:
+                return text
+            word = self._words.get(word, word)
+            key = rest.startswith(":") and self._open.endswith("{")
+            known = word in ("true", "false", "null") or _NUMBER.fullmatch(word)
+            out.append(word if known and not key else json.dumps(word, ensure_ascii=False))
+        return rest
+
+    def _string(self, text: str, final: bool, out: list[str]) -> str:
+        """Of a string: the text behind what is understood."""
+        quote = self._quote
+        if self._dialect.raw and quote == self._dialect.quotes[0]:
+            at = text.find(quote)
+            if at < 0:
+                keep = 0 if final else overlap(text, quote)
+                at = len(text) - keep
+                out.append(_quoted(text[:at]))
+                return text[at:]
+        else:
+            found = [at for mark in (quote, "\\") if (at := text.find(mark)) >= 0]
+            if not found:
+                out.append(_quoted(text))
+                return ""
+            at = min(found)
+            if text[at] == "\\":
+                size = {"u": 6, "x": 4}.get(text[at + 1 : at + 2], 2)
+                escape = text[at : at + size]
+                out.append(_quoted(text[:at]))
+                if len(escape) < size:
+                    return "" if final else text[at:]
+                out.append(_unescaped(escape))
+                return text[at + size :]
+        out.append(_quoted(text[:at]) + '"')
+        self._quote = ""
+        return text[at + len(quote) :]
+
+
+def overlap(text: str, mark: str) -> int:
+    """Characters at the end of text that may begin mark."""
+    for size in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-size:]):
+            return size
+    return 0
+
+
+def _unescaped(escape: str) -> str:
+    """Python's and JSON's escapes as JSON has them."""
+    if escape[1] in 'nrtbf"\\/':
+        return escape
+    if escape[1] in "ux":
+        try:
+            code = int(escape[2:], 16)
+        except ValueError:
+            return _quoted(escape)
+        return f"\\u{code:04x}"
+    return "'" if escape[1] == "'" else _quoted(escape)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
