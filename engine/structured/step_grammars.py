@@ -11,7 +11,8 @@ from engine.structured.constraint import Constraint, Masks
 
 HostMemory = Callable[[int, int], Masks]  # rows, words -> masks of any content
 
-_PARALLEL = 8  # choices from which on threads are worth waking
+# Choices from which on threads are worth waking: a mask takes some 100 us, a token 4 to 20.
+_PARALLEL_MASKS, _PARALLEL_TOKENS = 8, 32
 
 
 def host_memory(rows: int, words: int) -> Masks:
@@ -31,7 +32,7 @@ class StepGrammars:
 
     def take(self, constraints: Sequence[Constraint], tokens: Sequence[int]) -> list[bool | str]:
         """`Constraint.take` of each, with the next token of its text. Its error is returned."""
-        if self._in_turn(len(constraints)):
+        if self._in_turn(len(constraints) < _PARALLEL_TOKENS):
             fits = [
                 one.matcher.consume_token(token)
                 for one, token in zip(constraints, tokens, strict=True)
@@ -52,7 +53,7 @@ class StepGrammars:
         Valid until `steps` later calls. And index -> why that one can go no further: "code:
         message"."""
         masks = self._room(len(constraints), -(-constraints[0].vocabulary.num_tokens // 32))
-        if self._in_turn(len(constraints)):
+        if self._in_turn(len(constraints) < _PARALLEL_MASKS):
             for row, one in enumerate(constraints):
                 llg_numpy.fill_next_token_bitmask(one.matcher, masks, row)
         else:
@@ -63,9 +64,9 @@ class StepGrammars:
         }
         return masks, failed
 
-    def _in_turn(self, count: int) -> bool:
+    def _in_turn(self, few: bool) -> bool:
         """Not by several threads, which are there otherwise."""
-        if count < _PARALLEL or self._threads == 1:
+        if few or self._threads == 1:
             return True
         if self._pool is None:
             self._pool = llg.LLExecutor(num_threads=self._threads)

@@ -306,6 +306,7 @@ def test_threads_take_the_same_tokens_and_say_the_same_of_them(compiler: Compile
     a, b, z = (TOKENIZER.encode(letter)[0] for letter in "abz")
     matcher = compiler.compile(Grammar.regex("a[ab]{1,2}"))
     words = [[a, b, a], [a, a, b], [a, z], [b], [a, b, b], [a, a, a], [a, a, z], [a, b, a], [a, b]]
+    words *= 4  # as many as threads are woken for
     said = []
     for threads in (1, 2):
         grammars = StepGrammars(threads)

@@ -114,6 +114,21 @@ FORM = {
     "json_schema": {"name": "city", "schema": {**CITY, "required": []}, "strict": True},
 }
 
+# Beside what the ids of the table name, tools are tried here:
+#   strict, and 200 seeds              test_seeds.py
+#   keywords that are not enforced     test_what_is_not_enforced_is_named, test_refused
+#   129 tools, names of 65 characters  test_refused
+#   cut by max_tokens; logprobs        test_cut_by_max_tokens
+#   n                                  test_three_choices
+#   seeds, preemption                  tests/engine/text/test_structured.py
+#   a replica that is killed           tests/faults/agents.py
+#   every chunking                     test_parsers.py
+#   templates of real models           test_real_templates.py
+#   arguments as a text; bad ones in the history; control tokens as text
+#                                      test_detection, test_history
+#   unknown ids, results in any order  test_results_of_calls
+#   tools of a text, in Lark or regex  test_a_tool_of_text, test_a_tool_of_a_grammar
+#   LoRA adapters                      test_through_an_adapter, test_seeds.py
 # id, fields, what the model writes, content, reasoning, calls, finish_reason
 CASES: list[tuple[str, dict[str, Any], str, str | None, str | None, list[Any], str]] = [
     ("no call", {}, "hello there ", "hello there ", None, [], "stop"),
@@ -669,6 +684,9 @@ def test_history(name: str) -> None:
     assert asyncio.run(client.chat(tools=TOOLS, messages=messages)).status == 200
     prompt = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
     assert known.write("weather", DEEP) in prompt and "<think>\nwhy\n</think>" in prompt
+    (end,) = backend._tokenizer.eos_token_ids
+    told = [prompt.count("<|im_end|>"), backend.requests[-1].token_ids.count(end)]
+    assert told == [7, 4], "what descriptions and results say is no control token"
     bad = asyncio.run(client.chat(tools=TOOLS, messages=[*USER, turn('{"a"'), result]))
     assert bad.status == 200
     assert bad.header("x-ignored-fields") == "messages[1].tool_calls[0].function.arguments"
