@@ -3,6 +3,7 @@ against known traps.
 """
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +57,7 @@ def _shares(item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of what captures output
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """The shared cluster ends with the last test that uses it: others start a Ray of their own in
     this process, or look at clocks."""
     try:
@@ -64,6 +65,8 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
     finally:
         if nextitem is None or not _shares(nextitem):
             _shared_cluster.close()
+        if nextitem is not None and nextitem.path != item.path and not gc.get_freeze_count():
+            _freeze()  # a load or a file's fixture has thawed it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -76,6 +79,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def _freeze() -> None:
+    """What collection has imported and made lives as long as the process. Each engine that a test
+    builds collects garbage, which looked at all of it: most of the time of a small test."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else bindings complain at the exit of what nobody has freed
 
 
 def pytest_configure(config: pytest.Config) -> None:
