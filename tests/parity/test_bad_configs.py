@@ -43,3 +43,57 @@ def test_every_key_with_other_values(name: str, tmp_path: Path) -> None:
                 assert str(file) in error.message, (path, wrong)
             except Exception as error:
                 raise AssertionError(f"{path} = {wrong!r}") from error
+
+
+# Case -> changes of config.json, and what the error says of them.
+CONTRADICTIONS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "mimo v2, hub": [
+        ({"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern: has 2 layers, the model 3"),
+        ({"v_head_dim": 32}, "v_head_dim: 32 is more than a key's 24 elements"),
+        ({"swa_head_dim": 32}, "swa_head_dim: 32 is not supported"),
+        ({"swa_num_key_value_heads": 3}, "swa_num_key_value_heads: 3 does not divide 4 heads"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok: 7 of 6 experts"),
+    ],
+    "longcat flash": [
+        ({"zero_expert_type": "drop"}, "zero_expert_type: 'drop' is not supported"),
+        ({"q_lora_rank": None}, "q_lora_rank: is missing"),
+        ({"router_bias": True}, "router_bias: True is not supported"),
+    ],
+    "kimi linear, hub": [
+        (
+            {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]}},
+            "kda_layers must name each of 4",
+        ),
+        ({"mla_use_nope": False}, "mla_use_nope: False is not supported"),
+    ],
+    "laguna": [
+        ({"gating": False}, "gating: False is not supported"),
+        ({"num_attention_heads_per_layer": [4, 3, 4]}, "3 is no multiple of 2 key heads"),
+        ({"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping: 30.0"),
+    ],
+    "nemotron super": [
+        ({"block_configs": []}, "block_configs: must be a list of 3 objects"),
+        (
+            {
+                "block_configs": [
+                    {"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}}
+                ]
+                * 3
+            },
+            "block_configs: 0: attention: replace_with_linear: True is not supported",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictions(name: str, tmp_path: Path) -> None:
+    """A model that loads and answers wrongly, or an error far behind the key at fault."""
+    save(ALL[name], tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for changes, message in CONTRADICTIONS[name]:
+        file.write_text(json.dumps(config | changes))
+        with pytest.raises(ConfigError) as caught:
+            ModelConfig.from_folder(tmp_path)
+        assert str(file) in caught.value.message and message in caught.value.message

@@ -133,6 +133,14 @@ def test_refused_keys(folder: Path, tmp_path: Path, key: str, value: Any) -> Non
         ModelConfig.from_folder(changed(folder, tmp_path, **{key: value}))
 
 
+def test_two_layers_that_belong_together(tmp_path: Path) -> None:
+    """A stage that ends between experts and the layer that they give to."""
+    save(LATENT["longcat flash"], tmp_path)
+    settings = EngineConfig(model=str(tmp_path), pipeline_parallel=2)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel: 2: .* give to the next layer"):
+        decide(settings, ModelConfig.from_folder(tmp_path), torch.device("cpu"))
+
+
 def test_refused_settings(folder: Path) -> None:
     """A start that fails far behind the setting that is at fault."""
     model, config = ModelConfig.from_folder(folder), EngineConfig(model=str(folder))
