@@ -12,6 +12,8 @@ from rich.status import Status as RichStatus
 
 from deployments.checkpoints.gguf import Progress as Report
 
+_EACH_S = 5.0  # between lines of how far a phase is, where there is no terminal
+
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -59,11 +61,12 @@ def _lines() -> Report:
 
 
 class StatusLine:
-    """The present phase and its duration: a spinner on a terminal, elsewhere a line per change."""
+    """The present phase and its duration: a spinner on a terminal, elsewhere a line per change. Of
+    how far a phase is, "phase: so far", a line each few seconds."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._started = time.monotonic()
+        self._started = self._printed = time.monotonic()
         self._live: RichStatus | None = None
 
     def __enter__(self) -> "StatusLine":
@@ -77,10 +80,12 @@ class StatusLine:
     def update(self, text: str) -> None:
         if text == self._text:
             return
+        same = text.split(":")[0] == self._text.split(":")[0]
         self._text = text
         if self._live is not None:
             self._live.update(escape(text))
-        else:
+        elif not same or time.monotonic() > self._printed + _EACH_S:
+            self._printed = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
     def __exit__(self, kind: object, *rest: object) -> None:
