@@ -28,7 +28,7 @@ class StepPrograms:
     def __init__(self, model: Decoder, rows: RequestRows, kv: KVCache) -> None:
         self._model, self._kv = model, kv
         most = self._most = min(_MOST, rows.pad_row)
-        groups = len(kv.groups.views)
+        groups = len(kv.groups.views) or rows.num_groups  # as `in_views`
         width = rows.block_table.shape[1] // rows.num_groups
         self._positions = torch.zeros(most, dtype=torch.int32)
         self._kv_len = torch.zeros(most, dtype=torch.int32)

@@ -194,7 +194,7 @@ class Deterministic(PlannedByFirstLayer):
         rows = zip(q.split(1), meta.plan.apart, strict=True)
         return torch.cat([attend(row.clone(), cache, up, scale, part) for row, part in rows])
 
-    def without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
+    def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
         """Each token as a step of its own."""
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)

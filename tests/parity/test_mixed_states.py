@@ -118,7 +118,6 @@ NEMOTRON: dict[str, Any] = {**JAMBA, "architectures": ["NemotronHForCausalLM"]}
     ("config", "message"),
     [
         ({"architectures": ["GlmMoeDsaForCausalLM"]}, "an indexer chooses the index_topk keys"),
-        ({"architectures": ["LongcatFlashForCausalLM"]}, "zero_expert_num"),
         ({**FALCON, "attention_bias": True}, "attention_bias: True is not supported"),
         ({**FALCON, "ssm_multipliers": [1.0]}, "ssm_multipliers: must be a list of 5 numbers"),
         ({**FALCON, "mlp_multipliers": [1.0, "x"]}, "mlp_multipliers[1]: must be a positive"),

@@ -16,7 +16,7 @@ Step = Callable[[list[Tensor], AttentionMeta], Tensor]
 
 
 class Recurrent(Kernels):
-    def without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
+    def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
         """step(rows, meta), in plain torch, where nothing is generated. rows: [num_tokens, ..]
         each."""
         return step(rows, meta)
@@ -49,7 +49,7 @@ class Recurrent(Kernels):
         found = delta_rule.gated_delta(x, z, a, b, heads, tail, state, meta)
         if found is None:
             plain = super().gated_delta
-            return self.without(
+            return self._without(
                 meta, [x, z, a, b], lambda own, part: plain(*own, heads, tail, state, part)
             )
         return found
@@ -67,7 +67,7 @@ class Recurrent(Kernels):
     ) -> Tensor:
         """Nothing is generated for it yet."""
         plain = super().kimi_delta
-        return self.without(
+        return self._without(
             meta, [x, z, a, b], lambda own, part: plain(*own, heads, tail, state, part)
         )
 
@@ -83,7 +83,7 @@ class Recurrent(Kernels):
         found = convolution.causal_conv(x, conv, bias, tail, meta, silu=silu)
         if found is None:
             plain = super().causal_conv
-            return self.without(
+            return self._without(
                 meta, [x], lambda own, part: plain(*own, conv, bias, tail, part, silu)
             )
         return found
@@ -116,7 +116,7 @@ class Recurrent(Kernels):
         found = mamba2.mamba2(x, dt, heads, tail, state, meta)
         if found is None:
             plain = super().mamba2
-            return self.without(
+            return self._without(
                 meta, [x, dt], lambda own, part: plain(*own, heads, tail, state, part)
             )
         return found
@@ -135,7 +135,7 @@ class Recurrent(Kernels):
         found = mamba1.mamba1(x, dt, b, c, decay, skip, state, meta)
         if found is None:
             plain = super().mamba1
-            return self.without(
+            return self._without(
                 meta, [x, dt, b, c], lambda own, part: plain(*own, decay, skip, state, part)
             )
         return found

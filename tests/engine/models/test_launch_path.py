@@ -58,6 +58,7 @@ ALLOWED = {
     ("engine/sampling/cpu_sampler.py", "_gumbel_argmax"): _CPU,
     ("engine/sampling/cpu_sampler.py", "_gumbel_argmax.compute"): _CPU,
     ("engine/sampling/cpu_sampler.py", "apply_masks"): _CPU,
+    ("engine/sampling/sampler.py", "Masked.memory.allocate"): "a view of host memory",
     ("engine/sampling/sampler.py", "Sampler._sample_on_host"): _CPU,
     ("engine/sampling/sampler.py", "Sampler.prompt_logprobs"): _CPU,
     ("kernels/attention/bidirectional.py", "_padded"): "of host memory, before the upload",
