@@ -113,19 +113,25 @@ def test_a_replica_is_killed_while_it_loads_an_adapter(broken: Broken) -> None:
     adapter; or the adapter counts as one that cannot be had."""
 
     async def case() -> None:
-        await broken.settled()
         base = {"messages": CHAT, "max_tokens": 40, "temperature": 0}
         tuned = {**base, "model": TUNED}
-        task = asyncio.create_task(broken.ask(tuned))
-        victims: list[int] = []
-        while not victims:  # whichever has it
-            assert not task.done(), "it was too quick"
-            replicas = (await broken.states())["replicas"]
-            assert not any(one["adapters"] for one in replicas), "it was too quick"
-            victims = [one["engine_pid"] for one in replicas if one["running"]]
-        (engine,) = (one for one in broken.find("engine") if one.pid == victims[0])
-        assert engine.send(signal.SIGKILL)
-        said = await task
+        for _ in range(3):
+            await broken.settled()
+            task = asyncio.create_task(broken.ask(tuned))
+            victims: list[int] = []
+            loaded: list[int] = []
+            while not victims and not loaded:  # whichever has it
+                assert not task.done(), "it was too quick"
+                replicas = (await broken.states())["replicas"]
+                loaded = [one["engine_pid"] for one in replicas if one["adapters"]]
+                victims = [one["engine_pid"] for one in replicas if one["running"]]
+            for engine in broken.find("engine"):
+                if engine.pid in (loaded or victims):
+                    assert engine.send(signal.SIGKILL)
+            said = await task
+            if not loaded:
+                break
+        assert not loaded, "it was too quick"
         assert said.migrations == 1
         await broken.settled()
         right, plain = await asyncio.gather(broken.ask(tuned), broken.ask(base))
@@ -368,16 +374,21 @@ def test_a_router_is_killed(broken: Broken, asked: Asked) -> None:
     or the engines go on with what nobody reads."""
 
     async def case() -> None:
-        await broken.settled()
         body, right = asked[0]
-        tasks = [asyncio.create_task(broken.ask(body)) for _ in range(12)]
-        await asyncio.sleep(0.5)
-        broken.kill("router")
-        said = await asyncio.gather(*tasks)
-        whole = [one for one in said if one.outcome == right.outcome]
-        cut = [one for one in said if one.error]
-        print(f"router killed: {len(whole)} streams whole, {len(cut)} cut")
-        assert len(whole) + len(cut) == 12 and len(whole) >= 2
+        whole: list[Said] = []
+        for _ in range(3):  # Serve's proxy may give nearly all to the router that is killed
+            await broken.settled()
+            tasks = [asyncio.create_task(broken.ask(body)) for _ in range(12)]
+            await asyncio.sleep(0.5)
+            broken.kill("router")
+            said = await asyncio.gather(*tasks)
+            whole = [one for one in said if one.outcome == right.outcome]
+            cut = [one for one in said if one.error]
+            print(f"router killed: {len(whole)} streams whole, {len(cut)} cut")
+            assert len(whole) + len(cut) == 12
+            if len(whole) >= 2:
+                break
+        assert len(whole) >= 2
         for _ in range(6):  # new ones find the other
             assert (await broken.ask(body)).outcome == right.outcome
         await broken.settled()
