@@ -44,6 +44,8 @@ TABLE = {  # of a small model's prompts nothing is wanted, nor of these
     "qwen3-30b-a3b": ALL[:2],
     "gpt-oss-20b": ALL[:2],
     "gemma-3-12b": ALL[:3],
+    "deepseek-v2-lite": ["single", "uniform", "prefill"],
+    "qwen3-next-24": ["single", "uniform", "prefill"],  # 24 of its 48 layers: 75 GiB
 }
 
 PLAIN = "manta-as-it-is"  # without the change

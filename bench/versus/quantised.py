@@ -7,7 +7,8 @@ LLAMA is a folder with the config.json of a model in 16 bits. A format of weight
 with a `quantization_config`, which both engines read, and random weights: `fp8` has e4m3 weights
 with a scale a channel and e4m3 activations with a scale a token, `w8a8` the same in integers,
 `fp8-block` e4m3 weights with a scale for 128 x 128 and activations as each engine takes them,
-`int4` symmetric weights in groups of 128 and 16-bit activations. The head stays in 16 bits.
+`int4` symmetric weights in groups of 128 and 16-bit activations, `mxfp4` the experts of gpt-oss in
+e2m1 with a scale for 32. The head and the routers of experts stay in 16 bits.
 `kv-fp8`, `kv-int8` and `kv-int4` have 16-bit weights and keys and values in so many bits; vLLM has
 the first only. Workloads, settings and turns are those of `bench.versus.engine`. `ratio` is to
 vLLM, `own` to Manta's bfloat16 in the same run. What vLLM really loaded is in its log (`Model
@@ -37,7 +38,7 @@ def _group(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) ->
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": form,
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": group},
     }
 
@@ -84,6 +85,17 @@ FORMATS = {
             None,
             "pack-quantized",
         )
+    ),
+    "mxfp4": Form(
+        {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        }
     ),
     "kv-fp8": Form(manta=("kv_dtype=fp8",), vllm=("kv_cache_dtype=fp8",)),
     "kv-int8": Form(manta=("kv_dtype=int8",), vllm=None),
