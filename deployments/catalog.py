@@ -125,13 +125,16 @@ def trouble(app: str, name: str) -> str:
     return told if over or "Error: " in told else ""
 
 
+# The last line of a traceback: an error's name, and what it says unless that begins another one.
+_ERROR = re.compile(r"(?:\S+: )*[\w.]*(?:Error|Exception)(?:: (?!Traceback \(most recent)|$)")
+
+
 def why_failed(application: Any) -> str:
     """The line that says what went wrong: in a traceback the last line, of the deepest cause.
     application: as Serve tells of it."""
     messages = [deployment.message for deployment in application.deployments.values()]
     for message in (*messages, application.message):
-        lines = [line.strip() for line in message.splitlines() if line.strip()]
-        errors = [line for line in lines if "Error: " in line and not line.startswith("File")]
+        errors = [line.strip() for line in message.splitlines() if _ERROR.match(line.strip())]
         if errors:
             return errors[-1]
     whole = application.message.strip()
