@@ -40,6 +40,7 @@ _NAMES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float
 def fits(form: Format, outputs: int, width: int) -> bool:
     """Whether there is a kernel for a matrix of this size on this machine."""
     try:
+        compiler.check()
         fitting = outputs % (4 * lanes()) == 0 and width % form.chunk == 0
         whole = all(isinstance(number, int) for number in form.table)
         return fitting and form.code == "int" and form.rows == 1 and whole

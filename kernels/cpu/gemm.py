@@ -14,7 +14,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, dot_bf16, lanes
+from kernels.cpu.codegen.compiler import (
+    CompilerUnavailable,
+    NativeFunction,
+    check,
+    dot_bf16,
+    lanes,
+)
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
     EPS,
@@ -341,9 +347,10 @@ class PackedLinear(Panels):
     def fits(outputs: int, width: int) -> bool:
         """Whether there are panels of such a shape, and a compiler for this machine."""
         try:
-            size = lanes()
+            check()
         except CompilerUnavailable:
             return False
+        size = lanes()
         return outputs % (4 * size) == 0 and width % size == 0
 
     @staticmethod

@@ -35,6 +35,7 @@ _LONGEST_QUEUE = 100_000.0  # from there on a host is too slow to wait for it ea
 _CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
 _BEST = 4  # of all that were timed once, these are timed again
 _LED = 2  # of a landmark's, these are tried at the sizes beside it
+_LOAD_STEPS = ((1024, 32), (4096, 64), (1 << 62, 256))  # below so many rows, so many further
 _LARGE = 512 << 20  # bytes of a weight: a vocabulary's, whose tiles are many anyway
 _CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.h
 
@@ -67,6 +68,7 @@ _SEARCH = hashlib.sha256(repr((_VARIANTS, _LANDMARKS, _FEWEST)).encode()).hexdig
 _Found = dict[int, TunedMatmul | None]  # rows -> None: the library's own choice
 
 _searched: set[Key] = set()
+_loaded: set[Key] = set()
 
 
 class _AlgorithmSearch:
@@ -91,10 +93,8 @@ class _AlgorithmSearch:
         """None: the library's own choice."""
         if algorithm is not None:
             self.matmul.run(algorithm, self.x, weight, self.y)
-        elif self.add:
-            self.y.addmm_(self.x, weight.t())
         else:
-            torch.mm(self.x, weight.t(), out=self.y)
+            _by_library(self.x, weight, self.y, self.add)
 
     def runs(self, algorithm: Algorithm | None) -> bool:
         """Whether the library goes through with it. The launch also loads the machine code, which
@@ -168,6 +168,7 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
     lib = library(weight.device)
     if lib is None or weight.dtype not in TYPES:
         return
+    _load(weight, max(sizes, default=0), add)
     keys = {rows: key_of(rows, weight, add) for rows in sizes if rows >= _FEWEST}
     missing = sorted(rows for rows, key in keys.items() if key not in _searched)
     if not missing:
@@ -182,6 +183,32 @@ def tune(weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         _searched.add(keys[rows])
         if tuned is not None:
             tuned_matmuls[keys[rows]] = tuned
+
+
+def _load(weight: Tensor, most: int, add: bool) -> None:
+    """Launch the library's own choices for up to so many rows, once a process.
+
+    Between the tuned sizes it chooses by the number of rows, and the first launch of a choice loads
+    its machine code, for which CUDA waits until the device is idle. A step that came upon such a
+    number of rows took 40 ms longer, in which every stream stood still.
+    """
+    key = key_of(most, weight, add)
+    if key in _loaded:
+        return
+    _loaded.add(key)
+    n, k = weight.shape
+    x, y = weight.new_zeros((most, k)), weight.new_zeros((most, n))
+    rows = _FEWEST
+    while rows <= most:
+        _by_library(x[:rows], weight, y[:rows], add)
+        rows += next(step for below, step in _LOAD_STEPS if rows < below)
+
+
+def _by_library(x: Tensor, weight: Tensor, y: Tensor, add: bool) -> None:
+    if add:
+        y.addmm_(x, weight.t())
+    else:
+        torch.mm(x, weight.t(), out=y)
 
 
 def _device_name(device: torch.device) -> str:

@@ -13,7 +13,7 @@ from engine.quantization.rounded.rows import rounded
 from engine.weights.parameter import Parameter
 from kernels.cpu import blocks
 from kernels.cpu.blocks import PackedBlocks
-from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes, openmp
+from kernels.cpu.codegen.compiler import CompilerUnavailable, check
 from kernels.dispatch import Kernels
 from kernels.packed import BLOCK, Format
 
@@ -43,7 +43,7 @@ class RoundedCpu(DenseCpu):
     def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
         if spec.device.type == "cpu":
             try:
-                lanes(), openmp()
+                check()
             except CompilerUnavailable as error:
                 raise ConfigError(
                     f"quantization {self._name!r}: {error}; set quantization: none",

@@ -3,7 +3,8 @@
 Triton's library holds all of LLVM, the code generator for x86 included, and gives object code for
 the asking. What is left to do here is a linker's work for one object: lay out its sections, apply
 the relocations, make it executable. `CompilerUnavailable` says that this machine cannot (no Triton,
-no libgomp, not x86-64 Linux with AVX2, no executable memory); callers then use plain torch.
+or one before 3.7, which hides LLVM's names, no libgomp, not x86-64 Linux with AVX2, no executable
+memory); callers then use plain torch.
 """
 
 import contextlib
@@ -63,6 +64,7 @@ def _has(flag: str) -> bool:
 def has_int8() -> bool:
     """Whether `gemm.PackedInt8` runs here: it needs AVX512-VNNI."""
     try:
+        check()
         return vnni() == "avx512vnni"
     except CompilerUnavailable:
         return False
@@ -160,6 +162,11 @@ def _llvm() -> object:
         raise CompilerUnavailable(
             f"Triton's library has no code generator for x86: {error}"
         ) from error
+
+
+def check() -> None:
+    """Raises CompilerUnavailable where nothing can be compiled."""
+    lanes(), openmp(), _llvm()
 
 
 def _object_code(ir: str) -> bytes:
