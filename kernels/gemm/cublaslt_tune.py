@@ -35,7 +35,7 @@ _LONGEST_QUEUE = 100_000.0  # from there on a host is too slow to wait for it ea
 _CLEARLY = 0.98  # of the library's time: below this a choice is worth its own launch
 _BEST = 4  # of all that were timed once, these are timed again
 _LED = 2  # of a landmark's, these are tried at the sizes beside it
-_LOAD_STEPS = ((1024, 32), (4096, 64), (1 << 62, 256))  # below so many rows, so many further
+_LOAD_STEPS = ((2048, 8), (1 << 62, 128))  # below so many rows, so many further
 _LARGE = 512 << 20  # bytes of a weight: a vocabulary's, whose tiles are many anyway
 _CLUSTER_1X1, _CLUSTER_2X1, _CLUSTER_4X1, _CLUSTER_1X2 = 2, 3, 4, 5  # cublasLt.h
 
