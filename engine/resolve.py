@@ -73,7 +73,7 @@ def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
     device = _device(config, rank)
     if device.type == "cpu":
         resolved, cores = decide(config, model, device), len(os.sched_getaffinity(0))
-        if config.num_ranks > cores:
+        if config.numa == "none" and config.num_ranks > cores:
             raise ConfigError(
                 f"{config.ranks_said}: so many ranks on the CPU need as many cores, "
                 f"and this process may use {cores}; lower it",
@@ -313,7 +313,9 @@ def _divides(model: ModelConfig, ranks: int, expert_parallel: bool | None) -> bo
 def _threads(config: EngineConfig, cuda: bool) -> int:
     if cuda:
         return _CUDA_THREADS
-    return max(1, len(os.sched_getaffinity(0)) // config.num_ranks)
+    cores = len(os.sched_getaffinity(0))
+    # A rank that is bound may use its own share alone.
+    return cores if config.numa == "bind" else max(1, cores // config.num_ranks)
 
 
 def _dtype(

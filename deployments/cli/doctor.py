@@ -28,6 +28,7 @@ from deployments.plan.memory import GIB, Hardware
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
+from engine.parallel.nodes import read_nodes
 
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
 _LEAST_FILES = 4096  # a socket a client and some for each Ray process
@@ -210,10 +211,15 @@ def _memory() -> DoctorCheck:
 
 
 def _cores() -> DoctorCheck:
-    cores = len(os.sched_getaffinity(0))
+    nodes = read_nodes()
+    cores = sum(len(node.cores) for node in nodes)
     if cores < 2:
         return DoctorCheck("cores", "note", str(cores), "2 or more: engine and router share it")
-    return DoctorCheck("cores", "ok", str(cores))
+    if len(nodes) == 1:
+        return DoctorCheck("cores", "ok", f"{cores}, on one NUMA node")
+    text = f"{cores}, on {len(nodes)} NUMA nodes: {'; '.join(map(str, nodes))}"
+    way_out = "on the CPU: numa: bind, with a replica or a rank for each node"
+    return DoctorCheck("cores", "ok", text, way_out)
 
 
 def _files() -> DoctorCheck:

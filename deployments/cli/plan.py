@@ -25,6 +25,7 @@ from deployments.plan.prices import NodeOffer, Prices, offers
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
+from engine.parallel.nodes import read_nodes, shares
 
 _OFFERS = 8  # node types in a table
 
@@ -58,6 +59,7 @@ def _print(
             )
         file = folder / "config.json"
     model = ModelConfig.from_file(file)
+    engines = dict(_engines(config, device))
     for number, (name, result) in enumerate(plans(config, file, device, gpus)):
         if not number:
             print(f"Model    {config.name()} ({parameters(result)})")
@@ -66,6 +68,9 @@ def _print(
         print(f"Pool     {name}")
         for label, value in _rows(result):
             print(f"  {label:<28} {value}")
+        if device.kind == "cpu" and device.cores:
+            for label, value in _nodes(engines[name]):
+                print(f"  {label:<28} {value}")
     for line in _costs(config, model, priced, gpu):
         print(line)
 
@@ -225,6 +230,20 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
         f"{result.full_length_requests:,.1f} of {result.max_model_len:,} tokens",
     )
     yield "replicas per node", f"{result.replicas_per_node:,}"
+
+
+def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:
+    """Of this machine (NUMA), and what each rank gets of them. Raises ConfigError."""
+    nodes = read_nodes()
+    if engine.numa == "none":
+        yield "NUMA nodes", f"{len(nodes)}" + "; threads are bound to none" * (len(nodes) > 1)
+        return
+    yield "NUMA nodes", f"{len(nodes)}, of which a replica has {min(len(nodes), engine.num_ranks)}"
+    for rank, node in enumerate(
+        shares(nodes[: engine.num_ranks], engine.num_ranks, engine.num_threads)
+    ):
+        other = ", or its like on another node" * (engine.num_ranks < len(nodes))
+        yield f"  rank {rank}", f"{node}{other}"
 
 
 def device_of(gpu: str | None, memory: float | None, *, quiet: bool = False) -> Hardware:

@@ -129,6 +129,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kind of device with the same num_threads.
     num_threads: CPU threads of the step, of each rank; 0 = the process's share of cores, divided
         among the ranks, 2 on CUDA.
+    numa: "bind" gives each rank a node of the machine, or its share of one: threads on the node's
+        cores, memory from there. An engine of one rank takes the node that the fewest other engines
+        have, so a replica for each node uses them all; one with as many ranks as nodes uses them
+        by itself. Needs device: cpu. "none" leaves both to the system. docs/parallel.md.
     tensor_parallel: ranks that the heads, the columns of products and the vocabulary are divided
         among: so many GPUs of one machine, or processes on its CPU. It has to divide the width of
         the MLPs, and the attention heads if it is above the key heads. Weights that are
@@ -182,6 +186,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora_disk_folder: str = ""
     deterministic: bool = False
     num_threads: int = 0
+    numa: Literal["none", "bind"] = "none"
     tensor_parallel: int = 1
     expert_parallel: bool | None = None
     pipeline_parallel: int = 1
@@ -241,6 +246,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("tensor_parallel", "pipeline_parallel"):
             if not 1 <= getattr(self, name) <= 64:
                 raise ConfigError(f"{name} must be 1..64, got {getattr(self, name)}", param=name)
+        if self.numa == "bind" and self.device != "cpu":
+            raise ConfigError(
+                f"numa: bind is of engines on the CPU, and device is {self.device}; set device: "
+                "cpu, or numa under pools.cpu.engine alone",
+                param="numa",
+            )
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ConfigError(
                 "expert_parallel: experts are spread over the ranks of tensor_parallel, which is "

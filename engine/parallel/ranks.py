@@ -23,6 +23,7 @@ import msgspec
 
 from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, ConfigError, EngineDead, MantaError
+from engine.parallel.nodes import Node
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_SECONDS = 2.0
@@ -32,7 +33,7 @@ logger = logging.getLogger("manta.engine")
 
 class RankStart(msgspec.Struct, forbid_unknown_fields=True):
     """The line on a rank's stdin. The numbers at the end are descriptors: of the memory that ranks
-    share, and of its ends of the pipes."""
+    share, and of its ends of the pipes. node: that it binds itself to; None: to none."""
 
     config: EngineConfig
     rank: int
@@ -42,6 +43,7 @@ class RankStart(msgspec.Struct, forbid_unknown_fields=True):
     orders: int
     adapters: int
     words: int
+    node: Node | None = None
 
 
 class LastWords(msgspec.Struct):
@@ -67,16 +69,23 @@ class Ranks:
 
     on_death(error): from a thread, once a rank has ended that was not asked to. The thread that
     makes this has to live as long as the ranks shall.
+    nodes: of each rank, if they are bound (`engine.parallel.nodes.place`).
     memory: descriptor of the file that they share, which has no name.
     """
 
-    def __init__(self, config: EngineConfig, on_death: Callable[[MantaError], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_death: Callable[[MantaError], None],
+        nodes: Sequence[Node] = (),
+    ) -> None:
         if not hasattr(os, "memfd_create"):
             raise ConfigError("several ranks need Linux", param="tensor_parallel")
         self.size, self.stages = config.num_ranks, config.pipeline_parallel
         self.memory = os.memfd_create("manta-ranks")
         # More than what is laid out in it: a page is taken when it is first used.
         os.ftruncate(self.memory, 1 << 40)
+        self._nodes = nodes
         self._on_death = on_death
         self._closing = False
         self._adapters_lock = threading.Lock()
@@ -99,7 +108,8 @@ class Ranks:
         (orders, theirs), (adapters, also_theirs) = Pipe(), Pipe()
         words, last = Pipe(duplex=False)
         passed = (self.memory, theirs.fileno(), also_theirs.fileno(), last.fileno())
-        start = RankStart(config, number, os.getcwd(), os.getpid(), *passed)
+        node = self._nodes[number] if self._nodes else None
+        start = RankStart(config, number, os.getcwd(), os.getpid(), *passed, node=node)
         process = self._start(start, passed)
         for end in (theirs, also_theirs, last):
             end.close()

@@ -40,6 +40,7 @@ from engine.messages import (
     StepFrame,
     ToEngine,
 )
+from engine.parallel.nodes import Places, bind, place
 from engine.parallel.ranks import Ranks
 from engine.process.first_start import FirstStart
 from engine.process.lifeline import read_start, set_threads, tie_to_parent
@@ -113,10 +114,13 @@ def _model(
     began = time.monotonic()
     report("imports", 0.0)
     # Before the imports, so that those of the compilers, or of the other ranks, run beside ours.
+    nodes = place(config, Places())
     first, ranks = FirstStart(config), None
     if config.num_ranks > 1:
-        ranks = Ranks(config, fail)
+        ranks = Ranks(config, fail, nodes)
         ends.callback(ranks.close)
+    if nodes:  # of this process, once the others have what it may use
+        bind(nodes[0])
     from engine.factory import build  # brings torch, seconds that a fake core must not pay
 
     imported = time.monotonic()

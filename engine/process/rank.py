@@ -21,6 +21,7 @@ import msgspec
 
 from engine.batch import Batch
 from engine.errors import AdapterError, MantaError
+from engine.parallel.nodes import bind
 from engine.parallel.ranks import LastWords, RankStart
 from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
@@ -174,6 +175,8 @@ def main() -> int:
     ours.propagate = False
     ours.setLevel(logging.WARNING)  # rank 0 says what all do
     try:
+        if start.node is not None:
+            bind(start.node)
         run(start)
     except MantaError as error:
         words.send(LastWords(error.message, error.code, error.param))

@@ -1,0 +1,210 @@
+"""Nodes of a machine (NUMA): cores with memory of their own, and how a process is bound to one.
+
+A core reads the memory of its own node at full rate, and that of others through a link that all
+share. So a process whose threads are on one node and whose weights are on another is slower than
+one that is bound. `place` says which node each rank of an engine gets. `bind` is called in the rank
+itself, before its threads start and its memory is touched.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.config.engine_config import EngineConfig
+from engine.errors import ConfigError
+
+SYSFS = Path("/sys/devices/system/node")
+STATUS = Path("/proc/self/status")
+
+# Of <linux/mempolicy.h>: from this node as long as it has memory, then from others. MPOL_BIND would
+# have the kernel end the process instead.
+MPOL_PREFERRED = 1
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_MASK_WORDS = 16  # of 64 nodes each: as many nodes as Linux can have
+
+logger = logging.getLogger("manta.engine")
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A node, or a share of one. cores: that may be used, ascending. memory: whether the process
+    may take memory there."""
+
+    number: int
+    cores: tuple[int, ...]
+    memory: bool = True
+
+    def __str__(self) -> str:
+        return f"node {self.number}, cores {said(self.cores)}"
+
+
+def said(numbers: Sequence[int]) -> str:
+    """Ascending numbers as Linux writes them: 0-3,8."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _numbers(text: str) -> list[int]:
+    """The other way round."""
+    found: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def read_nodes(
+    allowed: Collection[int] | None = None, sysfs: Path = SYSFS, status: Path = STATUS
+) -> list[Node]:
+    """The nodes that have cores which this process may use, with these cores: what a container, a
+    cpuset or taskset has taken away is not there. Where the system tells no nodes, all cores are
+    one. allowed: None = by this process's affinity."""
+    cores = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
+    memory: set[int] | None = None
+    with contextlib.suppress(OSError):
+        for line in status.read_text().splitlines():
+            if line.startswith("Mems_allowed_list:"):
+                memory = set(_numbers(line.partition(":")[2]))
+    found = []
+    for folder in sysfs.glob("node[0-9]*"):
+        with contextlib.suppress(OSError):
+            number = int(folder.name.removeprefix("node"))
+            its = set(_numbers((folder / "cpulist").read_text()))
+            if own := tuple(core for core in cores if core in its):
+                found.append(Node(number, own, memory is None or number in memory))
+    return sorted(found, key=lambda node: node.number) or [Node(0, tuple(cores))]
+
+
+def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node]:
+    """What each rank of an engine gets, of the nodes that it uses, which are no more than ranks.
+    Those that follow each other, which add up the most, are on one node. Raises ConfigError."""
+    each, left = divmod(ranks, len(nodes))
+    if left:
+        raise ConfigError(
+            f"numa: {ranks} ranks cannot be divided among {len(nodes)} nodes; take a multiple of "
+            "them (tensor_parallel), or leave numa out",
+            param="numa",
+        )
+    found = []
+    for node in nodes:
+        count = len(node.cores) // each
+        if not count:
+            raise ConfigError(
+                f"numa: node {node.number} has {len(node.cores)} cores that this process may use, "
+                f"and {each} ranks need as many; lower tensor_parallel, or leave numa out",
+                param="numa",
+            )
+        for at in range(each):
+            # What is left over would make one rank wait for the others.
+            found.append(Node(node.number, node.cores[at * count : (at + 1) * count], node.memory))
+    least = min(len(node.cores) for node in found)
+    if num_threads > least:
+        raise ConfigError(
+            f"num_threads: {num_threads} are more than the {least} cores of a node that numa: bind "
+            f"gives a {'rank' if ranks > 1 else 'replica'}; lower it (of a pool: num_cpus), or use "
+            "more nodes: a replica for each, or tensor_parallel",
+            param="num_threads",
+        )
+    return found
+
+
+class Places:
+    """Which nodes are taken by engines of this user on this machine. Each holds a lock on a file,
+    which ends with the process, however that ends.
+
+    folder: None = in the machine's temporary folder. Where none can be written, nodes are taken in
+    their order.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        user = os.getuid()
+        self._folder = folder or Path(tempfile.gettempdir()) / f"manta-nodes-{user}"
+        self._held: list[int] = []
+
+    def take(self, nodes: Sequence[Node], count: int) -> list[Node]:
+        """The nodes that the fewest others have, in their order. Held until this process ends."""
+        chosen: list[Node] = []
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            for turn in range(1024):
+                for node in nodes:
+                    wanted = node not in chosen and len(chosen) < count
+                    if wanted and self._lock(f"{node.number}.{turn}"):
+                        chosen.append(node)
+                if len(chosen) == count:
+                    break
+        except OSError as error:
+            logger.warning("numa: which nodes other engines have is not known: %s", error)
+        chosen += [node for node in nodes if node not in chosen][: count - len(chosen)]
+        return sorted(chosen, key=lambda node: node.number)
+
+    def _lock(self, name: str) -> bool:
+        file = os.open(self._folder / name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return False
+        self._held.append(file)
+        return True
+
+
+def place(config: EngineConfig, places: Places, nodes: Sequence[Node] | None = None) -> list[Node]:
+    """The node of each rank; nothing where numa is "none". nodes: None = of this machine. Raises
+    ConfigError."""
+    if config.numa == "none":
+        return []
+    nodes = read_nodes() if nodes is None else nodes
+    if config.num_ranks < len(nodes):
+        nodes = places.take(nodes, config.num_ranks)
+    return shares(nodes, config.num_ranks, config.num_threads)
+
+
+def set_mempolicy(mode: int, node: int) -> None:
+    """Of this thread and those that it starts. Raises OSError."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        raise OSError(f"not known on {platform.machine()}")
+    mask = (ctypes.c_ulong * _MASK_WORDS)()
+    mask[node // 64] = 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    bits = ctypes.c_ulong(64 * _MASK_WORDS)
+    if libc.syscall(ctypes.c_long(number), ctypes.c_int(mode), mask, bits):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def bind(
+    node: Node,
+    set_affinity: Callable[[int, Collection[int]], None] | None = None,
+    set_memory: Callable[[int, int], None] = set_mempolicy,
+) -> None:
+    """This thread, and all that it starts from now on, to the node's cores; their memory from that
+    node as long as it has some. Raises ConfigError where the cores are not to be had."""
+    try:
+        (set_affinity or os.sched_setaffinity)(0, node.cores)
+    except OSError as error:
+        raise ConfigError(
+            f"numa: this process cannot have {node}: {error}; leave numa out", param="numa"
+        ) from None
+    logger.info("bound to %s", node)
+    if not node.memory:
+        logger.warning("numa: this process may take no memory of node %d", node.number)
+        return
+    try:
+        set_memory(MPOL_PREFERRED, node.number)
+    except OSError as error:
+        # A page is then taken where it is first touched, by threads that are bound.
+        logger.info("numa: memory has no policy (%s)", error)
