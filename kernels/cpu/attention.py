@@ -1,10 +1,17 @@
 """Rotation with the write of keys and values, and decode attention over paged keys: generated for
 one shape of heads. Keys are read where they lie: nothing is gathered, padded or masked, and those
-before a window or a chunk are not read at all."""
+before a window or a chunk are not read at all.
+
+Where the processor multiplies pairs of bfloat16, keys and values of that type stay as they are: the
+query and the weights are rounded to it, products are exact, and sums and softmax are float32.
+Elsewhere, and for float16, keys and values are widened to float32.
+"""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,6 +21,7 @@ from kernels.cpu.codegen.compiler import (
     NativeFunction,
     bits,
     compile_ir,
+    dot_bf16,
     lanes,
 )
 from kernels.cpu.codegen.ir import IRWriter, Value, module
@@ -40,6 +48,77 @@ class AttentionShape:
     rotary_dim: int
     qk_norm: bool
     dtype: str  # of the cache, LLVM's name
+    pairs: bool = False  # of bfloat16 are multiplied in decodes
+
+
+class _Pairs:
+    """Products of pairs of bfloat16, and what turns numbers into them. Needs AVX512-BF16."""
+
+    def __init__(self, writer: IRWriter) -> None:
+        self._writer, self._size = writer, writer.lanes
+        self.kind = f"<{2 * writer.lanes} x bfloat>"
+        self._words = f"<{2 * writer.lanes} x i16>"
+
+    def dot(self, total: Value, a: Value, b: Value) -> Value:
+        """total + of each lane the two products."""
+        given = [(self._writer.vector, total), (self.kind, a), (self.kind, b)]
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        return self._writer.call(self._writer.vector, name, given)
+
+    def rounded(self, low: Value, high: Value) -> Value:
+        """Two vectors of float32, one after the other."""
+        narrow, size = f"<{self._size} x bfloat>", self._size
+        a, b = (
+            self._writer.op(f"fptrunc {self._writer.vector} {each} to {narrow}")
+            for each in (low, high)
+        )
+        lanes_ = ", ".join(f"i32 {i}" for i in range(2 * size))
+        return self._writer.op(
+            f"shufflevector {narrow} {a}, {narrow} {b}, <{2 * size} x i32> <{lanes_}>"
+        )
+
+    def store_rounded(self, numbers: Value, pointer: Value) -> None:
+        narrow = f"<{self._size} x bfloat>"
+        value = self._writer.op(f"fptrunc {self._writer.vector} {numbers} to {narrow}")
+        self._writer.store(value, pointer, narrow)
+
+    def spread(self, pointer: Value, kind: str) -> Value:
+        """A pair in all lanes; of i16: one number, and 0."""
+        word = self._writer.load(pointer, kind)
+        if kind == "i16":
+            word = self._writer.op(f"zext i16 {word} to i32")
+        word = self._writer.spread(word, "i32")
+        return self._writer.op(f"bitcast {self._writer.integers} {word} to {self.kind}")
+
+    def side_by_side(self, first: Value, second: Value | None) -> list[Value]:
+        """Two rows of numbers in memory (None: zeros) as pairs, in the order of `in_order`: what
+        unpacks within 128 bits takes one instruction."""
+        writer, size = self._writer, self._size
+        rows = [
+            "zeroinitializer" if row is None else writer.load(row, self._words)
+            for row in (first, second)
+        ]
+        out = []
+        for half in (0, 4):
+            chosen = (8 * (i // 8) + half + i % 8 // 2 + i % 2 * 2 * size for i in range(2 * size))
+            lane = ", ".join(f"i32 {each}" for each in chosen)
+            joined = writer.op(
+                f"shufflevector {self._words} {rows[0]}, {self._words} {rows[1]}, "
+                f"<{2 * size} x i32> <{lane}>"
+            )
+            out.append(writer.op(f"bitcast {self._words} {joined} to {self.kind}"))
+        return out
+
+    def in_order(self, a: Value, b: Value) -> list[Value]:
+        """Sums of both parts of `side_by_side`, as the numbers stood in memory."""
+        kind, size, out = self._writer.vector, self._size, []
+        for begin in (0, size):
+            places = range(begin, begin + size)
+            lane = ", ".join(f"i32 {d // 8 * 4 + d % 4 + d % 8 // 4 * size}" for d in places)
+            out.append(
+                self._writer.op(f"shufflevector {kind} {a}, {kind} {b}, <{size} x i32> <{lane}>")
+            )
+        return out
 
 
 def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
@@ -149,6 +228,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
     scores = writer.at(writer.argument(_SCORES, "ptr"), writer.mul(slot, writer.mul(room, group)))
     scores = writer.at(scores, shape.block_size)
     many = shape.block_size % size == 0
+    pairs = _Pairs(writer)
 
     def work(item: Value) -> None:
         entry = writer.op(f"udiv i64 {item}, {shape.num_kv_heads}")
@@ -165,21 +245,38 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             [writer.load(writer.at(writer.at(q, first), g * dim + p * size)) for p in range(parts)]
             for g in range(group)
         ]
+        if shape.pairs:
+            query = [[pairs.rounded(*row[p : p + 2]) for p in range(0, parts, 2)] for row in query]
         inside = writer.mul(kv_head, shape.block_size * dim)
 
+        last_block = writer.op(f"sdiv i64 {last}, {shape.block_size}")
+
+        def base_of(number: Value) -> Value:
+            """Where the head's part of the request's block begins."""
+            block = writer.op(f"load i32, ptr {writer.at(table, number, 'i32')}")
+            block = writer.op(f"sext i32 {block} to i64")
+            size_of_block = shape.num_kv_heads * shape.block_size * dim
+            return writer.add(writer.mul(block, size_of_block), inside)
+
+        def ask(cache: Value, number: Value) -> None:
+            """For that block, or the last: the processor does not see where the next one lies."""
+            given = [("i64", number), ("i64", last_block)]
+            base = base_of(writer.call("i64", "llvm.smin.i64", given))
+            for line in range(0, shape.block_size * dim, 32):
+                writer.prefetch(writer.at(cache, writer.add(base, line), shape.dtype))
+
         def over_keys(  # type: ignore[no-untyped-def]
-            cache: Value, carried: list[tuple[str, Value]], each, step: int = 1
+            cache: Value, carried: list[tuple[str, Value]], each, step: int = 1, two=None
         ) -> list[Value]:
             """each(number, address of the key, *carried) for all keys that are seen, of which the
             number 0 is the first, block by block. step: for each so many keys from the beginning
-            of blocks on, of which not all need be seen."""
+            of blocks on, of which not all need be seen. two: the same for a key and the next one of
+            its block; each is then for what is left of a block."""
 
             def in_block(start: Value, *held: Value) -> list[Value]:
                 number = writer.op(f"udiv i64 {start}, {shape.block_size}")
-                block = writer.op(f"load i32, ptr {writer.at(table, number, 'i32')}")
-                block = writer.op(f"sext i32 {block} to i64")
-                size_of_block = shape.num_kv_heads * shape.block_size * dim
-                base = writer.add(writer.mul(block, size_of_block), inside)
+                base = base_of(number)
+                ask(cache, writer.add(number, 1))
                 left = writer.sub(length, start)
                 before = most_of(writer.sub(begin, start), 0)
                 passed = writer.sub(start, begin)
@@ -187,10 +284,16 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                     "i64", "llvm.smin.i64", [("i64", left), ("i64", str(shape.block_size))]
                 )
 
-                def one(index: Value, *held: Value) -> list[Value]:
+                def told(index: Value, what, *held: Value) -> list[Value]:  # type: ignore[no-untyped-def]
                     at = writer.add(base, writer.mul(index, dim))
                     address = writer.at(cache, at, shape.dtype)
-                    return each(writer.add(passed, index), address, *held)
+                    return what(writer.add(passed, index), address, *held)
+
+                def one(index: Value, *held: Value) -> list[Value]:
+                    return told(index, each, *held)
+
+                def both(index: Value, *held: Value) -> list[Value]:
+                    return told(index, two, *held)
 
                 first = (
                     before
@@ -198,6 +301,11 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                     else writer.sub(before, writer.op(f"urem i64 {before}, {step}"))
                 )
                 kinds = [kind for kind, _ in carried]
+                if two is not None:
+                    some = writer.op(f"and i64 {writer.sub(count, before)}, -2")
+                    first = writer.add(before, some)
+                    given = list(zip(kinds, held, strict=True))
+                    held = tuple(writer.loop(before, first, given, both, step=2))
                 return writer.loop(
                     first, count, list(zip(kinds, held, strict=True)), one, step=step
                 )
@@ -205,15 +313,31 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             whole = writer.sub(begin, writer.op(f"urem i64 {begin}, {shape.block_size}"))
             return writer.loop(whole, length, carried, in_block, step=shape.block_size)
 
-        def score(number: Value, address: Value) -> list[Value]:
-            key = [
+        def key_at(address: Value) -> list[Value]:
+            if shape.pairs:
+                at = range(0, dim, 2 * size)
+                return [writer.load(writer.at(address, d, "i16"), pairs.kind) for d in at]
+            return [
                 writer.load_as_float(writer.at(address, p * size, shape.dtype), shape.dtype)
                 for p in range(parts)
             ]
+
+        def product(key: list[Value], g: int) -> Value:
+            """With a head's query, for `sums` and `sum_of_pairs` to add up."""
+            if shape.pairs:
+                total = "zeroinitializer"
+                for a, b in zip(key, query[g], strict=True):
+                    total = pairs.dot(total, a, b)
+                return total
+            total = writer.binary("fmul", key[0], query[g][0])
+            for p in range(1, parts):
+                total = writer.fma(key[p], query[g][p], total)
+            return total
+
+        def score(number: Value, address: Value) -> list[Value]:
+            key = key_at(address)
             for g in range(group):
-                total = writer.binary("fmul", key[0], query[g][0])
-                for p in range(1, parts):
-                    total = writer.fma(key[p], query[g][p], total)
+                total = product(key, g)
                 value = writer.op(f"fmul float {writer.sum_of_pairs(total)}, {scale}")
                 place = writer.at(scores, writer.add(writer.mul(room, g), number))
                 writer.store(value, place, "float")
@@ -223,23 +347,16 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             """Of a vector of keys at once."""
             totals: list[list[Value]] = [[] for _ in range(group)]
             for at in range(size):
-                key = [
-                    writer.load_as_float(
-                        writer.at(address, at * dim + p * size, shape.dtype), shape.dtype
-                    )
-                    for p in range(parts)
-                ]
+                key = key_at(writer.at(address, at * dim, shape.dtype))
                 for g in range(group):
-                    total = writer.binary("fmul", key[0], query[g][0])
-                    for p in range(1, parts):
-                        total = writer.fma(key[p], query[g][p], total)
-                    totals[g].append(total)
+                    totals[g].append(product(key, g))
             for g in range(group):
                 value = writer.binary("fmul", writer.sums(totals[g]), writer.spread(scale))
                 writer.store(value, writer.at(scores, writer.add(writer.mul(room, g), number)))
             return []
 
         over_keys(keys, [], score_many if many else score, size if many else 1)
+        ask(values, writer.op(f"udiv i64 {begin}, {shape.block_size}"))
         inverses = []
         for g in range(group):
             row = writer.at(scores, writer.mul(room, g))
@@ -268,7 +385,10 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             def weigh(at: Value, total: Value, row: Value = row, top: Value = top) -> list[Value]:
                 place = writer.at(row, at)
                 weight = writer.exp(writer.binary("fsub", writer.load(place), top))
-                writer.store(weight, place)
+                if shape.pairs:  # half as far on, where the scores have been read
+                    pairs.store_rounded(weight, writer.at(row, at, "bfloat"))
+                else:
+                    writer.store(weight, place)
                 return [writer.binary("fadd", total, weight)]
 
             (total,) = writer.loop(0, seen, [(kind, "zeroinitializer")], weigh, step=size)
@@ -294,7 +414,37 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                 mixed += [writer.fma(value[p], weight, sums[g * parts + p]) for p in range(parts)]
             return mixed
 
-        sums = over_keys(values, [(kind, "zeroinitializer")] * (group * parts), mix)
+        def mix_pairs(number: Value, address: Value, sums: Sequence[Value], alone: bool):  # type: ignore[no-untyped-def]
+            """Of a key and the next one, or of one alone."""
+            mixed = list(sums)
+            weights = [
+                pairs.spread(
+                    writer.at(writer.at(scores, writer.mul(room, g)), number, "bfloat"),
+                    "i16" if alone else "i32",
+                )
+                for g in range(group)
+            ]
+            for p in range(0, parts, 2):
+                row = writer.at(address, p * size, "bfloat")
+                following = None if alone else writer.at(row, dim, "bfloat")
+                for half, value in enumerate(pairs.side_by_side(row, following)):
+                    for g in range(group):
+                        at = g * parts + p + half
+                        mixed[at] = pairs.dot(mixed[at], value, weights[g])
+            return mixed
+
+        start = [(kind, "zeroinitializer")] * (group * parts)
+        if shape.pairs:
+            sums = over_keys(
+                values,
+                start,
+                lambda number, address, *sums: mix_pairs(number, address, sums, alone=True),
+                two=lambda number, address, *sums: mix_pairs(number, address, sums, alone=False),
+            )
+            ordered = (pairs.in_order(*sums[at : at + 2]) for at in range(0, group * parts, 2))
+            sums = [*chain.from_iterable(ordered)]
+        else:
+            sums = over_keys(values, start, mix)
         for g in range(group):
             for p in range(parts):
                 place = writer.at(writer.at(out, first), g * dim + p * size)
@@ -389,9 +539,11 @@ def attention_for(
         size = lanes()
         if head_dim % size or rotary_dim % (2 * size) or dtype not in _NAMES:
             return None
+        pairs = dtype == torch.bfloat16 and head_dim % (2 * size) == 0 and dot_bf16()
+        kind = _NAMES[dtype]
         return CpuAttention(
             AttentionShape(
-                num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, _NAMES[dtype]
+                num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, kind, pairs
             )
         )
     except CompilerUnavailable:
