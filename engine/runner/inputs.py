@@ -65,17 +65,20 @@ class CpuInputs:
 
         rows = np.asarray(batch.rows, dtype=np.int64)
         starts = np.asarray(batch.starts, dtype=np.int64)
-        lengths = np.asarray(batch.lengths, dtype=np.int64)
-        samples = np.asarray(batch.samples, dtype=bool)
-        query_start = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_start[1:])
-        num_tokens = int(query_start[-1])
-
-        entry = np.repeat(np.arange(len(rows)), lengths)
-        positions = starts[entry] + np.arange(num_tokens) - query_start[entry]
-        token_rows = rows[entry]
         size = self._block_size
-        kv_len = (starts + lengths).astype(np.int32)
+        samples = None
+        if batch.num_decodes == len(batch.rows):  # each brings one token, and samples
+            query_start = np.arange(len(rows) + 1, dtype=np.int32)
+            token_rows, positions, ends, longest = rows, starts, starts + 1, 1
+        else:
+            lengths = np.asarray(batch.lengths, dtype=np.int64)
+            samples = np.asarray(batch.samples, dtype=bool)
+            query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+            np.cumsum(lengths, out=query_start[1:])
+            entry = np.repeat(np.arange(len(rows)), lengths)
+            positions = starts[entry] + np.arange(query_start[-1]) - query_start[entry]
+            token_rows, ends, longest = rows[entry], starts + lengths, int(lengths.max())
+        kv_len = ends.astype(np.int32)
         max_kv_len = int(kv_len.max())
         metas: list[AttentionMeta] = []
         for tables in self._tables:
@@ -92,23 +95,36 @@ class CpuInputs:
                 kv_len=torch.from_numpy(kv_len),
                 block_table=table,
                 num_decodes=batch.num_decodes,
-                max_query_len=int(lengths.max()),
+                max_query_len=longest,
                 max_kv_len=max_kv_len,
                 query_start_host=query_start.tolist(),
                 kv_len_host=kv_len.tolist(),
                 rows=torch.from_numpy(rows),
             )
             metas.append(meta)
-        all_sample = num_tokens == len(rows) and bool(samples.all())
+        token_ids = torch.from_numpy(self._tokens[token_rows, positions])
+        if samples is None:
+            return DeviceStep(
+                token_ids, metas, None, torch.from_numpy(rows), torch.from_numpy(ends)
+            )
+        all_sample = len(positions) == len(rows) and bool(samples.all())
         return DeviceStep(
-            token_ids=torch.from_numpy(self._tokens[token_rows, positions]),
+            token_ids=token_ids,
             metas=metas,
             last=None
             if all_sample
             else torch.from_numpy((query_start[1:] - 1)[samples].astype(np.int64)),
             sample_rows=torch.from_numpy(rows[samples]),
-            sample_positions=torch.from_numpy((starts + lengths)[samples]),
+            sample_positions=torch.from_numpy(ends[samples]),
         )
+
+    def write(self, tokens: Tensor, bad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """New tokens into their rows, those of bad ones too, where nobody reads them. Returns the
+        tokens, -1 for bad ones; all are [n]. Three operations of torch take as long as a layer of a
+        small model does."""
+        chosen, failed = tokens.numpy(), bad.numpy()
+        self._tokens[rows.numpy(), positions.numpy()] = chosen
+        return torch.from_numpy(np.where(failed, -1, chosen)) if failed.any() else tokens
 
 
 class _Staging:

@@ -351,6 +351,9 @@ class ModelRunner:
         else:
             sampled = self.sampler.sample(logits, rows, positions, self.rows.tokens, plan, masked)
         sampled.tokens = group.broadcast(sampled.tokens)
+        if not self._cuda:
+            sampled.tokens = self.inputs.write(sampled.tokens, sampled.bad, rows, positions)
+            return sampled
         self.rows.tokens[rows, positions] = sampled.tokens.to(torch.int32)  # bad rows: 0, unread
         sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
         return sampled

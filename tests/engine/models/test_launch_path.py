@@ -49,6 +49,7 @@ ALLOWED = {
     ("engine/runner/graphs.py", "StepGraphs._launch_seconds"): _START,
     ("engine/runner/inputs.py", "CpuInputs.__init__"): _CPU,
     ("engine/runner/inputs.py", "CpuInputs.assemble"): _CPU,
+    ("engine/runner/inputs.py", "CpuInputs.write"): _CPU,
     ("engine/runner/inputs.py", "_Staging.__init__"): "a view of pinned host memory",
     ("engine/runner/model_runner.py", "ModelRunner.recover"): "after a step that has failed",
     ("engine/runner/results.py", "DeviceResult.wait"): "the place to wait",
