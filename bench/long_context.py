@@ -2,11 +2,11 @@
 
     python -m bench.long_context --model FOLDER --tokens 1024 8192 32768 131072 --out FOLDER
 
-FOLDER needs a config.json only: weights are random, and where it has fewer positions than the
-longest request they are raised, which the result then says. Each length runs twice, the second
-counts; --once for lengths that take minutes on a CPU. Keys and values of the longest request have
-to fit; the table at the start says. `peak_gib`: of the device's memory; on the CPU of this process,
-its weights included (VmHWM).
+FOLDER needs a config.json only: weights are random. `default`, or a .gguf file, is read as it is.
+Where a model has fewer positions than the longest request they are raised, and the result says so.
+Each length runs twice, the second counts; --once for lengths that take minutes on a CPU. Keys and
+values of the longest request have to fit; the table at the start says. `peak_gib`: of the device's
+memory; on the CPU of this process, its weights included (VmHWM).
 """
 
 import argparse
@@ -20,6 +20,7 @@ import torch
 
 from bench.report.result_file import write
 from bench.versus.engine import engine_fields
+from deployments.checkpoints.resolve import resolve_model
 from engine.factory import build
 from engine.library.llm import make_config
 from engine.messages import EngineRequest
@@ -67,9 +68,12 @@ def measure(core: EngineCore, tokens: int) -> dict[str, Any]:
 
 
 def widened(model: str, positions: int, folder: Path) -> dict[str, str]:
-    """A copy of the model's config.json in `folder`, with at least so many positions; what the
-    result has to say about that."""
+    """A copy of the model in `folder`, with at least so many positions; what the result has to say
+    about that."""
     fields = json.loads((Path(model) / "config.json").read_text())
+    for path in Path(model).iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path.resolve())
     own = fields["max_position_embeddings"]
     fields["max_position_embeddings"] = max(own, positions)
     (folder / "config.json").write_text(json.dumps(fields))
@@ -79,7 +83,7 @@ def widened(model: str, positions: int, folder: Path) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", required=True, help="folder with config.json")
+    parser.add_argument("--model", required=True, help="folder with config.json, file or name")
     parser.add_argument("--name", default="model", help="label of the cases")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
     parser.add_argument("--once", action="store_true", help="the first run of a length counts")
@@ -92,9 +96,14 @@ def main() -> None:
         "max_num_seqs": 8,
         "prefix_caching": False,
     }
+    model = args.model
+    if not Path(model).is_dir():
+        fields = engine_fields(args.set)
+        model = str(resolve_model(model, blocks=fields.get("quantization") == "gguf"))
+        del values["load_format"]
     values |= engine_fields(args.set)
     with tempfile.TemporaryDirectory() as folder:
-        raised = widened(args.model, max(args.tokens), Path(folder))
+        raised = widened(model, max(args.tokens), Path(folder))
         core, ready = build(make_config(folder, values))
     print(ready.memory_table, flush=True)
     lines = []
