@@ -214,7 +214,7 @@ def _build_part(
         torch.zeros(1, device=device)  # creates the context here, where its cost has a name
     else:
         torch.set_num_threads(resolved.num_threads)
-    place = open_place(device, _handed_on(resolved))
+    place = open_place(device, _handed_on(resolved), config.deterministic)
     kernels = kernels_for(device.type, config.deterministic)
     phases.end("device")
 
@@ -402,7 +402,8 @@ def _build_runner(
         )
         vocab_size = resolved.model.vocab_size
         never = missing_ids(resolved.folder, vocab_size)
-        sampler = Sampler(max_num_seqs + 1, vocab_size, device, never)
+        part = place.group.share(vocab_size)
+        sampler = Sampler(max_num_seqs + 1, vocab_size, device, never, part)
 
     def runner_with(
         num_blocks: int,

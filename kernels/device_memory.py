@@ -17,6 +17,7 @@ _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _RECOMMENDED = 1  # CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+_PEER_ACCESS = (2, 3)  # CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, _NATIVE_ATOMIC_SUPPORTED
 
 
 class _Location(ctypes.Structure):
@@ -58,6 +59,19 @@ def _call(name: str, *arguments: Any) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
         raise RuntimeError(f"{name}: {(text.value or b'').decode()} (error {code})")
+
+
+def reaches(device: int, peer: int) -> bool:
+    """Whether kernels of a device may read, write and signal in the memory of another, as over
+    NVLink. Numbers are torch's. Raises RuntimeError."""
+    if device == peer:
+        return True
+    able = ctypes.c_int()
+    for what in _PEER_ACCESS:
+        _call("cuDeviceGetP2PAttribute", ctypes.byref(able), what, device, peer)
+        if not able.value:
+            return False
+    return True
 
 
 class Region:

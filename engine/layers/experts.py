@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.build import Builder
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, add_reduced
 from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm, RMSNorm
 from engine.quantization.method import ExpertsSpec
@@ -64,6 +64,7 @@ class Experts:
         assert config.experts is not None
         self.config = experts = config.experts
         self.kernels, self.group = build.kernels, build.group
+        self.then: RMSNorm | None = None  # see `add_reduced`
         self.stack = Stack(build)
         self.router = build.kept("router", experts.choices, config.hidden_size)
         self.others: tuple[Parameter, ...] = (self.router,)
@@ -112,7 +113,7 @@ class Experts:
         if add_to is None:
             if out is None:
                 return self.group.all_reduce(given)
-            return self.group.add_reduced(given, out)
+            return add_reduced(self.group, given, out, self.then)
         return given
 
     def _routed(

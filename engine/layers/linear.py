@@ -55,7 +55,7 @@ class Linear:
             # A token without an adapter shall have the same numbers in a step with adapters, where
             # the norm cannot ride along, and in one without.
             apart = self.lora is not None and method.kernels.DETERMINISTIC
-            if lora is None and not apart and isinstance(norm, RMSNorm):
+            if lora is None and not apart and isinstance(norm, RMSNorm) and not norm.is_ahead(x):
                 if gate is None:
                     return method.apply_norm(state, x, norm.weight, norm.eps)
                 return method.apply_norm_gated(state, x, norm.weight, norm.eps, gate)
@@ -86,6 +86,7 @@ class RowParallelLinear(Linear):
     def __init__(self, spec: LinearSpec, method: LinearMethod, group: TensorParallelGroup) -> None:
         super().__init__(spec, method)
         self.group = group
+        self.then: RMSNorm | None = None  # see `add_reduced`
 
     def forward(  # type: ignore[override]  # nothing stands before it that could ride along
         self, x: Tensor, lora: LoraStep | None = None, *, residual: Tensor | None = None
@@ -99,7 +100,20 @@ class RowParallelLinear(Linear):
             y = self._adapted(y, x, lora)
         if residual is None:
             return self.group.all_reduce(y)
-        return self.group.add_reduced(y, residual)
+        return add_reduced(self.group, y, residual, self.then)
+
+
+def add_reduced(
+    group: TensorParallelGroup, x: Tensor, residual: Tensor, then: RMSNorm | None
+) -> Tensor:
+    """residual + the sum of x over the ranks, written over residual. then: the norm that reads it
+    next, and nothing is added in between."""
+    if then is not None:
+        normed = group.norm_reduced(x, residual, then.weight, then.eps)
+        if normed is not None:
+            then.ahead = residual, normed
+            return residual
+    return group.add_reduced(x, residual)
 
 
 class HeadProducts(Linear):

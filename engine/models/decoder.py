@@ -15,12 +15,14 @@ from torch.nn.functional import normalize
 from engine.config.kv_groups import kv_groups
 from engine.errors import ConfigError
 from engine.layers.attention.edited import attention_block
+from engine.layers.attention.plain import Attention
 from engine.layers.block import Block
 from engine.layers.build import Builder
-from engine.layers.experts import Stack, mlp_block
+from engine.layers.experts import Experts, Stack, mlp_block
 from engine.layers.layer_inputs import LayerInput, LayerInputs
 from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
-from engine.layers.norm import Norm
+from engine.layers.mlp import Mlp
+from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.models.entrance import Entrance
 from engine.quantization.method import DenseState, ExpertsSpec, LinearMethod, LinearSpec, Part
@@ -96,6 +98,11 @@ class DecoderLayer:
             self.scale = build.vector("layer_scale", 1, std=0.0)
 
     @property
+    def ends_with_block(self) -> bool:
+        """Nothing is done to the residual behind the last block."""
+        return self.input is None and self.scale is None
+
+    @property
     def num_parameters(self) -> int:
         """Of its matrices."""
         stacks = chain.from_iterable(each.block.stacks for each in self.sublayers)
@@ -156,6 +163,25 @@ class ParallelLayer(DecoderLayer):
         return mlp.block.forward(other, kv, meta, residual=residual)
 
 
+def _look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
+    """Let what is summed over ranks know the norm that reads the residual next. last: the norm
+    behind all layers."""
+    row = [(layer, each) for layer in layers for each in layer.sublayers]
+    # These give their norm to a product; experts give it to their router.
+    norms = [each.before if type(each.block) in (Attention, Mlp) else None for _, each in row[1:]]
+    for (layer, each), norm in zip(row, [*norms, last], strict=True):
+        inside = each is not layer.sublayers[-1]
+        plain = type(layer) is DecoderLayer and type(each) is Sublayer and each.after is None
+        if plain and isinstance(norm, RMSNorm) and (inside or layer.ends_with_block):
+            block = each.block
+            if type(block) is Experts:
+                block.then = norm
+            elif type(block) in (Attention, Mlp) and isinstance(
+                block.linears[-1], RowParallelLinear
+            ):
+                block.linears[-1].then = norm
+
+
 def _finish_left(each: Linear | Stack) -> None:
     """What the loader has not finished yet."""
     if each.parameters:
@@ -208,6 +234,8 @@ class Decoder:
             )
         self.layer_numbers = own
         self.layers = [layer(build.at(number), tables) for number in own]
+        if build.group.size > 1:
+            _look_ahead(self.layers, self.norm if build.stage.count == 1 else None)
         groups = kv_groups(config, build.group.size, build.group.rank)
         self.kv = groups = groups if build.stage.count == 1 else groups.of(own)
         self._view_of = dict.fromkeys(own, 0)  # of layers without keys any will do
@@ -335,14 +363,15 @@ class Decoder:
         """The last: the final norm. Of the whole model's layers, so not before the last stage."""
         return residual if self.norm is None or not self.stage.first else self.norm(residual)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
         if self.project_out is not None:
             hidden = self.project_out.forward(hidden)
         if self.head is None:
             logits = self._tied.apply(self._tied_head, hidden)
         else:
             logits = self.head.forward(hidden)
-        logits = self.group.gather_columns(logits, self.config.vocab_size)
+        if whole:
+            logits = self.group.gather_columns(logits, self.config.vocab_size)
         cap = self.config.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

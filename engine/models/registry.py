@@ -70,9 +70,10 @@ class Model(Protocol):
         """The last part: what comes out of the last layer of all, after the final norm."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
         """hidden [n, hidden_size] -> [n, vocab_size], float32 on the CPU, else in the model's
-        dtype. Every rank has to call it; what any but the first gets has no meaning."""
+        dtype. Every rank has to call it; what any but the first gets has no meaning. Not whole:
+        [n, share], of this rank's share of the vocabulary (`TensorParallelGroup.share`)."""
         ...
 
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:

@@ -57,6 +57,13 @@ class TensorParallelGroup:
         """residual + the sum of x over the ranks, written over residual."""
         return residual.add_(self.all_reduce(x))
 
+    def norm_reduced(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> Tensor | None:
+        """As add_reduced, and RMSNorm of the residual then, in new memory, where both are one
+        kernel. None: they are not, and nothing was done."""
+        return None
+
     @property
     def recordable(self) -> bool:
         """Whether sums can stand in a program (`kernels.cpu.codegen.program`)."""
@@ -67,7 +74,13 @@ class TensorParallelGroup:
         return attempt()
 
     def check(self) -> None:
-        """After a program with sums in it. Raises RankFailed where one of them failed."""
+        """After a program with sums in it, or a step on a GPU. Raises RankFailed where one of them
+        failed."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x of each rank, of one shape -> [ranks, *x.shape] on all of them."""
+        self._alone()
+        return x[None]
 
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
         """[n, columns] of each rank, its `share` of total -> [n, total] on rank 0. What the others
@@ -105,13 +118,23 @@ class DistributedGroup(TensorParallelGroup):
         dist.all_reduce(x, group=self.process_group)
         return x
 
-    def gather_columns(self, x: Tensor, total: int) -> Tensor:
-        rows, each = x.shape[0], -(-total // self.size)
-        if x.shape[1] < each:
-            x = torch.nn.functional.pad(x, (0, each - x.shape[1]))
-        parts = x.new_empty(self.size, rows, each)
+    def gather(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(self.size, *x.shape)
         dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self.process_group)
-        return parts.movedim(0, 1).reshape(rows, -1)[:, :total].contiguous()
+        return parts
+
+    def gather_columns(self, x: Tensor, total: int) -> Tensor:
+        return self.beside(self.gather(self.padded(x, total)), total)
+
+    def padded(self, x: Tensor, total: int) -> Tensor:
+        """[n, columns] of a rank with as many as the first has."""
+        lacking = -(-total // self.size) - x.shape[1]
+        return torch.nn.functional.pad(x, (0, lacking)) if lacking else x
+
+    @staticmethod
+    def beside(parts: Tensor, total: int) -> Tensor:
+        """[ranks, n, columns] of all ranks, `padded` -> [n, total]."""
+        return parts.movedim(0, 1).flatten(1)[:, :total].contiguous()
 
     def broadcast(self, x: Tensor) -> Tensor:
         dist.broadcast(x, group_src=0, group=self.process_group)

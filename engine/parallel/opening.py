@@ -13,10 +13,12 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from engine.parallel.group import DistributedGroup, TensorParallelGroup
 from engine.parallel.link import DistributedLink, Link, SharedMemoryLink, ring
+from engine.parallel.peers import over_peers
 from engine.parallel.ranks import Ranks
 from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
 from engine.parallel.stages import Stage
 
+BACKEND = "nccl"  # of torch.distributed, between GPUs
 _HOST = "127.0.0.1"
 _LATE = (5, 30, 300)  # seconds
 
@@ -91,11 +93,12 @@ class Activations:
     dtype: torch.dtype
 
 
-# Where a rank computes, and what it hands on -> its place.
-Open = Callable[[torch.device, Activations], Place]
+# Where a rank computes, what it hands on, and whether sums have to have the same bits whatever the
+# size of the message -> its place.
+Open = Callable[[torch.device, Activations, bool], Place]
 
 
-def alone(device: torch.device, handed_on: Activations) -> Place:
+def alone(device: torch.device, handed_on: Activations, exact: bool) -> Place:
     """The place of a rank that has the whole model."""
     return Place()
 
@@ -103,7 +106,7 @@ def alone(device: torch.device, handed_on: Activations) -> Place:
 def first(ranks: Ranks) -> Open:
     """How rank 0 opens it."""
 
-    def open_place(device: torch.device, handed_on: Activations) -> Place:
+    def open_place(device: torch.device, handed_on: Activations, exact: bool) -> Place:
         if device.type == "cpu":
             place = _shared(0, ranks.size, ranks.stages, ranks.memory, handed_on)
             Thread(
@@ -112,7 +115,7 @@ def first(ranks: Ranks) -> Open:
             return place
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         ranks.order("meet_at", store.port)
-        return _distributed(0, ranks.size, ranks.stages, device, store, handed_on)
+        return _distributed(0, ranks.size, ranks.stages, device, store, handed_on, exact)
 
     return open_place
 
@@ -120,13 +123,13 @@ def first(ranks: Ranks) -> Open:
 def other(rank: int, size: int, stages: int, memory: int, port: Callable[[], int]) -> Open:
     """How another rank does. port: waits for what rank 0 says to `meet_at`."""
 
-    def open_place(device: torch.device, handed_on: Activations) -> Place:
+    def open_place(device: torch.device, handed_on: Activations, exact: bool) -> Place:
         if device.type == "cpu":
             place = _shared(rank, size, stages, memory, handed_on)
             os.close(memory)
             return place
         store = TCPStore(_HOST, port(), is_master=False)
-        return _distributed(rank, size, stages, device, store, handed_on)
+        return _distributed(rank, size, stages, device, store, handed_on, exact)
 
     return open_place
 
@@ -176,17 +179,22 @@ def _distributed(
     device: torch.device,
     store: Store,
     handed_on: Activations,
+    exact: bool,
 ) -> Place:
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
-    world = DistributedGroup(rank, size, dist.group.WORLD, device)
+    library = BACKEND == "nccl"
+    bound = device if library else None
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, device_id=bound)
+    of_control = device if library else torch.device("cpu")
+    world = DistributedGroup(rank, size, dist.group.WORLD, of_control)
     if stages == 1:
-        return Place(world, world)
+        return Place(world, _summing(world, device, exact))
     each = size // stages
     stage, member = Stage(rank // each, stages), rank % each
     group = TensorParallelGroup()
     if each > 1:
         made = [dist.new_group([n * each + m for m in range(each)]) for n in range(stages)]
-        group = DistributedGroup(member, each, made[stage.number], device)
+        group = DistributedGroup(member, each, made[stage.number], of_control)
+        group = _summing(group, device, exact)
     likes = [[n * each + m for n in range(stages)] for m in range(each)]
     links = [ring(ranks) for ranks in likes][member]
     link = DistributedLink(
@@ -199,3 +207,7 @@ def _distributed(
         device,
     )
     return Place(world, group, stage, link)
+
+
+def _summing(group: DistributedGroup, device: torch.device, exact: bool) -> DistributedGroup:
+    return over_peers(group, device, exact) if device.type == "cuda" else group

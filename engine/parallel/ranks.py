@@ -73,6 +73,8 @@ class Ranks:
     memory: descriptor of the file that they share, which has no name.
     """
 
+    PROGRAM: Sequence[str] = ("-m", "engine.process.rank")  # what Python runs
+
     def __init__(
         self,
         config: EngineConfig,
@@ -118,7 +120,7 @@ class Ranks:
     def _start(self, start: RankStart, passed: Sequence[int]) -> "subprocess.Popen[bytes]":
         """passed: the descriptors."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine.process.rank"],
+            [sys.executable, *self.PROGRAM],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=2,

@@ -155,6 +155,11 @@ class SharedMemoryGroup(TensorParallelGroup):
                 piece.add_(other)
         return x if onto is None else onto.add_(x)
 
+    def gather(self, x: Tensor) -> Tensor:
+        flat, step = x.reshape(-1), SLOT // x.itemsize
+        pieces = [torch.stack(self._meet(flat[at : at + step])) for at in range(0, len(flat), step)]
+        return torch.cat(pieces, 1).view(self.size, *x.shape)
+
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
         rows = x.shape[0]
         widths = [end - begin for begin, end in (self.share(total, r) for r in range(self.size))]

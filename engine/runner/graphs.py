@@ -204,7 +204,10 @@ class StepGraphs:
 
     def _sample(self, entries: int, mixed: bool, plan: SamplePlan) -> Sampled:
         hidden, rows, positions = self.samples(entries, mixed)
-        return self._runner.sample(self._runner.model.logits(hidden), rows, positions, plan)
+        runner = self._runner
+        parts = runner.by_parts(plan)
+        logits = runner.model.logits(hidden, not parts)
+        return runner.sample(logits, rows, positions, plan, by_parts=parts)
 
     def _capture_forward(self, size: Size, adapters: bool) -> None:
         with self._recording() as graph:

@@ -43,13 +43,15 @@ from kernels.metadata import AttentionMeta
 class _Samples:
     """What a forward pass leaves to choose from, n tokens."""
 
-    # [n, vocab_size]; launched behind the forward pass, so that masks may be made meanwhile
+    # [n, vocab_size], or this rank's part of them; launched behind the forward pass, so that masks
+    # may be made meanwhile
     logits: Tensor
     rows: Tensor  # [n] int64
     positions: Tensor  # [n] int64
     host_rows: list[int]  # rows, on the host
     entries: list[int] | None  # as of DeviceResult
     plan: SamplePlan
+    by_parts: bool  # see `ModelRunner.by_parts`
 
 
 class ModelRunner:
@@ -166,8 +168,9 @@ class ModelRunner:
                 tokens = self.graphs.choose(size, plan)[: len(sample_rows)]
                 return self._finish(batch.step, tokens, entries)
             hidden, rows, positions = self.graphs.samples(len(sample_rows), not decodes_only)
-            logits = self.model.logits(hidden)
-            samples = _Samples(logits, rows, positions, sample_rows, entries, plan)
+            parts = self.by_parts(plan, batch.masked)
+            logits = self.model.logits(hidden, not parts)
+            samples = _Samples(logits, rows, positions, sample_rows, entries, plan, parts)
             return self._sample_now_or_later(batch, samples, [], None)
         step = self.inputs.assemble(batch)
         if self.lora is not None:
@@ -187,9 +190,17 @@ class ModelRunner:
                 return pending
             if step.last is not None:
                 hidden = hidden.index_select(0, step.last)
-            logits = self.model.logits(hidden)
-            given = logits, step.sample_rows, step.sample_positions, sample_rows, entries, plan
-            return self._sample_now_or_later(batch, _Samples(*given), prompt_logprobs, pooled)
+            parts = self.by_parts(plan, batch.masked)
+            samples = _Samples(
+                self.model.logits(hidden, not parts),
+                step.sample_rows,
+                step.sample_positions,
+                sample_rows,
+                entries,
+                plan,
+                parts,
+            )
+            return self._sample_now_or_later(batch, samples, prompt_logprobs, pooled)
 
         if self.link is not None:
             return self._launch_stage(self.link, batch, step, conclude)
@@ -243,6 +254,7 @@ class ModelRunner:
         def sample(masks: NDArray[np.int32]) -> None:
             found = self._sample_masked(batch.step, samples, prompt_logprobs, masked, masks)
             pending.tokens, pending.event = found.tokens, found.event
+            pending.check = found.check
             pending.logprobs, pending.prompt_logprobs = found.logprobs, found.prompt_logprobs
 
         pending.unsampled = sample
@@ -273,7 +285,8 @@ class ModelRunner:
         masked: Masked | None,
     ) -> DeviceResult:
         """The tokens of a step, chosen and on their way to the host."""
-        sampled = self.sample(samples.logits, samples.rows, samples.positions, samples.plan, masked)
+        given = samples.logits, samples.rows, samples.positions, samples.plan
+        sampled = self.sample(*given, masked, by_parts=samples.by_parts)
         pending = self._finish(step, sampled.tokens, samples.entries)
         pending.logprobs = self._launch_logprobs(sampled, samples.host_rows)
         pending.prompt_logprobs = prompt_logprobs
@@ -331,6 +344,11 @@ class ModelRunner:
         views = in_views(self.kv.groups, step.metas, self.kv.block_size)
         return self.programs.through(replace(step, metas=views), entered)
 
+    def by_parts(self, plan: SamplePlan, masked: Sequence[int] = ()) -> bool:
+        """Whether ranks bring the best token of their part of the vocabulary, not its logits.
+        masked: of the batch."""
+        return self.model.group.size > 1 and plan.greedy and plan.simple and not masked
+
     def sample(
         self,
         logits: Tensor,
@@ -338,25 +356,40 @@ class ModelRunner:
         positions: Tensor,
         plan: SamplePlan,
         masked: Masked | None = None,
+        *,
+        by_parts: bool = False,
     ) -> Sampled:
         """Sampling, and the new tokens into their rows.
 
-        logits [n, vocab_size], rows and positions [n] int64. The token of a row whose logits are
-        not finite is -1.
+        logits [n, vocab_size], or by_parts this rank's part of them; rows and positions [n] int64.
+        The token of a row whose logits are not finite is -1.
         """
         group = self.model.group
-        if group.rank:  # which have not all logits
+        if by_parts:
+            sampled = self._best_of_ranks(logits)
+        elif group.rank:  # which have not all logits
             tokens = rows.new_empty(rows.shape)
             sampled = Sampled(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+            sampled.tokens = group.broadcast(sampled.tokens)
         else:
             sampled = self.sampler.sample(logits, rows, positions, self.rows.tokens, plan, masked)
-        sampled.tokens = group.broadcast(sampled.tokens)
+            sampled.tokens = group.broadcast(sampled.tokens)
         if not self._cuda:
             sampled.tokens = self.inputs.write(sampled.tokens, sampled.bad, rows, positions)
             return sampled
         self.rows.tokens[rows, positions] = sampled.tokens.to(torch.int32)  # bad rows: 0, unread
         sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
         return sampled
+
+    def _best_of_ranks(self, logits: Tensor) -> Sampled:
+        """Each rank chooses, and all choose alike: the first of equals, as one rank does."""
+        # Float64 has room for a logit and an id.
+        mine = torch.stack([each.double() for each in self.sampler.best(logits)])
+        values, ids = self.model.group.gather(mine).unbind(1)
+        best, which = values.max(0)
+        bad = ~best.isfinite()
+        tokens = ids.gather(0, which[None])[0].to(torch.int64)
+        return Sampled(tokens.masked_fill_(bad, 0), bad)
 
     def _finish(self, step: int, tokens: Tensor, entries: list[int] | None) -> DeviceResult:
         """Send the tokens to the host behind everything launched so far."""
@@ -367,7 +400,7 @@ class ModelRunner:
         host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return DeviceResult(step, host, entries, event)
+        return DeviceResult(step, host, entries, event, check=self.model.group.check)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True) if self._cuda else tensor

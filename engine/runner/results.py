@@ -26,6 +26,7 @@ class DeviceResult:
     pooled: "tuple[list[int], Tensor] | None" = None  # entries, and of each [hidden_size] float32
     # Until its masks are there: launches the sampling.
     unsampled: "Callable[[NDArray[np.int32]], None] | None" = None
+    check: Callable[[], None] | None = None  # of the sums in it; raises RankFailed
 
     def sample(self, masks: NDArray[np.int32]) -> None:
         """Launch the sampling of a step that waits for masks; see `engine.scheduling.core`."""
@@ -34,11 +35,14 @@ class DeviceResult:
         launch(masks)
 
     def wait(self) -> StepResult:
-        """Block until the step is done on the device and return what it produced."""
+        """Block until the step is done on the device and return what it produced. Raises RankFailed
+        where a sum of several ranks failed."""
         if self.unsampled is not None:
             raise RuntimeError("the step was not sampled")
         if self.event is not None:
             self.event.synchronize()
+        if self.check is not None:
+            self.check()
         tokens: list[int] = self.tokens.tolist()
         result = StepResult(step=self.step, tokens=tokens)
         if tokens and min(tokens) < 0:

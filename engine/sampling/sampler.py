@@ -119,10 +119,16 @@ class Sampler:
 
     never: ids that are never chosen, ascending, since no text has them. Log-probabilities are of
         all ids all the same.
+    part: half-open range of ids whose logits this rank has, for `best`; None = all.
     """
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device, never: Sequence[int] = ()
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        never: Sequence[int] = (),
+        part: tuple[int, int] | None = None,
     ) -> None:
         # Those at the end cost nothing: what chooses does not look there.
         gone = set(never)
@@ -131,6 +137,9 @@ class Sampler:
         self._width = vocab_size
         holes = [token for token in never if token < vocab_size]
         self._holes = torch.tensor(holes, device=device) if holes else None
+        self._part = first, end = part or (0, vocab_size)
+        holes = [token - first for token in holes if first <= token < end]
+        self._holes_of_part = torch.tensor(holes, device=device) if holes else None
         self._rows = ParameterRows(max_rows, vocab_size, device)
         self._scratch: Tensor | None = None
         if device.type == "cuda":
@@ -161,6 +170,19 @@ class Sampler:
             banned=bool(needs & BANNED),
             logprobs=logprobs,
         )
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Of this part of the vocabulary, the most likely token, and the first of equals: its logit
+        [S] float32, NaN where any is, and its id [S] int64. logits [S, part] may be overwritten."""
+        first, end = self._part
+        logits = logits[:, : max(0, min(end, self._width) - first)]
+        if not logits.shape[1]:
+            ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            return torch.full_like(ids, -torch.inf, dtype=torch.float32), ids
+        if self._holes_of_part is not None:
+            logits.index_fill_(1, self._holes_of_part, -torch.inf)
+        values, ids = logits.max(1)
+        return values.float(), ids + first
 
     @staticmethod
     def simple_plan(greedy: bool) -> SamplePlan:

@@ -234,9 +234,9 @@ def test_prompt_logprobs_hold_few_logits(
     rows: list[int] = []
     logits = runner.model.logits
 
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
+    def counted(hidden: torch.Tensor, whole: bool = True) -> torch.Tensor:
         rows.append(hidden.shape[0])
-        return logits(hidden)
+        return logits(hidden, whole)
 
     monkeypatch.setattr(runner.model, "logits", counted)
     params = SamplingParams(temperature=0.0, prompt_logprobs=3)

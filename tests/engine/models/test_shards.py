@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -13,7 +14,10 @@ from torch import Tensor
 from engine.config.model_config import ModelConfig
 from engine.models.registry import build_model
 from engine.parallel import shared_memory
+from engine.parallel.group import TensorParallelGroup
 from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
+from engine.runner.model_runner import ModelRunner
+from engine.sampling.sampler import Sampled, SamplePlan, Sampler
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from tests.engine.models.checkpoints import Paged, load_model, save_checkpoint
@@ -104,6 +108,53 @@ def test_ranks_compute_what_one_does(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
+class NormsAhead(SharedMemoryGroup):
+    """Makes the norm behind a sum with it, as GPUs do."""
+
+    made = 0
+
+    def norm_reduced(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        NormsAhead.made += 1
+        return kernels_for("cpu").rms_norm(self.add_reduced(x, residual), weight, eps)
+
+
+@pytest.mark.parametrize(
+    "model_type, sums",
+    [
+        ("qwen3", 4),  # of both blocks of both layers
+        ("qwen3_moe", 2),  # of experts: the router has a norm of its own
+        ("gemma2", 0),  # norms between sum and residual
+        ("cohere", 0),  # both blocks read one norm
+    ],
+)
+@torch.inference_mode()
+def test_norms_are_made_with_the_sums_before_them(
+    model_type: str, sums: int, tmp_path: Path
+) -> None:
+    """Bugs: a norm of the residual before something else is added; one that is made twice; one of
+    an earlier step."""
+    changes = CASES["experts"][1] if model_type == "qwen3_moe" else {}
+    save_checkpoint(tmp_path, model_type, **changes)
+    ids, blocks = torch.randint(3, 101, (20,)), [3, 1, 4, 0, 2]
+    cuts = ((0, 18), (18, 19), (19, 20))
+    whole = Paged(load_model(tmp_path))
+    want = [whole.run((ids[:end], blocks, start))[0] for start, end in cuts]
+    config = ModelConfig.from_folder(tmp_path)
+    NormsAhead.made = 0
+
+    def work(group: SharedMemoryGroup) -> list[Tensor]:
+        group = NormsAhead(group.rank, group.size, group.state)
+        model = build_model(config, torch.float32, "cpu", kernels_for("cpu"), group=group)
+        load_weights(model, tmp_path)
+        paged = Paged(model)
+        return [paged.run((ids[:end], blocks, start))[0] for start, end in cuts]
+
+    found, _ = together(RANKS, work)
+    for ours, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert NormsAhead.made == RANKS * len(cuts) * sums
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_meet(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: a piece of a message that is larger than a slot is lost; a rank reads what another one
@@ -119,6 +170,8 @@ def test_sums_meet(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         begin, end = group.share(40)
         gathered = group.gather_columns(columns[:, begin:end], 40)
         told = group.broadcast(torch.full((100,), group.rank + 5))
+        each = group.gather(torch.full((2, 50), group.rank))
+        assert each.flatten(1).unique(dim=1).flatten().tolist() == [*range(size)]
         return sums, gathered, told, group.least(7 - group.rank)
 
     found = together(size, work)
@@ -128,6 +181,43 @@ def test_sums_meet(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(told, torch.full((100,), 5))
         assert least == 8 - size
     assert torch.equal(found[0][1], columns)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_best_token_is_that_of_all_logits(size: int) -> None:
+    """Bugs: the last of equals; an id of the part, not of the vocabulary; an id that no text has,
+    or a column in its place in another part; a row that is not finite on another rank; a part that
+    has no ids."""
+    never, vocab = [0, 8, 17, 18], 19
+    logits = torch.randn(60, vocab).round()
+    logits[3, 7], logits[4, 2], logits[5] = torch.nan, torch.inf, -torch.inf
+    logits[6, 10:] = -torch.inf
+    rows, positions = torch.zeros(60, dtype=torch.int64), torch.ones(60, dtype=torch.int64)
+    device = torch.device("cpu")
+
+    def runner(group: TensorParallelGroup, count: int) -> ModelRunner:
+        made: Any = object.__new__(ModelRunner)
+        part = group.share(count)
+        made.sampler = Sampler(2, count, device, [each for each in never if each < count], part)
+        made.model = SimpleNamespace(group=group)
+        made.rows = SimpleNamespace(tokens=torch.zeros(2, 9, dtype=torch.int32))
+        return made  # type: ignore[no-any-return]
+
+    for count in (vocab, 2):  # of 2 the third of three ranks has nothing
+        given, plan = logits[:, :count], SamplePlan()
+        want = runner(TensorParallelGroup(), count).sample(given.clone(), rows, positions, plan)
+
+        def work(group: SharedMemoryGroup, given: Tensor = given, count: int = count) -> Sampled:
+            own, plan = runner(group, count), SamplePlan()
+            assert own.by_parts(plan) and not own.by_parts(plan, [0])
+            assert not own.by_parts(SamplePlan(sampled=True))
+            assert not own.by_parts(SamplePlan(logprobs=0))
+            begin, end = group.share(count)
+            return own.sample(given[:, begin:end].clone(), rows, positions, plan, by_parts=True)
+
+        for found in together(size, work):
+            assert torch.equal(found.tokens, want.tokens)
+            assert torch.equal(found.bad, want.bad)
 
 
 def test_a_rank_that_fails_lets_the_others_know() -> None:

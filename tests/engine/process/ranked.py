@@ -69,10 +69,10 @@ def config_of(folder: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), device="cpu", **{**values, **changes})
 
 
-def start(config: EngineConfig) -> tuple[EngineCore, Ranks | None]:
+def start(config: EngineConfig, kind: type[Ranks] = Threads) -> tuple[EngineCore, Ranks | None]:
     ranks = None
     if config.num_ranks > 1:
-        ranks = Threads(config, lambda error: pytest.fail(str(error)))
+        ranks = kind(config, lambda error: pytest.fail(str(error)))
     return build(config, None, None, ranks)[0], ranks
 
 

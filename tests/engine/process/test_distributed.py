@@ -13,13 +13,14 @@ import sys
 import torch
 import torch.distributed as dist
 from engine.parallel import opening
+opening.BACKEND = "gloo"
 
 rank, size, stages, file = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-each, init = size // stages, dist.init_process_group
-dist.init_process_group = lambda backend, device_id, **rest: init("gloo", **rest)
+each = size // stages
 handed_on = opening.Activations(2, 8, 5, torch.float32)
 device = torch.device("cpu")
-place = opening._distributed(rank, size, stages, device, dist.FileStore(file, size), handed_on)
+store = dist.FileStore(file, size)
+place = opening._distributed(rank, size, stages, device, store, handed_on, False)
 assert (place.group.rank, place.group.size) == (rank % each, each)
 assert place.stage.number == rank // each and not place.recovers
 assert place.world.least(7 - rank) == 8 - size
@@ -37,6 +38,7 @@ for step in range(1, 4) if first else ():
     begin, end = place.group.share(5)
     whole = place.group.gather_columns(x[:, begin:end] + torch.arange(begin, end), 5)
     assert torch.equal(whole, x + torch.arange(5))
+    assert place.group.gather(torch.tensor([rank])).flatten().tolist() == [*range(each)]
     told = place.group.broadcast(torch.tensor([rank + 9]))
     assert told.tolist() == [9]
 place.world.least(0)

@@ -71,6 +71,8 @@ def test_texts_are_those_of_one_rank(
         again = serve(core, requests[-3:])
         assert any(output.cached for output in again.values())
         assert told(again).items() <= told(first).items()
+        greedy = [each for each in requests if not each.params.temperature]
+        assert told(serve(core, greedy)).items() <= told(first).items()
         found.append(first)
         if others is not None:
             others.close()

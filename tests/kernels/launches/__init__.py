@@ -6,6 +6,7 @@ from tests.kernels.launches.attention import attention, latent, quantized_attent
 from tests.kernels.launches.experts import experts, experts_in_fewer_bits
 from tests.kernels.launches.gemm import layers, packed, plain
 from tests.kernels.launches.lora import adapters
+from tests.kernels.launches.ranks import peers
 from tests.kernels.launches.recurrent import convolution, delta, kimi, mamba, mamba_1
 from tests.kernels.launches.sampling import assembly, sampling
 
@@ -15,6 +16,6 @@ PARTS: dict[str, Callable[[str], None]] = {
     for part in (
         *(layers, packed, plain, attention, quantized_attention, latent),
         *(sampling, assembly, adapters, experts, experts_in_fewer_bits),
-        *(delta, kimi, mamba, mamba_1, convolution),
+        *(delta, kimi, mamba, mamba_1, convolution, peers),
     )
 }

@@ -1,0 +1,135 @@
+"""PeerGroup: ranks that are GPUs which see each other's memory. Small sums go through it, large
+ones through NCCL."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.parallel.group import DistributedGroup
+from engine.parallel.shared_memory import RankFailed
+from kernels.device_memory import reaches
+
+# Ranks -> bytes of a message up to which one shot is taken, and up to which memory is, beyond which
+# it is NCCL. Of several GPUs nothing has been measured here yet: where the ways cross is what
+# others measured on H100 with NVLink (vLLM pull requests 24111 and 24532).
+# `python -m bench.parallel --sums` measures it.
+CROSSINGS = {2: (8 << 20, 8 << 20), 4: (1 << 20, 8 << 20), 8: (256 << 10, 8 << 20)}
+
+logger = logging.getLogger("manta.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGroup(DistributedGroup):
+    """memory: `kernels.peer_sums.PeerMemory`, whose kernels can be captured. exact: a sum has the
+    same bits however large the message is, so none is NCCL's, which chooses its order by size. Nor
+    is one where process_group is not NCCL's, as where ranks share a device."""
+
+    memory: Any = None
+    exact: bool = False
+
+    @property
+    def crossings(self) -> tuple[int, int]:
+        """Those of CROSSINGS for as many ranks, or for the next more."""
+        return CROSSINGS[min(n for n in CROSSINGS if n >= min(self.size, max(CROSSINGS)))]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._beyond(x, self.exact):
+            return DistributedGroup.all_reduce(self, x)
+        return self._sum(x, None)
+
+    def add_reduced(self, x: Tensor, residual: Tensor) -> Tensor:
+        if self._beyond(x, self.exact):
+            return residual.add_(DistributedGroup.all_reduce(self, x))
+        return self._sum(x, residual)
+
+    def norm_reduced(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> Tensor | None:
+        memory = self.memory
+        if x.nbytes > self.crossings[0] or not memory.norm_fits(x):
+            return None
+        normed: Tensor = memory.norm_one_shot(x, residual, weight, eps)
+        return normed
+
+    def _sum(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        memory = self.memory
+        few, flat = self.crossings[0], x.view(-1)
+        onto = None if residual is None else residual.view(-1)
+        for begin, end in self._pieces(x):
+            shot = memory.one_shot if (end - begin) * x.itemsize <= few else memory.two_shot
+            shot(flat[begin:end], None if onto is None else onto[begin:end])
+        return x if residual is None else residual
+
+    def gather(self, x: Tensor) -> Tensor:
+        return DistributedGroup.gather(self, x) if self._beyond(x) else self._gather(x, self.size)
+
+    def gather_columns(self, x: Tensor, total: int) -> Tensor:
+        if self._beyond(x):
+            return DistributedGroup.gather_columns(self, x, total)
+        parts = self._gather(self.padded(x, total), 0 if self.rank else self.size)
+        return x if self.rank else self.beside(parts, total)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        if self._beyond(x):
+            return DistributedGroup.broadcast(self, x)
+        return x.copy_(self._gather(x, 1)[0])
+
+    def _gather(self, x: Tensor, ranks: int) -> Tensor:
+        """[ranks, *x.shape], of the first so many ranks."""
+        flat = x.contiguous().view(-1)
+        pieces = [self.memory.gather(flat[begin:end], ranks) for begin, end in self._pieces(x)]
+        found = pieces[0] if len(pieces) == 1 else torch.cat([flat.new_empty(ranks, 0), *pieces], 1)
+        return found.view(ranks, *x.shape)
+
+    def _beyond(self, x: Tensor, exact: bool = False) -> bool:
+        """Whether it is for NCCL, if that may do it."""
+        library = not exact and dist.get_backend(self.process_group) == "nccl"
+        return library and x.nbytes > self.crossings[1]
+
+    def _pieces(self, x: Tensor) -> list[tuple[int, int]]:
+        step = self.crossings[1] // x.itemsize
+        return [(at, min(at + step, x.numel())) for at in range(0, x.numel(), step)]
+
+    def check(self) -> None:
+        late = int(self.memory.late)
+        if late >= 0:
+            raise RankFailed(f"rank {late} of {self.size} has not come to a sum for minutes")
+
+
+def over_peers(group: DistributedGroup, device: torch.device, exact: bool) -> DistributedGroup:
+    """The same ranks as a PeerGroup; or as they are, and the log says why, where their devices do
+    not see each other's memory. All of them call this together."""
+    here = torch.tensor([device.index], device=group.device)
+    devices = [int(each) for each in group.gather(here).flatten()]
+    memory, why = None, "they have no way into each other's memory that carries signals"
+    if group.least(all(reaches(device.index, each) for each in devices)):
+        try:
+            memory = _open(group, device)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+        if not group.least(memory is not None):
+            memory = None
+    if memory is None:
+        if not group.rank:
+            logger.warning("sums of GPUs %s go through NCCL: %s", devices, why)
+        return group
+    return PeerGroup(
+        group.rank, group.size, group.process_group, group.device, memory=memory, exact=exact
+    )
+
+
+def _open(group: DistributedGroup, device: torch.device) -> Any:
+    import torch.distributed._symmetric_memory as symmetric  # of CUDA alone, as Triton is
+
+    from kernels.peer_sums import PeerMemory, region_bytes
+
+    region = symmetric.empty(region_bytes(group.size), dtype=torch.uint8, device=device)
+    region.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric.rendezvous(region, group.process_group)
+    group.least(0)  # none signals before all have zeros
+    return PeerMemory.over(group.rank, handle.buffer_ptrs, device, holder=(region, handle))

@@ -1,0 +1,357 @@
+"""Sums over memory that several GPUs see: each rank's kernel reads what the others have brought.
+
+Each rank has a region of device memory that all ranks have mapped (NVLink or PCIe):
+
+    signals | program 0: of rank 0, of rank 1, ... | program 1: ...        int64
+    calls   | program 0 | program 1 | ...                                  int64
+    slots   | turn 0: program 0, program 1, ... | turn 1: program 0, ...
+
+In a call, program p of each rank copies its units of x into its slot, signals to program p of each
+other rank, waits for their signals, and reads their slots. Programs of another number have nothing
+to do with each other. The ranks' calls are the same in the same order, so the calls that program p
+has made are the same number on all of them. It is counted on the device, and a CUDA graph that is
+replayed counts on.
+
+Turns: one wait is enough. A rank writes into a slot of call k again in call k + 2 at the earliest.
+In call k + 1 it has seen the signals of all, which they give when their kernel of call k has ended,
+as a stream's kernels follow each other.
+
+One shot: each rank reads all of what all ranks bring, and adds. Two shots: each rank adds up its
+share of the tiles, and the ranks then read the sums of each other. That moves fewer bytes from four
+ranks on, for one more wait. In both the sum is taken in float32 in the order of ranks and rounded
+once, and then added to the residual. So all ranks have the same bits, whichever way they took.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
+
+PROGRAMS = 64  # fewer than any device has multiprocessors, as all have to run at once
+SLOT = 1 << 17  # bytes that a program brings at most
+LARGEST = PROGRAMS * SLOT  # bytes of a message
+PATIENCE = 1 << 29  # looks for a signal, of about a microsecond each: minutes
+
+
+def region_bytes(size: int) -> int:
+    """Of each rank's memory, with so many ranks. It begins as zeros."""
+    return _head(size) + 2 * PROGRAMS * SLOT
+
+
+def _head(size: int) -> int:
+    """Where slots begin."""
+    return -(-8 * PROGRAMS * (size + 1) // 256) * 256
+
+
+@triton.jit
+def _region(peers, rank, dtype: tl.constexpr):
+    """Of a rank, as a pointer."""
+    return tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _slot(peers, rank, turn, HEAD: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, dtype):
+    """What this program of a rank brings in this turn."""
+    at = tl.load(peers + rank) + HEAD + (turn * PROGRAMS + tl.program_id(0)) * SLOT
+    return tl.multiple_of(at.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _meet(peers, wanted, patience, late, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Until this program of all ranks is here, or has been waited for in vain. Returns how many
+    have not come."""
+    RANKS: tl.constexpr = triton.next_power_of_2(SIZE)
+    rank = tl.arange(0, RANKS)
+    others = (rank < SIZE) & (rank != RANK)
+    place = tl.program_id(0) * SIZE
+    theirs = tl.load(peers + rank, mask=others, other=0).to(tl.pointer_type(tl.int64))
+    ours = _region(peers, RANK, tl.int64) + place + rank
+    said = tl.zeros([RANKS], tl.int64) + wanted
+    nothing = tl.zeros([RANKS], tl.int64)
+    tl.debug_barrier()  # what all threads have written is signalled by a few
+    tl.atomic_xchg(theirs + place + RANK, said, mask=others, sem="release", scope="sys")
+    seen = tl.atomic_add(ours, nothing, mask=others, sem="acquire", scope="sys")
+    missing = tl.sum((others & (seen < wanted)).to(tl.int32), axis=0)
+    looks = 0
+    while (missing > 0) & (looks < patience):
+        seen = tl.atomic_add(ours, nothing, mask=others, sem="acquire", scope="sys")
+        missing = tl.sum((others & (seen < wanted)).to(tl.int32), axis=0)
+        looks += 1
+    if missing > 0:
+        tl.store(late, tl.max(tl.where(others & (seen < wanted), rank, 0), axis=0))
+    tl.debug_barrier()
+    return missing
+
+
+@triton.jit(do_not_specialize=["patience"])
+def _one_shot_kernel(
+    x,
+    onto,  # x itself, or the residual that the sum is added to
+    weight,
+    normed,
+    peers,
+    late,
+    eps,
+    total,
+    columns,
+    patience,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SLOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A unit is a row of columns where there is a norm, else a tile."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    units = tl.cdiv(total, columns)
+    cols = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    calls = _region(peers, RANK, tl.int64) + PROGRAMS * SIZE + tl.program_id(0)
+    call = tl.load(calls)
+    mine = _slot(peers, RANK, call & 1, HEAD, PROGRAMS, SLOT, dtype) + cols
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        at = unit * columns + cols
+        mask = (cols < columns) & (at < total)
+        tl.store(mine, tl.load(x + at, mask=mask), mask=mask)
+        mine += BLOCK
+    missing = _meet(peers, 2 * call + 1, patience, late, RANK, SIZE)
+    if PDL:
+        # Not before: what is launched then may take the place of a rank that has not come, where
+        # ranks share a device.
+        gdc_launch_dependents()
+    read = cols
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        at = unit * columns + cols
+        mask = (cols < columns) & (at < total)
+        value = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(SIZE):
+            theirs = _slot(peers, rank, call & 1, HEAD, PROGRAMS, SLOT, dtype)
+            value += tl.load(theirs + read, mask=mask, other=0.0).to(tl.float32)
+        value = tl.where(missing == 0, value, float("nan")).to(dtype)
+        if ADD:
+            before = tl.load(onto + at, mask=mask, other=0.0)
+            value = (before.to(tl.float32) + value.to(tl.float32)).to(before.dtype)
+        tl.store(onto + at, value, mask=mask)
+        if NORM:
+            value = value.to(tl.float32)
+            rms = tl.sqrt(tl.sum(value * value, axis=0) / columns + eps)
+            scale = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+            tl.store(normed + at, (value / rms * scale).to(normed.dtype.element_ty), mask=mask)
+        read += BLOCK
+    tl.store(calls, call + 1)
+
+
+@triton.jit(do_not_specialize=["patience"])
+def _two_shot_kernel(
+    x,
+    onto,
+    peers,
+    late,
+    total,
+    patience,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SLOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A unit is a tile for each rank to add up, which it writes over its own in its slot: no other
+    rank reads that one before the second wait."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    units = tl.cdiv(total, SIZE * BLOCK)
+    cols = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    calls = _region(peers, RANK, tl.int64) + PROGRAMS * SIZE + tl.program_id(0)
+    call = tl.load(calls)
+    mine = _slot(peers, RANK, call & 1, HEAD, PROGRAMS, SLOT, dtype) + cols
+    write = mine
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        for rank in tl.static_range(SIZE):
+            at = (unit * SIZE + rank) * BLOCK + cols
+            tl.store(write, tl.load(x + at, mask=at < total), mask=at < total)
+            write += BLOCK
+    missing = _meet(peers, 2 * call + 1, patience, late, RANK, SIZE)
+    read = cols + RANK * BLOCK
+    write = mine + RANK * BLOCK
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        at = (unit * SIZE + RANK) * BLOCK + cols
+        value = tl.zeros([BLOCK], tl.float32)
+        for rank in tl.static_range(SIZE):
+            theirs = _slot(peers, rank, call & 1, HEAD, PROGRAMS, SLOT, dtype)
+            value += tl.load(theirs + read, mask=at < total, other=0.0).to(tl.float32)
+        tl.store(write, value.to(dtype), mask=at < total)
+        read += SIZE * BLOCK
+        write += SIZE * BLOCK
+    if missing == 0:
+        missing = _meet(peers, 2 * call + 2, patience, late, RANK, SIZE)
+    if PDL:
+        gdc_launch_dependents()
+    read = cols
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        for rank in tl.static_range(SIZE):
+            at = (unit * SIZE + rank) * BLOCK + cols
+            theirs = _slot(peers, rank, call & 1, HEAD, PROGRAMS, SLOT, dtype)
+            value = tl.load(theirs + read, mask=at < total, other=0.0).to(tl.float32)
+            value = tl.where(missing == 0, value, float("nan")).to(dtype)
+            if ADD:
+                before = tl.load(onto + at, mask=at < total, other=0.0)
+                value = (before.to(tl.float32) + value.to(tl.float32)).to(before.dtype)
+            tl.store(onto + at, value, mask=at < total)
+            read += BLOCK
+    tl.store(calls, call + 1)
+
+
+@triton.jit(do_not_specialize=["patience"])
+def _gather_kernel(
+    x,
+    out,
+    peers,
+    late,
+    total,
+    patience,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    FROM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SLOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [FROM, total]: what the first FROM ranks bring."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    units = tl.cdiv(total, BLOCK)
+    cols = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    calls = _region(peers, RANK, tl.int64) + PROGRAMS * SIZE + tl.program_id(0)
+    call = tl.load(calls)
+    mine = _slot(peers, RANK, call & 1, HEAD, PROGRAMS, SLOT, dtype) + cols
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        at = unit * BLOCK + cols
+        tl.store(mine, tl.load(x + at, mask=at < total), mask=at < total)
+        mine += BLOCK
+    _meet(peers, 2 * call + 1, patience, late, RANK, SIZE)
+    if PDL:
+        gdc_launch_dependents()
+    read = cols
+    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+        at = unit * BLOCK + cols
+        for rank in tl.static_range(FROM):
+            theirs = _slot(peers, rank, call & 1, HEAD, PROGRAMS, SLOT, dtype)
+            value = tl.load(theirs + read, mask=at < total)
+            tl.store(out + rank * total + at, value, mask=at < total)
+        read += BLOCK
+    tl.store(calls, call + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """Of one rank among the ranks of a group.
+
+    peers: int64 [size] on the device: where the region of each rank is, as this device sees it.
+    late: int32 [1] that the host reads, pinned: -1, or the rank that was waited for in vain. What
+    it was waited for in is NaN, or anything where it is no sum. patience: looks for a signal.
+    holder: what the regions go with.
+    """
+
+    rank: int
+    size: int
+    peers: Tensor
+    late: Tensor
+    patience: int = PATIENCE
+    holder: Any = None
+
+    @classmethod
+    def over(
+        cls, rank: int, addresses: Sequence[int], device: torch.device, holder: Any = None
+    ) -> "PeerMemory":
+        """addresses: of all ranks' regions, in the order of ranks, each of `region_bytes` that are
+        zeros."""
+        peers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        late = torch.full((1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return cls(rank, len(addresses), peers, late, holder=holder)
+
+    def _options(self, device: torch.device) -> dict[str, int]:
+        options = {"RANK": self.rank, "SIZE": self.size, "HEAD": _head(self.size)}
+        return {**options, "PROGRAMS": PROGRAMS, "SLOT": SLOT, **pdl(device)}
+
+    def one_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The sum of x over the ranks, in place, or added to the residual of x's shape in place.
+        x: contiguous, of at most LARGEST bytes."""
+        block = _block(x, PROGRAMS)
+        programs = min(PROGRAMS, triton.cdiv(x.numel(), block))
+        onto = x if residual is None else residual
+        _one_shot_kernel[(programs,)](
+            x, onto, x, x, self.peers, self.late, 0.0, x.numel(), block, self.patience,
+            ADD=residual is not None, NORM=False, BLOCK=block,
+            num_warps=_warps(block, x), **self._options(x.device),
+        )  # fmt: skip
+        return onto
+
+    @staticmethod
+    def norm_fits(x: Tensor) -> bool:
+        """Whether rows [n, columns] are few enough for `norm_one_shot`."""
+        rows, columns = x.shape
+        each = triton.cdiv(rows, PROGRAMS) * triton.next_power_of_2(columns)
+        return rows > 0 and each * x.itemsize <= SLOT
+
+    def norm_one_shot(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The residual as by `one_shot`, and then `norm.rms_norm` of it in new memory, with its
+        bits."""
+        rows, columns = x.shape
+        normed, block = torch.empty_like(residual), triton.next_power_of_2(columns)
+        _one_shot_kernel[(min(PROGRAMS, rows),)](
+            x, residual, weight, normed, self.peers, self.late, eps, x.numel(), columns,
+            self.patience, ADD=True, NORM=True, BLOCK=block,
+            num_warps=max(1, min(16, block // 256)), **self._options(x.device),
+        )  # fmt: skip
+        return normed
+
+    def two_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """As one_shot."""
+        block = _block(x, PROGRAMS * self.size)
+        programs = min(PROGRAMS, triton.cdiv(x.numel(), block * self.size))
+        onto = x if residual is None else residual
+        _two_shot_kernel[(programs,)](
+            x, onto, self.peers, self.late, x.numel(), self.patience,
+            ADD=residual is not None, BLOCK=block,
+            num_warps=_warps(block, x), **self._options(x.device),
+        )  # fmt: skip
+        return onto
+
+    def gather(self, x: Tensor, ranks: int) -> Tensor:
+        """[ranks, *x.shape]: what the first so many ranks bring. x: as of one_shot."""
+        out, block = x.new_empty((ranks, *x.shape)), _block(x, PROGRAMS)
+        programs = min(PROGRAMS, triton.cdiv(x.numel(), block))
+        _gather_kernel[(programs,)](
+            x, out, self.peers, self.late, x.numel(), self.patience,
+            FROM=ranks, BLOCK=block, num_warps=_warps(block, x), **self._options(x.device),
+        )  # fmt: skip
+        return out
+
+
+def _block(x: Tensor, among: int) -> int:
+    """Elements of a tile: few where there are few, so that all programs have some."""
+    least, most = 512 // x.itemsize, 16384 // x.itemsize
+    return max(least, min(most, triton.next_power_of_2(triton.cdiv(x.numel(), among))))
+
+
+def _warps(block: int, x: Tensor) -> int:
+    """So many that a thread reads 16 bytes at once."""
+    return max(1, min(16, block * x.itemsize // 512))

@@ -1,0 +1,90 @@
+"""Ranks whose sums go through the memory of GPUs. They are processes on one GPU here, so that a
+machine with one shows it: torch's symmetric memory takes them, and what NCCL would do, which does
+not, goes through that memory too."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import resolve
+from engine.config.engine_config import EngineConfig
+from engine.parallel import opening, peers
+from engine.parallel.peers import PeerGroup
+from engine.parallel.ranks import Ranks
+from tests.engine.process.ranked import (
+    add_adapters,
+    config_of,
+    everything,
+    logprobs_of,
+    model_and_adapters,
+    serve,
+    start,
+    told,
+)
+
+ON_ONE_GPU = """
+import os
+import torch
+from engine import resolve
+from engine.parallel import opening
+resolve._device = lambda config, rank: torch.device("cuda", 0)
+opening.BACKEND = "gloo"
+from engine.process import rank
+os._exit(rank.main())
+"""
+
+
+class OnOneGpu(Ranks):
+    PROGRAM = ("-c", ON_ONE_GPU)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setattr(resolve, "_device", lambda config, rank: torch.device("cuda", 0))
+    monkeypatch.setattr(opening, "BACKEND", "gloo")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_gpu(folder: Path, **changes: object) -> EngineConfig:
+    return msgspec.structs.replace(config_of(folder, **changes), device="cuda")
+
+
+@pytest.mark.gpu
+def test_texts_are_those_of_one_rank(one_gpu: None, tmp_path: Path) -> None:
+    """Bugs: a graph that is replayed on one rank reads what another brought to an earlier step; a
+    norm that was made with the sum of another layer; a best token of the wrong part of the
+    vocabulary."""
+    model = model_and_adapters(tmp_path, head_dim=16, hidden_size=64)
+    requests = everything(model)
+    found = []
+    for size in (1, 2):
+        core, others = start(on_gpu(model["model"], tensor_parallel=size), OnOneGpu)
+        add_adapters(core, model)
+        found.append(serve(core, requests))
+        runner = core._runner._runner if size > 1 else core._runner
+        assert runner.graphs is not None and runner.graphs._forwards
+        if others is not None:
+            group = runner.model.group
+            assert isinstance(group, PeerGroup)
+            assert all(layer.mlp.block.down.group is group for layer in runner.model.layers)
+            group.check()
+            others.close()
+        del core, runner
+    assert told(found[0]) == told(found[1])
+    for id, output in found[0].items():
+        assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=1e-3)
+
+
+def test_crossings_are_of_as_many_ranks_or_the_next_more() -> None:
+    """Bug: a number of ranks that the table does not have."""
+    for size, row in ((2, 2), (3, 4), (4, 4), (6, 8), (8, 8), (16, 8)):
+        assert PeerGroup(0, size).crossings == peers.CROSSINGS[row]
+    for few, most in peers.CROSSINGS.values():
+        assert few <= most <= 8 << 20

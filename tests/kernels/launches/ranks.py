@@ -1,0 +1,20 @@
+"""Launches of sums over ranks."""
+
+from kernels.peer_sums import PeerMemory
+from tests.kernels.launches.sizes import EPS, MODELS, bf16, int32, int64
+
+
+def peers(model: str) -> None:
+    """Of two and of eight ranks, at decode and prefill sizes."""
+    hidden = MODELS[model].hidden
+    for size in (2, 8):
+        rank = PeerMemory(1, size, int64(size), int32(1))
+        for rows in (1, 64):
+            x = bf16(rows, hidden)
+            rank.one_shot(x)
+            rank.one_shot(x, bf16(rows, hidden))
+            rank.two_shot(x)
+            rank.two_shot(x, bf16(rows, hidden))
+            rank.norm_one_shot(x, bf16(rows, hidden), bf16(hidden), EPS)
+            rank.gather(x, size)
+        rank.gather(int64(rows), 1)

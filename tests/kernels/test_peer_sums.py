@@ -1,0 +1,187 @@
+"""Sums over the memory of peers: ranks one after the other in the interpreter, where what they wait
+for has come already; on a GPU ranks that are streams of it, and really wait, in CUDA graphs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import peer_sums
+from kernels.norm import rms_norm
+from kernels.peer_sums import PeerMemory, region_bytes
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
+
+EPS = 1e-5
+Call = Callable[[PeerMemory, Tensor], Tensor]
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has several units of a small message."""
+    monkeypatch.setattr(peer_sums, "PROGRAMS", 3)
+
+
+def ranks_of(size: int) -> tuple[list[Tensor], list[PeerMemory]]:
+    """Regions, and what their ranks see, with a patience of seconds."""
+    device = torch.device(DEVICE)
+    regions = [
+        torch.zeros(region_bytes(size), dtype=torch.uint8, device=device) for _ in range(size)
+    ]
+    at = [region.data_ptr() for region in regions]
+    return regions, [replace(PeerMemory.over(r, at, device), patience=1 << 22) for r in range(size)]
+
+
+def all_have_come(regions: list[Tensor]) -> None:
+    """To all of the calls that are made from the first on."""
+    size, programs = len(regions), peer_sums.PROGRAMS
+    for region in regions:
+        words = region[: 8 * programs * (size + 1)].view(torch.int64)
+        words[: programs * size] = 1 << 40  # signals
+        words[programs * size :] = 0  # calls
+
+
+def one_after_the_other(size: int, waits: int, call: Call, given: list[Tensor]) -> list[Tensor]:
+    """What each rank's call gives when all have come. Ranks go through it once for each wait and
+    once more, each time as if it were the first: then what they wait for is in its place."""
+    regions, ranks = ranks_of(size)
+    found: list[Tensor] = []
+    for _ in range(waits + 1):
+        all_have_come(regions)
+        found = [call(rank, x.clone()) for rank, x in zip(ranks, given, strict=True)]
+    assert all(int(rank.late) == -1 for rank in ranks)
+    return found
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size, shape", [(2, (1, 100)), (2, (3, 300)), (3, (8, 17)), (4, (5, 96))])
+def test_sums_are_those_of_the_ranks_in_their_order(
+    few_programs: None, size: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Bugs: a summand twice or not at all, at the end of a message that fills no tile; other bits
+    on one rank, or by two shots, or onto a residual; the norm of what was there before the sum."""
+    given = [random(*shape, dtype=dtype) for _ in range(size)]
+    residual, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype)
+    total = given[0].float()
+    for x in given[1:]:
+        total = total + x.float()
+    want = total.to(dtype)
+    added = (residual.float() + want.float()).to(dtype)
+
+    def onto(call: Callable[[PeerMemory], Callable[[Tensor, Tensor], Tensor]]) -> Call:
+        return lambda rank, x: call(rank)(x, residual.clone())
+
+    def normed(rank: PeerMemory, x: Tensor) -> Tensor:
+        assert rank.norm_fits(x)
+        sums = residual.clone()
+        out = rank.norm_one_shot(x, sums, weight, EPS)
+        return torch.stack([sums, out])
+
+    for waits, plain, call in (
+        (1, PeerMemory.one_shot, onto(lambda rank: rank.one_shot)),
+        (2, PeerMemory.two_shot, onto(lambda rank: rank.two_shot)),
+    ):
+        for found in one_after_the_other(size, waits, plain, given):
+            assert torch.equal(found, want)
+        for found in one_after_the_other(size, waits, call, given):
+            assert torch.equal(found, added)
+    for found in one_after_the_other(size, 1, normed, given):
+        assert torch.equal(found[0], added)
+        assert torch.equal(found[1], rms_norm(added, weight, EPS))
+        wide = added.double()
+        ref = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+        assert row_error(found[1], ref) < BOUND[dtype]
+
+
+@pytest.mark.triton
+def test_gathers_have_what_each_rank_brings(few_programs: None) -> None:
+    """Bugs: numbers that are no floats; what a rank that reads nothing fails to bring."""
+    given = [torch.arange(7, device=DEVICE) + 10 * rank for rank in range(3)]
+    for ranks in (3, 1):
+        found = one_after_the_other(3, 1, lambda rank, x, n=ranks: rank.gather(x, n), given)
+        for each in found:
+            assert torch.equal(each, torch.stack(given[:ranks]))
+
+    def rank_0_reads(rank: PeerMemory, x: Tensor) -> Tensor:
+        return rank.gather(x, 0 if rank.rank else 3)
+
+    first, *others = one_after_the_other(3, 1, rank_0_reads, given)
+    assert torch.equal(first, torch.stack(given)) and all(not len(each) for each in others)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("call", [PeerMemory.one_shot, PeerMemory.two_shot])
+def test_a_rank_that_does_not_come_is_named(call: Call) -> None:
+    """Bugs: a wait without an end; a sum of what was there before, which looks like one."""
+    _, ranks = ranks_of(3)
+    late = replace(ranks[0], patience=3)
+    found = call(late, random(2, 40))
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert int(late.late) == 2 and found.isnan().all()
+
+
+@pytest.mark.triton
+def test_what_fits() -> None:
+    """Rows that are as many as fit into the programs' slots."""
+    most = peer_sums.LARGEST // (4 * 1024)
+    rows = torch.empty(most, 1000)
+    assert PeerMemory.norm_fits(rows) and not PeerMemory.norm_fits(torch.empty(most + 1, 1000))
+    assert not PeerMemory.norm_fits(rows[:0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "size, shape", [(2, (1, 4096)), (2, (256, 4096)), (3, (7, 2880)), (4, (16, 4096))]
+)
+def test_ranks_meet_in_graphs(size: int, shape: tuple[int, int]) -> None:
+    """Bugs: a rank that reads what another has not written yet, or has written already for the next
+    sum; a count that a replayed graph does not go on with; other bits on another rank; a wait that
+    keeps the other rank from running."""
+    regions, ranks = ranks_of(size)
+    device = torch.device(DEVICE)
+    base = [torch.randn(shape, device=device).bfloat16() for _ in range(size)]
+    before, weight = base[0] / 3, base[1][0].contiguous()
+    turn = [torch.zeros(1, device=device) for _ in range(size)]
+    wrong = [torch.zeros(4, dtype=torch.int64, device=device) for _ in range(size)]
+
+    def step(number: int) -> None:
+        """Other numbers each time; what is wrong is counted."""
+        rank = ranks[number]
+        turn[number].add_(1)
+        given = [(each.float() * turn[number]).bfloat16() for each in base]
+        total = given[0].float()
+        for x in given[1:]:
+            total = total + x.float()
+        want, mine = total.bfloat16(), given[number]
+        added = (before.float() + want.float()).bfloat16()
+        wrong[number][0] += (rank.one_shot(mine.clone()) != want).sum()
+        wrong[number][1] += (rank.two_shot(mine.clone(), before.clone()) != added).sum()
+        sums = before.clone()
+        normed = rank.norm_one_shot(mine.clone(), sums, weight, EPS)
+        wrong[number][2] += (sums != added).sum() + (normed != rms_norm(sums, weight, EPS)).sum()
+        wrong[number][3] += (rank.gather(mine, size) != torch.stack(given)).sum()
+
+    # One rank's kernels cannot be loaded while another's waits in this process.
+    for number in range(size):
+        all_have_come(regions)
+        step(number)
+    torch.cuda.synchronize()
+    for each in (*regions, *turn, *wrong):
+        each.zero_()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(size)]
+    graphs = [torch.cuda.CUDAGraph() for _ in range(size)]
+    for number in range(size):
+        with torch.cuda.graph(graphs[number], stream=streams[number]):
+            step(number)
+    for _ in range(1000):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(int(rank.late) == -1 for rank in ranks)
+    assert [int(each.item()) for each in turn] == [1000] * size
+    assert [each.tolist() for each in wrong] == [[0] * 4] * size
