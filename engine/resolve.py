@@ -246,10 +246,6 @@ def check_ranks(model: ModelConfig, ranks: int, expert_parallel: bool | None = N
 
     fitting = [n for n in range(2, 65) if _divides(model, n, expert_parallel)]
     way_out = f"it can be {', '.join(map(str, fitting))}" if fitting else "leave it out"
-    if model.qk_norm in ("heads", "flat"):
-        raise refuse(
-            f"{model.architecture} norms queries over all heads, which no rank has; leave it out"
-        )
     if model.layer_input_size:
         raise refuse(
             f"{model.architecture} has inputs for each layer, which cannot be divided; leave it out"

@@ -138,19 +138,24 @@ class Builder:
         ones = torch.ones(size, dtype=self.activation_dtype, device=self.device)
         return RMSNorm(self.kernels, ones, self.config.norm_eps if eps is None else eps)
 
-    def head_norm(self, ours: str, heads: int, size: int) -> Parameter:
-        """Weights for all elements of all heads, [heads * size]: one tensor, or one a head."""
+    def head_norm(self, ours: str, heads: int, size: int, kept: tuple[int, int]) -> Parameter:
+        """This rank's heads' of weights for all elements of all heads, [kept heads * size]: one
+        tensor, or one a head."""
         (name,) = self.stored(ours).names
-        tensor = torch.empty(heads * size, dtype=self.activation_dtype, device=self.device)
+        begin, end = kept
+        shape = ((end - begin) * size,)
+        tensor = torch.empty(shape, dtype=self.activation_dtype, device=self.device)
         if "{h}" in name:
-            sources = tuple(
-                Source(f"{name.replace('{h}', str(head))}.weight", (size,)) for head in range(heads)
-            )
+            each = [f"{name.replace('{h}', str(head))}.weight" for head in range(heads)]
+            sources = tuple(Source(stored, (size,)) for stored in each[begin:end])
+            self.elsewhere.update([*each[:begin], *each[end:]])
         else:
-            stored = self.stored(ours)
-            shape = (heads * size,) if self.config.qk_norm == "flat" else (heads, size)
-            rows = None if stored.rows is None else as_rows(stored.rows(self.config))
-            sources = (Source(f"{name}.weight", shape, rows, flat=True),)
+            rows_of = self.stored(ours).rows
+            whole = (heads * size,) if self.config.qk_norm == "flat" else (heads, size)
+            order = None if rows_of is None else rows_of(self.config)
+            order = np.arange(heads * size) if order is None else np.asarray(order)
+            rows = as_rows(order[begin * size : end * size])
+            sources = (Source(f"{name}.weight", whole, rows, flat=True),)
         return Parameter(f"{self._name(ours)}.weight", tensor, sources, std=0.0)
 
     def sinks(self, heads: int, kept: tuple[int, int]) -> Parameter:

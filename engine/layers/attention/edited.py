@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.config.model_config import LayerAttention, ModelConfig
-from engine.errors import ConfigError
 from engine.layers.attention.bidirectional import BidirectionalAttention
 from engine.layers.attention.gated import GatedAttention, SoftplusGatedAttention
 from engine.layers.attention.latent import LatentAttention
@@ -64,22 +63,37 @@ def _edits(config: ModelConfig, layer: LayerAttention) -> bool:
 
 
 class HeadNorm(Norm):
-    """Of queries or keys [n, heads, head_dim]; weights for all elements of all heads.
+    """Of this rank's queries or keys [n, heads, head_dim]; weights for all elements of all heads.
 
-    flat: an RMS norm over all heads together; else a layer norm of each.
+    flat: an RMS norm over all heads of all ranks together; else a layer norm of each.
     """
 
-    def __init__(self, build: Builder, ours: str, heads: int, size: int, flat: bool) -> None:
-        self.kernels, self.flat, self.eps = build.kernels, flat, build.config.norm_eps
-        parameter = build.head_norm(ours, heads, size)
+    def __init__(self, build: Builder, ours: str, heads: int, size: int, kept: tuple[int, int]):
+        """heads: of all ranks. kept: the range of them that this one has."""
+        self.kernels, self.eps = build.kernels, build.config.norm_eps
+        self.flat = build.config.qk_norm == "flat"
+        # Of heads that are fewer than ranks each is on several.
+        self.counted = heads * size * max(1, build.group.size // heads)
+        parameter = build.head_norm(ours, heads, size, kept)
         self.weight = parameter.tensor
         self.parameters: tuple[Parameter, ...] = (parameter,)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Of one rank, or of heads that are each their own."""
         if self.flat:
             return self.kernels.rms_norm(x.flatten(1), self.weight, self.eps).view(x.shape)
         normed = self.kernels.layer_norm(x, None, None, self.eps)
         return normed.mul_(self.weight.view(x.shape[1:]))
+
+    def squared(self, x: Tensor) -> Tensor:
+        """What this rank adds to the sum of squares: [n] float32."""
+        return x.float().square().sum((1, 2))
+
+    def by(self, x: Tensor, squares: Tensor) -> Tensor:
+        """x normed, by the sum of squares of all ranks [n]."""
+        rms = (squares / self.counted + self.eps).sqrt()[:, None]
+        normed = x.flatten(1).float() / rms * self.weight.float()
+        return normed.view(x.shape).to(x.dtype)
 
 
 class EditedAttention(Attention):
@@ -95,22 +109,19 @@ class EditedAttention(Attention):
         self.value_is_key = layer.value_is_key
         self.attended_scale = layer.attended_scale
         self.value_norm = build.unit_norm(dim) if layer.value_norm else None
-        _, (begin, end) = build.group.heads(heads, kv_heads)
-        self.heads = (self.num_heads, end - begin)  # this rank's
+        queries, keys = build.group.heads(heads, kv_heads)
+        self.heads = (self.num_heads, keys[1] - keys[0])  # this rank's
         self.turning: Tensor | None = None
         self.apart: tuple[Norm, ...] = ()
+        self.over_ranks: tuple[HeadNorm, ...] = ()  # these, whose sums of squares are all ranks'
+        self.group = build.group
         if config.qk_norm in ("heads", "flat"):
-            if build.group.size > 1:
-                raise ConfigError(
-                    f"{config.architecture} norms queries over all heads, which a model on several "
-                    "devices cannot do; use one device",
-                    param="tensor_parallel",
-                )
-            flat = config.qk_norm == "flat"
-            self.norms = self.apart = (
-                HeadNorm(build, "q_norm", heads, dim, flat),
-                HeadNorm(build, "k_norm", kv_heads, dim, flat),
+            self.norms = self.apart = of_heads = (
+                HeadNorm(build, "q_norm", heads, dim, queries),
+                HeadNorm(build, "k_norm", kv_heads, dim, keys),
             )
+            if config.qk_norm == "flat" and build.group.size > 1:
+                self.over_ranks = of_heads
         elif config.qk_norm_after:
             self.apart, self.q_norm, self.k_norm = self.norms, None, None
             self.turning, self.cos_sin = self.cos_sin, tables(None, dim)
@@ -175,9 +186,15 @@ class EditedAttention(Attention):
             return
         heads, kv_heads = self.heads
         split = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
-        for part, norm in zip(
-            (split[:, :heads], split[:, heads : heads + kv_heads]), self.apart, strict=True
-        ):
+        parts = (split[:, :heads], split[:, heads : heads + kv_heads])
+        if self.over_ranks:
+            both = list(zip(parts, self.over_ranks, strict=True))
+            squares = torch.stack([norm.squared(part) for part, norm in both])
+            squares = self.group.all_reduce(squares)
+            for (part, norm), of_all in zip(both, squares, strict=True):
+                part.copy_(norm.by(part, of_all))
+            return
+        for part, norm in zip(parts, self.apart, strict=True):
             if self.turning is not None:
                 turn(part, self.turning.index_select(0, meta.positions)[:, None])
             part.copy_(norm(part.contiguous()))

@@ -29,6 +29,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a key head more on the last": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
     "fewer key heads than ranks": ("qwen3", {"num_key_value_heads": 1}),
     "norms behind the rotation": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "norms over all heads": ("olmo2", {"head_dim": 8}),
+    "norms over a head that is on both": ("olmo2", {"head_dim": 8, "num_key_value_heads": 1}),
+    "norms with weights for each head": ("cohere", {"use_qk_norm": True, "head_dim": 8}),
+    "norms with a tensor for each head": (
+        "stablelm",
+        {"qk_layernorm": True, "head_dim": 8, "use_parallel_residual": False},
+    ),
     "a head that is the embedding": ("qwen3", {"tie_word_embeddings": True}),
     "experts": (
         "qwen3_moe",
