@@ -115,7 +115,7 @@ def first(ranks: Ranks) -> Open:
             return place
         store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         ranks.order("meet_at", store.port)
-        return _distributed(0, ranks.size, ranks.stages, device, store, handed_on, exact)
+        return distributed(0, ranks.size, ranks.stages, device, store, handed_on, exact)
 
     return open_place
 
@@ -129,7 +129,7 @@ def other(rank: int, size: int, stages: int, memory: int, port: Callable[[], int
             os.close(memory)
             return place
         store = TCPStore(_HOST, port(), is_master=False)
-        return _distributed(rank, size, stages, device, store, handed_on, exact)
+        return distributed(rank, size, stages, device, store, handed_on, exact)
 
     return open_place
 
@@ -172,7 +172,7 @@ def _name_the_late(place: Place, size: int) -> None:
                 logger.warning("rank %d of %d is late by %d s", rank, size, seconds)
 
 
-def _distributed(
+def distributed(
     rank: int,
     size: int,
     stages: int,

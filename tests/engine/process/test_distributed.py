@@ -20,7 +20,7 @@ each = size // stages
 handed_on = opening.Activations(2, 8, 5, torch.float32)
 device = torch.device("cpu")
 store = dist.FileStore(file, size)
-place = opening._distributed(rank, size, stages, device, store, handed_on, False)
+place = opening.distributed(rank, size, stages, device, store, handed_on, False)
 assert (place.group.rank, place.group.size) == (rank % each, each)
 assert place.stage.number == rank // each and not place.recovers
 assert place.world.least(7 - rank) == 8 - size
