@@ -3,7 +3,7 @@
 Each rank has a region of device memory that all ranks have mapped (NVLink or PCIe):
 
     signals | program 0: of rank 0, of rank 1, ... | program 1: ...        int64
-    calls   | program 0 | program 1 | ...                                  int64
+    calls   | program 0 | program 1 | ... | whether a wait was in vain      int64
     slots   | turn 0: program 0, program 1, ... | turn 1: program 0, ...
 
 In a call, program p of each rank copies its units of x into its slot, signals to program p of each
@@ -46,7 +46,7 @@ def region_bytes(size: int) -> int:
 
 def _head(size: int) -> int:
     """Where slots begin."""
-    return -(-8 * PROGRAMS * (size + 1) // 256) * 256
+    return -(-8 * (PROGRAMS * (size + 1) + 1) // 256) * 256
 
 
 @triton.jit
@@ -63,15 +63,19 @@ def _slot(peers, rank, turn, HEAD: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: t
 
 
 @triton.jit
-def _meet(peers, wanted, patience, late, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Until this program of all ranks is here, or has been waited for in vain. Returns how many
-    have not come."""
+def _meet(
+    peers, wanted, patience, late, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    """Until this program of all ranks is here, or has been waited for in vain, then and in all
+    later calls. Returns how many have not come."""
     RANKS: tl.constexpr = triton.next_power_of_2(SIZE)
     rank = tl.arange(0, RANKS)
     others = (rank < SIZE) & (rank != RANK)
     place = tl.program_id(0) * SIZE
     theirs = tl.load(peers + rank, mask=others, other=0).to(tl.pointer_type(tl.int64))
     ours = _region(peers, RANK, tl.int64) + place + rank
+    in_vain = _region(peers, RANK, tl.int64) + PROGRAMS * (SIZE + 1)
+    patience = tl.where(tl.load(in_vain) > 0, 0, patience)
     said = tl.zeros([RANKS], tl.int64) + wanted
     nothing = tl.zeros([RANKS], tl.int64)
     tl.debug_barrier()  # what all threads have written is signalled by a few
@@ -85,6 +89,7 @@ def _meet(peers, wanted, patience, late, RANK: tl.constexpr, SIZE: tl.constexpr)
         looks += 1
     if missing > 0:
         tl.store(late, tl.max(tl.where(others & (seen < wanted), rank, 0), axis=0))
+        tl.store(in_vain, 1)
     tl.debug_barrier()
     return missing
 
@@ -125,7 +130,7 @@ def _one_shot_kernel(
         mask = (cols < columns) & (at < total)
         tl.store(mine, tl.load(x + at, mask=mask), mask=mask)
         mine += BLOCK
-    missing = _meet(peers, 2 * call + 1, patience, late, RANK, SIZE)
+    missing = _meet(peers, 2 * call + 1, patience, late, RANK, SIZE, PROGRAMS)
     if PDL:
         # Not before: what is launched then may take the place of a rank that has not come, where
         # ranks share a device.
@@ -185,7 +190,7 @@ def _two_shot_kernel(
             at = (unit * SIZE + rank) * BLOCK + cols
             tl.store(write, tl.load(x + at, mask=at < total), mask=at < total)
             write += BLOCK
-    missing = _meet(peers, 2 * call + 1, patience, late, RANK, SIZE)
+    missing = _meet(peers, 2 * call + 1, patience, late, RANK, SIZE, PROGRAMS)
     read = cols + RANK * BLOCK
     write = mine + RANK * BLOCK
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
@@ -198,7 +203,7 @@ def _two_shot_kernel(
         read += SIZE * BLOCK
         write += SIZE * BLOCK
     if missing == 0:
-        missing = _meet(peers, 2 * call + 2, patience, late, RANK, SIZE)
+        missing = _meet(peers, 2 * call + 2, patience, late, RANK, SIZE, PROGRAMS)
     if PDL:
         gdc_launch_dependents()
     read = cols
@@ -246,7 +251,7 @@ def _gather_kernel(
         at = unit * BLOCK + cols
         tl.store(mine, tl.load(x + at, mask=at < total), mask=at < total)
         mine += BLOCK
-    _meet(peers, 2 * call + 1, patience, late, RANK, SIZE)
+    _meet(peers, 2 * call + 1, patience, late, RANK, SIZE, PROGRAMS)
     if PDL:
         gdc_launch_dependents()
     read = cols

@@ -189,10 +189,10 @@ class EditedAttention(Attention):
         parts = (split[:, :heads], split[:, heads : heads + kv_heads])
         if self.over_ranks:
             both = list(zip(parts, self.over_ranks, strict=True))
-            squares = torch.stack([norm.squared(part) for part, norm in both])
+            squares = torch.stack([each.squared(part) for part, each in both])
             squares = self.group.all_reduce(squares)
-            for (part, norm), of_all in zip(both, squares, strict=True):
-                part.copy_(norm.by(part, of_all))
+            for (part, each), of_all in zip(both, squares, strict=True):
+                part.copy_(each.by(part, of_all))
             return
         for part, norm in zip(parts, self.apart, strict=True):
             if self.turning is not None:
