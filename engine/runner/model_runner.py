@@ -365,8 +365,8 @@ class ModelRunner:
         The token of a row whose logits are not finite is -1.
         """
         group = self.model.group
-        if by_parts:
-            sampled = self._best_of_ranks(logits)
+        if by_parts:  # all ranks choose, and alike
+            sampled = self.sampler.of_best(group.gather(self.sampler.best(logits, rows)))
         elif group.rank:  # which have not all logits
             tokens = rows.new_empty(rows.shape)
             sampled = Sampled(tokens, torch.zeros_like(tokens, dtype=torch.bool))
@@ -380,16 +380,6 @@ class ModelRunner:
         self.rows.tokens[rows, positions] = sampled.tokens.to(torch.int32)  # bad rows: 0, unread
         sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
         return sampled
-
-    def _best_of_ranks(self, logits: Tensor) -> Sampled:
-        """Each rank chooses, and all choose alike: the first of equals, as one rank does."""
-        # Float64 has room for a logit and an id.
-        mine = torch.stack([each.double() for each in self.sampler.best(logits)])
-        values, ids = self.model.group.gather(mine).unbind(1)
-        best, which = values.max(0)
-        bad = ~best.isfinite()
-        tokens = ids.gather(0, which[None])[0].to(torch.int64)
-        return Sampled(tokens.masked_fill_(bad, 0), bad)
 
     def _finish(self, step: int, tokens: Tensor, entries: list[int] | None) -> DeviceResult:
         """Send the tokens to the host behind everything launched so far."""

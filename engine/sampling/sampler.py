@@ -21,6 +21,8 @@ from engine.sampling.rows import (
 )
 from engine.sampling_params import MAX_LOGPROBS
 
+_MINUS_INF = -0x800000  # the bits of that float32, as an int32
+
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
@@ -171,18 +173,36 @@ class Sampler:
             logprobs=logprobs,
         )
 
-    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this part of the vocabulary, the most likely token, and the first of equals: its logit
-        [S] float32, NaN where any is, and its id [S] int64. logits [S, part] may be overwritten."""
+    def best(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Of this part of the vocabulary, what `of_best` takes of each: [2, S] int32, the bits of
+        the largest logit in float32, and its id, the first of equals. logits [S, part] may be
+        overwritten; rows [S] int64, of the samples."""
         first, end = self._part
         logits = logits[:, : max(0, min(end, self._width) - first)]
         if not logits.shape[1]:
-            ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-            return torch.full_like(ids, -torch.inf, dtype=torch.float32), ids
+            ids = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+            return torch.stack([torch.full_like(ids, _MINUS_INF), ids])
         if self._holes_of_part is not None:
             logits.index_fill_(1, self._holes_of_part, -torch.inf)
-        values, ids = logits.max(1)
-        return values.float(), ids + first
+        if self._rows.device_words is not None:
+            from kernels.sampling.choose import best_of_part
+
+            return best_of_part(logits, rows, self._rows.device_words, first)
+        values, ids = logits.float().max(1)
+        return torch.stack([values.view(torch.int32), (ids + first).to(torch.int32)])
+
+    def of_best(self, parts: Tensor) -> Sampled:
+        """The most likely tokens: [parts, 2, S] int32, of each part of the vocabulary in their
+        order what `best` found."""
+        if self._rows.device_words is not None:
+            from kernels.sampling.choose import best_of_parts
+
+            return Sampled(*best_of_parts(parts))
+        scores, ids = parts.unbind(1)
+        best, which = scores.contiguous().view(torch.float32).max(0)
+        bad = ~best.isfinite()
+        tokens = ids.gather(0, which[None])[0].to(torch.int64)
+        return Sampled(tokens.masked_fill_(bad, 0), bad)
 
     @staticmethod
     def simple_plan(greedy: bool) -> SamplePlan:

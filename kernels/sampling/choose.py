@@ -150,17 +150,35 @@ def _best_of_block_kernel(
 
 
 @triton.jit
-def _best_of_row_kernel(best, best_ids, tokens, bad, num_blocks, NUM_BLOCKS: tl.constexpr):
+def _best_of_row_kernel(
+    best,
+    best_ids,
+    tokens,
+    bad,
+    num_blocks,
+    row_stride,
+    block_stride,
+    first,
+    PART: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+):
+    """PART: of a part of the vocabulary, whose ids begin at first: best [S, 1] and best_ids [S, 1]
+    of all of it, in the places of tokens and bad."""
     s = tl.program_id(0)
     i = tl.arange(0, NUM_BLOCKS)
-    score = tl.load(best + s * num_blocks + i, mask=i < num_blocks, other=float("-inf"))
-    ids = tl.load(best_ids + s * num_blocks + i, mask=i < num_blocks, other=_NO_ID)
+    at = s * row_stride + i * block_stride
+    score = tl.load(best + at, mask=i < num_blocks, other=float("-inf"))
+    ids = tl.load(best_ids + at, mask=i < num_blocks, other=_NO_ID)
     wrong = tl.max((score != score).to(tl.int32), axis=0)
     largest = tl.max(score, axis=0)
     token = tl.min(tl.where(score == largest, ids, _NO_ID), axis=0)
-    is_bad = (wrong != 0) | (largest == float("-inf"))
-    tl.store(tokens + s, tl.where(is_bad, 0, token).to(tl.int64))
-    tl.store(bad + s, is_bad)
+    if PART:
+        tl.store(tokens + s, tl.where(wrong != 0, float("nan"), largest))
+        tl.store(bad + s, token + first)
+    else:
+        is_bad = (wrong != 0) | (largest == float("-inf"))
+        tl.store(tokens + s, tl.where(is_bad, 0, token).to(tl.int64))
+        tl.store(bad + s, is_bad)
 
 
 def choose(
@@ -201,6 +219,80 @@ def choose(
             num_warps=8,
         )
         _best_of_row_kernel[(count,)](
-            best, ids, tokens, bad, blocks, NUM_BLOCKS=triton.next_power_of_2(blocks), num_warps=1
+            best,
+            ids,
+            tokens,
+            bad,
+            blocks,
+            blocks,
+            1,
+            0,
+            PART=False,
+            NUM_BLOCKS=triton.next_power_of_2(blocks),
+            num_warps=1,
+        )
+    return tokens, bad
+
+
+def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Tensor:
+    """Of a part of the vocabulary, [S, part > 0] logits of the ids from first on, what
+    `best_of_parts` takes: [2, S] int32, the bits of the largest logit in float32, NaN where a logit
+    is NaN or +inf, and its id, the lowest of equals."""
+    count, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    best = torch.empty(count, blocks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(count, blocks, dtype=torch.int32, device=logits.device)
+    found = torch.empty(2, count, dtype=torch.int32, device=logits.device)
+    if count:
+        _best_of_block_kernel[(blocks, count)](
+            logits,
+            logits.stride(0),
+            rows,
+            rows,
+            words,
+            best,
+            ids,
+            best,
+            ids,
+            vocab,
+            SAMPLED=False,
+            FILTERED=False,
+            num_warps=8,
+        )
+        _best_of_row_kernel[(count,)](
+            best,
+            ids,
+            found[0].view(torch.float32),
+            found[1],
+            blocks,
+            blocks,
+            1,
+            first,
+            PART=True,
+            NUM_BLOCKS=triton.next_power_of_2(blocks),
+            num_warps=1,
+        )
+    return found
+
+
+def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """[parts, 2, S] int32, of each part of the vocabulary in their order what `best_of_part` found
+    -> as `choose`."""
+    number, _, count = parts.shape
+    tokens = torch.empty(count, dtype=torch.int64, device=parts.device)
+    bad = torch.empty(count, dtype=torch.bool, device=parts.device)
+    if count:
+        _best_of_row_kernel[(count,)](
+            parts.view(torch.float32),
+            parts[0, 1],
+            tokens,
+            bad,
+            number,
+            1,
+            2 * count,
+            0,
+            PART=False,
+            NUM_BLOCKS=triton.next_power_of_2(number),
+            num_warps=1,
         )
     return tokens, bad

@@ -17,7 +17,7 @@ from engine.sampling.rows import ParameterRows
 from engine.sampling.sampler import SamplePlan, Sampler
 from engine.sampling_params import SamplingParams
 from kernels.sampling import philox
-from kernels.sampling.choose import _group_noise, choose
+from kernels.sampling.choose import _group_noise, best_of_part, best_of_parts, choose
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise
 from kernels.sampling.filters import filter_thresholds
 from kernels.sampling.logprobs import logprobs
@@ -97,6 +97,11 @@ def test_choice(vocab: int, ties: bool, dtype: torch.dtype) -> None:
         assert score[int(tokens[s])] >= score.max() - 1e-4
     greedy, _ = choose(logits, rows, at, words, sampled=False)
     assert greedy.tolist() == x.argmax(1).tolist()
+    cut = vocab // 3
+    both = (logits[:, :cut], 0), (logits[:, cut:], cut)
+    parts = torch.stack([best_of_part(part, rows, words, first) for part, first in both])
+    tokens, bad = best_of_parts(parts)
+    assert tokens.tolist() == x.argmax(1).tolist() and not bad.any()
 
 
 def test_rows_that_are_not_finite() -> None:
@@ -116,6 +121,10 @@ def test_rows_that_are_not_finite() -> None:
     filters = filter_thresholds(broken, *table([SamplingParams(top_p=0.9)] * 5, 9000))
     _, bad = choose(broken, rows, at, words, sampled=True, filters=filters)
     assert bad.tolist() == [False, True, True, True, False]
+    both = (broken[:, :5000], 0), (broken[:, 5000:], 5000)
+    parts = torch.stack([best_of_part(part, rows, words, first) for part, first in both])
+    tokens, bad = best_of_parts(parts)
+    assert bad.tolist() == [False, True, True, True, False] and not tokens[bad].any()
 
 
 FILTERS = [

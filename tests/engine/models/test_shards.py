@@ -36,6 +36,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "stablelm",
         {"qk_layernorm": True, "head_dim": 8, "use_parallel_residual": False},
     ),
+    "norms over all heads, and experts": (
+        "minimax_m2",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "a head that is the embedding": ("qwen3", {"tie_word_embeddings": True}),
     "experts": (
         "qwen3_moe",

@@ -1,7 +1,7 @@
 """Launches of what is around the layers: the step's layout, and sampling."""
 
 from kernels.batch import apply_updates, assemble
-from kernels.sampling.choose import choose
+from kernels.sampling.choose import best_of_part, best_of_parts, choose
 from kernels.sampling.edits import add_bias, apply_masks, ban, penalise
 from kernels.sampling.filters import filter_thresholds
 from kernels.sampling.layout import NUM_WORDS
@@ -22,6 +22,8 @@ def sampling(model: str) -> None:
     filters = filter_thresholds(logits, rows, words)
     for sampled, wanted in ((False, None), (True, None), (True, filters)):
         choose(logits, rows, positions, words, sampled=sampled, filters=wanted)
+    part = best_of_part(logits[:, : d.vocab // 2], rows, words, 0)
+    best_of_parts(int64(2, *part.shape).int())
     for k in (0, 1, 20):
         logprobs(logits, positions, k, rows, words)
     logprobs(logits, positions, 5)
