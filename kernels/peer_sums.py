@@ -311,10 +311,10 @@ class PeerMemory:
 
     @staticmethod
     def norm_fits(x: Tensor) -> bool:
-        """Whether rows [n, columns] are few enough for `norm_one_shot`."""
+        """Whether rows [n, columns] are few enough for `norm_one_shot`: one a program. With more,
+        programs that go from row to row lose more than a launch of the norm's own costs."""
         rows, columns = x.shape
-        each = triton.cdiv(rows, PROGRAMS) * triton.next_power_of_2(columns)
-        return rows > 0 and each * x.itemsize <= SLOT
+        return 0 < rows <= PROGRAMS and triton.next_power_of_2(columns) * x.itemsize <= SLOT
 
     def norm_one_shot(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The residual as by `one_shot`, and then `norm.rms_norm` of it in new memory, with its
