@@ -377,7 +377,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                 return [writer.maximum(writer.load(writer.at(row, at)), best)]
 
             (best,) = writer.loop(0, seen, [(kind, writer.all(-3e38))], most, step=size)
-            top = writer.spread(writer.largest(best))
+            top = writer.largest(best)
             sink = places.sink(head) if scored.sinks else ""
             if sink:
                 top = writer.maximum(top, sink)

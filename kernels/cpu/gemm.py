@@ -241,6 +241,7 @@ def _quantise(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: V
 
         (best,) = writer.loop(0, width, [(kind, writer.all(1e-30))], most, step=size)
         top = writer.largest(best)
+        top = writer.op(f"extractelement {kind} {top}, i64 0")
         inverse = writer.spread(writer.op(f"fdiv float {constant(32767.0)}, {top}"))
         scale = writer.op(f"fdiv float {top}, {constant(32767.0)}")
         writer.store(scale, writer.at(target, 2 * width, "i8"), "float")

@@ -1,8 +1,13 @@
 """Prefill attention over paged keys, generated for one shape of heads.
 
 Online softmax over tiles of keys (FlashAttention-2, arXiv:2307.08691). A work item is one key head
-and a tile of queries: the keys and values of a tile are read where they lie and widened to float32
-once for all of the item's rows, keys transposed. Memory is linear in the tile, whatever the length.
+and a tile of queries: the keys and values of a tile are read where they lie and laid out once for
+all of the item's rows, keys transposed. Memory is linear in the tile, whatever the length.
+
+Where the processor multiplies pairs of bfloat16, keys and values of that type stay as they are:
+queries and weights are rounded to it, products of them are exact, and all sums and the softmax are
+float32. Elsewhere, and for float16, keys and values are widened and all is float32.
+
 A row's sums do not depend on the other rows, nor, where it sees all keys before it, on how its
 prompt was cut into chunks: tiles of keys then begin at the prompt's.
 """
@@ -19,6 +24,7 @@ from kernels.cpu.codegen.compiler import (
     NativeFunction,
     bits,
     compile_ir,
+    dot_bf16,
     lanes,
 )
 from kernels.cpu.codegen.ir import IRWriter, Value, module
@@ -27,9 +33,9 @@ from kernels.cpu.scores import Numbers, Places, Scored
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
 _KEYS_A_TILE = 64
-_ROWS_A_TILE = 96  # about: that many share a widened tile of keys
+_ROWS_A_TILE = 96  # about: that many share a tile of keys that is laid out
 _ROWS = 6  # of a block: their sums stay in registers
-_LEAST = -3e38  # a score that adds nothing
+_LEAST = -1e38  # a score that adds nothing; twice as much is still a float32
 
 # Words of args, after the two counters.
 _Q, _KEYS, _VALUES, _OUT, _TABLE, _POSITIONS, _FIRST = range(2, 9)
@@ -44,6 +50,12 @@ class PrefillShape:
     head_dim: int
     block_size: int
     dtype: str  # of the cache, LLVM's name
+    pairs: bool = False  # of bfloat16 are multiplied
+
+    @property
+    def words(self) -> int:
+        """Of 32 bits that a query or a key takes: of a float32 each, or of a pair of bfloat16."""
+        return self.head_dim // 2 if self.pairs else self.head_dim
 
     @property
     def group(self) -> int:
@@ -60,14 +72,18 @@ class PrefillShape:
         return -(-self.queries * self.group // _ROWS) * _ROWS
 
     def floats(self, size: int) -> int:
-        """float32 numbers of scratch that a thread needs."""
-        tiles = 2 * _KEYS_A_TILE * self.head_dim
-        return tiles + _ROWS * _KEYS_A_TILE + self.rows * (2 * self.head_dim + 2 * size)
+        """Words of scratch that a thread needs."""
+        tiles = 2 * _KEYS_A_TILE * self.words
+        row = self.words + self.head_dim + 2 * size
+        return tiles + _ROWS * _KEYS_A_TILE + self.rows * row
 
 
 def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
-    dim, group, kind, tile = shape.head_dim, shape.group, w.vector, _KEYS_A_TILE
+    dim, words, group, kind, tile = (
+        shape.head_dim, shape.words, shape.group, w.vector, _KEYS_A_TILE,
+    )  # fmt: skip
+    each = dim // words  # numbers of a word
     width = 4 if size == 16 else 2  # vectors of a block: with _ROWS rows they fill the registers
     names = (_Q, _KEYS, _VALUES, _OUT, _TABLE, _POSITIONS, _FIRST)
     q, keys, values, out, table, positions, firsts = (w.argument(name, "ptr") for name in names)
@@ -76,13 +92,14 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     scale = w.spread(w.op(f"load float, ptr {w.at('%args', _SCALE, 'i64')}"))
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     own = w.at(w.argument(_SCRATCH, "ptr"), w.mul(thread, shape.floats(size)))
-    # float32: keys [dim, tile], values [tile, dim], weights [_ROWS, tile], queries [rows, dim],
-    # sums [rows, dim], the largest score [rows, lanes] and the weights' sums [rows, lanes]
+    # Words: keys [words, tile], values [tile / each, dim], weights [_ROWS, tile], queries
+    # [rows, words]. float32: sums [rows, dim], the largest score [rows, lanes] and the weights'
+    # sums [rows, lanes].
     columns = own
-    mixed = w.at(columns, dim * tile)
-    weights = w.at(mixed, tile * dim)
+    mixed = w.at(columns, words * tile)
+    weights = w.at(mixed, tile // each * dim)
     query = w.at(weights, _ROWS * tile)
-    sums = w.at(query, shape.rows * dim)
+    sums = w.at(query, shape.rows * words)
     tops = w.at(sums, shape.rows * dim)
     totals = w.at(tops, shape.rows * size)
 
@@ -94,8 +111,22 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         narrow = w.op(f"load i32, ptr {w.at(array, index, 'i32')}")
         return w.op(f"sext i32 {narrow} to i64")
 
-    def widen(begin: Value, head: Value) -> None:
+    def lay_out(begin: Value, head: Value) -> None:
         """Keys [begin, begin + tile) of one head. Past the last key the last is read again."""
+
+        def mix_pair(at: Value, places: tuple[Value, Value], d: Value) -> None:
+            """2 * size numbers of the values of two keys, side by side."""
+            both = f"<{2 * size} x i16>"
+            rows = [w.load(w.at(values, w.add(place, d), shape.dtype), both) for place in places]
+            line = w.add(w.mul(w.op(f"lshr i64 {at}, 1"), dim), d)
+            for half in (0, 1):
+                lane = ", ".join(
+                    f"i32 {half * size + i // 2 + i % 2 * 2 * size}" for i in range(2 * size)
+                )
+                joined = w.op(
+                    f"shufflevector {both} {rows[0]}, {both} {rows[1]}, <{2 * size} x i32> <{lane}>"
+                )
+                w.store(joined, w.at(mixed, w.add(line, half * size)), both)
 
         def some(at: Value) -> list[Value]:
             places = []
@@ -105,6 +136,15 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
                 inside = w.op(f"urem i64 {key}, {shape.block_size}")
                 row = w.add(w.mul(block, shape.num_kv_heads), head)
                 places.append(w.mul(w.add(w.mul(row, shape.block_size), inside), dim))
+
+            def pairs(d: Value) -> list[Value]:
+                square = [w.load(w.at(keys, w.add(place, d), shape.dtype)) for place in places]
+                first = w.op(f"lshr i64 {d}, 1")
+                for i, column in enumerate(w.transpose(square)):
+                    w.store(column, w.at(columns, w.add(w.mul(w.add(first, i), tile), at)))
+                for i in range(0, size, 2):
+                    mix_pair(w.add(at, i), (places[i], places[i + 1]), d)
+                return []
 
             def part(d: Value) -> list[Value]:
                 square = []
@@ -117,22 +157,32 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
                     w.store(column, w.at(columns, w.add(w.mul(w.add(d, i), tile), at)))
                 return []
 
-            w.loop(0, dim, [], part, step=size)
+            w.loop(0, dim, [], pairs if shape.pairs else part, step=each * size)
             return []
 
         w.loop(0, tile, [], some, step=size)
 
+    def round_store(numbers: Value, line: Value, index: Value | int) -> None:
+        """A vector of words' numbers, from the index-th number of a line on."""
+        if shape.pairs:
+            narrow = w.op(f"fptrunc {kind} {numbers} to <{size} x bfloat>")
+            w.store(narrow, w.at(line, index, "bfloat"), f"<{size} x bfloat>")
+        else:
+            w.store(numbers, w.at(line, index))
+
+    def power(x: Value) -> Value:
+        return w.exp_of_weight(x) if shape.pairs else w.exp(x)
+
     def products(
         rows: list[Value],
-        row_step: int,
         matrix: Value,
         columns_: int,
         inner: int,
         begin: list[Value] | None,
         at: Value,
     ) -> list[Value]:
-        """Of each row (an address, its numbers row_step apart) with `width` vectors of the columns
-        of matrix [inner, columns_] from `at` on."""
+        """Of each row (an address) with `width` vectors of the columns of matrix [inner, columns_]
+        from `at` on. inner: in words."""
         vectors = min(width, columns_ // size)
         start = begin or ["zeroinitializer"] * (len(rows) * vectors)
 
@@ -141,9 +191,10 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
             parts = [w.load(w.at(line, v * size)) for v in range(vectors)]
             result = []
             for r, row in enumerate(rows):
-                factor = w.spread(w.load(w.at(row, w.mul(k, row_step)), "float"))
+                factor = w.spread(w.load(w.at(row, k), "float"))
                 for v, part in enumerate(parts):
-                    result.append(w.fma(factor, part, held[r * vectors + v]))
+                    multiply = w.dot_pairs if shape.pairs else w.fma
+                    result.append(multiply(factor, part, held[r * vectors + v]))
             return result
 
         return w.loop(0, inner, [(kind, value) for value in start], one)
@@ -152,11 +203,11 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
         """_ROWS rows from `row` on with a tile of keys that begins at `begin`."""
-        rows = [w.at(query, w.mul(w.add(row, r), dim)) for r in range(_ROWS)]
+        rows = [w.at(query, w.mul(w.add(row, r), words)) for r in range(_ROWS)]
         vectors = min(width, tile // size)
 
         def scores(at: Value) -> list[Value]:
-            found = products(rows, 1, columns, tile, dim, None, at)
+            found = products(rows, columns, tile, words, None, at)
             for r in range(_ROWS):
                 for v in range(vectors):
                     place = w.at(weights, w.add(at, r * tile + v * size))
@@ -195,15 +246,15 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
                 best = w.maximum(part, best)
             held = w.at(tops, w.mul(w.add(row, r), size))
             before = w.load(held)
-            top = w.maximum(w.spread(w.largest(best)), before)
+            top = w.maximum(w.largest(best), before)
             w.store(top, held)
-            scale_ = w.exp(w.binary("fsub", before, top))
+            scale_ = power(w.binary("fsub", before, top))
             scales.append(scale_)
             place = w.at(totals, w.mul(w.add(row, r), size))
             total = w.binary("fmul", w.load(place), scale_)
             for v, part in enumerate(parts):
-                weight = w.exp(w.binary("fsub", part, top))
-                w.store(weight, w.at(line, v * size))
+                weight = power(w.binary("fsub", part, top))
+                round_store(weight, line, v * size)
                 total = w.binary("fadd", total, weight)
             w.store(total, place)
         lines = [w.at(weights, r * tile) for r in range(_ROWS)]
@@ -216,7 +267,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
                 for r, result in enumerate(results)
                 for v in range(wide)
             ]
-            found = products(lines, 1, mixed, dim, tile, start, at)
+            found = products(lines, mixed, dim, tile // each, start, at)
             for r, result in enumerate(results):
                 for v in range(wide):
                     w.store(found[r * wide + v], w.at(result, w.add(at, v * size)))
@@ -245,10 +296,10 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
 
         def prepare(row: Value) -> list[Value]:
             given = least(row, w.sub(num_rows, 1))
-            source, target = w.at(q, place(given)), w.at(query, w.mul(row, dim))
+            source, target = w.at(q, place(given)), w.at(query, w.mul(row, words))
             result = w.at(sums, w.mul(row, dim))
             for d in range(0, dim, size):
-                w.store(w.binary("fmul", w.load(w.at(source, d)), scale), w.at(target, d))
+                round_store(w.binary("fmul", w.load(w.at(source, d)), scale), target, d)
                 w.store("zeroinitializer", w.at(result, d))
             w.store(w.all(_LEAST), w.at(tops, w.mul(row, size)))
             w.store("zeroinitializer", w.at(totals, w.mul(row, size)))
@@ -262,7 +313,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         end = w.add(number(positions, w.add(token, w.sub(count, 1))), 1)
 
         def over(begin: Value) -> list[Value]:
-            widen(begin, head)
+            lay_out(begin, head)
             early = w.op(f"icmp slt i64 {begin}, {all_see_from}")
             late = w.op(f"icmp sgt i64 {w.add(begin, tile - 1)}, {all_see_to}")
             some = w.op(f"or i1 {early}, {late}")
@@ -355,7 +406,8 @@ def prefill_for(
         width = min(4 if size == 16 else 2, head_dim // size)
         if dtype not in _NAMES or head_dim % size or head_dim // size % max(1, width):
             return None
-        shape = PrefillShape(num_heads, num_kv_heads, head_dim, block_size, _NAMES[dtype])
+        pairs = dtype == torch.bfloat16 and head_dim % (2 * size) == 0 and dot_bf16()
+        shape = PrefillShape(num_heads, num_kv_heads, head_dim, block_size, _NAMES[dtype], pairs)
         return CpuPrefill(shape, compile_ir(module([_prefill(shape, scored, size)]))["prefill"])
     except CompilerUnavailable:
         return None

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
+from kernels.cpu import prefill as module
+from kernels.cpu.codegen.compiler import CompilerUnavailable, dot_bf16, lanes
 from kernels.cpu.prefill import prefill_for
 from kernels.cpu.scores import Numbers, Scored
 
@@ -80,6 +81,11 @@ OTHER = {
 SEEN = [(101, 101, 0), (33, 300, 0), (1, 65, 0), (40, 40, 1), (50, 200, 33), (90, 250, 130)]
 
 
+FLOAT32 = 2e-6  # of error
+# Queries and weights are rounded to bfloat16, which has 8 bits.
+PAIRS = 4e-3
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
 )
@@ -94,6 +100,26 @@ def test_prefill(
 ) -> None:  # fmt: skip
     """Bug: a mask off by one at either end, a tile in which a row sees nothing, a block that went
     back to others read, a row of one token taken for another's."""
+    pairs = dtype == torch.bfloat16 and dot_bf16()
+    check(queries, length, window, heads, dim, size, dtype, other, PAIRS if pairs else FLOAT32)
+
+
+@pytest.mark.parametrize(("queries", "length", "window"), [SEEN[1], SEEN[4]], ids=str)
+def test_prefill_widened(
+    queries: int, length: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor that has AVX-512 but no products of bfloat16."""
+    monkeypatch.setattr(module, "dot_bf16", lambda: False)
+    prefill_for.cache_clear()
+    for other in OTHER:
+        check(queries, length, window, *HEADS[0], torch.bfloat16, other, FLOAT32)
+    prefill_for.cache_clear()
+
+
+def check(
+    queries: int, length: int, window: int, heads: tuple[int, int], dim: int, size: int,
+    dtype: torch.dtype, other: str, bound: float,
+) -> None:  # fmt: skip
     torch.manual_seed(0)
     num_heads, kv_heads = heads
     k_cache, v_cache, table = caches(length, kv_heads, dim, size, dtype)
@@ -108,10 +134,15 @@ def test_prefill(
     assert prefill is not None
     known = table.clone()
     known[:gone] = 2**30  # not to be read at all
-    prefill(q, k_cache, v_cache, dim**-0.5, known, at, first, length, out, numbers)
-    want = oracle(q, k_cache, v_cache, dim**-0.5, table, at, first, numbers)
-    error = (out - want).norm(dim=1) / want.norm(dim=1)
-    assert out.isfinite().all() and float(error.max()) < 2e-6
+    # Scores of nothing have weights of one, which no rounding changes.
+    for given, most in (
+        (q, bound),
+        (torch.zeros_like(q), FLOAT32 if numbers.slopes is None else bound),
+    ):
+        prefill(given, k_cache, v_cache, dim**-0.5, known, at, first, length, out, numbers)
+        want = oracle(given, k_cache, v_cache, dim**-0.5, table, at, first, numbers)
+        error = (out - want).norm(dim=1) / want.norm(dim=1)
+        assert out.isfinite().all() and float(error.max()) < most
 
 
 @pytest.mark.parametrize("threads", [1, 2])

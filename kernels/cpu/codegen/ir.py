@@ -237,6 +237,14 @@ class IRWriter:
         kind = self.vector
         return self.call(kind, f"llvm.fma.v{self.lanes}f32", [(kind, a), (kind, b), (kind, c)])
 
+    def dot_pairs(self, a: Value, b: Value, c: Value) -> Value:
+        """c + of each lane the products of two pairs of bfloat16, which the lanes of a and b hold.
+        Needs `compiler.dot_bf16`."""
+        pair = f"<{2 * self.lanes} x bfloat>"
+        a, b = (self.op(f"bitcast {self.vector} {value} to {pair}") for value in (a, b))
+        given = [(self.vector, c), (pair, a), (pair, b)]
+        return self.call(self.vector, "llvm.x86.avx512bf16.dpbf16ps.512", given)
+
     def sum(self, vector: Value) -> Value:
         """Of the lanes, as a tree: float."""
         name, kind = f"llvm.vector.reduce.fadd.v{self.lanes}f32", self.vector
@@ -247,11 +255,7 @@ class IRWriter:
         """Of the lanes: float, the same to the bit as `sums` gives in a lane."""
         stride = 1
         while stride < self.lanes:
-            lane = ", ".join(f"i32 {j ^ stride}" for j in range(self.lanes))
-            other = self.op(
-                f"shufflevector {self.vector} {vector}, {self.vector} poison, "
-                f"<{self.lanes} x i32> <{lane}>"
-            )
+            other = self.swapped(vector, stride, self.vector)
             vector, stride = self.binary("fadd", vector, other), 2 * stride
         return self.op(f"extractelement {self.vector} {vector}, i64 0")
 
@@ -280,8 +284,19 @@ class IRWriter:
         return rows[0]
 
     def largest(self, vector: Value) -> Value:
-        name = f"llvm.vector.reduce.fmax.v{self.lanes}f32"
-        return self.call("float", name, [(self.vector, vector)])
+        """Of the lanes, in all lanes; of a NaN as `maximum` has it."""
+        stride = self.lanes // 2
+        while stride:
+            vector = self.maximum(vector, self.swapped(vector, stride, self.vector))
+            stride //= 2
+        return vector
+
+    def swapped(self, vector: Value, stride: int, kind: str) -> Value:
+        """Each lane from the one whose number differs in the stride's bit."""
+        lane = ", ".join(f"i32 {j ^ stride}" for j in range(self.lanes))
+        return self.op(
+            f"shufflevector {kind} {vector}, {kind} poison, <{self.lanes} x i32> <{lane}>"
+        )
 
     def maximum(self, a: Value, b: Value) -> Value:
         more = self.op(f"fcmp ogt {self.vector} {a}, {b}")
@@ -329,6 +344,19 @@ class IRWriter:
         bits = self.op(f"shl {self.integers} {bits}, {self.whole(23)}")
         bits = self.op(f"add {self.integers} {bits}, {self.whole(0x3F800000)}")
         return self.binary("fmul", p, self.op(f"bitcast {self.integers} {bits} to {kind}"))
+
+    def exp_of_weight(self, x: Value) -> Value:
+        """e^x for what is then rounded to bfloat16: to 3e-6 of it, 1 of 0, and 0 where a float32 is
+        too small. NaN stays NaN. Needs AVX-512."""
+        kind = self.vector
+        power = self.binary("fmul", x, self.all(1.4426950408889634))
+        whole = self.call(kind, f"llvm.roundeven.v{self.lanes}f32", [(kind, power)])
+        r = self.binary("fsub", power, whole)
+        p = self.all(9.582853232e-3)
+        for c in (5.590642566e-2, 0.240240986, 0.693124193, 1.0):
+            p = self.fma(p, r, self.all(c))
+        given = [(kind, p), (kind, whole), (kind, "zeroinitializer"), ("i16", "-1"), ("i32", "4")]
+        return self.call(kind, "llvm.x86.avx512.mask.scalef.ps.512", given)
 
     def tanh(self, x: Value) -> Value:
         """1 - 2 / (e^2x + 1), to 1e-7 of 1."""
