@@ -74,7 +74,7 @@ def read_bandwidth(threads: int) -> float:
         for number, total in enumerate(sums):  # or nothing would be read
             writer.store(total, writer.at(begin, number * writer.lanes), writer.integers)
 
-    writer.claim_shares("%args", str(2 * threads), str(READ // part), stream)
+    writer.claim_shares("%args", str(threads), str(READ // part), stream)
     function = compile_ir(module([(writer, "void @stream(ptr %args)")]))["stream"]
     memory = torch.ones(READ, dtype=torch.uint8)  # touched: untouched pages are one page of zeros
     huge_pages.collapse()

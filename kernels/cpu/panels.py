@@ -19,7 +19,7 @@ GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)
 TOGETHER = 8
 
 # Words of args, after the two counters.
-X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, SHARES, STRIDE = range(2, 11)
+X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, THREADS, STRIDE = range(2, 11)
 NORM, EPS, SCRATCH, WIDTH, READY, WORDS = range(11, 17)
 
 _ARGUMENTS = ("ptr %x", "ptr %w", "ptr %out", "i64 %stride", "ptr %bias", "i64 %add", "i64 %width")
@@ -78,7 +78,9 @@ def products(
     size = writer.lanes
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
     num_rows, stride, width = (writer.argument(word) for word in (NUM_ROWS, STRIDE, WIDTH))
-    panels, shares, bias_step = (writer.argument(word) for word in (NUM_PANELS, SHARES, BIAS_STEP))
+    panels, threads, bias_step = (
+        writer.argument(word) for word in (NUM_PANELS, THREADS, BIAS_STEP)
+    )
 
     def tile(panel: Value, first: Value, rows: Value, target: Value, step: Value | int) -> None:
         given = ", ".join(
@@ -132,7 +134,7 @@ def products(
 
         _all_rows(writer, num_rows, most, rows_of)
 
-    writer.claim_shares("%args", shares, panels, plain if gate is None else gated)
+    writer.claim_shares("%args", threads, panels, plain if gate is None else gated)
 
 
 def _all_rows(
@@ -312,7 +314,7 @@ class Panels(ABC):
         args = self._args
         args[X], args[OUT] = x.data_ptr(), out.data_ptr() + 4 * column
         args[NUM_ROWS], args[STRIDE], args[NUM_PANELS] = rows, out.shape[1], panels
-        args[SHARES] = 2 * threads
+        args[THREADS] = threads
         if norm is not None:
             args[NORM] = norm.data_ptr()
             args[EPS] = bits(eps)

@@ -120,15 +120,16 @@ class IRWriter:
         self.label(done)
 
     def claim_shares(
-        self, counter: Value, shares: Value, total: Value, body: Callable[[Value], None]
+        self, counter: Value, threads: Value, total: Value, body: Callable[[Value], None]
     ) -> None:
-        """Take one of so many shares of the items that are left, at least one item, from the
-        counter that all threads share: body(item). Shares are long at first, so that a thread
-        streams memory, and short at last, so that threads end together (guided
-        self-scheduling)."""
+        """Take a share of the items, at least one, from the counter that all threads share:
+        body(item). The first shares, one a thread, are seven eighths of all, so that a thread
+        streams memory; those of the rest are half of a thread's part of what is left, so that
+        threads end together (guided self-scheduling)."""
         number = next(self._names)
         take, some = f"take{number}", f"some{number}"
         work, done = f"work{number}", f"left{number}"
+        first = self.op(f"udiv i64 {self.mul(total, 7)}, {self.mul(threads, 8)}")
         self.do(f"br label %{take}")
         self.label(take)
         begin = self.op(f"load atomic i64, ptr {counter} monotonic, align 8")
@@ -136,7 +137,9 @@ class IRWriter:
         more = self.op(f"icmp sgt i64 {left}, 0")
         self.do(f"br i1 {more}, label %{some}, label %{done}")
         self.label(some)
-        share = self.op(f"udiv i64 {left}, {shares}")
+        share = self.op(f"udiv i64 {left}, {self.mul(threads, 2)}")
+        early = self.op(f"icmp slt i64 {begin}, {self.mul(first, threads)}")
+        share = self.op(f"select i1 {early}, i64 {first}, i64 {share}")
         end = self.add(begin, self.call("i64", "llvm.smax.i64", [("i64", share), ("i64", "1")]))
         pair = self.op(f"cmpxchg ptr {counter}, i64 {begin}, i64 {end} monotonic monotonic")
         won = self.op(f"extractvalue {{ i64, i1 }} {pair}, 1")
@@ -227,8 +230,10 @@ class IRWriter:
         return self.op(f"shufflevector {vector} {one}, {vector} poison, {zero}")
 
     def prefetch(self, pointer: Value) -> None:
+        """Into the second-level cache: what is asked for far ahead would drive out of the first
+        what is read now."""
         self._called.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
-        self.do(f"call void @llvm.prefetch.p0(ptr {pointer}, i32 0, i32 3, i32 1)")
+        self.do(f"call void @llvm.prefetch.p0(ptr {pointer}, i32 0, i32 2, i32 1)")
 
     def binary(self, name: str, a: Value, b: Value) -> Value:
         return self.op(f"{name} {self.vector} {a}, {b}")
