@@ -97,6 +97,8 @@ def _tile(writer: IRWriter, rows: int, form: Format) -> None:
     size, integers = writer.lanes, writer.integers
     bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
     blocks, chunk_bytes = form.chunk // BLOCK, form.chunk_bytes(2 * size)
+    # Blocks of x that share a weight's scale are added up before it is multiplied.
+    scaled_last = blocks > 2 and form.offset == "none"
     x_blocks = writer.op(f"lshr i64 %width, {BLOCK.bit_length() - 1}")
     row_bytes = writer.mul(x_blocks, form.x_bytes)
     x_rows = [writer.at("%x", writer.mul(row_bytes, row), "i8") for row in range(rows)]
@@ -184,7 +186,9 @@ def _tile(writer: IRWriter, rows: int, form: Format) -> None:
                         value = writer.op(
                             f"sitofp {integers} {sums[row, unit, half]} to {writer.vector}"
                         )
-                        scale = writer.binary("fmul", scales[2 * unit + half], x_scale)
+                        scale = x_scale
+                        if not scaled_last:
+                            scale = writer.binary("fmul", scales[2 * unit + half], x_scale)
                         out[at] = writer.fma(value, scale, out[at])
                         if offsets:
                             place = writer.at(x[row], BLOCK + 4 + 4 * unit, "i8")
@@ -194,8 +198,14 @@ def _tile(writer: IRWriter, rows: int, form: Format) -> None:
 
         if blocks == 1:
             return block(0, *totals)
-        carried = [(writer.vector, total) for total in totals]
-        return writer.loop(0, blocks, carried, block)
+        begin = ["zeroinitializer"] * len(totals) if scaled_last else totals
+        found = writer.loop(0, blocks, [(writer.vector, total) for total in begin], block)
+        if not scaled_last:
+            return found
+        return [
+            writer.fma(part, scales[at % 2], total)
+            for at, (part, total) in enumerate(zip(found, totals, strict=True))
+        ]
 
     start = [(writer.vector, bias[half]) for _ in range(rows) for half in (0, 1)]
     chunks = writer.op(f"udiv i64 %width, {form.chunk}")
@@ -227,13 +237,17 @@ def _round_row(
                 scale = writer.load(writer.at(writer.at(weight, column), part))
                 value = writer.binary("fmul", value, scale)
             values.append(value)
-        best = writer.all(1e-30)
-        for value in values:  # this maximum keeps a NaN
-            size_of = writer.call(kind, f"llvm.fabs.v{size}f32", [(kind, value)])
-            given = [(kind, best), (kind, size_of)]
-            best = writer.call(kind, f"llvm.maximum.v{size}f32", given)
-        name = f"llvm.vector.reduce.fmaximum.v{size}f32"
-        top = writer.call("float", name, [(kind, best)])
+        best = _as(writer, writer.all(1e-30), kind, integers)
+        for value in values:  # bits of floats without a sign are in order, a NaN above all
+            bits = _as(writer, value, kind, integers)
+            bits = writer.op(f"and {integers} {bits}, {writer.whole(0x7FFFFFFF)}")
+            best = writer.larger(best, bits)
+        stride = size // 2
+        while stride:
+            best = writer.larger(best, writer.swapped(best, stride, integers))
+            stride //= 2
+        top = writer.op(f"extractelement {integers} {best}, i64 0")
+        top = writer.op(f"bitcast i32 {top} to float")
         inverse = writer.spread(writer.op(f"fdiv float {constant(127.0)}, {top}"))
         scale = writer.op(f"fdiv float {top}, {constant(127.0)}")
         place = writer.at(target, writer.mul(index, form.x_bytes), "i8")

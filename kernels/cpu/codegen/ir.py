@@ -307,6 +307,11 @@ class IRWriter:
         more = self.op(f"fcmp ogt {self.vector} {a}, {b}")
         return self.op(f"select <{self.lanes} x i1> {more}, {self.vector} {a}, {self.vector} {b}")
 
+    def larger(self, a: Value, b: Value) -> Value:
+        """Of two vectors of i32."""
+        given = [(self.integers, a), (self.integers, b)]
+        return self.call(self.integers, f"llvm.smax.v{self.lanes}i32", given)
+
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """lanes() vectors, of which the i-th result has the i-th numbers."""
         rows, size = list(rows), self.lanes
