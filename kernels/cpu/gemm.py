@@ -168,7 +168,7 @@ def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value
 def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
     """The same for rows of x in bfloat16, by the processor's products of pairs: exact, and summed
     in float32."""
-    size, kind, pair = writer.lanes, writer.vector, f"<{2 * writer.lanes} x bfloat>"
+    size, kind = writer.lanes, writer.vector
     bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
     sums = [(kind, bias[half]) for _ in range(rows) for half in (0, 1)]
 
@@ -179,19 +179,17 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
         for line in range(0, 8 * size, 32):
             writer.prefetch(writer.at(panel, _AHEAD + line, "i16"))
         for each in (0, 1):
-            at = writer.add(writer.mul(k, 2), each)
+            column = writer.add(writer.mul(k, 2), each)
             weights = [
-                writer.load(writer.at(panel, (2 * each + half) * 2 * size, "i16"), pair)
+                writer.load(writer.at(panel, (2 * each + half) * 2 * size, "i16"))
                 for half in (0, 1)
             ]
             for row in range(rows):
-                place = writer.at(writer.at("%x", row * width // 2, "i32"), at, "i32")
-                x = writer.spread(writer.load(place, "i32"), "i32")
-                x = writer.op(f"bitcast {writer.integers} {x} to {pair}")
+                place = writer.at(writer.at("%x", row * width // 2), column)
+                x = writer.spread(writer.load(place, "float"))
                 for half in (0, 1):
-                    given = [(kind, out[2 * row + half]), (pair, x), (pair, weights[half])]
-                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-                    out[2 * row + half] = writer.call(kind, name, given)
+                    at = 2 * row + half
+                    out[at] = writer.dot_pairs(x, weights[half], out[at])
         return out
 
     put(writer, rows, writer.loop(0, width // 4, sums, two))
@@ -211,7 +209,7 @@ def _round_bf16(
         if by:
             value = writer.binary("fmul", value, by)
             value = writer.binary("fmul", value, writer.load(writer.at(weight, column)))
-        writer.store_float(value, writer.at(target, column, "i16"), "bfloat")
+        writer.store_pairs(value, writer.at(target, column, "i16"))
         return []
 
     writer.loop(0, width, [], write, step=writer.lanes)

@@ -165,8 +165,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def round_store(numbers: Value, line: Value, index: Value | int) -> None:
         """A vector of words' numbers, from the index-th number of a line on."""
         if shape.pairs:
-            narrow = w.op(f"fptrunc {kind} {numbers} to <{size} x bfloat>")
-            w.store(narrow, w.at(line, index, "bfloat"), f"<{size} x bfloat>")
+            w.store_pairs(numbers, w.at(line, index, "bfloat"))
         else:
             w.store(numbers, w.at(line, index))
 
