@@ -159,6 +159,11 @@ class InflightRequest:
         return any(choice.emitted for choice in self.choices)
 
     @property
+    def output_tokens(self) -> int:
+        """So far, of all choices."""
+        return sum(len(choice.emitted) for choice in self.choices)
+
+    @property
     def paused(self) -> bool:
         """The client does not read the stream: its choices are at no replica."""
         return self._paused is not None
@@ -268,8 +273,8 @@ class InflightRequest:
             timer.cancel()
         if not self.request.params.pooled:
             self._metrics.request.observe(now - self.arrived)
-        emitted = sum(len(choice.emitted) for choice in self.choices)
-        self.trace.ends(emitted, "" if self._error is None else self._error.code, now)
+        error = "" if self._error is None else self._error.code
+        self.trace.ends(self.output_tokens, error, now)
         self._on_end(self)
 
     def _wake(self) -> None:

@@ -52,7 +52,10 @@ class RequestsInFlight(Collection[InflightRequest]):
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
         """What became of the requests with this id; see request_trace.py."""
-        unfinished = (inflight.trace for inflight in self._requests)
+        asked = [inflight for inflight in self._requests if inflight.trace.id == id]
+        for inflight in asked:  # a trace is not written to for a token
+            inflight.trace.output_tokens = inflight.output_tokens
+        unfinished = [inflight.trace for inflight in asked]
         now = time.monotonic()
         return [trace.tell(self._router, now) for trace in self.traces.find(id, owner, unfinished)]
 

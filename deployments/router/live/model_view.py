@@ -111,7 +111,7 @@ def _request(inflight: InflightRequest, now: float) -> dict[str, Any]:
         "replicas": sorted({choice.place for choice in choices if not choice.done} - {""}),
         "prompt_tokens": trace.prompt_tokens,
         "cached_tokens": trace.cached,
-        "output_tokens": sum(len(choice.emitted) for choice in choices),
+        "output_tokens": inflight.output_tokens,
         "max_tokens": trace.max_tokens,
         "age_s": round(now - trace.arrived, 3),
         "first_token_ms": _ms(trace.first - trace.arrived) if trace.first else None,

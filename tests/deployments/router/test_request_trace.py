@@ -104,7 +104,8 @@ def test_the_router_keeps_the_story_of_each_request() -> None:
             await until(lambda: bool(inflight.choices[1].emitted))
             explain = fleet.dispatcher.requests.explain
             first, _ = explain("q", "")
-            assert first["state"] == "running" and first["output_tokens"] == 0
+            assert first["state"] == "running"
+            assert first["output_tokens"] == inflight.output_tokens > 0
             lost = first["route"][0]["replica"]
             fleet.engines[lost].die()
             await read(inflight)
