@@ -57,12 +57,14 @@ class Tokenizer:
         eos_token_ids: Sequence[int] = (),
         sampling_defaults: Mapping[str, Any] | None = None,
         chat_template: ChatTemplate | None = None,
+        response_template: Any = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.response_template = response_template  # as the checkpoint has it, or None
         self.sampling_defaults = dict(sampling_defaults or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         # Characters of the longest token, as the vocabulary writes it.
@@ -127,6 +129,8 @@ class Tokenizer:
             eos_token_ids=ends,
             sampling_defaults=_sampling_defaults(folder / "generation_config.json"),
             chat_template=ChatTemplate.load(folder, special),
+            response_template=named.get("response_template")
+            or _json(folder / "processor_config.json").get("response_template"),
         )
 
     def token_id(self, token: str) -> int | None:

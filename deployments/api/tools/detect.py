@@ -1,13 +1,26 @@
-"""template_output: the formats of a model, found by rendering its own chat template."""
+"""template_output: the formats of a model, found by rendering its own chat template, and in its
+checkpoint's response_template."""
 
+import json
+import logging
 import re
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from deployments.api.tools.output_format import FORMATS, REASONING, OutputFormat, Reasoning
+from deployments.api.tools.output_format import (
+    FORMATS,
+    REASONING,
+    WRAPPERS,
+    OutputFormat,
+    Reasoning,
+)
+from deployments.api.tools.response_template import DeclaredOutput, declared_output
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("manta.api")
 
 _NAME, _VALUES = "probe_function", {"probe_key": "probe value"}
 _TOOL: dict[str, Any] = {
@@ -26,13 +39,16 @@ _TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateOutput:
-    """calls: None if the template writes them in a format that is not known. told: the template
+    """calls: None if the model writes them in a format that is not known. told: the template
     knows nothing of tools, so messages have to tell of them; "system": in one of that role; "user":
     it takes none of that role; "": it knows tools. text_arguments: it wants the arguments of
     calls in the history as JSON in a string. empty_content: it wants content beside them.
     single_calls: it shows no more than one of a message. no_content: beside calls it refuses
-    content and reasoning together. variables: those that a request may set to change how much the
-    model thinks. special_ids: the control tokens that the formats are written with."""
+    content and reasoning together. plan: the field of a message in which it shows what was said
+    before calls, where it does not show their content. variables: those that a request may set to
+    change how much the model thinks. special_ids: the control tokens that the formats are written
+    with. wrapper: marks around content. problems: what of the checkpoint's response_template
+    cannot be used."""
 
     calls: OutputFormat | None
     reasoning: Reasoning | None
@@ -40,9 +56,12 @@ class TemplateOutput:
     empty_content: bool = False
     single_calls: bool = False
     no_content: bool = False
+    plan: str = ""
     variables: frozenset[str] = frozenset()
     special_ids: frozenset[int] = frozenset()
     told: Literal["", "system", "user"] = ""
+    wrapper: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 # Of a template that has none of its own: what most open models have seen.
@@ -58,6 +77,8 @@ def template_output(tokenizer: Tokenizer) -> TemplateOutput:
     found = _known.get(tokenizer)
     if found is None:
         found = _known[tokenizer] = _found(tokenizer)
+        for problem in found.problems:
+            logger.info("%s; the chat template is looked at instead", problem)
     return found
 
 
@@ -65,32 +86,106 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
     if tokenizer.chat_template is None:
         return TemplateOutput(None, None)
     source = "\n".join(tokenizer.chat_template.sources.values())
+    shapes = [_Shape(*flags) for flags in _FLAGS] if "tool_calls" in source else []
+    declared = _declared(tokenizer, shapes)
     reasoning = next((one for one in REASONING if one.known_by in source), None)
+    said = declared.reasoning
+    if said is not None and (reasoning is None or reasoning.start.strip() != said.start):
+        reasoning = said
+    wrapper = next((marks for marks in WRAPPERS if marks[0] in source), declared.wrapper)
+    if reasoning is not None and reasoning.channels:
+        wrapper = ()
     code = " ".join(_CODE.findall(_COMMENT.sub("", source)))
-    variables = frozenset(n for n in _VARIABLES if re.search(rf"(?<![\w.'\"]){n}\b", code))
-    if "tool_calls" in source:
-        for text_arguments, empty_content in ((False, False), (False, True), (True, True)):
-            rendered = _rendered(tokenizer, text_arguments, empty_content)
-            for one in FORMATS:
-                if one.write(_NAME, _VALUES) in rendered and one.opening in rendered:
-                    again = _rendered(tokenizer, text_arguments, empty_content, "again")
-                    said = _rendered(tokenizer, text_arguments, empty_content, "", "So.", "Hm.")
-                    return TemplateOutput(
-                        one,
-                        reasoning,
-                        text_arguments,
-                        empty_content,
-                        "again" not in again,
-                        not said,
-                        variables,
-                        _special_ids(tokenizer, one, reasoning),
-                    )
+    more: dict[str, Any] = {
+        "variables": frozenset(n for n in _VARIABLES if re.search(rf"(?<![\w.'\"]){n}\b", code)),
+        "wrapper": wrapper,
+        "problems": declared.problems,
+    }
+    calls, shape = _shown(tokenizer, shapes, FORMATS)
+    if declared.calls is not None and shapes and not _same(calls, declared.calls):
+        calls = declared.calls
+        _, shape = _shown(tokenizer, shapes, (calls,))
+        calls = _separated(calls, _rendered(tokenizer, shape, "again"))
+    if calls is not None:
+        again = _rendered(tokenizer, shape, "again")
+        beside = _rendered(tokenizer, shape, "", "So.", "Hm.")
+        plan = "tool_plan" if "tool_plan" in code else ""
+        if not plan and "Hm." in beside and "So." not in beside:
+            plan = "reasoning_content"
+        return TemplateOutput(
+            calls,
+            reasoning,
+            shape.text_arguments,
+            shape.empty_content,
+            "again" not in again,
+            not beside,
+            plan,
+            special_ids=_special_ids(tokenizer, calls, reasoning),
+            **more,
+        )
     told: Literal["", "system", "user"] = ""
     if not re.search(r"tool|function", source) and (reasoning is None or not reasoning.channels):
         told = "system" if _takes_system(tokenizer) else "user"
     calls = _TOLD if told else None
     special = _special_ids(tokenizer, calls, reasoning)
-    return TemplateOutput(calls, reasoning, told=told, variables=variables, special_ids=special)
+    return TemplateOutput(calls, reasoning, told=told, special_ids=special, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of a call in a history, as a template may want it."""
+
+    named_ids: bool = False
+    text_arguments: bool = False
+    empty_content: bool = False
+
+
+_FLAGS = [
+    (named, *flags)
+    for named in (False, True)
+    for flags in ((False, False), (False, True), (True, True))
+]
+
+
+def _shown(
+    tokenizer: Tokenizer, shapes: Sequence[_Shape], formats: Sequence[OutputFormat]
+) -> tuple[OutputFormat | None, _Shape]:
+    """The first format that the template writes a call in. None, and a shape that it takes, if it
+    writes it in none of them."""
+    taken = None
+    for shape in shapes:
+        rendered = _rendered(tokenizer, shape)
+        taken = taken or (shape if rendered else None)
+        for one in formats:
+            written = one.write(_NAME, _VALUES) in rendered and one.opening in rendered
+            if written and one.named_ids == shape.named_ids:
+                return one, shape
+    return None, taken or _Shape()
+
+
+def _declared(tokenizer: Tokenizer, shapes: Sequence[_Shape]) -> DeclaredOutput:
+    if tokenizer.response_template is None:
+        return DeclaredOutput()
+    ((key, value),) = _VALUES.items()
+    examples = [_rendered(tokenizer, shape) for shape in shapes if not shape.named_ids]
+    ends = [tokenizer.token_text(id) for id in tokenizer.eos_token_ids]
+    return declared_output(tokenizer.response_template, _NAME, key, value, examples, ends)
+
+
+def _separated(declared: OutputFormat, shown: str) -> OutputFormat:
+    """With what the template writes between two calls. shown: where it does."""
+    _, _, rest = shown.partition(declared.write(_NAME, _VALUES))
+    between, found, _ = rest.partition(declared.write("again", _VALUES))
+    return replace(declared, separator=between) if found else declared
+
+
+def _same(known: OutputFormat | None, declared: OutputFormat) -> bool:
+    """Up to white space, and what ends a turn. What is known says more than a declaration can."""
+    if known is None:
+        return False
+    calls = [one.opening + one.write(_NAME, _VALUES) for one in (known, declared)]
+    bare = ["".join(call.split()) for call in calls]
+    return bare[1].startswith(bare[0])
 
 
 def _takes_system(tokenizer: Tokenizer) -> bool:
@@ -114,27 +209,26 @@ def _special_ids(
 
 
 def _rendered(
-    tokenizer: Tokenizer,
-    text_arguments: bool,
-    empty_content: bool,
-    second: str = "",
-    content: str = "",
-    reasoning: str = "",
+    tokenizer: Tokenizer, shape: _Shape, second: str = "", content: str = "", reasoning: str = ""
 ) -> str:
     """A chat with a call, or two. "": the template refuses it."""
-    arguments: Any = '{"probe_key": "probe value"}' if text_arguments else _VALUES
-    named = {"probecall": _NAME, **({"probenext": second} if second else {})}
+    arguments: Any = json.dumps(_VALUES) if shape.text_arguments else _VALUES
+    names = [_NAME, *([second] if second else [])]
+    ids = ["probecall", "probenext"]
+    if shape.named_ids:
+        ids = [f"functions.{name}:{i}" for i, name in enumerate(names)]
+    called = dict(zip(ids, names, strict=False))
     calls = [
         {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for id, name in named.items()
+        for id, name in called.items()
     ]
     turn: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
-    if content or empty_content:
+    if content or shape.empty_content:
         turn["content"] = content
     if reasoning:
         turn["reasoning_content"] = reasoning
     results = [
-        {"role": "tool", "tool_call_id": id, "name": _NAME, "content": "A result."} for id in named
+        {"role": "tool", "tool_call_id": id, "name": _NAME, "content": "A result."} for id in called
     ]
     chat = [{"role": "user", "content": "A question."}, turn, *results]
     try:

@@ -12,6 +12,7 @@ from deployments.api.tools.output_format import (
     CONSTRAIN,
     MESSAGE,
     MESSAGE_START,
+    NUMBER,
     OutputFormat,
     Reasoning,
 )
@@ -37,7 +38,7 @@ class Function:
     def raw(self, format: OutputFormat | None) -> frozenset[str]:
         """Arguments that a tagged format writes without quotes."""
         tags = None if format is None else format.tagged
-        if tags is None:
+        if tags is None or tags.quoted:
             return frozenset()
         properties = self.schema.get("properties")
         return frozenset(
@@ -68,17 +69,20 @@ def output_grammar(
     thinking: Thinking = "no",
     once: bool = False,
     content: str = "",
+    wrapper: tuple[str, ...] = (),
 ) -> str:
     """Text in which each call is complete and its arguments fit their schema.
 
     format without functions: text that holds no call. required: at least one call, and no text
     before it. once: there is one stretch of reasoning at most, at the beginning.
     content: what the text may be where that is limited, as the right side of a rule.
+    wrapper: marks that may stand around the text.
     """
     builder = _Builder(tokenizer)
     if reasoning is not None and reasoning.channels:
         return builder.build_channels(reasoning, functions, required, once, content)
-    return builder.build(format, functions, required, parallel, reasoning, thinking, content)
+    options = (reasoning, thinking, content, wrapper)
+    return builder.build(format, functions, required, parallel, *options)
 
 
 class _Builder:
@@ -99,6 +103,7 @@ class _Builder:
         reasoning: Reasoning | None,
         thinking: Thinking,
         content: str,
+        wrapper: tuple[str, ...],
     ) -> str:
         self._rules = ["ANY: /(.|\\n)*/", "SPACE: /\\n{0,2}/"]
         trigger = format.trigger if format is not None else ""
@@ -111,7 +116,12 @@ class _Builder:
             else:
                 body.append(f"{self._until('before_call', trigger)} calls_rest")
         if not required:
-            body.append(content or self._text(format, bool(functions)))
+            text = content or self._text(format, bool(functions))
+            # Without a limit it may hold marks that are no control tokens as it is.
+            if wrapper and (content or wrapper[0] in self._special):
+                begin, end = map(self.literal, wrapper)
+                text = f"({begin})? ({text}) ({end})?"
+            body.append(text)
         self._rules.append(f"body: {' | '.join(body)}")
         start = "body"
         if reasoning is not None and thinking != "no":
@@ -161,6 +171,8 @@ class _Builder:
 
     def literal(self, text: str) -> str:
         """A text, of which control tokens are one token each."""
+        if NUMBER in text:
+            return " /[0-9]{1,6}/ ".join(map(self.literal, text.split(NUMBER)))
         parts, at = [], 0
         for match in self._cuts.finditer(text):
             if match.start() > at:
@@ -184,7 +196,7 @@ class _Builder:
             return "ANY"
         if not format.trigger:
             return "/([^{](.|\\n)*)?/" if callable_ else "ANY"
-        mark = re.escape(format.trigger).replace("/", "\\/")
+        mark = re.escape(format.trigger).replace("/", "\\/").replace("\n", "n")
         self._rules.append(f"TEXT: ANY & ~/(.|\\n)*{mark}(.|\\n)*/")
         return "TEXT"
 
@@ -203,7 +215,7 @@ class _Builder:
             if format.dialect is not None:
                 parts += self._written(format.dialect, f"arguments_{i}", function.schema)
             elif format.tagged is None:
-                parts.append(_json(function.schema, _COMPACT))
+                parts.append(_json(function.schema, _FREE if format.indented else _COMPACT))
             else:
                 parts += self._tagged(i, format, function)
             if format.end:

@@ -11,11 +11,22 @@ from deployments.api.tools.dialect import GEMMA, PYTHON, Dialect
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
     """Arguments one by one: key_open KEY key_close VALUE value_close. Strings stand there as they
-    are, everything else as JSON. So a string cannot hold value_close."""
+    are, everything else as JSON. So a string cannot hold value_close. quoted: strings are JSON,
+    too."""
 
     key_open: str
     key_close: str
     value_close: str
+    quoted: bool = False
+
+    def value(self, value: Any) -> str:
+        """As a template writes it."""
+        raw = isinstance(value, str) and not self.quoted
+        return value if raw else json.dumps(value, ensure_ascii=False)
+
+
+# Digits, which count the calls of a conversation from 0.
+NUMBER = "\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +37,12 @@ class OutputFormat:
 
     trigger: the beginning of opening + begin that makes it a call; no other text may hold it. ""
         where a call is only told from text by being the whole message.
+    NUMBER may stand in begin and in middle.
     tagged, dialect: how arguments are written; neither: as one JSON object.
+    indented: templates print that object on several lines, this many columns to the right.
     parallel: there can be several calls.
     short_ids: the template takes only ids of nine letters and digits.
+    named_ids: the template shows of a call its id alone, which is functions.NAME:NUMBER.
     """
 
     name: str
@@ -41,24 +55,27 @@ class OutputFormat:
     closing: str = ""
     tagged: TaggedArguments | None = None
     dialect: Dialect | None = None
+    indented: int = 0
     parallel: bool = True
     short_ids: bool = False
+    named_ids: bool = False
 
-    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def write(self, name: str, arguments: Mapping[str, Any], number: int = 0) -> str:
         """One call, without what stands around all of them."""
         if self.dialect is not None:
             written = self.dialect.write(arguments)
         elif self.tagged is None:
-            written = json.dumps(arguments, ensure_ascii=False)
+            indent = 4 if self.indented and arguments else None
+            written = json.dumps(arguments, ensure_ascii=False, indent=indent)
+            written = written.replace("\n", "\n" + " " * self.indented)
         else:
             tags = self.tagged
             written = "".join(
-                f"{tags.key_open}{key}{tags.key_close}"
-                f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-                f"{tags.value_close}"
+                f"{tags.key_open}{key}{tags.key_close}{tags.value(value)}{tags.value_close}"
                 for key, value in arguments.items()
             )
-        return f"{self.begin}{name}{self.middle}{written}{self.end}"
+        begin, middle = (mark.replace(NUMBER, str(number)) for mark in (self.begin, self.middle))
+        return f"{begin}{name}{middle}{written}{self.end}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +98,12 @@ class Reasoning:
         more = f"{MESSAGE_START}{MESSAGE}{''.join(MESSAGE_ENDS)}{CONSTRAIN}"
         return f"{self.start} {self.end} {more if self.channels else ''}"
 
+
+# What stands around content, in models whose content has a mark at its beginning and its end.
+WRAPPERS = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+)
 
 # Of answers in channels, which are OpenAI's harmony.
 CHANNEL, MESSAGE, MESSAGE_START, CONSTRAIN = (
@@ -206,6 +229,38 @@ FORMATS = (
         end="}<tool_call|>",
         separator="",
         dialect=GEMMA,
+    ),
+    OutputFormat(
+        "kimi-k2",
+        trigger="<|tool_calls_section_begin|>",
+        opening="<|tool_calls_section_begin|>",
+        begin="<|tool_call_begin|>functions.",
+        middle=f":{NUMBER}<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+        separator="",
+        closing="<|tool_calls_section_end|>",
+        named_ids=True,
+    ),
+    OutputFormat(
+        "command-a",  # and Command R7B
+        trigger="<|START_ACTION|>",
+        opening="<|START_ACTION|>[\n",
+        begin=f'    {{"tool_call_id": "{NUMBER}", "tool_name": "',
+        middle=_PARAMETERS,
+        end="}",
+        separator=",\n",
+        closing="\n]<|END_ACTION|>",
+    ),
+    OutputFormat(
+        "command-r",
+        trigger="Action:\n```json\n[",
+        opening="Action:\n```json\n[\n",
+        begin='    {\n        "tool_name": "',
+        middle='",\n        "parameters": ',
+        end="\n    }",
+        separator=",\n",
+        closing="\n]```",
+        indented=8,
     ),
     OutputFormat(
         "internlm2",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from deployments.api.tools.dialect import DialectReader
-from deployments.api.tools.output_format import OutputFormat, Reasoning
+from deployments.api.tools.output_format import NUMBER, OutputFormat, Reasoning
 from deployments.api.tools.step_parser import Event, Kind, StepParser
 
 Thinking = Literal["open", "may", "no"]
@@ -14,7 +14,8 @@ Thinking = Literal["open", "may", "no"]
 class OutputParser(StepParser):
     """format: None if no tool may be called. raw: of each function, the arguments that tagged
     formats write as they are, being strings; all others are JSON. thinking: where the prompt leaves
-    off: inside reasoning, where it may begin, or behind it."""
+    off: inside reasoning, where it may begin, or behind it. wrapper: marks around content, which
+    are no part of it."""
 
     def __init__(
         self,
@@ -22,8 +23,10 @@ class OutputParser(StepParser):
         raw: Mapping[str, frozenset[str]],
         reasoning: Reasoning | None,
         thinking: Thinking,
+        wrapper: tuple[str, ...] = (),
     ) -> None:
         self._format = format
+        self._wrapper = wrapper
         self._raw = raw
         self._reasoning = reasoning
         self._spaces = ""  # at the end of what was shown; dropped where something else follows
@@ -102,12 +105,14 @@ class OutputParser(StepParser):
         return True
 
     def _content(self) -> bool:
-        if self._format is None:
+        trigger = self._format.trigger if self._format is not None else ""
+        marks = (trigger, *self._wrapper) if trigger else self._wrapper
+        if not marks:
             self._step = self._rest
             return True
-        before, mark = self._take((self._format.trigger,))
+        before, mark = self._take(marks)
         self._show("content", before)
-        if mark:
+        if mark and mark == trigger:
             self._text = mark + self._text
             self._step = self._opening
         return bool(mark)
@@ -126,12 +131,13 @@ class OutputParser(StepParser):
         assert self._format is not None
         return self._literal(self._format.opening + self._format.begin, self._named)
 
-    def _literal(self, text: str, then: Callable[[], bool]) -> bool:
-        if self._text.startswith(text):
-            self._text = self._text[len(text) :]
+    def _literal(self, mark: str, then: Callable[[], bool]) -> bool:
+        size = _matched(mark, self._text)
+        if size >= 0:
+            self._text = self._text[size:]
             self._step = then
             return True
-        if text.startswith(self._text):
+        if size == _MAYBE:
             if self._final:
                 self._text = ""
             return False
@@ -141,9 +147,9 @@ class OutputParser(StepParser):
     def _named(self) -> bool:
         """The name, up to what follows it."""
         assert self._format is not None
-        middle = self._format.middle
+        middle, size = self._format.middle, 0
         if middle:
-            at = self._text.find(middle)
+            at, size = _found(middle, self._text)
         else:  # the first argument or the end follows at once
             tags = self._format.tagged
             ends = [self._format.end] + ([tags.key_open] if tags is not None else [])
@@ -153,7 +159,7 @@ class OutputParser(StepParser):
             if self._final:
                 self._text = ""
             return False
-        self._name, self._text = self._text[:at], self._text[at + len(middle) :]
+        self._name, self._text = self._text[:at], self._text[at + size :]
         self._said, self._spaces = False, ""
         self._call(self._name)
         self._first = True
@@ -257,21 +263,55 @@ class OutputParser(StepParser):
     def _after(self) -> bool:
         """Another call, the end of all, or text."""
         assert self._format is not None
-        again = self._format.separator + self._format.begin
+        again = _matched(self._format.separator + self._format.begin, self._text)
         closing = self._format.closing
-        if self._format.parallel and self._text.startswith(again):
-            self._text = self._text[len(again) :]
+        if self._format.parallel and again >= 0:
+            self._text = self._text[again:]
             self._step = self._named
         elif closing and self._text.startswith(closing):
             self._text = self._text[len(closing) :]
             self._step = self._rest
-        elif again.startswith(self._text) or (closing and closing.startswith(self._text)):
+        elif again == _MAYBE or (closing and closing.startswith(self._text)):
             if self._final:
                 self._text = ""
             return False
         else:
             self._step = self._rest
         return True
+
+
+_NO, _MAYBE = -2, -1
+
+
+def _matched(mark: str, text: str) -> int:
+    """How many characters this mark has at the beginning of a text. _NO: it is not there; _MAYBE:
+    all of the text is the beginning of one."""
+    at = 0
+    for i, part in enumerate(mark.split(NUMBER)):
+        if i:
+            begin = at
+            while at < len(text) and text[at] in "0123456789":
+                at += 1
+            if at == len(text):
+                return _MAYBE
+            if at == begin:
+                return _NO
+        if not text.startswith(part, at):
+            return _MAYBE if part.startswith(text[at:]) else _NO
+        at += len(part)
+    return at
+
+
+def _found(mark: str, text: str) -> tuple[int, int]:
+    """Where a text has this mark, and its size; (-1, 0) if it is not there, or not all of it."""
+    first = mark.partition(NUMBER)[0]
+    at = text.find(first)
+    while at >= 0:
+        size = _matched(mark, text[at:])
+        if size >= 0:
+            return at, size
+        at = text.find(first, at + 1) if size == _NO else -1
+    return -1, 0
 
 
 def _quoted(text: str) -> str:

@@ -35,6 +35,7 @@ class OutputPlan:
     thinking: Thinking
     tools: RequestedTools | None
     shown_ids: frozenset[int]
+    wrapper: tuple[str, ...] = ()  # see OutputParser
     raw: dict[str, frozenset[str]] = field(default_factory=dict)
     budget: int | None = None  # of thinking, in tokens
 
@@ -57,7 +58,7 @@ class OutputPlan:
         if self.channels:
             return ChannelParser(calls=self.calls)
         format = self.format if self.calls else None
-        return OutputParser(format, self.raw, self.reasoning, self.thinking)
+        return OutputParser(format, self.raw, self.reasoning, self.thinking, self.wrapper)
 
     def needs_grammar(self, constraint: RequestedGrammar | None) -> bool:
         limited = constraint is not None or self.budget is not None
@@ -117,6 +118,7 @@ class OutputPlan:
             thinking=self.thinking,
             once=self.budget is not None,
             content=content,
+            wrapper=self.wrapper,
         )
         return Grammar.lark(text), ignored
 
@@ -156,7 +158,12 @@ def plan_output(
         tools = None  # of mode none: they are not even in the prompt
     if known.reasoning is not None and known.reasoning.channels and not generation:
         return None  # the prompt has left off inside a message, and calls are other ones
-    if thinking == "no" and tools is None:
+    # Marks that are control tokens are not shown anyway.
+    visible = bool(known.wrapper) and tokenizer.token_id(known.wrapper[1]) not in (
+        tokenizer.special_ids
+    )
+    if thinking == "no" and tools is None and not visible:
         return None
     format = known.calls if tools is not None else None
-    return OutputPlan(tokenizer, format, reasoning, thinking, tools, known.special_ids)
+    plan = (reasoning, thinking, tools, known.special_ids, known.wrapper)
+    return OutputPlan(tokenizer, format, *plan)

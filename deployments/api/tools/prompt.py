@@ -45,15 +45,18 @@ def render_options(
             else:
                 options["tools"] = [tool.given for tool in tools.tools]
         elif tools.mode != "none":
+            problems = "".join(f"; {one}" for one in known.problems)
             raise invalid(
                 "this model takes no tools: it has no chat template, or one that writes tool calls "
-                "in a format that is not known here",
+                f"in a format that is not known here{problems}",
                 "tools",
                 "tools_not_supported",
             )
     if known.single_calls:
         messages[:] = _one_call_each(messages)
-    if known.text_arguments or known.empty_content or known.no_content:
+    if known.calls is not None and known.calls.named_ids:
+        _name_ids(messages)
+    if known.text_arguments or known.empty_content or known.no_content or known.plan:
         for message in messages:
             _adapt(message, known)
     effort = body.get("reasoning_effort")
@@ -114,6 +117,10 @@ def _adapt(message: dict[str, Any], known: TemplateOutput) -> None:
             if message.get(name):
                 message[name] = f"{message[name]}\n{message.pop('content')}"
                 break
+    if known.plan:
+        given = [message.get(name) for name in ("reasoning_content", "reasoning", "content")]
+        if told := "\n".join(one for one in given if one):
+            message[known.plan] = told
     if known.empty_content:
         message.setdefault("content", "")
     if known.text_arguments:
@@ -121,6 +128,20 @@ def _adapt(message: dict[str, Any], known: TemplateOutput) -> None:
             arguments = call["function"]["arguments"]
             if not isinstance(arguments, str):
                 call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+
+
+def _name_ids(messages: list[dict[str, Any]]) -> None:
+    """Ids of calls as the model has written them, whatever they are to the client."""
+    ids: dict[str, str] = {}
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            named = f"functions.{call['function']['name']}:{count}"
+            ids[call["id"]] = named
+            call["id"] = named
+            count += 1
+        if message["role"] == "tool":
+            message["tool_call_id"] = ids[message["tool_call_id"]]
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

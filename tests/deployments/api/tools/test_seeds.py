@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.deployments.api.tools.tool_seeds import FORMATS, wrong_calls
+from tests.deployments.api.tools.tool_templates import DECLARED
 
 
-@pytest.mark.parametrize("name", FORMATS)
+# Of what checkpoints declare one: grammars of the others are those of a family.
+@pytest.mark.parametrize(
+    "name", [one for one in FORMATS if one not in DECLARED or one == "tags around JSON"]
+)
 def test_a_random_model_calls_tools(name: str, tmp_path: Path) -> None:
     """A call that is invalid, or that is cut, or not read as one."""
     assert not wrong_calls(name, tmp_path, 8)

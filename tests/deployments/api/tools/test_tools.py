@@ -293,7 +293,9 @@ def allowed(backend: FakeBackend, text: str) -> bool:
     special = {id: name for id, name in special.items() if id in tokenizer.special_ids}
     known = Vocabulary.outline(special, tokenizer.vocab_size, tokenizer.eos_token_ids)
     matcher = Compiler(known).compile(grammar).deep_copy()
-    ids = known.tokens.tokenize_str(text)
+    marks = {name: [id] for id, name in special.items()}
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+    ids = [id for one in pieces for id in marks.get(one) or known.tokens.tokenize_str(one)]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 

@@ -24,10 +24,10 @@ from deployments.api.app import build_asgi
 from tests.deployments.api.asgi import Client
 from tests.deployments.api.tools.test_channels import backend_of_channels
 from tests.deployments.api.tools.test_tools import CITY, backend_with, tool
-from tests.deployments.api.tools.tool_templates import TEMPLATES
+from tests.deployments.api.tools.tool_templates import DECLARED, TEMPLATES, response_template
 from tests.engine.text.test_structured import make_core, request, run, save_model
 
-FORMATS = (*TEMPLATES, "harmony")
+FORMATS = (*TEMPLATES, "harmony", *DECLARED)
 # Bounded, so that a random model comes to an end.
 _PLACE = {
     "type": "object",
@@ -49,7 +49,9 @@ def wrong_calls(name: str, folder: Path, seeds: int, adapter: bool = False) -> l
         backend = backend_of_channels()
         fields = {**FIELDS, "thinking_token_budget": 4}
     else:
-        backend = backend_with(TEMPLATES[name])
+        source, calls = DECLARED[name] if name in DECLARED else (TEMPLATES[name], None)
+        backend = backend_with(source)
+        backend._tokenizer.response_template = calls and response_template(calls)
         # Without thoughts, which a random model does not end.
         fields = {**FIELDS, "reasoning_effort": "none"}
     client = Client(build_asgi(backend))

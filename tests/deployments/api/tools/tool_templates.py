@@ -1,5 +1,7 @@
 """Chat templates that write tool calls as families of models do, in a few lines each."""
 
+from typing import Any
+
 _HEAD = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
     "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -80,6 +82,141 @@ HARMONY_MARKS = (
     *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>"),
     "<|call|>",
 )
+KIMI = _template(
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}"
+    "<|tool_call_end|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+).replace("{{ m.content", "{{ '## Return of ' + m.tool_call_id if m.role == 'tool' }}{{ m.content")
+COMMAND_A = "{% set count = namespace(value=0) %}" + _template(
+    '    {"tool_call_id": "{{ count.value }}", "tool_name": "{{ f.name }}", "parameters": '
+    "{{ f.arguments | tojson }}}{{ ',' if not loop.last }}\n"
+    "{% set count.value = count.value + 1 %}",
+    "<|START_ACTION|>[\n",
+    "]<|END_ACTION|>",
+)
+COMMAND_R = _template(
+    '    {\n        "tool_name": "{{ f.name }}",\n        "parameters": '
+    "{{ f.arguments | tojson(indent=4) | indent(8) if f.arguments else '{}' }}\n    }"
+    "{{ ',\n' if not loop.last }}",
+    "\nAction:\n```json\n[\n",
+    "\n]```",
+)
+# As Command A has it: what is said before calls is a plan, and answers stand between marks.
+COHERE = (
+    "{% set count = namespace(value=0) %}{% if tools %}{% for t in tools %}{{ t | tojson }}\n"
+    "{% endfor %}{% endif %}{% for m in messages %}<|START_OF_TURN_TOKEN|>"
+    "{% if m.role == 'tool' %}<|START_TOOL_RESULT|>{{ m.content }}<|END_TOOL_RESULT|>"
+    "{% elif m.tool_calls %}<|START_THINKING|>{{ m.tool_plan }}<|END_THINKING|><|START_ACTION|>[\n"
+    "{% for c in m.tool_calls %}"
+    '    {"tool_call_id": "{{ count.value }}", "tool_name": "{{ c.function.name }}", "parameters": '
+    "{{ c.function.arguments | tojson }}}{{ ',' if not loop.last }}\n"
+    "{% set count.value = count.value + 1 %}{% endfor %}]<|END_ACTION|>"
+    "{% elif m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>"
+    "{% else %}{{ m.content }}{% endif %}<|END_OF_TURN_TOKEN|>{% endfor %}"
+    "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
+)
+COHERE_MARKS = (
+    *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    *("<|START_ACTION|>", "<|END_ACTION|>"),
+)
+# Calls that no family writes so, and the checkpoint's declaration of them: the template, and the
+# `response_template` without what all of them share.
+_FUNCTION = {"name": "{name}", "arguments": "{content}"}
+DECLARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "json behind a name": (
+        _template("\n<do {{ f.name }}>\n{{ f.arguments | tojson }}\n</do>"),
+        {
+            "open_pattern": r"<do (?P<name>[^>\n]+)>\s*",
+            "close_pattern": r"</do>\s*",
+            "content": "json",
+            "transform": {"type": "function", "function": _FUNCTION},
+        },
+    ),
+    "keys of its own": (
+        _template('[[do]] {"f": "{{ f.name }}", "with": {{ f.arguments | tojson }}} [[done]]'),
+        {
+            "open": "[[do]]",
+            "close": ["[[done]]", "[[end]]"],
+            "content": "json",
+            "transform": {"function": {"name": "{content.f}", "arguments": "{content.with}"}},
+        },
+    ),
+    "a list": (
+        _template(
+            '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
+            "{{ ', ' if not loop.last }}",
+            "<calls>[",
+            "]</calls>",
+        ),
+        {
+            "open": "<calls>",
+            "close": "</calls>",
+            "content": "json",
+            "repeats": False,
+            "transform": {"function": {"name": "{name}", "arguments": "{parameters}"}},
+            "transform_each": True,
+        },
+    ),
+    "tags": (
+        _template(
+            "\n<do>{{ f.name }}\n{% for k, v in f.arguments.items() %}<a {{ k }}>"
+            "{{ v if v is string else v | tojson }}</a>\n{% endfor %}</do>"
+        ),
+        {
+            "open_pattern": r"<do>(?P<name>\S+)\n?",
+            "close_pattern": r"</do>\s*",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<a (?P<key>[^>]+)>(?P<value>.*?)</a>"},
+            "transform": {"function": _FUNCTION},
+        },
+    ),
+    "tags around JSON": (
+        _template(
+            "\n<do>{{ f.name }}\n{% for k, v in f.arguments.items() %}<a {{ k }}>"
+            "{{ v | tojson }}</a>\n{% endfor %}</do>"
+        ),
+        {
+            "open_pattern": r"<do>(?P<name>\S+)\n?",
+            "close_pattern": r"</do>\s*",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<a (?P<key>[^>]+)>(?P<value>.*?)</a>",
+                "value_parser": {"name": "json"},
+            },
+            "transform": {"function": _FUNCTION},
+        },
+    ),
+    "keys without quotes": (
+        "{% macro value(v) %}{% if v is string %}~~{{ v }}~~{% elif v is mapping %}"
+        "{ {%- for k, w in v.items() %}{{ k }}:{{ value(w) }}{{ ',' if not loop.last }}"
+        "{% endfor -%} }{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+        + _template("<<do:{{ f.name }}{{ value(f.arguments) }}>>"),
+        {
+            "open_pattern": r"<<do:(?P<name>\w+)",
+            "close": ">>",
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [["~~", "~~"]]},
+            "transform": {"function": _FUNCTION},
+        },
+    ),
+}
+RESPONSE_TEMPLATE: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*"},
+        "content": {"close_pattern": r"<\|im_end\|>\s*"},
+    },
+}
+
+
+def response_template(calls: dict[str, Any]) -> dict[str, Any]:
+    fields = {**RESPONSE_TEMPLATE["fields"], "tool_calls": {"repeats": True, **calls}}
+    return {**RESPONSE_TEMPLATE, "fields": fields}
+
+
 TEMPLATES = {
     "hermes": HERMES,
     "qwen3-coder": XML,
@@ -89,4 +226,7 @@ TEMPLATES = {
     "deepseek-v3": DEEPSEEK,
     "lfm2": LFM2,
     "gemma4": GEMMA,
+    "kimi-k2": KIMI,
+    "command-a": COMMAND_A,
+    "command-r": COMMAND_R,
 }
