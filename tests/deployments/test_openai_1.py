@@ -21,7 +21,9 @@ def test_openai_1() -> None:
     version = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert version.stdout.startswith("1.")
     api = ROOT / "tests/deployments/api"
-    tests = [str(api / "test_openai_client.py"), f"{api / 'tools/test_tools.py'}::test_table"]
+    tools = ("test_table", "test_a_tool_of_text", "test_through_an_adapter")
+    tests = [str(api / "test_openai_client.py")]
+    tests += [f"{api / 'tools/test_tools.py'}::{name}" for name in tools]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
