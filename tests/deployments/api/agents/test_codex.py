@@ -16,7 +16,7 @@ import pytest
 from deployments.api.app import build_asgi
 from engine.messages import Delta
 from tests.deployments.api.server import serve
-from tests.deployments.api.tools.test_tools import backend_with, written
+from tests.deployments.api.tools.test_tools import allowed, backend_with, written
 from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL
 
@@ -45,10 +45,10 @@ def command_tool(prompt: str) -> tuple[str, dict[str, Any]]:
 
 def test_a_loop_of_two_steps(tmp_path: Path) -> None:
     """A request that is refused, an item or event that Codex does not take, a call that it does not
-    run, or a result that the model is not told."""
+    run, or a result that the model is not told; a call that the grammar of its tools forbids."""
     backend = backend_with(TEMPLATES["hermes"])
     backend.cards = {MODEL: replace(backend.cards[MODEL], max_model_len=131_072)}
-    make, seen = backend.deltas, []
+    make, seen, free = backend.deltas, [], []
 
     def deltas(request: Any, choice: int) -> list[Delta]:
         prompt = backend._tokenizer.decode(request.token_ids, skip_special_tokens=False)
@@ -56,6 +56,7 @@ def test_a_loop_of_two_steps(tmp_path: Path) -> None:
         backend.script = ANSWER
         if RESULT not in prompt:
             backend.script = "<think>hm</think>" + written(command_tool(prompt))
+        free.append(allowed(backend, backend.script))
         return make(request, choice)
 
     backend.deltas = deltas  # type: ignore[method-assign]
@@ -78,3 +79,4 @@ def test_a_loop_of_two_steps(tmp_path: Path) -> None:
         )
     assert done.returncode == 0 and ANSWER in done.stdout, done.stdout + done.stderr
     assert len(seen) == 2 and "<|im_start|>tool" in seen[1]
+    assert free == [True, True] and backend.requests[0].params.structured is not None

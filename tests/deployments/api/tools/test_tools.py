@@ -249,6 +249,15 @@ CASES: list[tuple[str, dict[str, Any], str, str | None, str | None, list[Any], s
     ),
     ("a stop string in content", {"stop": ["Paris"]}, "to Paris, now", "to ", None, [], "stop"),
     (
+        "a stop string in a document",
+        {"response_format": FORM, "stop": ["days"]},
+        '{"days": 2}',
+        '{"',
+        None,
+        [],
+        "stop",
+    ),
+    (
         "reasoning, then a call",
         {},
         "<think>\nhm, {\n</think>\n\nSo:\n" + written(("now", {})),
