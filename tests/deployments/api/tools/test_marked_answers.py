@@ -1,6 +1,7 @@
 """Cohere's and Kimi's models: answers between marks, plans before calls, calls with numbers."""
 
 import asyncio
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,10 +12,13 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.tools.detect import template_output
+from deployments.api.tools.output_format import FORMATS, WRAPPERS, Reasoning
+from deployments.api.tools.parser import OutputParser
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.asgi import Client
 from tests.deployments.api.server import serve
+from tests.deployments.api.tools.test_parsers import merged
 from tests.deployments.api.tools.test_tools import (
     DEEP,
     FORM,
@@ -128,6 +132,30 @@ def test_answers_between_marks(
     assert (told.content or None, getattr(told, "reasoning_content", None)) == (content, reasoning)
     found = [(c.function.name, json.loads(c.function.arguments)) for c in told.tool_calls or []]
     assert (found, choice.finish_reason) == (calls, finish)
+
+
+@pytest.mark.parametrize(
+    "text", [response("ß 😀"), action(("weather", HARD), ("now", {}), first=10)]
+)
+def test_cut_at_every_byte(text: str) -> None:
+    """Other events where a chunk ends inside a mark, which begins as another one does, or inside a
+    number."""
+    format = next(one for one in FORMATS if one.name == "command-a")
+    thoughts = Reasoning("<|START_THINKING|>", "<|END_THINKING|>")
+    data = (THOUGHT + text).encode()
+
+    def parser() -> OutputParser:
+        return OutputParser(format, {}, thoughts, "may", WRAPPERS[0])
+
+    whole = merged(parser(), [data.decode()])
+    assert [e.kind for e in whole if e.kind != "arguments"] in (
+        ["reasoning", "content"],
+        ["reasoning", "call", "end", "call", "end"],
+    )
+    for cut in range(len(data) + 1):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        pieces = [decoder.decode(data[:cut]), decoder.decode(data[cut:], final=True)]
+        assert merged(parser(), pieces) == whole, data[:cut]
 
 
 def conversation(id: str) -> list[dict[str, Any]]:
