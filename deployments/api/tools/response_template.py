@@ -76,7 +76,9 @@ def declared_output(
             return make(fields[field], *more)
         except _Unusable as error:
             problems.append(f"response_template.fields.{field}{error}")
-            return None
+        except (AttributeError, LookupError, TypeError):
+            problems.append(f"response_template.fields.{field}: a value in it is of another type")
+        return None
 
     calls = take("tool_calls", _calls, (name, key, value), examples, tuple(ends))
     thoughts = next((one for one in _REASONING if one in fields), "")

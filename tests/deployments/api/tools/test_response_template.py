@@ -129,6 +129,11 @@ _TAGS = DECLARED["tags"][1]
         ),
         (response_template({**_TAGS, "content_args": {}}), "tool_calls.content_args.tag_pattern: "),
         (response_template({"open": "<do>"}), "tool_calls: "),
+        (response_template({**_TAGS, "content_args": "x"}), "tool_calls: a value in it "),
+        (
+            response_template({**_JSON, "content_args": {"unquoted_keys": 1, "string_delims": 1}}),
+            "tool_calls: a value in it ",
+        ),
         ({**RESPONSE_TEMPLATE, "version": 2}, "response_template: version 2 "),
         ({**RESPONSE_TEMPLATE, "extra": 1}, "response_template: extra: "),
         ([], "response_template: it is no object"),
