@@ -6,13 +6,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import (
-    CompilerUnavailable,
-    NativeFunction,
-    bits,
-    compile_ir,
-    lanes,
-)
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, constant, module
 from kernels.cpu.recurrent.entries import inverse_root, rows_of, threads_for
 
@@ -83,10 +77,8 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=32)
 def _function(shape: NormShape) -> NativeFunction | None:
-    try:
-        return compile_ir(module([_norm(shape, lanes())]))["norm"]
-    except CompilerUnavailable:
-        return None
+    found = compile_or_none(lambda size: module([_norm(shape, size)]))
+    return found and found["norm"]
 
 
 def gated_norm(

@@ -14,7 +14,7 @@ import platform
 import re
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
@@ -186,6 +186,14 @@ def compile_ir(ir: str) -> dict[str, NativeFunction]:
     """The external functions of a module, by name. Raises CompilerUnavailable."""
     with _compiling:
         return _compiled(ir)
+
+
+def compile_or_none(write: Callable[[int], str]) -> dict[str, NativeFunction] | None:
+    """compile_ir(write(lanes())); None where this machine cannot, and callers use plain torch."""
+    try:
+        return compile_ir(write(lanes()))
+    except CompilerUnavailable:
+        return None
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.recurrent.entries import (
     FIRST,
@@ -174,10 +174,8 @@ def _convolve(shape: ConvolutionShape, size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=64)
 def _function(shape: ConvolutionShape) -> NativeFunction | None:
-    try:
-        return compile_ir(module([_convolve(shape, lanes())]))["convolve"]
-    except CompilerUnavailable:
-        return None
+    found = compile_or_none(lambda size: module([_convolve(shape, size)]))
+    return found and found["convolve"]
 
 
 def causal_conv(

@@ -15,13 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import (
-    CompilerUnavailable,
-    NativeFunction,
-    bits,
-    compile_ir,
-    lanes,
-)
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, constant, module
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.recurrent.convolution import OWN, Convolution, put_convolution
@@ -373,11 +367,8 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=16)
 def _functions(shape: DeltaShape) -> tuple[NativeFunction, NativeFunction] | None:
-    try:
-        found = compile_ir(module([_mix(shape, lanes()), _walk(shape, lanes())]))
-    except CompilerUnavailable:
-        return None
-    return found["mix"], found["walk"]
+    found = compile_or_none(lambda size: module([_mix(shape, size), _walk(shape, size)]))
+    return found and (found["mix"], found["walk"])
 
 
 def gated_delta(

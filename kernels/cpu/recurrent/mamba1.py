@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir, lanes
+from kernels.cpu.codegen.compiler import NativeFunction, compile_or_none
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.recurrent.entries import (
     FIRST,
@@ -98,10 +98,8 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=16)
 def _function(channels: int, width: int) -> NativeFunction | None:
-    try:
-        return compile_ir(module([_scan(channels, width, lanes())]))["scan"]
-    except CompilerUnavailable:
-        return None
+    found = compile_or_none(lambda size: module([_scan(channels, width, size)]))
+    return found and found["scan"]
 
 
 def mamba1(

@@ -14,13 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu.codegen.compiler import (
-    CompilerUnavailable,
-    NativeFunction,
-    bits,
-    compile_ir,
-    lanes,
-)
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.recurrent.convolution import OWN, Convolution, put_convolution
@@ -228,11 +222,8 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=16)
 def _functions(shape: Mamba2Shape) -> tuple[NativeFunction, NativeFunction] | None:
-    try:
-        found = compile_ir(module([_mix(shape, lanes()), _walk(shape, lanes())]))
-    except CompilerUnavailable:
-        return None
-    return found["mix"], found["walk"]
+    found = compile_or_none(lambda size: module([_mix(shape, size), _walk(shape, size)]))
+    return found and (found["mix"], found["walk"])
 
 
 def mamba2(
