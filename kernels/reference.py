@@ -335,6 +335,7 @@ class Kernels:
         key, before the shared one, and its value. Returns [num_tokens, heads * value]; of padding
         tokens finite values of no meaning.
         """
+        up = up.to(q.dtype)
         num_tokens, heads, head_dim = q.shape
         value = up.shape[1] - (head_dim - (cache.shape[3] - up.shape[2]))
         plan = plan_of(meta, cache)

@@ -1,5 +1,5 @@
-"""Recurrent layers on the CPU beside transformers', in turns in one process: what stands between a
-layer's products, which both sides are given.
+"""Recurrent layers and latent attention on the CPU beside transformers', in turns in one process:
+what stands between a layer's products, which both sides are given.
 
     python -m bench.kernels.cpu_mixers --out bench/results
 
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ Call = Callable[[], object]
 ours = kernels_for("cpu")
 TOKENS = {"decode": 1, "prefill 128": 128, "prefill 512": 512}
 BEFORE = 100  # tokens before a decode
+BLOCK = 16  # tokens of a block
 
 
 class Given(torch.nn.Module):
@@ -53,6 +55,8 @@ class Layer:
     states: tuple[tuple[int, ...], ...]
     run: Callable[[list[Tensor], list[Tensor], AttentionMeta], object]
     cache: str = "cache_params"  # transformers' name of the argument
+    latent: int = 0  # numbers of a token, in blocks: of attention over latents
+    angles: Tensor | None = None  # of such attention, as transformers takes them
 
 
 def qwen3_next() -> Layer:
@@ -167,11 +171,46 @@ def jamba() -> Layer:
     return Layer(4096, (2 * channels, rank + 2 * size), make, states, run)
 
 
+def deepseek_v2_lite() -> Layer:
+    """Latents, and what makes keys and values of them, are bfloat16 on our side, as a checkpoint's;
+    that product is not given to either side, and transformers has it in its type."""
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as theirs
+
+    heads, rank, nope, rope, value = 16, 512, 128, 64, 128
+    hidden, kept = heads * (nope + rope), rank + rope  # hidden: see Given
+    up = (torch.randn(heads, nope + value, rank) / rank**0.5).bfloat16()
+    angles = torch.arange(1024)[:, None] / 10000 ** (torch.arange(rope // 2) * 2 / rope)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    norm = torch.ones(rank)
+
+    def make(products: list[Given], dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+        config = theirs.DeepseekV2Config(
+            hidden_size=hidden, num_hidden_layers=1, num_attention_heads=heads, q_lora_rank=None,
+            kv_lora_rank=rank, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value,
+            num_key_value_heads=heads, attn_implementation="sdpa",
+        )  # fmt: skip
+        layer = theirs.DeepseekV2Attention(config, 0).to(dtype)
+        layer.q_proj, layer.kv_a_proj_with_mqa = products
+        return layer, config
+
+    def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
+        q, latents = given
+        q = q.unflatten(1, (heads, nope + rope))
+        q = ours.latent_write(q, latents, norm, 1e-6, cos_sin, kept[0], meta)
+        return ours.latent_attention(q, kept[0], up, (nope + rope) ** -0.5, meta)
+
+    turns = torch.polar(torch.ones_like(angles), angles)
+    return Layer(
+        hidden, (hidden, kept), make, (), run, "past_key_values", latent=kept, angles=turns
+    )
+
+
 LAYERS: dict[str, Callable[[], Layer]] = {
     "qwen3-next": qwen3_next,
     "nemotron-h": nemotron_h,
     "lfm2": lfm2,
     "jamba": jamba,
+    "deepseek-v2-lite": deepseek_v2_lite,
 }
 
 
@@ -182,30 +221,39 @@ def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
     given = [torch.randn(tokens, width) for width in layer.widths]
     before = BEFORE if tokens == 1 else 0
     start = torch.tensor([0, tokens], dtype=torch.int32)
-    nothing = torch.zeros(1, dtype=torch.int32)
+    positions = torch.arange(before, before + tokens, dtype=torch.int32)
+    blocks = torch.arange(-(-(before + tokens) // BLOCK), dtype=torch.int32)
     meta = AttentionMeta(
-        positions=nothing, slots=nothing, query_start=start, kv_len=start[1:] + before,
-        block_table=nothing, num_decodes=int(tokens == 1), max_query_len=tokens,
+        positions=positions, slots=positions.long(), query_start=start, kv_len=start[1:] + before,
+        block_table=blocks[None], num_decodes=int(tokens == 1), max_query_len=tokens,
         max_kv_len=tokens + before, query_start_host=[0, tokens], kv_len_host=[tokens + before],
         rows=torch.zeros(1, dtype=torch.int64),
     )  # fmt: skip
     kept = [torch.zeros(1, *shape) for shape in layer.states]
+    if layer.latent:
+        kept.append(torch.zeros(len(blocks), 1, BLOCK, layer.latent, dtype=torch.bfloat16))
     calls: dict[str, Call] = {"ours": lambda: layer.run(given, kept, replace(meta))}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         products = [Given(torch.randn(1, max(tokens, BEFORE), width)) for width in layer.widths]
         theirs, config = layer.make([*products], dtype)
         theirs.out_proj = torch.nn.Identity()
         x = torch.zeros(1, tokens, layer.hidden, dtype=dtype)
+
+        def call(
+            cache: DynamicCache | None = None, x: Tensor = x, theirs: Any = theirs,
+            config: Any = config, first: int = before,
+        ) -> object:  # fmt: skip
+            given = {layer.cache: DynamicCache(config=config) if cache is None else cache}
+            if layer.angles is not None:
+                given["position_embeddings"] = layer.angles[None, first : first + x.shape[1]]
+            return theirs(x, **given)
+
         if tokens > 1:
-            calls[name] = lambda theirs=theirs, config=config, x=x: theirs(  # type: ignore[misc]
-                x, **{layer.cache: DynamicCache(config=config)}
-            )
+            calls[name] = call
             continue
         cache = DynamicCache(config=config)
-        theirs(x.expand(1, BEFORE, -1), **{layer.cache: cache})
-        calls[name] = lambda theirs=theirs, x=x, cache=cache: theirs(  # type: ignore[misc]
-            x, **{layer.cache: cache}
-        )
+        call(cache, x.expand(1, BEFORE, -1), first=0)
+        calls[name] = partial(call, cache)
     return calls
 
 

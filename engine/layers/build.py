@@ -131,7 +131,7 @@ class Builder:
     ) -> HeadProducts:
         """rows: this rank's."""
         parts = self._parts(ours, (out_features,), (rows,), rank, (0, rank))
-        return HeadProducts(self._spec(ours, parts, False), self.method, self.activation_dtype)
+        return HeadProducts(self._spec(ours, parts, False), self.method)
 
     def unit_norm(self, size: int, eps: float | None = None) -> RMSNorm:
         """An RMS norm without weights."""

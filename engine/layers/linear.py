@@ -123,23 +123,23 @@ class HeadProducts(Linear):
 
     adaptable = False
 
-    def __init__(self, spec: LinearSpec, method: LinearMethod, dtype: torch.dtype) -> None:
-        """dtype: of activations, which the weight is kept in."""
+    def __init__(self, spec: LinearSpec, method: LinearMethod) -> None:
         super().__init__(spec, method)
-        self.dtype = dtype
-        self.weight: Tensor  # [out, rank], from `finish` on
+        self.weight: Tensor  # [out, rank] of the model's dtype, from `finish` on
 
     @property
     def num_bytes(self) -> int:
-        return self.spec.out_features * self.spec.in_features * self.dtype.itemsize
+        return self.spec.out_features * self.spec.in_features * self.spec.dtype.itemsize
 
     @torch.no_grad()
     def finish(self) -> None:
         """However the method keeps the weight, its product with a one is a column of it."""
         super().finish()
+        spec = self.spec
         if isinstance(self.state, DenseState):
-            self.weight = self.state.weight.to(self.dtype)
+            self.weight = self.state.weight
         else:
-            ones = torch.eye(self.spec.in_features, dtype=self.dtype, device=self.spec.device)
-            self.weight = self.method.apply(self.state, ones).t().to(self.dtype).contiguous()
+            kind = torch.float32 if spec.device.type == "cpu" else spec.dtype
+            ones = torch.eye(spec.in_features, dtype=kind, device=spec.device)
+            self.weight = self.method.apply(self.state, ones).t().to(spec.dtype).contiguous()
         self.state = None

@@ -15,6 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kernels.cpu.latent import decode as latent_decode
+from kernels.cpu.latent.shape import shape_of
 from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
 from kernels.cpu.recurrent.back_end import Step
 from kernels.cpu.scores import Numbers
@@ -181,6 +183,9 @@ class Deterministic(PlannedByFirstLayer):
     ) -> Tensor:
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)
+        found = latent_decode.write(q, latents, norm, eps, cos_sin, cache, meta)
+        if found is not None:
+            return found
         write = super().latent_write
         rows = zip(q.split(1), latents.split(1), meta.plan.apart, strict=True)
         return torch.cat(
@@ -190,6 +195,12 @@ class Deterministic(PlannedByFirstLayer):
     def latent_attention(
         self, q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta
     ) -> Tensor:
+        shape = shape_of(q, cache, up)
+        if shape is not None:
+            every, out = meta.plan.every, q.new_empty(len(q), shape.heads * shape.value)
+            lengths, table = every.kv_len, every.block_table
+            latent_decode.attend(shape, q, cache, up, scale, lengths, table, every.max_kv_len, out)
+            return out
         attend = super().latent_attention
         rows = zip(q.split(1), meta.plan.apart, strict=True)
         return torch.cat([attend(row.clone(), cache, up, scale, part) for row, part in rows])

@@ -1,6 +1,6 @@
 """The CPU back end: the reference, with rotation, attention and recurrent layers by generated
-kernels where machine and shapes allow. Products are `engine.quantization`'s, by
-`kernels.cpu.linear`."""
+kernels where machine and shapes allow, latents' among them. Products are
+`engine.quantization`'s, by `kernels.cpu.linear`."""
 
 from dataclasses import dataclass, replace
 
@@ -9,6 +9,10 @@ from torch import Tensor
 
 from kernels.attention.reference import PrefillChunk, Scores, attend_chunk, plan_chunks
 from kernels.cpu.attention import CpuAttention, attention_for
+from kernels.cpu.latent import decode as latent_decode
+from kernels.cpu.latent.prefill import prefill as latent_prefill
+from kernels.cpu.latent.prefill import worth_making
+from kernels.cpu.latent.shape import shape_of
 from kernels.cpu.prefill import prefill_for
 from kernels.cpu.recurrent.back_end import Recurrent
 from kernels.cpu.scores import Numbers
@@ -160,4 +164,51 @@ class Native(PlannedByFirstLayer):
         for part in plan.gathered:
             attended = attend_chunk(grouped, k_cache, v_cache, how, part)
             out[part.begin : part.end].view_as(attended).copy_(attended)
+        return out
+
+    def latent_write(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos_sin: Tensor,
+        cache: Tensor,
+        meta: AttentionMeta,
+    ) -> Tensor:
+        if meta.plan is None:
+            meta.plan = _NativePlan(meta)
+        found = latent_decode.write(q, latents, norm, eps, cos_sin, cache, meta)
+        if found is not None:
+            return found
+        return super().latent_write(q, latents, norm, eps, cos_sin, cache, meta.plan.reference)
+
+    def latent_attention(
+        self, q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta
+    ) -> Tensor:
+        if meta.plan is None:
+            meta.plan = _NativePlan(meta)
+        plan, end = meta.plan, meta.num_decodes
+        shape = shape_of(q, cache, up)
+        if shape is None:
+            return super().latent_attention(q, cache, up, scale, plan.reference)
+        out = q.new_empty(len(q), shape.heads * shape.value)
+        if end:
+            latent_decode.attend(
+                shape, q[:end], cache, up, scale, meta.kv_len, meta.block_table, meta.max_kv_len,
+                out[:end],
+            )  # fmt: skip
+        if end == len(q):
+            return out
+        for chunk in plan.chunks:
+            end = chunk.end
+            own, into = q[chunk.begin : end], out[chunk.begin : end]
+            if worth_making(len(own), chunk.length, shape):
+                latent_prefill(shape, own, cache, up, scale, chunk.table, chunk.length, into)
+            else:
+                table = chunk.table.expand(len(own), -1)
+                latent_decode.attend(
+                    shape, own, cache, up, scale, chunk.positions + 1, table, chunk.length, into
+                )
+        out[end:].zero_()  # padding
         return out
