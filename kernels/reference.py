@@ -148,6 +148,15 @@ class Kernels:
         "gelu_pytorch_tanh", "relu", "relu2" (its square). A new tensor of x's dtype."""
         return _ACTIVATIONS[name](x.float()).to(x.dtype)
 
+    def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
+        """x [n, size] times factors [size], both float32 or x of fewer bits; written over x."""
+        return x.mul_(factors)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [n, m * size] times the sigmoid of gate [n, m, size], which may have rows of any
+        stride; written over x."""
+        return x.mul_(torch.sigmoid(gate.flatten(1)))
+
     def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
         """xIELU (Huang and Schlag 2024), in float32; a new tensor of x's dtype.
 

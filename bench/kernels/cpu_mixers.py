@@ -87,6 +87,39 @@ def qwen3_next() -> Layer:
     return Layer(2048, (wide, 2 * values), make, states, run)
 
 
+def kimi_linear() -> Layer:
+    from transformers.models.kimi_linear import modeling_kimi_linear as theirs
+
+    heads, size, taps = 32, 128, 4
+    inner = heads * size
+    how = DeltaHeads(
+        heads, heads, size, size, torch.randn(3 * inner, taps), torch.randn(heads),
+        torch.randn(inner), torch.ones(size), 1e-5, by_key=True,
+    )  # fmt: skip
+
+    def make(products: list[Given], dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+        config = theirs.KimiLinearConfig(
+            num_hidden_layers=1, layer_types=["linear_attention"], linear_num_heads=heads,
+            linear_head_dim=size,
+        )  # fmt: skip
+        layer = theirs.KimiLinearDeltaAttention(config, 0).to(dtype)
+        layer.q_proj, layer.k_proj, layer.v_proj = products[:3]
+        layer.forget_gate.f_a_proj, layer.forget_gate.f_b_proj = torch.nn.Identity(), products[3]
+        layer.g_a_proj, layer.g_b_proj, layer.b_proj = torch.nn.Identity(), *products[4:]
+        return layer, config
+
+    mixed: list[Tensor] = []  # our product makes the first three in one
+
+    def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
+        if not mixed:
+            mixed.append(torch.cat(given[:3], 1))
+        a, z, b = given[3:]
+        return ours.kimi_delta(mixed[0], z, a, b, how, *kept, meta)
+
+    states = ((taps - 1, 3 * inner), (heads, size, size))
+    return Layer(2304, (inner,) * 5 + (heads,), make, states, run)
+
+
 def nemotron_h() -> Layer:
     from transformers.models.nemotron_h import modeling_nemotron_h as theirs
 
@@ -207,6 +240,7 @@ def deepseek_v2_lite() -> Layer:
 
 LAYERS: dict[str, Callable[[], Layer]] = {
     "qwen3-next": qwen3_next,
+    "kimi-linear": kimi_linear,
     "nemotron-h": nemotron_h,
     "lfm2": lfm2,
     "jamba": jamba,

@@ -36,7 +36,7 @@ class Mlp:
         hidden, bias = config.hidden_size, config.mlp_bias
         inter = size or config.mlp_size(build.layer)
         self.gated = build.has(f"{prefix}gate_up")
-        self.act = config.hidden_act
+        self.act, self.kernels = config.hidden_act, build.kernels
         name, sizes = ("gate_up", (inter, inter)) if self.gated else ("up", (inter,))
         self.up = build.column(f"{prefix}{name}", sizes, hidden, bias=bias)
         self.down = build.row(f"{prefix}down", hidden, inter, bias=bias)
@@ -72,8 +72,8 @@ class Mlp:
         """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
         there is one."""
         if self.factors is not None:
-            both = self.up.forward(x, meta.lora, norm=norm).mul_(self.factors)
-            inner = self.gate(both)
+            both = self.up.forward(x, meta.lora, norm=norm)
+            inner = self.gate(self.kernels.scale_columns(both, self.factors))
         elif self.gated:
             inner = self.up.forward(x, meta.lora, norm=norm, gate=self.act)
         else:

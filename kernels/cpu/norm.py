@@ -1,9 +1,10 @@
-"""Norms with a gate, generated for the number of elements that share a mean."""
+"""RMS norms, with a gate or without, generated for the number of elements that share a mean."""
 
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none
@@ -19,6 +20,7 @@ class NormShape:
     size: int
     groups: int
     normed: bool
+    gated: bool
     gate_last: bool
 
 
@@ -45,10 +47,12 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
 
         def gated(at: Value, count: int) -> Value:
             value = w.load_some(w.at(source, at), count)
+            if not shape.gated:
+                return value
             return w.binary("fmul", value, w.silu(w.load_some(w.at(by, at), count)))
 
         def squares(at: Value, count: int, total: Value) -> Value:
-            if shape.gate_last:
+            if shape.gate_last or not shape.gated:
                 value = w.load_some(w.at(source, at), count)
             else:
                 value = gated(at, count)
@@ -63,7 +67,8 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
 
         def normed(at: Value, count: int, total: Value) -> Value:
             place = w.at(target, at)
-            value = gated(at, count) if shape.gate_last else w.load_some(place, count)
+            late = shape.gate_last or not shape.gated
+            value = gated(at, count) if late else w.load_some(place, count)
             value = w.binary("fmul", value, scale)
             value = w.binary("fmul", value, w.load_some(w.at(factors, at), count))
             w.store_some(value, place, count)
@@ -87,7 +92,7 @@ def gated_norm(
     """See `Kernels.gated_norm`. None: nothing is generated here."""
     size = x.shape[1] // groups
     function = _function(
-        NormShape(size, groups, weight is not None, gate_last and weight is not None)
+        NormShape(size, groups, weight is not None, True, gate_last and weight is not None)
     )
     if function is None or not rows_of(x, gate):
         return None
@@ -95,5 +100,20 @@ def gated_norm(
     args[_X], args[_OUT], args[_ROWS] = x.data_ptr(), out.data_ptr(), len(x)
     args[_GATE], args[_GATE_STRIDE] = gate.data_ptr(), gate.stride(0)
     args[_WEIGHT], args[_EPS] = 0 if weight is None else weight.data_ptr(), bits(eps)
+    function(args, threads_for(out.numel()))
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    """See `Kernels.rms_norm`. None: nothing is generated here, or not for such x."""
+    both = x.dtype == weight.dtype == torch.float32
+    if not (both and x.is_contiguous() and weight.is_contiguous()):
+        return None
+    function = _function(NormShape(x.shape[-1], 1, True, False, False))
+    if function is None:
+        return None
+    args, out = (ctypes.c_int64 * _WORDS)(), x.new_empty(x.shape)
+    args[_X], args[_OUT], args[_ROWS] = x.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1]
+    args[_WEIGHT], args[_EPS] = weight.data_ptr(), bits(eps)
     function(args, threads_for(out.numel()))
     return out

@@ -34,12 +34,14 @@ def delta(
     for t in range(len(x)):
         key = k[t] * (k[t].square().sum(-1, keepdim=True) + 1e-6).rsqrt()
         query = q[t] * (q[t].square().sum(-1, keepdim=True) + 1e-6).rsqrt() / how.key_size**0.5
-        state *= (-how.decay.to(x).exp() * softplus(a[t] + how.bias)).exp()[:, None, None]
+        step = softplus(a[t] + how.bias).unflatten(0, (how.value_heads, -1))
+        state *= (-how.decay.to(x).exp()[:, None] * step).exp()[:, :, None]
         wrong = v[t] - torch.einsum("hk,hkv->hv", key, state)
         state += torch.einsum("hk,hv->hkv", key, wrong * how.most * b[t].sigmoid()[:, None])
         read = torch.einsum("hk,hkv->hv", query, state)
         normed = read / (read.square().mean(-1, keepdim=True) + how.eps).sqrt() * how.norm
-        found.append(normed.flatten() * silu(z[t]))
+        gate = torch.sigmoid if how.by_key else silu
+        found.append(normed.flatten() * gate(z[t]))
     return torch.stack(found)
 
 

@@ -50,6 +50,20 @@ def delta(keys: int, values: int, key_size: int, value_size: int, taps: int) -> 
     )
 
 
+def kimi(heads: int, key_size: int, value_size: int, taps: int) -> Layer:
+    channels = heads * (2 * key_size + value_size)
+    how = DeltaHeads(
+        heads, heads, key_size, value_size, randn(channels, taps), randn(heads),
+        randn(heads * key_size), randn(value_size), 1e-5, by_key=True,
+    )  # fmt: skip
+    return Layer(
+        (channels, heads * value_size, heads * key_size, heads),
+        ((taps - 1, channels), (heads, key_size, value_size)),
+        lambda kernels, rows, kept, meta: kernels.kimi_delta(*rows, how, *kept, meta),
+        lambda rows, kept: rules.delta(*rows, how, *kept),
+    )
+
+
 def mamba2(heads: int, groups: int, size: int, state: int, biased: bool) -> Layer:
     channels = heads * size + 2 * groups * state
     bias = randn(channels) if biased else None
@@ -102,6 +116,8 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "delta": lambda: delta(2, 4, 32, 128, 4),
     "delta, odd": lambda: delta(1, 3, 13, 37, 2),
     "delta, wide": lambda: delta(1, 1, 6, 300, 4),
+    "kimi": lambda: kimi(2, 32, 128, 4),
+    "kimi, odd": lambda: kimi(3, 13, 37, 2),
     "mamba 2": lambda: mamba2(4, 2, 32, 64, True),
     "mamba 2, odd": lambda: mamba2(3, 1, 21, 12, False),
     "mamba 1": lambda: mamba1(64, 16),

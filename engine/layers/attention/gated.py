@@ -43,7 +43,7 @@ class GatedAttention(Attention):
             meta,
         )
         attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
-        attended = attended * torch.sigmoid(queries[:, :, 1].flatten(1))
+        attended = self.kernels.sigmoid_mul(attended, queries[:, :, 1])
         return self.out.forward(attended, meta.lora, residual=residual)
 
 

@@ -1,28 +1,24 @@
 """A layer of Gated DeltaNet between its projections (`kernels.recurrent.delta_rule`)."""
 
-from itertools import accumulate
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from engine.architectures.recurrent.delta import Delta
 from engine.layers.build import Builder
-from engine.layers.norm import Norm
-from engine.weights.parameter import Parameter
-from kernels.kv.quantized import KV
-from kernels.metadata import AttentionMeta
+from engine.layers.recurrent.delta import DeltaLayer
+from kernels.metadata import AttentionMeta, LoraStep
 from kernels.recurrent.delta_rule import DeltaHeads
 
 
-class GatedDelta:
-    """kv: the last inputs of the convolution and the states, of all rows."""
-
+class GatedDelta(DeltaLayer):
     def __init__(self, build: Builder) -> None:
+        super().__init__(build)
         config = build.config
         assert build.layer is not None
         delta = config.attention[build.layer].mixer
         assert isinstance(delta, Delta)
         own = delta.of_rank(build.group.size)
-        self.kernels = build.kernels
         self.inner = own.value_heads * own.value_size
         self.sizes = (own.channels, self.inner, own.value_heads, own.value_heads)
         keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
@@ -53,30 +49,15 @@ class GatedDelta:
             2.0 if delta.negative else 1.0,
         )
         self.linears = (self.into, self.out)
-        self.norms: tuple[Norm, ...] = ()
-        self.stacks = ()
-        self.others: tuple[Parameter, ...] = (conv, decay, bias, norm)
+        self.others = (conv, decay, bias, norm)
 
     @property
     def activations(self) -> int:
         return 2 * self.into.spec.out_features + 4 * self.inner
 
-    def forward(
-        self,
-        x: Tensor,
-        kv: KV,
+    def attend(
+        self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
         meta: AttentionMeta,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
-        tail, state = kv
-        assert isinstance(tail, Tensor) and isinstance(state, Tensor)
-        made = self.into.forward(x, meta.lora, norm=norm)
-        ends = list(accumulate(self.sizes))
-        mixed, gate = made[:, : ends[0]], made[:, ends[0] : ends[1]]
-        b, a = made[:, ends[1] : ends[2]], made[:, ends[2] :]
-        found = self.kernels.gated_delta(mixed, gate, a, b, self.heads, tail, state, meta)
-        return self.out.forward(found, meta.lora, residual=residual)
+    ) -> Tensor:  # fmt: skip
+        mixed, gate, b, a = parts
+        return self.kernels.gated_delta(mixed, gate, a, b, self.heads, tail, state, meta)

@@ -1,26 +1,24 @@
 """A layer of Kimi Delta Attention between its projections (`Kernels.kimi_delta`)."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from engine.architectures.recurrent.kimi import Kimi
 from engine.layers.build import Builder
-from engine.layers.norm import Norm
-from engine.weights.parameter import Parameter
-from kernels.kv.quantized import KV
-from kernels.metadata import AttentionMeta
+from engine.layers.recurrent.delta import DeltaLayer
+from kernels.metadata import AttentionMeta, LoraStep
 from kernels.recurrent.delta_rule import DeltaHeads
 
 
-class KimiDelta:
-    """kv: the last inputs of the convolution and the states, of all rows."""
-
+class KimiDelta(DeltaLayer):
     def __init__(self, build: Builder) -> None:
+        super().__init__(build)
         config = build.config
         assert build.layer is not None
         kimi = config.attention[build.layer].mixer
         assert isinstance(kimi, Kimi)
         own = kimi.of_rank(build.group.size)
-        self.kernels = build.kernels
         inner, whole = kimi.heads * kimi.size, (0, kimi.rank)
         self.inner = own.heads * own.size
         self.sizes = (3 * self.inner, own.heads, own.rank, own.rank)
@@ -49,30 +47,17 @@ class KimiDelta:
             by_key=True,
         )
         self.linears = (self.into, self.decays, self.gates, self.out)
-        self.norms: tuple[Norm, ...] = ()
-        self.stacks = ()
-        self.others: tuple[Parameter, ...] = (conv, decay, bias, norm)
+        self.others = (conv, decay, bias, norm)
 
     @property
     def activations(self) -> int:
         return 2 * self.into.spec.out_features + 8 * self.inner
 
-    def forward(
-        self,
-        x: Tensor,
-        kv: KV,
+    def attend(
+        self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
         meta: AttentionMeta,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
-        tail, state = kv
-        assert isinstance(tail, Tensor) and isinstance(state, Tensor)
-        made = self.into.forward(x, meta.lora, norm=norm)
-        mixed, b, narrow_a, narrow_z = made.split(self.sizes, dim=1)
-        a = self.decays.forward(narrow_a.contiguous(), meta.lora)
-        z = self.gates.forward(narrow_z.contiguous(), meta.lora)
-        found = self.kernels.kimi_delta(mixed, z, a, b, self.heads, tail, state, meta)
-        return self.out.forward(found, meta.lora, residual=residual)
+    ) -> Tensor:  # fmt: skip
+        mixed, b, narrow_a, narrow_z = parts
+        a = self.decays.forward(narrow_a.contiguous(), lora)
+        z = self.gates.forward(narrow_z.contiguous(), lora)
+        return self.kernels.kimi_delta(mixed, z, a, b, self.heads, tail, state, meta)

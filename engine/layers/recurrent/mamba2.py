@@ -65,7 +65,10 @@ class Mamba2Mixer:
             each = torch.tensor(mixer.factors, dtype=torch.float32).repeat_interleave(counts)
             self.factors = each.to(build.device)
         # A norm's weight has it.
-        self.out_factor = mixer.out_factor if self.norm is None else 1.0
+        self.out_factors: Tensor | None = None
+        if self.norm is None and mixer.out_factor != 1.0:
+            each = torch.full((mixer.inner,), mixer.out_factor, dtype=torch.float32)
+            self.out_factors = each.to(build.device)
         self.heads = Mamba2Heads(
             mixer.heads,
             mixer.head_size,
@@ -101,13 +104,13 @@ class Mamba2Mixer:
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         made = self.into.forward(x, meta.lora, norm=norm)
         if self.factors is not None:
-            made = made.mul_(self.factors)
+            made = self.kernels.scale_columns(made, self.factors)
         ends = list(accumulate(self.sizes))
         gate, mixed, dt = made[:, : ends[0]], made[:, ends[0] : ends[1]], made[:, ends[1] :]
         found = self.kernels.mamba2(mixed, dt, self.heads, tail, state, meta).view(len(x), -1)
         found = self.kernels.gated_norm(
             found, gate, self.norm, self.mixer.groups, self.eps, self.mixer.gate_last
         )
-        if self.out_factor != 1.0:
-            found = found.mul_(self.out_factor)
+        if self.out_factors is not None:
+            found = self.kernels.scale_columns(found, self.out_factors)
         return self.out.forward(found, meta.lora, residual=residual)

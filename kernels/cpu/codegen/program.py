@@ -7,7 +7,8 @@ between two. It is to the CPU what a CUDA graph is to a GPU: inputs lie at fixed
 step that was recorded computes the same numbers again, bit by bit, for what lies there now.
 
 What torch computes cannot be recorded: a step with an operation of torch that is neither an
-allocation nor a view raises NotRecordable, and is for the caller to compute as usual.
+allocation, a view nor a copy of rows raises NotRecordable, and is for the caller to compute as
+usual.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.cpu.codegen import compiler
+from kernels.cpu.codegen import compiler, elements
 from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, compile_ir
 
 _ALIGN = 64  # bytes
@@ -98,7 +99,13 @@ _VIEWS = {
     _aten.detach.default,
     _aten.alias.default,
     _aten.as_strided.default,
+    _aten.unsqueeze.default,
+    _aten.expand.default,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
 }
+
+_COPIES = {_aten.clone.default, _aten.cat.default}
 
 
 class NotRecordable(Exception):
@@ -114,6 +121,14 @@ def _play() -> tuple[NativeFunction, int, int]:
     for library, name in ((process, "sched_yield"), (compiler.openmp(), "omp_get_num_threads")):
         found.append(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
     return function, found[0], found[1]
+
+
+def _copied(func: Any, args: Any) -> list[Tensor] | None:
+    """The parts of which the result of a copy is made, rows beside rows; None: others."""
+    parts = [args[0]] if func is _aten.clone.default else list(args[0])
+    beside = func is _aten.clone.default or (len(args) > 1 and args[1] in (1, -1))
+    alike = len(parts) == 1 or all(part.dim() == 2 for part in parts)
+    return parts if beside and alike and all(map(elements.fits, parts)) else None
 
 
 class Buffers:
@@ -151,22 +166,37 @@ class _Memory(TorchDispatchMode):
         self._users: dict[int, int] = {}  # tensors by the address of their buffer
         self._in_use: dict[int, Tensor] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Tensor:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ALLOCATIONS:
             out = self._allocate(func(*args, **{**kwargs, "device": "meta"}))
         elif func in _VIEWS:
             out = func(*args, **kwargs)
+        elif func in _COPIES and (rows := _copied(func, args)) is not None:
+            out = self._joined(rows)
         elif func is _aten.to.dtype and args[1] == args[0].dtype:
-            return args[0]  # type: ignore[no-any-return]
+            return args[0]
         else:
-            raise NotRecordable(str(func))
-        address = out.untyped_storage().data_ptr()
-        if address in self._in_use:
-            self._users[address] += 1
-            weakref.finalize(out, self._release, address)
+            with self:  # of several, as those of inference mode come undivided
+                out = func.decompose(*args, **kwargs)
+            if out is NotImplemented:
+                raise NotRecordable(str(func))
+            return out
+        for each in (out,) if isinstance(out, Tensor) else out:
+            address = each.untyped_storage().data_ptr()
+            if address in self._in_use:
+                self._users[address] += 1
+                weakref.finalize(each, self._release, address)
+        return out
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        shape = list(parts[0].shape)
+        if len(parts) > 1:
+            shape[1] = sum(part.shape[1] for part in parts)
+        out, at = self._allocate(torch.empty(shape, device="meta")), 0
+        for part in parts:
+            elements.apply("copy", part, out[:, at : at + part.shape[1]])
+            at += part.shape[1]
         return out
 
     def _allocate(self, like: Tensor) -> Tensor:

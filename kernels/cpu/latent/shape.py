@@ -41,7 +41,8 @@ class LatentShape:
     @property
     def dot(self) -> bool:
         """Whether keys are made by the processor's products of pairs of bfloat16."""
-        return self.dtype == self.up == "bfloat" and dot_bf16()
+        pairs = self.dtype == self.up == "bfloat" and dot_bf16()
+        return pairs and self.rank % (2 * lanes()) == 0 == self.head % 2
 
 
 def fits(q: Tensor, rank: int, rope: int) -> bool:

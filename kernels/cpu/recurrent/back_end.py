@@ -1,11 +1,12 @@
-"""Recurrent: what both CPU back ends do in recurrent layers: generated kernels, where the machine
-allows them."""
+"""Recurrent: what both CPU back ends do in recurrent layers, and in norms, activations and gates of
+their own: generated kernels, where the machine allows them."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
 from kernels.cpu import norm
+from kernels.cpu.codegen import elements
 from kernels.cpu.recurrent import convolution, delta_rule, mamba1, mamba2
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaHeads
@@ -20,6 +21,35 @@ class Recurrent(Kernels):
         """step(rows, meta), in plain torch, where nothing is generated. rows: [num_tokens, ..]
         each."""
         return step(rows, meta)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        found = norm.rms_norm(x, weight, eps)
+        return super().rms_norm(x, weight, eps) if found is None else found
+
+    def activation(self, x: Tensor, name: str) -> Tensor:
+        if elements.known(name) and elements.fits(x):
+            out = x.new_empty(x.shape)
+            if elements.apply(name, x, out):
+                return out
+        return super().activation(x, name)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        size = gate_up.shape[-1] // 2
+        if gate_up.dim() == 2 and elements.fits(gate_up):
+            out = gate_up.new_empty(len(gate_up), size)
+            if elements.apply("silu", gate_up[:, :size], out, gate_up[:, size:]):
+                return out
+        return super().silu_mul(gate_up)
+
+    def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
+        if x.dim() == 2 and elements.apply("copy", x, x, factors):
+            return x
+        return super().scale_columns(x, factors)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        if elements.fits(x) and x.is_contiguous() and elements.apply("sigmoid", gate, x, x):
+            return x
+        return super().sigmoid_mul(x, gate)
 
     def gated_norm(
         self,
@@ -46,7 +76,7 @@ class Recurrent(Kernels):
         state: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
-        found = delta_rule.gated_delta(x, z, a, b, heads, tail, state, meta)
+        found = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
         if found is None:
             plain = super().gated_delta
             return self._without(
@@ -65,11 +95,13 @@ class Recurrent(Kernels):
         state: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
-        """Nothing is generated for it yet."""
-        plain = super().kimi_delta
-        return self._without(
-            meta, [x, z, a, b], lambda own, part: plain(*own, heads, tail, state, part)
-        )
+        found = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
+        if found is None:
+            plain = super().kimi_delta
+            return self._without(
+                meta, [x, z, a, b], lambda own, part: plain(*own, heads, tail, state, part)
+            )
+        return found
 
     def causal_conv(
         self,

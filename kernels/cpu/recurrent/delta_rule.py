@@ -1,11 +1,13 @@
-"""Gated DeltaNet (arXiv 2412.06464), generated for a shape of heads, in two kernels.
+"""Gated DeltaNet (arXiv 2412.06464) and Kimi Delta Attention (arXiv 2510.26692), generated for a
+shape of heads, in two kernels.
 
     mix     convolutions, queries and keys of length 1, decays and betas: by heads
     walk    states, and the norm and gate of results: by value heads
 
 A head's columns are independent of each other. So a prompt's state is walked some columns at a
 time, which stay in the innermost cache: one pass a token lets them decay, adds what was wrong, and
-sums what its query and the next token's key find there.
+sums what its query and the next token's key find there. Where each element of a key decays on its
+own, rows of the state do, and a key finds in the decayed state what the key, decayed, finds before.
 """
 
 import ctypes
@@ -53,6 +55,13 @@ class DeltaShape:
     key_size: int
     value_size: int
     taps: int
+    by_key: bool = False
+
+    @property
+    def sides(self) -> int:
+        """Vectors of a token and key head: query, key, and by key what is left of each of its
+        elements, and the key times that."""
+        return 4 if self.by_key else 2
 
     @property
     def channels(self) -> int:
@@ -61,7 +70,8 @@ class DeltaShape:
     @property
     def mixed(self) -> int:
         """float32 numbers that `mix` writes of a token."""
-        return self.channels + 2 * self.value_heads
+        more = (self.sides - 2) * self.key_heads * self.key_size
+        return self.channels + more + 2 * self.value_heads
 
     def floats(self, size: int) -> int:
         """float32 numbers of scratch that a thread needs."""
@@ -70,19 +80,22 @@ class DeltaShape:
 
 class _Mixed:
     """What `mix` has written, in this order, of all tokens of the step: queries and keys by head,
-    values by head, decays and betas by token."""
+    and what else there is of keys; values by head; decays, but for those by key, and betas by
+    token."""
 
     def __init__(self, w: IRWriter, shape: DeltaShape, tokens: Value) -> None:
         self._w, self._shape, self._tokens = w, shape, tokens
         self._keys = w.argument(_MIXED, "ptr")
-        both = w.mul(tokens, 2 * shape.key_heads * shape.key_size)
-        self._values = w.at(self._keys, both)
+        sides = w.mul(tokens, shape.sides * shape.key_heads * shape.key_size)
+        self._values = w.at(self._keys, sides)
         every = w.mul(tokens, shape.value_heads * shape.value_size)
         self._decays = w.at(self._values, every)
         self._betas = w.at(self._decays, w.mul(tokens, shape.value_heads))
 
-    def key(self, head: Value, token: Value) -> Value:
-        """Of the heads of queries, then those of keys."""
+    def key(self, head: Value, token: Value, side: int = 0) -> Value:
+        """side: 0 query, 1 key, 2 what is left of its elements, 3 the key times that."""
+        if side:
+            head = self._w.add(head, side * self._shape.key_heads)
         row = self._w.add(self._w.mul(head, self._tokens), token)
         return self._w.at(self._keys, self._w.mul(row, self._shape.key_size))
 
@@ -115,17 +128,20 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
 
     def gates(entry: Entry) -> None:
         for at, count in parts(shape.value_heads, size):
-            rate = w.exp(w.load_some(w.at(decay, at), count))
-            rate = w.op(f"fneg {w.vector} {rate}")
-            shift = w.load_some(w.at(bias, at), count)
+            rate = shift = ""
+            if not shape.by_key:
+                rate = w.exp(w.load_some(w.at(decay, at), count))
+                rate = w.op(f"fneg {w.vector} {rate}")
+                shift = w.load_some(w.at(bias, at), count)
 
             def token(index: Value, at: int = at, count: int = count, rate: Value = rate,
                       shift: Value = shift) -> None:  # fmt: skip
                 row = w.add(entry.begin, index)
-                step = w.load_some(w.at(w.at(a, w.mul(row, a_stride)), at), count)
-                step = w.softplus(w.binary("fadd", step, shift))
-                left = w.exp(w.binary("fmul", rate, step))
-                w.store_some(left, mixed.decay(row, at), count)
+                if not shape.by_key:
+                    step = w.load_some(w.at(w.at(a, w.mul(row, a_stride)), at), count)
+                    step = w.softplus(w.binary("fadd", step, shift))
+                    left = w.exp(w.binary("fmul", rate, step))
+                    w.store_some(left, mixed.decay(row, at), count)
                 part = w.sigmoid(w.load_some(w.at(w.at(b, w.mul(row, b_stride)), at), count))
                 w.store_some(w.binary("fmul", part, most), mixed.beta(row, at), count)
 
@@ -141,8 +157,26 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
             total = w.op(f"fadd float {square_sum(w, values)}, {constant(EPS)}")
             scale = w.spread(w.op(f"fmul float {inverse_root(w, total)}, {length}"))
             target = mixed.key(head, token)
+            values = [w.binary("fmul", value, scale) for value in values]
             for (at, count), value in zip(key_parts, values, strict=True):
-                w.store_some(w.binary("fmul", value, scale), w.at(target, at), count)
+                w.store_some(value, w.at(target, at), count)
+            if shape.by_key:
+                w.when(w.op(f"xor i1 {query}, true"), lambda: decayed(token, values))
+
+        def decayed(token: Value, values: list[Value]) -> None:
+            """Of a key."""
+            own = w.sub(head, shape.key_heads)
+            first = w.mul(own, shape.key_size)
+            line = w.at(a, w.add(w.mul(token, a_stride), first))
+            rate = w.exp(w.spread(w.load(w.at(decay, own), "float")))
+            rate = w.op(f"fneg {w.vector} {rate}")
+            for (at, count), value in zip(key_parts, values, strict=True):
+                shift = w.load_some(w.at(bias, w.add(first, at)), count)
+                step = w.binary("fadd", w.load_some(w.at(line, at), count), shift)
+                left = w.exp(w.binary("fmul", rate, w.softplus(step)))
+                w.store_some(left, w.at(mixed.key(own, token, 2), at), count)
+                value = w.binary("fmul", value, left)
+                w.store_some(value, w.at(mixed.key(own, token, 3), at), count)
 
         conv.run(entry, w.mul(head, shape.key_size), shape.key_size, found)
 
@@ -187,13 +221,26 @@ class _Walk:
     def _number(self, line: Value, row: Value) -> Value:
         return self._w.spread(self._w.load(self._w.at(line, row), "float"))
 
+    def _looking(self, key_head: Value, token: Value) -> Value:
+        """The key whose sum with the state before a token `_correction` takes."""
+        return self._mixed.key(key_head, token, 3 if self._shape.by_key else 1)
+
+    def _left(self, value: Value, row: Value, decay: Value) -> Value:
+        """Of a row of the state. decay: of `_correction`."""
+        factor = self._number(decay, row) if self._shape.by_key else decay
+        return self._w.binary("fmul", value, factor)
+
     def _correction(
         self, head: Value, token: Value, column: Value, counts: list[int], known: list[Value]
     ) -> tuple[Value, list[Value]]:
-        """The decay, and beta (v - what the decayed state has for the key)."""
-        w, mixed = self._w, self._mixed
-        decay = w.spread(w.load(mixed.decay(token, head), "float"))
-        negative = w.op(f"fneg {w.vector} {decay}")
+        """The decay (by key where those of rows are), and beta (v - what the decayed state has for
+        the key)."""
+        w, mixed, by_key = self._w, self._mixed, self._shape.by_key
+        if by_key:
+            decay, negative = mixed.key(head, token, 2), w.all(-1.0)
+        else:
+            decay = w.spread(w.load(mixed.decay(token, head), "float"))
+            negative = w.op(f"fneg {w.vector} {decay}")
         beta = w.spread(w.load(mixed.beta(token, head), "float"))
         value = w.at(mixed.value(head, token), column)
         wrong = []
@@ -210,14 +257,14 @@ class _Walk:
         """Columns from `column` on, of one token, where they are; results at raw."""
         w, values = self._w, self._shape.value_size
         query = self._mixed.key(key_head, token)
-        key = self._mixed.key(w.add(key_head, self._shape.key_heads), token)
+        key, looking = self._mixed.key(key_head, token, 1), self._looking(key_head, token)
         zeros = ["zeroinitializer"] * len(counts)
 
         def line(row: Value) -> Value:
             return w.at(state, w.add(w.mul(row, values), column))
 
         def look(row: Value, sums: list[Value]) -> list[Value]:
-            place, factor = line(row), self._number(key, row)
+            place, factor = line(row), self._number(looking, row)
             return [
                 w.fma(w.load_some(w.at(place, n * w.lanes), count), factor, sums[n])
                 for n, count in enumerate(counts)
@@ -231,7 +278,7 @@ class _Walk:
             out = []
             for n, count in enumerate(counts):
                 at = w.at(place, n * w.lanes)
-                left = w.binary("fmul", w.load_some(at, count), decay)
+                left = self._left(w.load_some(at, count), row, decay)
                 left = w.fma(factor, wrong[n], left)
                 w.store_some(left, at, count)
                 out.append(w.fma(asked, left, sums[n]))
@@ -249,7 +296,6 @@ class _Walk:
         w, values, tile = self._w, self._shape.value_size, self._tile
         mixed, width = self._mixed, len(counts) * w.lanes
         zeros = ["zeroinitializer"] * len(counts)
-        own = w.add(key_head, self._shape.key_heads)
 
         def bring(row: Value, sums: list[Value]) -> list[Value]:
             place = w.at(state, w.add(w.mul(row, values), column))
@@ -260,15 +306,15 @@ class _Walk:
                 out.append(w.fma(value, factor, sums[n]))
             return out
 
-        begin = mixed.key(own, first)
+        begin = self._looking(key_head, first)
         known = self.rows(zeros, bring)
 
         def token(index: Value, *known: Value) -> list[Value]:
             decay, wrong = self._correction(head, index, column, counts, list(known))
-            query, key = mixed.key(key_head, index), mixed.key(own, index)
+            query, key = mixed.key(key_head, index), mixed.key(key_head, index, 1)
             # Of the last token no key follows: what its own finds is not used.
             last = [("i64", w.add(index, 1)), ("i64", w.sub(end, 1))]
-            following = mixed.key(own, w.call("i64", "llvm.smin.i64", last))
+            following = self._looking(key_head, w.call("i64", "llvm.smin.i64", last))
 
             def change(row: Value, sums: list[Value]) -> list[Value]:
                 kept = w.at(tile, w.mul(row, width))
@@ -276,7 +322,7 @@ class _Walk:
                 after, found, seen = self._number(following, row), [], []
                 for n in range(len(counts)):
                     at = w.at(kept, n * w.lanes)
-                    left = w.binary("fmul", w.load(at), decay)
+                    left = self._left(w.load(at), row, decay)
                     left = w.fma(factor, wrong[n], left)
                     w.store(left, at)
                     found.append(w.fma(asked, left, sums[n]))
@@ -342,7 +388,9 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
             for (at, count), value in zip(every, values, strict=True):
                 value = w.binary("fmul", value, scale)
                 value = w.binary("fmul", value, w.load_some(w.at(norm, at), count))
-                value = w.binary("fmul", value, w.silu(w.load_some(w.at(gate, at), count)))
+                opened = w.load_some(w.at(gate, at), count)
+                opened = w.sigmoid(opened) if shape.by_key else w.silu(opened)
+                value = w.binary("fmul", value, opened)
                 w.store_some(value, w.at(target, at), count)
 
         def tokens(first: Value, end: Value) -> None:
@@ -371,13 +419,19 @@ def _functions(shape: DeltaShape) -> tuple[NativeFunction, NativeFunction] | Non
     return found and (found["mix"], found["walk"])
 
 
-def gated_delta(
+def delta_rule(
     x: Tensor, z: Tensor, a: Tensor, b: Tensor, heads: DeltaHeads, tail: Tensor, state: Tensor,
     meta: AttentionMeta,
 ) -> Tensor | None:  # fmt: skip
-    """See `Kernels.gated_delta`. None: nothing is generated here."""
+    """See `Kernels.gated_delta`, and `Kernels.kimi_delta` of heads by key. None: nothing is
+    generated here."""
     shape = DeltaShape(
-        heads.key_heads, heads.value_heads, heads.key_size, heads.value_size, heads.conv.shape[1]
+        heads.key_heads,
+        heads.value_heads,
+        heads.key_size,
+        heads.value_size,
+        heads.conv.shape[1],
+        heads.by_key,
     )
     functions = _functions(shape)
     if functions is None or not rows_of(x, z, a, b):
