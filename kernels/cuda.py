@@ -322,13 +322,15 @@ class Cuda(Kernels):
         dt: Tensor,
         b: Tensor,
         c: Tensor,
-        decay: Tensor,
+        rates: Tensor,
         skip: Tensor,
+        gate: Tensor,
         state: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
         _count(meta)
-        return mamba1_cuda.mamba1(x, dt, b, c, decay, skip, state, meta)
+        found = mamba1_cuda.mamba1(x, dt, b, c, rates, skip, state, meta)
+        return self.gated_norm(found, gate, None, 1, 0.0)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -448,15 +448,17 @@ class Kernels:
         dt: Tensor,  # [num_tokens, channels]: a step is its softplus
         b: Tensor,  # [num_tokens, state_size], of all channels
         c: Tensor,  # likewise
-        decay: Tensor,  # [channels, state_size] float32: A_log
+        rates: Tensor,  # [channels, state_size] float32: -exp(A_log)
         skip: Tensor,  # [channels] float32: D
+        gate: Tensor,  # [num_tokens, channels] of any type, which the result is of
         state: Tensor,  # [rows, channels, state_size] float32, written at meta.rows
         meta: AttentionMeta,
     ) -> Tensor:
         """Mamba-1 over each entry's tokens, from the state that its row has. For each token: state
-        = exp(-exp(A_log) step) state + step x B; the result is state C + D x, [num_tokens,
-        channels] float32."""
-        return mamba1(x, dt, b, c, decay, skip, state, meta)
+        = exp(rates step) state + step x B; the result is (state C + D x) silu(gate),
+        [num_tokens, channels]."""
+        found = mamba1(x, dt, b, c, rates, skip, state, meta)
+        return self.gated_norm(found, gate, None, 1, 0.0)
 
     def route(
         self, logits: Tensor, routing: Routing, correction: Tensor | None

@@ -179,7 +179,7 @@ def jamba() -> Layer:
 
     channels, size, taps, rank = 8192, 16, 4, 16
     conv, bias = torch.randn(channels, taps), torch.randn(channels)
-    decay, skip = torch.randn(channels, size), torch.randn(channels)
+    rates, skip = -torch.randn(channels, size).exp(), torch.randn(channels)
     step, shift, norms = torch.randn(channels, rank), torch.randn(channels), torch.ones(rank)
 
     def make(products: list[Given], dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
@@ -197,8 +197,7 @@ def jamba() -> Layer:
         parts = selected.split((rank, size, size), dim=1)
         dt, b, c = (ours.rms_norm(each, norms[: each.shape[1]], 1e-6) for each in parts)
         dt = linear(dt, step, shift)
-        found = ours.mamba1(x, dt, b, c, decay, skip, kept[1], meta)
-        return ours.gated_norm(found, made[:, channels:], None, 1, 0.0)
+        return ours.mamba1(x, dt, b, c, rates, skip, made[:, channels:], kept[1], meta)
 
     states = ((taps - 1, channels), (channels, size))
     return Layer(4096, (2 * channels, rank + 2 * size), make, states, run)

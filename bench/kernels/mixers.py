@@ -102,11 +102,13 @@ def mamba1(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     meta = _with_rows(s, kv_len, query_len)
     x, dt = (torch.randn(tokens, MAMBA1_CHANNELS, device=s.device) for _ in range(2))
     b, c = (torch.randn(tokens, MAMBA1_STATE, device=s.device) for _ in range(2))
-    decay = torch.randn(MAMBA1_CHANNELS, MAMBA1_STATE, device=s.device)
+    rates = -torch.randn(MAMBA1_CHANNELS, MAMBA1_STATE, device=s.device).exp()
     skip = torch.randn(MAMBA1_CHANNELS, device=s.device)
     state = torch.zeros(count, MAMBA1_CHANNELS, MAMBA1_STATE, device=s.device)
-    moved = 2.0 * state.nbytes + 3.0 * x.nbytes + b.nbytes + c.nbytes
-    return KernelWork([partial(cuda.mamba1, x, dt, b, c, decay, skip, state, meta)] * 4, moved)
+    moved = 2.0 * state.nbytes + 6.0 * x.nbytes + b.nbytes + c.nbytes  # gated in a second launch
+    return KernelWork(
+        [partial(cuda.mamba1, x, dt, b, c, rates, skip, x.clone(), state, meta)] * 4, moved
+    )
 
 
 def gated_norm(s: Sizes, rows: int) -> KernelWork:

@@ -110,6 +110,7 @@ class Parameter:
     std: of the normal distribution that dummy weights are drawn from; 0 makes ones (norms).
     fill: draws them instead, where not every number is a weight.
     offset, scale: what is read becomes (what is read + offset) * scale.
+    changed: in place, behind these.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Parameter:
     fill: Callable[[torch.Generator], None] | None = None
     offset: float = 0.0
     scale: float = 1.0
+    changed: Callable[[Tensor], object] | None = None
 
     def settle(self) -> None:
         """Once it is filled."""
@@ -126,3 +128,5 @@ class Parameter:
             self.tensor.add_(self.offset)
         if self.scale != 1.0:
             self.tensor.mul_(self.scale)
+        if self.changed is not None:
+            self.changed(self.tensor)

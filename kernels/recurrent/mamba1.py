@@ -20,7 +20,7 @@ def mamba1(
     dt: Tensor,
     b: Tensor,
     c: Tensor,
-    decay: Tensor,
+    rates: Tensor,
     skip: Tensor,
     state: Tensor,
     meta: AttentionMeta,
@@ -28,14 +28,13 @@ def mamba1(
     """See `Kernels.mamba1`."""
     x, b, c = x.float(), b.float(), c.float()
     step = softplus(dt.float())
-    rate = -decay.exp()
     stepped = x * step
     out = x * skip
     count = meta.num_decodes
     if count:
         assert meta.rows is not None
         kept = decoded(meta, state)
-        kept *= (step[:count, :, None] * rate).exp_()
+        kept *= (step[:count, :, None] * rates).exp_()
         kept.addcmul_(stepped[:count, :, None], b[:count, None])
         state[meta.rows[:count]] = kept
         out[:count] += (kept @ c[:count, :, None])[..., 0]
@@ -45,7 +44,7 @@ def mamba1(
             own.zero_()
         for first in range(begin, end, CHUNK):
             last = min(first + CHUNK, end)
-            decays = (step[first:last, :, None] * rate).exp_()
+            decays = (step[first:last, :, None] * rates).exp_()
             for token in range(first, last):
                 own.mul_(decays[token - first]).addr_(stepped[token], b[token])
                 out[token] += own @ c[token]

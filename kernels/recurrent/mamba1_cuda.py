@@ -21,7 +21,7 @@ def _mamba1_kernel(
     dt,
     b,
     c,
-    decay,
+    rates,
     skip,
     state,
     out,
@@ -55,7 +55,7 @@ def _mamba1_kernel(
     own = state + row * CHANNELS * STATE
     goes_on = tile_mask & (before + tile * 0 > 0)
     kept = tl.load(own + tile, mask=goes_on, other=0.0)
-    rate = -tl.exp(tl.load(decay + tile, mask=tile_mask, other=0.0))
+    rate = tl.load(rates + tile, mask=tile_mask, other=0.0)
     through = tl.load(skip + channels, mask=mask, other=0.0)
     for token in range(begin, end):
         at = token * CHANNELS + channels
@@ -75,7 +75,7 @@ def mamba1(
     dt: Tensor,
     b: Tensor,
     c: Tensor,
-    decay: Tensor,
+    rates: Tensor,
     skip: Tensor,
     state: Tensor,
     meta: AttentionMeta,
@@ -83,14 +83,14 @@ def mamba1(
     """See `kernels.reference.Kernels.mamba1`; all contiguous. Tokens after the last entry's get
     zeros."""
     assert meta.rows is not None and meta.counts is not None
-    channels, size = decay.shape
+    channels, size = rates.shape
     out = state.new_empty(x.shape)
     _mamba1_kernel[(meta.kv_len.shape[0], triton.cdiv(channels, BLOCK))](
         x,
         dt,
         b,
         c,
-        decay,
+        rates,
         skip,
         state,
         out,

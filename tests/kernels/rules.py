@@ -63,12 +63,12 @@ def mamba2(x: Tensor, dt: Tensor, how: Mamba2Heads, tail: Tensor, state: Tensor)
 
 
 def mamba1(
-    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, skip: Tensor, state: Tensor
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rates: Tensor, skip: Tensor, state: Tensor
 ) -> Tensor:
     """state [channels, state_size]"""
     found = []
     for u, size, one, other in zip(x, softplus(dt), b, c, strict=True):
-        state *= (-decay.to(x).exp() * size[:, None]).exp()
+        state *= (rates.to(x) * size[:, None]).exp()
         state += (size * u)[:, None] * one
         found.append(state @ other + skip.to(x) * u)
     return torch.stack(found)

@@ -79,12 +79,14 @@ def mamba2(heads: int, groups: int, size: int, state: int, biased: bool) -> Laye
 
 
 def mamba1(channels: int, size: int) -> Layer:
-    decay, skip = randn(channels, size), randn(channels)
+    rates, skip = -randn(channels, size).exp(), randn(channels)
     return Layer(
-        (channels, channels, size, size),
+        (channels, channels, size, size, channels),
         ((channels, size),),
-        lambda kernels, rows, kept, meta: kernels.mamba1(*rows, decay, skip, *kept, meta),
-        lambda rows, kept: rules.mamba1(*rows, decay, skip, *kept),
+        lambda kernels, rows, kept, meta: kernels.mamba1(
+            *rows[:4], rates, skip, rows[4], *kept, meta
+        ),
+        lambda rows, kept: rules.mamba1(*rows[:4], rates, skip, *kept) * silu(rows[4]),
     )
 
 

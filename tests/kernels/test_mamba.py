@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from kernels.dispatch import kernels_for
 from kernels.recurrent.mamba2 import Mamba2Heads
@@ -100,9 +101,9 @@ def test_causal_conv(channels: int, taps: int, biased: bool) -> None:
 
 
 def scanned(tokens: int, channels: int, size: int) -> tuple[Tensor, ...]:
-    """x, dt, B, C, decay, skip."""
+    """x, dt, B, C, rates, skip."""
     wide, narrow = random(2, tokens, channels), random(2, tokens, size)
-    return wide[0], wide[1], narrow[0], narrow[1], random(channels, size), random(channels)
+    return wide[0], wide[1], narrow[0], narrow[1], -random(channels, size).exp(), random(channels)
 
 
 @pytest.mark.triton
@@ -110,14 +111,15 @@ def scanned(tokens: int, channels: int, size: int) -> tuple[Tensor, ...]:
 def test_mamba1(channels: int, size: int) -> None:
     """A request that begins in another's state, channels behind the last, padding that writes."""
     torch.manual_seed(0)
-    x, dt, b, c, decay, skip = scanned(14, channels, size)
+    x, dt, b, c, rates, skip = scanned(14, channels, size)
     meta = step([9, 1, 12, 4, 2, 0], [1, 1, 4, 4, 2, 2], 2)
     meta.counts = torch.tensor([2, 5], dtype=torch.int32, device=DEVICE)  # the last one pads
     state = random(ROWS, channels, size)
     want_state, other = state.clone(), step([9, 1, 12, 4, 2], [1, 1, 4, 4, 2], 2)
     real = [each[:12] for each in (x, dt, b, c)]
-    want = reference.mamba1(*real, decay, skip, want_state, other)
-    found = cuda.mamba1(x, dt, b, c, decay, skip, state, meta)
+    gate = random(14, 2 * channels)[:, channels:]
+    want = reference.mamba1(*real, rates, skip, gate[:12], want_state, other)
+    found = cuda.mamba1(x, dt, b, c, rates, skip, gate, state, meta)
     assert row_error(found[:12], want) < 1e-4
     assert not found[12:].any()
     assert row_error(state, want_state) < 1e-4
@@ -127,16 +129,17 @@ def test_mamba1(channels: int, size: int) -> None:
 def test_mamba1_is_the_rule(cuts: list[int]) -> None:
     """A decay counted twice or not at all between two chunks, or between a chunk and a decode."""
     torch.manual_seed(1)
-    x, dt, b, c, decay, skip = scanned(70, 12, 5)
+    x, dt, b, c, rates, skip = scanned(70, 12, 5)
     left = torch.zeros(12, 5, device=DEVICE)
-    want = rules.mamba1(x, dt, b, c, decay, skip, left)
+    gate = random(70, 12)
+    want = rules.mamba1(x, dt, b, c, rates, skip, left) * silu(gate)
     state, found, at = random(ROWS, 12, 5), [], 0
     for count in cuts:
         part = slice(at, at + count)
         at += count
         own = [each[part] for each in (x, dt, b, c)]
         meta = step([at], [count], int(count == 1))
-        found.append(reference.mamba1(*own, decay, skip, state, meta))
+        found.append(reference.mamba1(*own, rates, skip, gate[part], state, meta))
     assert row_error(torch.cat(found), want) < 1e-4
     assert row_error(state[5], left) < 1e-4
 

@@ -1,6 +1,10 @@
 """A layer of Mamba-1 between its projections (`kernels.recurrent.mamba1`), as Jamba has it: steps,
 B and C have norms."""
 
+from dataclasses import replace
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from engine.architectures.recurrent.jamba import Mamba1
@@ -31,11 +35,12 @@ class Mamba1Mixer:
         self.step = build.column("mamba_step", (inner,), mixer.rank, bias=True)
         self.out = build.row("mamba_out", config.hidden_size, inner, bias=mixer.bias)
         conv = build.vector("mamba_conv", inner * mixer.taps)
-        decay = build.vector("mamba_decay", inner * size)
+        rates = build.vector("mamba_decay", inner * size)
+        rates = replace(rates, changed=_rates, fill=partial(_drawn, rates.tensor))
         skip = build.vector("mamba_skip", inner, std=0.0)
-        self.others: tuple[Parameter, ...] = (conv, decay, skip)
+        self.others: tuple[Parameter, ...] = (conv, rates, skip)
         self.conv, self.conv_bias = conv.tensor.view(inner, mixer.taps), None
-        self.decay, self.skip = decay.tensor.view(inner, size), skip.tensor
+        self.rates, self.skip = rates.tensor.view(inner, size), skip.tensor
         if mixer.conv_bias:
             made = build.vector("mamba_conv_bias", inner, std=0.0)
             self.conv_bias, self.others = made.tensor, (*self.others, made)
@@ -67,10 +72,17 @@ class Mamba1Mixer:
         mixed, gate = made.chunk(2, dim=1)
         own = self.kernels.causal_conv(mixed, self.conv, self.conv_bias, tail, meta, silu=True)
         selected = self.select.forward(own.to(x.dtype), meta.lora).split(self.sizes, dim=1)
-        dt, b, c = (
-            each(part.contiguous()) for each, part in zip(self.norms, selected, strict=True)
-        )
-        dt = self.step.forward(dt, meta.lora)
-        found = self.kernels.mamba1(own, dt, b, c, self.decay, self.skip, state, meta)
-        found = self.kernels.gated_norm(found, gate, None, 1, 0.0)
+        dt, b, c = (part.contiguous() for part in selected)
+        for_dt, for_b, for_c = self.norms
+        dt, b, c = self.step.forward(dt, meta.lora, norm=for_dt), for_b(b), for_c(c)
+        found = self.kernels.mamba1(own, dt, b, c, self.rates, self.skip, gate, state, meta)
         return self.out.forward(found, meta.lora, residual=residual)
+
+
+def _rates(logarithms: Tensor) -> Tensor:
+    """A_log -> -exp(A_log), in its place."""
+    return logarithms.exp_().neg_()
+
+
+def _drawn(tensor: Tensor, generator: torch.Generator) -> None:
+    _rates(tensor.normal_(0.0, 0.02, generator=generator))

@@ -159,15 +159,18 @@ class Recurrent(Kernels):
         dt: Tensor,
         b: Tensor,
         c: Tensor,
-        decay: Tensor,
+        rates: Tensor,
         skip: Tensor,
+        gate: Tensor,
         state: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
-        found = mamba1.mamba1(x, dt, b, c, decay, skip, state, meta)
+        found = mamba1.mamba1(x, dt, b, c, rates, skip, gate, state, meta)
         if found is None:
             plain = super().mamba1
             return self._without(
-                meta, [x, dt, b, c], lambda own, part: plain(*own, decay, skip, state, part)
+                meta,
+                [x, dt, b, c, gate],
+                lambda own, part: plain(*own[:4], rates, skip, own[4], state, part),
             )
         return found

@@ -26,9 +26,9 @@ from kernels.cpu.recurrent.entries import (
 from kernels.metadata import AttentionMeta
 
 # Words of args: tensors, then their strides.
-_GIVEN = range(FIRST, FIRST + 4)  # x, dt, B, C
-_STRIDES = range(FIRST + 4, FIRST + 8)
-_DECAY, _SKIP, _STATE, _OUT, _WORDS = range(FIRST + 8, FIRST + 13)
+_GIVEN = range(FIRST, FIRST + 5)  # x, dt, B, C, gate
+_STRIDES = range(FIRST + 5, FIRST + 10)
+_RATES, _SKIP, _STATE, _OUT, _WORDS = range(FIRST + 10, FIRST + 15)
 
 
 def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
@@ -36,7 +36,7 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
     entries = Entries(w)
     given = [w.argument(word, "ptr") for word in _GIVEN]
     strides = [w.argument(word) for word in _STRIDES]
-    decay, skip, state, out = (w.argument(word, "ptr") for word in (_DECAY, _SKIP, _STATE, _OUT))
+    rates, skip, state, out = (w.argument(word, "ptr") for word in (_RATES, _SKIP, _STATE, _OUT))
 
     def turned(place: Value, rows: int) -> list[Value]:
         """A matrix [rows, width] -> its columns."""
@@ -53,14 +53,12 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
     def channels_of(entry: Entry, first: Value, rows: int) -> None:
         own = w.at(state, w.mul(w.add(w.mul(entry.row, channels), first), width))
         w.when(entry.begins, lambda: clear(w, own, rows * width))
-        rates = []
-        for rate in turned(w.at(decay, w.mul(first, width)), rows):
-            rates.append(w.op(f"fneg {w.vector} {w.exp(rate)}"))
+        own_rates = turned(w.at(rates, w.mul(first, width)), rows)
         skipped = w.load_some(w.at(skip, first), rows)
 
         def token(index: Value, *held: Value) -> list[Value]:
             row = w.add(entry.begin, index)
-            x, dt, b, c = (
+            x, dt, b, c, gate = (
                 w.at(each, w.mul(row, stride)) for each, stride in zip(given, strides, strict=True)
             )
             own_x = w.load_some(w.at(x, first), rows)
@@ -69,10 +67,11 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
             read, left = w.binary("fmul", own_x, skipped), []
             for number, value in enumerate(held):
                 one, other = (w.spread(w.load(w.at(each, number), "float")) for each in (b, c))
-                kept = w.exp(w.binary("fmul", rates[number], step))
+                kept = w.exp(w.binary("fmul", own_rates[number], step))
                 value = w.fma(stepped, one, w.binary("fmul", value, kept))
                 read = w.fma(value, other, read)
                 left.append(value)
+            read = w.binary("fmul", read, w.silu(w.load_some(w.at(gate, first), rows)))
             place = w.at(out, w.add(w.mul(row, channels), first))
             w.store_some(read, place, rows)
             return left
@@ -107,21 +106,22 @@ def mamba1(
     dt: Tensor,
     b: Tensor,
     c: Tensor,
-    decay: Tensor,
+    rates: Tensor,
     skip: Tensor,
+    gate: Tensor,
     state: Tensor,
     meta: AttentionMeta,
 ) -> Tensor | None:
     """See `Kernels.mamba1`. None: nothing is generated here."""
-    function = _function(*decay.shape)
-    if function is None or not rows_of(x, dt, b, c):
+    function = _function(*rates.shape)
+    if function is None or not rows_of(x, dt, b, c, gate):
         return None
     args = (ctypes.c_int64 * _WORDS)()
     put_entries(args, meta, len(x))
-    for word, stride, tensor in zip(_GIVEN, _STRIDES, (x, dt, b, c), strict=True):
+    for word, stride, tensor in zip(_GIVEN, _STRIDES, (x, dt, b, c, gate), strict=True):
         args[word], args[stride] = tensor.data_ptr(), tensor.stride(0)
-    out = x.new_empty(len(x), decay.shape[0])
-    args[_DECAY], args[_SKIP] = decay.data_ptr(), skip.data_ptr()
+    out = x.new_empty(len(x), rates.shape[0])
+    args[_RATES], args[_SKIP] = rates.data_ptr(), skip.data_ptr()
     args[_STATE], args[_OUT] = state.data_ptr(), out.data_ptr()
     function(args, threads_for(out.numel()))
     return clear_padding(out, meta)

@@ -86,8 +86,8 @@ def mamba_1(model: str) -> None:
     channels = {"llama-8b": 16384, "qwen3-0.6b": 8192, "smollm2-135m": 5120}[model]
     dt = torch.empty(20, channels, dtype=torch.bfloat16)
     b = torch.empty(20, 16, dtype=torch.bfloat16)
-    decay, skip = torch.empty(channels, 16), torch.empty(channels)
-    mamba1(dt.float(), dt, b, b.clone(), decay, skip, torch.empty(5, channels, 16), _meta())
+    rates, skip = torch.empty(channels, 16), torch.empty(channels)
+    mamba1(dt.float(), dt, b, b.clone(), rates, skip, torch.empty(5, channels, 16), _meta())
 
 
 def convolution(model: str) -> None:
