@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.architectures.recurrent.mixer import CHUNK
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import Full, KVGroups, kv_groups, positions
 from engine.errors import ConfigError
@@ -88,6 +89,20 @@ def lora_host_bytes(config: EngineConfig, available: int) -> int:
     return config.lora_host_bytes or min(LORA_HOST_BYTES, available // 4)
 
 
+def chunk_bytes(resolved: Resolved) -> int:
+    """That the launches of a recurrent layer hand on at most in a step of prompts, on CUDA: each
+    request may begin a chunk that its tokens do not fill. `model.step_bytes` knows no device."""
+    if resolved.device.type != "cuda" or resolved.config.deterministic:
+        return 0
+    tokens, most = resolved.max_num_batched_tokens, 0
+    slots = tokens // CHUNK + min(tokens, resolved.max_num_seqs) + 1
+    for layer in resolved.model.attention:
+        if layer.mixer is not None:
+            some, floats = layer.mixer.of_rank(resolved.ranks).chunk_elements
+            most = max(most, some * resolved.dtype.itemsize + 4 * floats)
+    return slots * most
+
+
 def plan_memory(
     resolved: Resolved,
     model: Model,
@@ -110,6 +125,7 @@ def plan_memory(
     seqs, longest = resolved.max_num_seqs, resolved.max_model_len
     if activations is None:
         activations = model.step_bytes(resolved.max_num_batched_tokens, seqs)
+        activations += chunk_bytes(resolved)
     ranks, here, block_size = resolved.ranks, resolved.ranks_here, config.block_size
     groups, parts = model.kv, parts_here(resolved, model)
     rows = RequestRows.allocate(seqs, longest, block_size, torch.device("meta"), len(groups.groups))

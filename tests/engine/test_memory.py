@@ -13,11 +13,12 @@ import torch
 from deployments.plan.memory import GIB, Hardware, plan
 from engine import factory
 from engine.config.engine_config import EngineConfig
+from engine.config.model_config import ModelConfig
 from engine.layers.linear import Linear
 from engine.lora.build import DeviceAdapters, adapter_bytes
 from engine.models.registry import Model, build_model
-from engine.resolve import Resolved, resolve
-from engine.runner.memory import outline
+from engine.resolve import Resolved, decide, resolve
+from engine.runner.memory import chunk_bytes, outline
 from engine.weights import load_weights
 from kernels.cpu.codegen.compiler import has_int8
 from kernels.dispatch import kernels_for
@@ -200,3 +201,24 @@ def test_the_sum_is_what_is_there_on_a_gpu(tied: bool, tmp_path: Path) -> None:
     vectors = model.lookup[resolved.model.vocab_size :].nbytes
     assert model.num_bytes + vectors == held(model)
     assert model.num_bytes == outline(resolved).num_bytes
+
+
+def test_chunks_of_recurrent_layers_are_counted(tmp_path: Path) -> None:
+    """Bug: a plan for a GPU without what prompts of such layers take beside other layers."""
+    delta = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    taken = []
+    for changes in (delta, {"architectures": ["Qwen2ForCausalLM"]}):
+        config = config_of(tmp_path, changes)
+        model = ModelConfig.from_folder(tmp_path)
+        resolved = decide(config, model, torch.device("cuda"), "GPU", (9, 0))
+        taken.append((chunk_bytes(resolved), resolved))
+        assert chunk_bytes(replace(resolved, device=torch.device("cpu"))) == 0
+    (found, resolved), (none, _) = taken
+    some, floats = 2 * 16 * 64 * 16 + 32 * (64 * 32 + 16 * 16), 32 * 64
+    slots = resolved.max_num_batched_tokens // 64 + resolved.max_num_seqs + 1
+    assert found == slots * (some * resolved.dtype.itemsize + 4 * floats) and none == 0

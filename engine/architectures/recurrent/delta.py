@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL
 from engine.architectures.record import CheckpointTensor
-from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds, mixing
+from engine.architectures.recurrent.mixer import CHUNK, LINEAR, mixed_kinds, mixing, padded
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -52,6 +52,14 @@ class Delta:
         """Of a request, float32: the inputs of the convolution, and the matrices."""
         matrices = (self.value_heads, self.key_size, self.value_size)
         return (self.taps - 1, self.channels), matrices
+
+    @property
+    def chunk_elements(self) -> tuple[int, int]:
+        """As `kernels.recurrent.delta_chunks_cuda` allocates them: queries and keys; weights,
+        values, states, and sums of decays by value head."""
+        keys, values = padded(self.key_size), padded(self.value_size)
+        each = CHUNK * (keys + values) + keys * values
+        return 2 * self.key_heads * CHUNK * keys + self.value_heads * each, self.value_heads * CHUNK
 
 
 def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:

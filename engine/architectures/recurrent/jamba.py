@@ -42,6 +42,10 @@ class Mamba1:
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return (self.taps - 1, self.channels), (self.channels, self.state_size)
 
+    @property
+    def chunk_elements(self) -> tuple[int, int]:
+        return 0, 0
+
 
 def _mixer(config: Reader) -> Mamba1:
     hidden, rank = config.size("hidden_size"), config.get("mamba_dt_rank", "auto")

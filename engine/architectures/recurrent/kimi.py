@@ -43,6 +43,10 @@ class Kimi:
         channels = 3 * self.heads * self.size
         return (self.taps - 1, channels), (self.heads, self.size, self.size)
 
+    @property
+    def chunk_elements(self) -> tuple[int, int]:
+        return 0, 0
+
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """transformers says layer_types; the hub's files have the numbers of layers, from 1 on, in

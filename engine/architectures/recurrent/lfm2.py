@@ -39,6 +39,10 @@ class ShortConv:
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.taps - 1, self.channels),)
 
+    @property
+    def chunk_elements(self) -> tuple[int, int]:
+        return 0, 0
+
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     default = None

@@ -9,7 +9,7 @@ from engine.architectures.by_layer import FULL
 from engine.architectures.dense.llama import GRANITE, LAYER, LLAMA, granite
 from engine.architectures.experts import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor
-from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds, mixing
+from engine.architectures.recurrent.mixer import CHUNK, LINEAR, mixed_kinds, mixing, padded
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -66,6 +66,15 @@ class Mamba2:
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         matrices = (self.heads, self.head_size, self.state_size)
         return (self.taps - 1, self.channels), matrices
+
+    @property
+    def chunk_elements(self) -> tuple[int, int]:
+        """As `kernels.recurrent.mamba2_chunks_cuda` allocates them: x and states by head, B and C
+        by group; steps and sums of decays."""
+        size, states = padded(self.head_size), padded(self.state_size)
+        each = CHUNK * size + size * states
+        shared = 2 * self.groups * CHUNK * states
+        return self.heads * each + shared, 2 * self.heads * CHUNK
 
 
 def mamba2_mixer(config: Reader) -> Mamba2:

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention
 
 LINEAR = "linear_attention"
+CHUNK = 64  # tokens
+
+
+def padded(size: int) -> int:
+    """What a kernel makes of an axis: a power of 2 that the matrix unit takes."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 class Mixer(Protocol):
@@ -22,6 +28,12 @@ class Mixer(Protocol):
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of a request's one or two tensors, float32: the last inputs of a convolution, and what
         the layer sums up of all tokens."""
+        ...
+
+    @property
+    def chunk_elements(self) -> tuple[int, int]:
+        """What the launches of a prompt on CUDA hand on of each CHUNK tokens: elements of the
+        activations' type, and float32 ones. (0, 0): tokens are walked."""
         ...
 
     def undivided(self, ranks: int) -> str:

@@ -1,0 +1,75 @@
+"""What launches of recurrent layers hand on between chunks, as the sum of memory counts it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.architectures.recurrent.delta import Delta
+from engine.architectures.recurrent.mamba2 import Mamba2
+from engine.architectures.recurrent.mixer import CHUNK, Mixer
+from kernels.metadata import AttentionMeta
+from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.mamba2 import Mamba2Heads
+
+chunks_cuda = pytest.importorskip("kernels.recurrent.chunks_cuda")
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of tensors that are made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default):
+            self.num_bytes += found.nbytes
+        return found
+
+
+class Launch:
+    """In the place of a kernel."""
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *given, **sizes: None
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [Delta(2, 6, 24, 40, 4), Mamba2(6, 24, 2, 40, 4, True, False)],
+    ids=["delta", "mamba 2"],
+)
+def test_chunks_are_counted(mixer: Mixer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a plan that leaves out what prompts of recurrent layers take, or counts another axis."""
+    from kernels.recurrent import delta_chunks_cuda, mamba2_chunks_cuda
+
+    for module in (delta_chunks_cuda, mamba2_chunks_cuda):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Launch())
+    starts = torch.tensor([0, 70, 170, 300], dtype=torch.int32)
+    meta = AttentionMeta(
+        positions=starts, slots=starts, query_start=starts, kv_len=starts[1:], block_table=starts,
+        num_decodes=0, max_query_len=130, max_kv_len=300, rows=torch.arange(3),
+        counts=torch.tensor([0, 3]),
+    )  # fmt: skip
+    ones = [torch.ones(1)] * 5
+    x = torch.zeros(300, 8, dtype=torch.bfloat16)
+    state: Tensor = torch.zeros(3, 1)
+    with Allocated() as allocated:
+        if isinstance(mixer, Delta):
+            sizes = (mixer.key_heads, mixer.value_heads, mixer.key_size, mixer.value_size)
+            how = DeltaHeads(*sizes, torch.ones(mixer.channels, 4), *ones[:3], 1e-5)
+            delta_chunks_cuda.delta_chunks(x, x, x, x, how, state, state, x, meta)
+        else:
+            assert isinstance(mixer, Mamba2)
+            own = (mixer.heads, mixer.head_size, mixer.groups, mixer.state_size)
+            heads = Mamba2Heads(*own, torch.ones(mixer.channels, 4), *ones[:4], (0.0, 1.0))
+            mamba2_chunks_cuda.mamba2_chunks(x, x, heads, state, state, x, meta)
+    some, floats = mixer.chunk_elements
+    slots = chunks_cuda.num_slots(300, meta)
+    assert slots == 300 // CHUNK + 3 + 1 and chunks_cuda.CHUNK == CHUNK
+    assert allocated.num_bytes == slots * (2 * some + 4 * floats)
