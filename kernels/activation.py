@@ -9,7 +9,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 _BLOCK = 1024  # elements a program
 # Which function a kernel computes: its ACT.
-_CODES = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
+CODES = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def _gated(gate_up: Tensor, name: str) -> Tensor:
             gate_up,
             out,
             size,
-            ACT=_CODES[name],
+            ACT=CODES[name],
             BLOCK=block,
             num_warps=max(1, block // 256),
             **pdl(out.device),
@@ -102,7 +102,7 @@ def activation(x: Tensor, name: str) -> Tensor:
     count = x.numel()
     if count:
         grid = (triton.cdiv(count, _BLOCK),)
-        _plain_kernel[grid](x, out, count, ACT=_CODES[name], BLOCK=_BLOCK, **pdl(x.device))
+        _plain_kernel[grid](x, out, count, ACT=CODES[name], BLOCK=_BLOCK, **pdl(x.device))
     return out
 
 

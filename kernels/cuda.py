@@ -80,6 +80,10 @@ class Cuda(Kernels):
         return norm.gated_norm(x, gate, weight, groups, eps, gate_last)
 
     def activation(self, x: Tensor, name: str) -> Tensor:
+        if name == "sigmoid":
+            return torch.sigmoid(x)  # in float32 inside
+        if name not in activation.CODES:
+            return super().activation(x, name)
         return activation.activation(x, name)
 
     def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:

@@ -50,6 +50,8 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
     "relu": relu,
     "relu2": lambda x: relu(x).square_(),
+    "sigmoid": torch.sigmoid,
+    "softplus": softplus,
 }
 
 
@@ -145,7 +147,8 @@ class Kernels:
 
     def activation(self, x: Tensor, name: str) -> Tensor:
         """A function of each element, in float32: "silu", "gelu" (of the error function),
-        "gelu_pytorch_tanh", "relu", "relu2" (its square). A new tensor of x's dtype."""
+        "gelu_pytorch_tanh", "relu", "relu2" (its square), "sigmoid", "softplus". A new
+        tensor of x's dtype."""
         return _ACTIVATIONS[name](x.float()).to(x.dtype)
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class Experts:
         if self.shared_gate is None:
             return self.shared.forward(x, kv, meta, residual=residual)
         given = self.shared.forward(x, kv, meta)
-        opened = torch.sigmoid(self.kernels.linear(x, self.shared_gate, None))
+        opened = self.kernels.activation(self.kernels.linear(x, self.shared_gate, None), "sigmoid")
         return given.mul_(opened) if residual is None else residual.addcmul_(given, opened)
 
 

@@ -80,6 +80,10 @@ class Deterministic(PlannedByFirstLayer):
     def activation(self, x: Tensor, name: str) -> Tensor:
         return _by_row(super().activation, x, name)
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        rows = zip(x.split(1), gate.split(1), strict=True)
+        return torch.cat([super(Deterministic, self).sigmoid_mul(*row) for row in rows])
+
     def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
         return _by_row(super().xielu, x, parameters)
 

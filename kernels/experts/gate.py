@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.activation import _CODES, _act
+from kernels.activation import CODES, _act
 from kernels.experts.routing import CLAMPED
 
 _CLAMPED = 16
@@ -25,4 +25,4 @@ def gated(gate, up, limit, ACT: tl.constexpr):
 
 
 def code(act: str) -> int:
-    return _CLAMPED if act == CLAMPED else _CODES[act]
+    return _CLAMPED if act == CLAMPED else CODES[act]

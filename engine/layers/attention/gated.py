@@ -3,7 +3,6 @@ input."""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from engine.layers.attention.plain import Attention
 from engine.layers.build import Builder
@@ -93,7 +92,7 @@ class SoftplusGatedAttention(Attention):
             self.num_heads,
             meta,
         )
-        gate = softplus(self.gate.forward(x, meta.lora).float())
+        gate = self.kernels.activation(self.gate.forward(x, meta.lora).float(), "softplus")
         attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
         by_head = attended.unflatten(1, (self.num_heads, self.head_dim))
         gates = gate.to(attended.dtype).unflatten(1, (self.num_heads, -1))
