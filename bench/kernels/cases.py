@@ -328,8 +328,8 @@ def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
         num_bytes = rows * (layout.MAX_BIAS * each + layout.MAX_STOP * (4 + s.dtype.itemsize))
     elif how == "grammars":
         masks = torch.zeros(rows, -(-s.vocab // 32), dtype=torch.int32, device=s.device)
-        which = torch.arange(rows, dtype=torch.int32, device=s.device)
-        calls = [partial(apply_masks, x, which, masks) for x in logits]
+        mask_of = torch.arange(rows, dtype=torch.int32, device=s.device)
+        calls = [partial(apply_masks, x, mask_of, masks) for x in logits]
         num_bytes = rows * s.vocab * (s.dtype.itemsize + 1 / 8)
     elif how == "logprobs":
         calls = [partial(logprobs, x, index, 5, index, words) for x in logits]

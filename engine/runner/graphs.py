@@ -2,7 +2,8 @@
 
 A step is two graphs: assembly and forward up to the hidden states that are sampled from; then
 logits, choice and the write of the next token, where all rows are greedy or have a temperature and
-nothing else. Other sampling is launched kernel by kernel behind the first, a dozen of them.
+nothing else. Where grammars limit tokens the logits are a graph of their own, because the choice
+waits for masks. Other sampling is launched kernel by kernel behind the first, a dozen of them.
 Launching a graph costs the host microseconds whatever the number of layers, where launching its
 kernels one by one takes longer than the device takes for a few hundred tokens: without graphs for
 mixed steps, every short prompt would wait for the host. A size is (entries, tokens); decodes alone
@@ -12,22 +13,26 @@ padding row, writes no key, and its token goes nowhere.
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch
 from engine.runner.inputs import max_entries
-from engine.sampling.sampler import Sampled, SamplePlan
+from engine.sampling.sampler import Masked, Sampled, SamplePlan
 
 if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
 
 Size = tuple[int, int]  # entries, tokens
+How = Literal["greedy", "sampled", "masked"]  # tokens are chosen; masked: sampled, under masks
 
 # Entries -> tokens. One entry is for padding, and batches like to be powers of two.
 MIXED_SIZES: dict[int, tuple[int, ...]] = {
@@ -48,6 +53,13 @@ def default_sizes(max_num_seqs: int) -> list[int]:
     return sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]
 
 
+@dataclass(slots=True)
+class _Choice:
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor  # [entries] int64
+    logits: torch.cuda.CUDAGraph | None = None  # before it, where it waits for masks
+
+
 class StepGraphs:
     """All are recorded at the start, as recording waits for the device. With and without adapters
     where the engine takes any: steps without one pay nothing for them."""
@@ -64,9 +76,10 @@ class StepGraphs:
             fitting = [size for size in tokens if entries <= size <= limit]
             self._mixed.setdefault(min(entries, most), fitting)
         self._forwards: dict[tuple[Size, bool], torch.cuda.CUDAGraph] = {}
-        # By entries, whether they are of a mixed step, and whether all are greedy.
-        self._choices: dict[tuple[int, bool, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # By entries, and whether they are of a mixed step.
+        self._choices: dict[tuple[int, bool, How], _Choice] = {}
         self._hidden: Tensor  # [most, hidden_size]: from the first graph to the second
+        self._masks: Tensor  # [most, ceil(vocab / 32)] int32: what masked choices read
         self._pool: Any = None
 
     def size_of(self, batch: Batch) -> Size | None:
@@ -105,8 +118,8 @@ class StepGraphs:
                     break
                 if len(variants) > 1:
                     self._capture_forward((entries, num_tokens), adapters=True)
-        for count, mixed, greedy in self._each_choice():
-            self._capture_choice(count, mixed, greedy)
+        for choice in self._each_choice():
+            self._capture_choice(*choice)
 
     @torch.inference_mode()
     def launch_all(self) -> None:
@@ -117,25 +130,27 @@ class StepGraphs:
             self._runner.inputs.all_padding(*size)
             for adapters in self._variants():
                 self._forward(size, adapters)
-        for count, is_mixed, greedy in self._each_choice():
-            plan = self._runner.sampler.simple_plan(greedy)
-            self._sample(count, is_mixed, plan)
+        for count, is_mixed, how in self._each_choice():
+            self._sample(*self._logits(count, is_mixed, how), how)
 
     def _allocate(self) -> None:
         runner = self._runner
         lookup = runner.model.lookup
-        self._hidden = lookup.new_zeros((max_entries(runner.rows.pad_row), lookup.shape[1]))
+        most, vocab_size = max_entries(runner.rows.pad_row), runner.model.config.vocab_size
+        self._hidden = lookup.new_zeros((most, lookup.shape[1]))
+        self._masks = lookup.new_zeros((most, -(-vocab_size // 32)), dtype=torch.int32)
 
     def _variants(self) -> tuple[bool, ...]:
         """Of forwards: whether tokens may have adapters."""
         return (False, True)[: 1 + (self._runner.lora is not None)]
 
-    def _each_choice(self) -> Iterator[tuple[int, bool, bool]]:
-        """Entries, whether they are of a mixed step, whether all are greedy; largest first."""
+    def _each_choice(self) -> Iterator[tuple[int, bool, How]]:
+        """Entries, whether they are of a mixed step, how tokens are chosen; largest first."""
+        hows: tuple[How, ...] = ("greedy", "sampled", "masked")
         for mixed, counts in ((False, self._decodes), (True, list(self._mixed))):
             for count in reversed(counts):
-                for greedy in (True, False):
-                    yield count, mixed, greedy
+                for how in hows:
+                    yield count, mixed, how
 
     @torch.inference_mode()
     def _launch_seconds(self, size: Size) -> float:
@@ -168,7 +183,8 @@ class StepGraphs:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, size: Size) -> None:
-        """Upload the batch and replay up to its hidden states, for `choose` or `samples`."""
+        """Upload the batch and replay up to its hidden states, for `choose`, `choose_masked` or
+        `samples`."""
         runner = self._runner
         lora = runner.lora
         slots = None if lora is None else lora.slots_of(batch)
@@ -183,14 +199,36 @@ class StepGraphs:
     def choose(self, size: Size, plan: SamplePlan) -> Tensor:
         """The next token of each sampling entry, into its row as well: [entries] int64 (padded),
         valid until the next choice. plan: a simple one."""
+        choice = self._choice(size, "greedy" if plan.greedy else "sampled")
+        choice.graph.replay()
+        return choice.tokens
+
+    def choose_masked(self, size: Size) -> Callable[[NDArray[np.int32] | None], Tensor]:
+        """`choose` in two halves, of a batch with masks. The first launches the logits. What it
+        returns launches the choice, once there are the masks: [M, ceil(vocab / 32)], not changed
+        until it is done; None on a rank that does not choose. Call that before the next
+        `forward`."""
+        choice = self._choice(size, "masked")
+        assert choice.logits is not None
+        choice.logits.replay()
+
+        def choose(masks: NDArray[np.int32] | None) -> Tensor:
+            if masks is not None:
+                host = torch.from_numpy(masks).pin_memory()  # where they lie in such, it is they
+                self._masks[: len(masks)].copy_(host, non_blocking=True)
+            choice.graph.replay()
+            return choice.tokens
+
+        return choose
+
+    def _choice(self, size: Size, how: How) -> _Choice:
+        """That of a batch of this size, with its rows' parameters on the device."""
         entries, num_tokens = size
         self._runner.sampler.flush()
-        key = (entries, num_tokens > entries, plan.greedy)
+        key = (entries, num_tokens > entries, how)
         if key not in self._choices:
             self._capture_choice(*key)
-        graph, tokens = self._choices[key]
-        graph.replay()
-        return tokens
+        return self._choices[key]
 
     def samples(self, entries: int, mixed: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Of this many sampling entries: hidden states [entries, hidden_size], rows [entries] int64
@@ -202,23 +240,40 @@ class StepGraphs:
             rows, positions = rows.index_select(0, which), positions.index_select(0, which)
         return self._hidden[:entries], rows[:entries].long(), positions[:entries].long()
 
-    def _sample(self, entries: int, mixed: bool, plan: SamplePlan) -> Sampled:
+    def _logits(self, entries: int, mixed: bool, how: How) -> tuple[Tensor, Tensor, Tensor]:
+        """Of what `samples` returns."""
         hidden, rows, positions = self.samples(entries, mixed)
-        runner = self._runner
+        parts = self._runner.by_parts(self._plan(how))
+        return self._runner.model.logits(hidden, not parts), rows, positions
+
+    def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, how: How) -> Sampled:
+        runner, plan = self._runner, self._plan(how)
+        mask_of = runner.inputs.mask_of[: len(logits)]
+        masked = Masked(mask_of, self._masks) if how == "masked" else None
         parts = runner.by_parts(plan)
-        logits = runner.model.logits(hidden, not parts)
-        return runner.sample(logits, rows, positions, plan, by_parts=parts)
+        return runner.sample(logits, rows, positions, plan, masked, by_parts=parts)
+
+    def _plan(self, how: How) -> SamplePlan:
+        return self._runner.sampler.simple_plan(how == "greedy")
 
     def _capture_forward(self, size: Size, adapters: bool) -> None:
         with self._recording() as graph:
             self._forward(size, adapters)
         self._forwards[size, adapters] = graph
 
-    def _capture_choice(self, entries: int, mixed: bool, greedy: bool) -> None:
-        plan = self._runner.sampler.simple_plan(greedy)
-        with self._recording() as graph:
-            tokens = self._sample(entries, mixed, plan).tokens
-        self._choices[entries, mixed, greedy] = (graph, tokens)
+    def _capture_choice(self, entries: int, mixed: bool, how: How) -> None:
+        first = None
+        if how == "masked":
+            with self._recording() as first:
+                samples = self._logits(entries, mixed, how)
+            with self._recording() as graph:
+                tokens = self._sample(*samples, how).tokens
+        else:
+            with self._recording() as graph:
+                tokens = self._sample(*self._logits(entries, mixed, how), how).tokens
+        # What lies between two graphs is overwritten only by others of the pool, and none of them
+        # is launched between the two.
+        self._choices[entries, mixed, how] = _Choice(graph, tokens, first)
 
     @contextmanager
     def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:

@@ -4,12 +4,13 @@ CPU: numpy over the rows' own memory. CUDA: one packed int32 buffer in pinned me
 step, then the kernels of kernels/batch.py. Layout of the packed buffer (E = `max_entries`; fixed
 offsets, so that a graph can read the first sections):
 
-    rows [E] | starts [E] | query_start [E + 1] | last [E] | which [E] | counts [2] | updates
+    rows [E] | starts [E] | mask_of [E] | query_start [E + 1] | last [E] | which [E] | counts [2] |
+    updates
     updates: new rows * 3 (row, offset, count) | new blocks * 3 (row, index, block) | tokens ...
 
 `last` is, for each sampling entry, the index of its last token in the step's tokens; `which` is
-its entry. `counts` are the decodes and the entries. The offsets count from the start of the
-updates.
+its entry, and `mask_of` its mask or -1, written only where the batch has masks. `counts` are the
+decodes and the entries. The offsets count from the start of the updates.
 
 There are as many pinned buffers as steps in flight: two, or more in a pipeline. Step n + 1 is
 packed while n runs; n + 2 reuses n's buffer, and by then n has been waited for (the loop is one
@@ -157,16 +158,17 @@ class CudaInputs:
         self._block_size = block_size
         entries = max_entries(rows.pad_row)
         self._entries = entries
-        self._counts_at = 5 * entries + 1
+        self._counts_at = 6 * entries + 1
         self._updates_at = self._counts_at + 2
         capacity = self._updates_at + UPDATE_CAPACITY
         self._staging = [_Staging(capacity) for _ in range(max(2, steps))]
         self._packed = torch.zeros(capacity, dtype=torch.int32, device=device)
         self.rows = self._packed[:entries]
         self.starts = self._packed[entries : 2 * entries]
-        self.query_start = self._packed[2 * entries : 3 * entries + 1]
-        self.last = self._packed[3 * entries + 1 : 4 * entries + 1]
-        self.which = self._packed[4 * entries + 1 : 5 * entries + 1]
+        self.mask_of = self._packed[2 * entries : 3 * entries]
+        self.query_start = self._packed[3 * entries : 4 * entries + 1]
+        self.last = self._packed[4 * entries + 1 : 5 * entries + 1]
+        self.which = self._packed[5 * entries + 1 : 6 * entries + 1]
         self.counts = self._packed[self._counts_at : self._updates_at]
         # Outputs of assembly: static, because graphs read them.
         num_tokens = max(max_num_tokens, entries)
@@ -207,7 +209,11 @@ class CudaInputs:
         if num_entries > count:
             array[count:num_entries] = self._rows.pad_row
             array[entries + count : entries + num_entries] = 0
-        query_start = array[2 * entries : 3 * entries + 1]
+        if batch.masked:
+            mask_of = array[2 * entries : 2 * entries + num_entries]
+            mask_of[:] = -1
+            mask_of[list(batch.masked)] = np.arange(len(batch.masked))
+        query_start = array[3 * entries : 4 * entries + 1]
         query_start[0] = 0
         if batch.num_decodes == count:
             query_start[1 : num_entries + 1] = np.arange(1, num_entries + 1)
@@ -216,10 +222,10 @@ class CudaInputs:
             query_start[1 : count + 1] = np.cumsum(batch.lengths)
             query_start[count + 1 : num_entries + 1] = num_tokens
             which = np.flatnonzero(np.asarray(batch.samples, dtype=bool))
-            last = array[3 * entries + 1 : 3 * entries + 1 + num_entries]
+            last = array[4 * entries + 1 : 4 * entries + 1 + num_entries]
             last[: len(which)] = query_start[which + 1] - 1
             last[len(which) :] = num_tokens - 1
-            chosen = array[4 * entries + 1 : 4 * entries + 1 + num_entries]
+            chosen = array[5 * entries + 1 : 5 * entries + 1 + num_entries]
             chosen[: len(which)] = which
             chosen[len(which) :] = count  # not read where nothing is padded
             counts = batch.num_decodes, count
@@ -256,6 +262,7 @@ class CudaInputs:
         decodes = num_entries == num_tokens
         self.rows[:num_entries].fill_(self._rows.pad_row)
         self.starts[:num_entries].zero_()
+        self.mask_of[:num_entries].fill_(-1)
         if decodes:
             first = torch.arange(num_entries + 1, dtype=torch.int32)
         else:

@@ -29,7 +29,7 @@ from engine.models.registry import Model
 from engine.parallel.link import Link
 from engine.pooling import Pooling
 from engine.runner.caches.kv_cache import KVCache, in_views
-from engine.runner.graphs import StepGraphs
+from engine.runner.graphs import Size, StepGraphs
 from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.programs import StepPrograms
 from engine.runner.results import DeviceResult, HostLogprobs, StagedResult
@@ -164,9 +164,8 @@ class ModelRunner:
             size = self.graphs.size_of(batch)
         if self.graphs is not None and size is not None:
             self.graphs.forward(batch, size)
-            if plan.simple and not batch.masked:
-                tokens = self.graphs.choose(size, plan)[: len(sample_rows)]
-                return self._finish(batch.step, tokens, entries)
+            if plan.simple:
+                return self._launch_choice(self.graphs, batch, size, plan, entries)
             hidden, rows, positions = self.graphs.samples(len(sample_rows), not decodes_only)
             parts = self.by_parts(plan, batch.masked)
             logits = self.model.logits(hidden, not parts)
@@ -207,6 +206,28 @@ class ModelRunner:
         replayed = self._replayed(step) if decodes_only else None
         return conclude(self.forward(step) if replayed is None else self.model.leave(replayed))
 
+    def _launch_choice(
+        self,
+        graphs: StepGraphs,
+        batch: Batch,
+        size: Size,
+        plan: SamplePlan,
+        entries: list[int] | None,
+    ) -> DeviceResult:
+        """The tokens of a recorded step, chosen by a recorded choice; later, if they wait for
+        masks."""
+        count = len(batch.rows) if entries is None else len(entries)
+        if not batch.masked:
+            return self._finish(batch.step, graphs.choose(size, plan)[:count], entries)
+        choose = graphs.choose_masked(size)
+        if self.model.group.rank:  # the first rank has the masks
+            return self._finish(batch.step, choose(None)[:count], entries)
+        return self._later(
+            batch,
+            entries,
+            lambda masks: self._finish(batch.step, choose(masks)[:count], entries),
+        )
+
     def _launch_stage(
         self,
         link: Link,
@@ -243,39 +264,46 @@ class ModelRunner:
         pooled: tuple[list[int], Tensor] | None,
     ) -> DeviceResult:
         """Later, when there are masks, if samples wait for these."""
-        entries, positions = samples.entries, samples.positions
         if not batch.masked or self.model.group.rank:  # the first rank has the masks
             pending = self._choose(batch.step, samples, prompt_logprobs, None)
             pending.pooled = pooled
             return pending
-        pending = DeviceResult(batch.step, positions, entries, pooled=pooled)
-        masked = batch.masked
+        masked, count = batch.masked, len(samples.host_rows)
 
-        def sample(masks: NDArray[np.int32]) -> None:
-            found = self._sample_masked(batch.step, samples, prompt_logprobs, masked, masks)
-            pending.tokens, pending.event = found.tokens, found.event
-            pending.check = found.check
-            pending.logprobs, pending.prompt_logprobs = found.logprobs, found.prompt_logprobs
+        def sample(masks: NDArray[np.int32]) -> DeviceResult:
+            uploaded = Masked.upload(masked, count, masks, self.device)
+            return self._choose(batch.step, samples, prompt_logprobs, uploaded)
 
-        pending.unsampled = sample
+        pending = self._later(batch, samples.entries, sample)
+        pending.pooled = pooled
         return pending
 
-    def _sample_masked(
+    def _later(
         self,
-        step: int,
-        samples: "_Samples",
-        prompt_logprobs: list[tuple[int, "HostLogprobs"]],
-        masked: Sequence[int],
-        masks: NDArray[np.int32],
+        batch: Batch,
+        entries: list[int] | None,
+        sample: Callable[[NDArray[np.int32]], DeviceResult],
     ) -> DeviceResult:
-        """The second half of a step that has waited for masks. Raises OutOfMemory."""
-        try:
-            with torch.inference_mode():
-                uploaded = Masked.upload(masked, masks, self.device)
-                return self._choose(step, samples, prompt_logprobs, uploaded)
-        except torch.OutOfMemoryError as error:
-            message = str(error)
-        raise OutOfMemory(message)
+        """A step whose second half waits for masks: what `sample` makes of these."""
+        pending = DeviceResult(batch.step, torch.empty(0, dtype=torch.int64), entries)
+
+        def launch(masks: NDArray[np.int32]) -> None:
+            """Raises OutOfMemory."""
+            try:
+                with torch.inference_mode():
+                    found = sample(masks)
+            except torch.OutOfMemoryError as error:
+                message = str(error)
+            else:
+                pending.tokens, pending.event = found.tokens, found.event
+                pending.check = found.check
+                pending.logprobs = found.logprobs
+                pending.prompt_logprobs = found.prompt_logprobs
+                return
+            raise OutOfMemory(message)
+
+        pending.unsampled = launch
+        return pending
 
     def _choose(
         self,

@@ -43,12 +43,14 @@ def edit(x: F32, params: ParameterRows, row: int, position: int, history: I32) -
         x[words[word.STOP_IDS :][: words[word.NUM_STOP]]] = -np.inf
 
 
-def apply_masks(x: F32, which: I32, masks: I32) -> None:
+def apply_masks(x: F32, mask_of: I32, masks: I32) -> None:
     """Forbid what grammars do not allow, in place on logits x [S, vocab]; see
     `engine.sampling.sampler.Masked`."""
     vocab = x.shape[1]
-    for s, words in zip(which.tolist(), masks, strict=True):
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab]
+    for s, m in enumerate(mask_of.tolist()):
+        if m < 0:
+            continue
+        bits = np.unpackbits(masks[m].view(np.uint8), bitorder="little")[:vocab]
         x[s, : len(bits)][bits == 0] = -np.inf
         x[s, len(bits) :] = -np.inf
 

@@ -64,17 +64,18 @@ MOST = SamplePlan(
 class Masked:
     """The samples of a step whose tokens a grammar limits."""
 
-    which: Tensor  # [M] int32 samples, on the device
+    mask_of: Tensor  # [S] int32, on the device: the mask of each sample, -1 = none
     # [M, ceil(vocab / 32)] int32 there: bit t % 32 of word t // 32 is 1 if token t is allowed
     masks: Tensor
 
     @classmethod
     def upload(
-        cls, which: Sequence[int], masks: NDArray[np.int32], device: torch.device
+        cls, which: Sequence[int], count: int, masks: NDArray[np.int32], device: torch.device
     ) -> "Masked":
-        """Asynchronous on CUDA, where masks that lie in `memory` are not copied on the host
-        first."""
-        index = torch.tensor(which, dtype=torch.int32)
+        """which: the samples that have these masks, among `count`. Asynchronous on CUDA, where
+        masks that lie in `memory` are not copied on the host first."""
+        index = torch.full((count,), -1, dtype=torch.int32)
+        index[list(which)] = torch.arange(len(which), dtype=torch.int32)
         words = torch.from_numpy(masks)
         if device.type == "cuda":  # pinned memory is used again only when the copy is done
             index = index.pin_memory().to(device, non_blocking=True)
@@ -97,9 +98,9 @@ class Masked:
     @classmethod
     def everything(cls, count: int, vocab_size: int, device: torch.device) -> "Masked":
         """Of samples 0 .. count - 1, to which all tokens are allowed."""
-        which = torch.arange(count, dtype=torch.int32, device=device)
+        mask_of = torch.arange(count, dtype=torch.int32, device=device)
         shape = (count, -(-vocab_size // 32))
-        return cls(which, torch.full(shape, -1, dtype=torch.int32, device=device))
+        return cls(mask_of, torch.full(shape, -1, dtype=torch.int32, device=device))
 
 
 @dataclass(slots=True)
@@ -250,7 +251,9 @@ class Sampler:
         assert words is not None and self._scratch is not None
         raw = logits
         logits = logits[:, : self._width]
-        changes = plan.edits or masked is not None or self._holes is not None
+        # Filters see what masks leave. Otherwise the choice itself reads them.
+        masks = None if masked is None else (masked.mask_of, masked.masks)
+        changes = plan.edits or (plan.filtered and masks is not None) or self._holes is not None
         if changes and plan.logprobs >= 0:
             logits = logits.clone()
         if self._holes is not None:
@@ -261,16 +264,21 @@ class Sampler:
             penalise(logits, rows, positions, words, tokens, self._scratch)
         if plan.banned:
             ban(logits, rows, positions, words)
-        if masked is not None:
-            apply_masks(logits, masked.which, masked.masks)
+        if plan.filtered and masks is not None:
+            apply_masks(logits, *masks)
+            masks = None
         filters = filter_thresholds(logits, rows, words) if plan.filtered else None
-        chosen, bad = choose(logits, rows, positions, words, sampled=plan.sampled, filters=filters)
-        sampled = Sampled(chosen, bad)
+        # With masks a greedy batch takes the kernel of a sampled one, which is there already.
+        sampled = plan.sampled or masks is not None
+        chosen, bad = choose(
+            logits, rows, positions, words, sampled=sampled, filters=filters, masks=masks
+        )
+        result = Sampled(chosen, bad)
         if plan.logprobs >= 0:
             parts = logprobs(raw, chosen, plan.logprobs, rows, words)
-            sampled.logprob, sampled.rank, sampled.top_ids, *rest = parts
-            sampled.top_logprobs, sampled.total = rest
-        return sampled
+            result.logprob, result.rank, result.top_ids, *rest = parts
+            result.top_logprobs, result.total = rest
+        return result
 
     def _sample_on_host(
         self,
@@ -293,7 +301,7 @@ class Sampler:
             for s, row in enumerate(row_list):
                 cpu_sampler.edit(edited[s], self._rows, row, int(at[s]), history[row, : at[s]])
         if masked is not None:
-            cpu_sampler.apply_masks(edited, masked.which.numpy(), masked.masks.numpy())
+            cpu_sampler.apply_masks(edited, masked.mask_of.numpy(), masked.masks.numpy())
         chosen, bad = cpu_sampler.choose(edited, self._rows, row_list, at)
         sampled = Sampled(torch.from_numpy(chosen), torch.from_numpy(bad))
         if plan.logprobs >= 0:

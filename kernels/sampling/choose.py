@@ -74,6 +74,13 @@ def _kept(x, ids, threshold, cut):
 
 
 @triton.jit
+def _allowed(x, ids, mask, num_words):
+    word = ids >> 5
+    bits = tl.load(mask + word, mask=word < num_words, other=0)
+    return tl.where(((bits >> (ids & 31)) & 1) != 0, x, float("-inf"))
+
+
+@triton.jit
 def _best_of_block_kernel(
     logits,
     stride,
@@ -82,11 +89,15 @@ def _best_of_block_kernel(
     words,
     thresholds,  # [S] float32
     cuts,  # [S] int32
+    mask_of,  # [S] int32
+    masks,  # [M, num_words] int32
+    num_words,
     best,  # [S, num_blocks] float32; NaN = a logit is NaN or +inf
     best_ids,  # [S, num_blocks] int32
     vocab,
     SAMPLED: tl.constexpr,
     FILTERED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     block = tl.program_id(0)
     s = tl.program_id(1)
@@ -104,6 +115,14 @@ def _best_of_block_kernel(
     x1 = _load_quarter(logits, i1, vocab)
     x2 = _load_quarter(logits, i2, vocab)
     x3 = _load_quarter(logits, i3, vocab)
+    if MASKED:
+        m = tl.load(mask_of + s)
+        if m >= 0:
+            mask = masks + m.to(tl.int64) * num_words
+            x0 = _allowed(x0, i0, mask, num_words)
+            x1 = _allowed(x1, i1, mask, num_words)
+            x2 = _allowed(x2, i2, mask, num_words)
+            x3 = _allowed(x3, i3, mask, num_words)
     # inf - inf and nan - nan are NaN: a finite x, and the -inf of a banned token, give a plain
     # False.
     wrong = (x0 != x0) | (x1 != x1) | (x2 != x2) | (x3 != x3)
@@ -122,7 +141,7 @@ def _best_of_block_kernel(
                 x2 = _kept(x2, i2, threshold, cut)
                 x3 = _kept(x3, i3, threshold, cut)
                 largest = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
-            # Most blocks have nothing that a filter keeps: no noise for them.
+            # Most blocks have nothing that a filter keeps, or a mask allows: no noise for them.
             if tl.max(tl.max(largest, axis=1), axis=0) > float("-inf"):
                 low = tl.load(words + _SEED).to(tl.uint32, bitcast=True).to(tl.uint64)
                 high = tl.load(words + _SEED + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -189,11 +208,13 @@ def choose(
     *,
     sampled: bool,
     filters: tuple[Tensor, Tensor] | None = None,
+    masks: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Edited logits [S, vocab] -> (tokens [S] int64, bad [S] bool). Equal scores: the lowest id.
     Bad rows get token 0.
 
-    sampled: some row may have a temperature. filters: what `filter_thresholds` returned.
+    sampled: some row may have a temperature. filters: what `filter_thresholds` returned. masks: as
+        of `apply_masks`, which need not have been applied.
     """
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
@@ -202,6 +223,7 @@ def choose(
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
     bad = torch.empty(count, dtype=torch.bool, device=logits.device)
     thresholds, cuts = filters if filters is not None else (best, ids)
+    mask_of, allowed = masks if masks is not None else (ids, ids)
     if count:
         _best_of_block_kernel[(blocks, count)](
             logits,
@@ -211,11 +233,15 @@ def choose(
             words,
             thresholds,
             cuts,
+            mask_of,
+            allowed,
+            0 if masks is None else allowed.shape[1],
             best,
             ids,
             vocab,
             SAMPLED=sampled,
             FILTERED=filters is not None,
+            MASKED=masks is not None,
             num_warps=8,
         )
         _best_of_row_kernel[(count,)](
@@ -252,11 +278,15 @@ def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Ten
             words,
             best,
             ids,
+            ids,
+            ids,
+            0,
             best,
             ids,
             vocab,
             SAMPLED=False,
             FILTERED=False,
+            MASKED=False,
             num_warps=8,
         )
         _best_of_row_kernel[(count,)](

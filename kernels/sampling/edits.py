@@ -73,28 +73,31 @@ def ban(logits: Tensor, rows: Tensor, positions: Tensor, words: Tensor) -> None:
 
 
 @triton.jit
-def _mask_kernel(logits, stride, which, masks, num_words, vocab, BLOCK: tl.constexpr):
-    m = tl.program_id(1)
-    s = tl.load(which + m)
-    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < vocab
-    words = tl.load(masks + m * num_words + ids // 32, mask=ids // 32 < num_words, other=0)
-    forbidden = ((words >> (ids % 32)) & 1) == 0
-    banned = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
-    tl.store(logits + s.to(tl.int64) * stride + ids, banned, mask=inside & forbidden)
+def _mask_kernel(logits, stride, mask_of, masks, num_words, vocab, BLOCK: tl.constexpr):
+    s = tl.program_id(1)
+    m = tl.load(mask_of + s)
+    if m >= 0:
+        ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = ids < vocab
+        mask = masks + m.to(tl.int64) * num_words
+        words = tl.load(mask + ids // 32, mask=ids // 32 < num_words, other=0)
+        forbidden = ((words >> (ids % 32)) & 1) == 0
+        banned = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
+        tl.store(logits + s.to(tl.int64) * stride + ids, banned, mask=inside & forbidden)
 
 
-def apply_masks(logits: Tensor, which: Tensor, masks: Tensor) -> None:
-    """-inf for the tokens that a grammar forbids, in place on logits [S, vocab].
+def apply_masks(logits: Tensor, mask_of: Tensor, masks: Tensor) -> None:
+    """-inf for the tokens that a grammar forbids, in place on logits [S, vocab]. Filters have to
+    see it done; `choose` does it itself.
 
-    which: [M] int32, the entries with a grammar. masks: [M, W] int32; token t is allowed if bit
-    t % 32 of word t // 32 is 1, and forbidden beyond the last word.
+    mask_of: [S] int32, the mask of each entry, -1 = none. masks: [M, W] int32; token t is allowed
+    if bit t % 32 of word t // 32 is 1, and forbidden beyond the last word.
     """
-    if len(which):
+    if len(logits):
         vocab = logits.shape[1]
         block = 4096
-        _mask_kernel[(triton.cdiv(vocab, block), len(which))](
-            logits, logits.stride(0), which, masks, masks.shape[1], vocab,
+        _mask_kernel[(triton.cdiv(vocab, block), len(logits))](
+            logits, logits.stride(0), mask_of, masks, masks.shape[1], vocab,
             BLOCK=block, num_warps=8,
         )  # fmt: skip
 

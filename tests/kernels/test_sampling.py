@@ -232,23 +232,36 @@ def test_edits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("vocab", [31, 64, *VOCABS])
 def test_masks(vocab: int, dtype: torch.dtype) -> None:
     """Bit 31 of a word, a last word that is not full, logits beyond the mask, a row's mask applied
-    to another."""
+    to another; a choice that applies masks itself and chooses otherwise than after they were
+    applied."""
     logits = random_logits(5, vocab, dtype)
     words = vocab // 32 if vocab > 64 else -(-vocab // 32)  # fewer than the logits need
     masks = torch.randint(-(2**31), 2**31, (3, words), dtype=torch.int64).int()
     masks[1] = 1 << 30 | -(2**31)
-    which = torch.tensor([3, 0, 4], dtype=torch.int32)
+    masks[2, 1:] = 0
+    mask_of = torch.tensor([1, -1, -1, 0, 2], dtype=torch.int32)
     before = logits.clone()
     host = logits.float().cpu().numpy().copy()
-    apply_masks(logits, which.to(DEVICE), masks.to(DEVICE))
-    for s in range(5):
-        m = which.tolist().index(s) if s in which.tolist() else None
+    apply_masks(logits, mask_of.to(DEVICE), masks.to(DEVICE))
+    for s, m in enumerate(mask_of.tolist()):
         for token in range(vocab):
-            bits = -1 if m is None else 0 if token // 32 >= words else int(masks[m, token // 32])
+            bits = -1 if m < 0 else 0 if token // 32 >= words else int(masks[m, token // 32])
             expected = before[s, token] if bits >> (token % 32) & 1 else -math.inf
             assert logits[s, token] == expected, (s, token)
-    cpu_masks(host, which.numpy(), masks.numpy())
+    cpu_masks(host, mask_of.numpy(), masks.numpy())
     assert torch.equal(torch.from_numpy(host), logits.float().cpu())
+
+    some = [SamplingParams(temperature=t) for t in (0.0, 0.7, 0.0, 1.0, 1.5)]
+    rows, table_of = table(some, vocab)
+    at = torch.arange(20, 25, device=DEVICE)
+    before[0, 1] = math.nan  # forbidden
+    before[1, 1] = math.inf  # no mask, so the row is bad
+    logits[1, 1] = math.inf
+    expected = choose(logits, rows, at, table_of, sampled=True)
+    given = mask_of.to(DEVICE), masks.to(DEVICE)
+    tokens, bad = choose(before, rows, at, table_of, sampled=True, masks=given)
+    assert torch.equal(tokens, expected[0]) and torch.equal(bad, expected[1])
+    assert bad.tolist() == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -606,3 +606,38 @@ def test_on_the_device(tmp_path: Path, graphs: bool) -> None:
         assert outputs[id].finish == "stop"
         jsonschema.validate(json.loads(text_of(tokenizer, outputs[id])), PERSON)
     assert all(len(outputs[id].tokens) == 50 for id in range(40, 48))
+
+
+@pytest.mark.gpu
+def test_recorded_choices_are_those_of_kernels_one_by_one(tmp_path: Path) -> None:
+    """A recorded choice that reads a mask of another row or step, or the masks of more rows than
+    there are; greedy rows, or rows without a grammar, that masks change."""
+    folder = save_model(tmp_path, byte_level())
+    config = EngineConfig(
+        model=str(folder), device="cuda", dtype="bfloat16", num_blocks=512, max_num_seqs=32,
+        deterministic=True,
+    )  # fmt: skip
+    core = build(config)[0]
+    grammar = Grammar.json_schema(PERSON)
+    graphs = core._runner.graphs  # type: ignore[attr-defined]
+    recorded = 0
+
+    def counted(size: tuple[int, int], choose: Any = graphs.choose_masked) -> Any:
+        nonlocal recorded
+        recorded += 1
+        return choose(size)
+
+    graphs.choose_masked = counted
+    found = []
+    for logprobs in (None, 0):  # whose log-probabilities are wanted, are sampled kernel by kernel
+        before = recorded
+        requests = [
+            request(
+                id, grammar if id % 3 else None, max_tokens=20 + id, ignore_eos=True,
+                temperature=1.3 * (id % 2), logprobs=logprobs,
+            )
+            for id in range(1, 28)
+        ]  # fmt: skip
+        found.append({id: output.tokens for id, output in run(core, *requests).items()})
+        assert (recorded > before) == (logprobs is None)
+    assert found[0] == found[1]

@@ -18,10 +18,12 @@ def sampling(model: str) -> None:
     add_bias(logits, rows, words)
     penalise(logits, rows, positions, words, tokens, int32(count, d.vocab))
     ban(logits, rows, positions, words)
-    apply_masks(logits, int32(count), int32(count, -(-d.vocab // 32)))
+    masks = int32(count), int32(count, -(-d.vocab // 32))
+    apply_masks(logits, *masks)
     filters = filter_thresholds(logits, rows, words)
     for sampled, wanted in ((False, None), (True, None), (True, filters)):
         choose(logits, rows, positions, words, sampled=sampled, filters=wanted)
+    choose(logits, rows, positions, words, sampled=True, masks=masks)
     part = best_of_part(logits[:, : d.vocab // 2], rows, words, 0)
     best_of_parts(int64(2, *part.shape).int())
     for k in (0, 1, 20):
