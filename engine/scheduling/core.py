@@ -11,10 +11,11 @@ requests, and the oldest is waited for.
 A grammar has to see a token before it can tell what may follow. So if a request with one has its
 last token in flight, the step's forward pass is launched without its sampling:
 
-    launch forward n + 1 -> wait for n -> update with n -> masks -> launch sampling n + 1
+    launch forward n + 1 -> wait for n -> update with n -> begin the masks
+    deltas of n -> schedule n + 2 -> wait for the masks -> launch sampling n + 1 -> launch n + 2
 
-and the masks are made while the device computes the layers and the logits. Where nothing of that
-kind is in flight they are made beside the launch.
+and the masks are made, beside the loop, while the device computes the layers and the logits. Where
+nothing of that kind is in flight they are made beside the launch.
 
 If a step raises, the poison requests fail and the engine goes on: bisect_failure.py. If the device
 has no memory for a step, no request fails: the tokens are computed again in smaller steps.
@@ -27,7 +28,6 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
@@ -53,7 +53,7 @@ from engine.scheduling.sleeping import EngineSleep, Sleeper
 from engine.scheduling.step import LaunchedStep
 from engine.structured.constraint import Constraint, Masks
 from engine.structured.preparing import Grammars
-from engine.structured.step_grammars import HostMemory, StepGrammars, host_memory
+from engine.structured.step_grammars import Filled, HostMemory, StepGrammars, host_memory
 
 __all__ = ["CoreConfig", "EngineCore", "PendingResult", "Runner"]
 
@@ -64,7 +64,7 @@ _PATIENCE = 64  # good steps until larger ones are tried again; each further tim
 
 _POISON = "engine_error: the engine fails on this request, and only on it"
 
-_MOST_MASK_THREADS = 4  # eight made the steps of 64 rows no shorter on 16 cores
+_MOST_MASK_THREADS = 8  # 16 made the steps of 64 rows no shorter
 _NO_GRAMMARS = InvalidRequest(
     "this engine has no vocabulary to constrain outputs with",
     param="structured",
@@ -127,7 +127,7 @@ class EngineCore:
         self._depth = max(config.lanes, 1 + config.async_scheduling)  # steps in flight
         threads = min(_MOST_MASK_THREADS, len(os.sched_getaffinity(0)))
         self._step_grammars = StepGrammars(threads, self._depth, mask_memory)
-        self.scheduler = Scheduler(self.config, self._adapters, free_blocks, self._step_grammars)
+        self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
         self.draining = False
         self._sleep = EngineSleep(memory)
         self.on_device = False  # in a step that waits for the device; read by another thread
@@ -136,7 +136,8 @@ class EngineCore:
         self._outbox: list[Delta] = []  # deltas that came up between steps
         self._grammars = grammars or Grammars(_NO_GRAMMARS)
         self._preparing: dict[int, Request] = {}  # their grammars are being compiled
-        self._beside = ThreadPoolExecutor(1, "masks")
+        # Of the newest step, if it waits for masks that are being made.
+        self._filling: tuple[LaunchedStep, Callable[[], Filled]] | None = None
         self._timer = StepTimer()
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
@@ -233,7 +234,17 @@ class EngineCore:
         failure: Exception | None = None
         suspect = 0  # index in scheduler.in_flight of the step to blame
         try:
-            if batch is not None and batch.masked and not self.scheduler.in_flight[-1].late:
+            if self._filling is not None:
+                deltas += self._sample_late(*self._filling)
+        except AssertionError:
+            raise
+        except Exception as error:
+            failure, suspect = error, -1 if batch is None else -2
+            pending.pop()
+        try:
+            if failure is not None:
+                pass  # what was scheduled behind it is not launched
+            elif batch is not None and batch.masked and not self.scheduler.in_flight[-1].late:
                 deltas += self._launch_with_masks(batch)
             elif batch is not None:
                 pending.append(self._runner.launch(batch))
@@ -266,16 +277,14 @@ class EngineCore:
             newest = self.scheduler.in_flight[-1]
             if newest.late:
                 try:
-                    masks, errors = self._step_grammars.fill(_constraints(newest))
-                    pending[-1].sample(masks)
-                    deltas += self._fail_masks(newest, errors)
+                    self._filling = newest, self._step_grammars.begin(_constraints(newest))
                 except AssertionError:
                     raise
                 except Exception as error:
                     failure, suspect = error, -1
                     pending.pop()
-        if isinstance(failure, OutOfMemory) and batch is not None and self._bisection is None:
-            self._retry_smaller(failure, batch)
+        if isinstance(failure, OutOfMemory) and self._bisection is None:
+            self._retry_smaller(failure, self.scheduler.in_flight[-1])
         elif failure is not None:
             self._begin_bisection(failure, suspect)
         if self._bisection is not None:
@@ -292,13 +301,21 @@ class EngineCore:
         """All that the masks depend on is known: they are made while the host launches the forward
         pass, or computes it."""
         launched = self.scheduler.in_flight[-1]
-        filled = self._beside.submit(self._step_grammars.fill, _constraints(launched))
+        finish = self._step_grammars.begin(_constraints(launched))
         try:
             pending = self._runner.launch(batch)
         finally:
-            masks, errors = filled.result()
+            masks, errors = finish()
         pending.sample(masks)
         self._pending.append(pending)
+        return self._fail_masks(launched, errors)
+
+    def _sample_late(self, launched: LaunchedStep, finish: Callable[[], Filled]) -> list[Delta]:
+        """The second half of the newest launched step, whose masks were begun a call of `step`
+        ago."""
+        self._filling = None
+        masks, errors = finish()
+        self._pending[-1].sample(masks)
         return self._fail_masks(launched, errors)
 
     def _fail_masks(self, launched: LaunchedStep, errors: dict[int, str]) -> list[Delta]:
@@ -308,7 +325,7 @@ class EngineCore:
             deltas += self.scheduler.fail([launched.requests[launched.constrained[row]]], why)
         return deltas
 
-    def _retry_smaller(self, failure: OutOfMemory, batch: Batch) -> None:
+    def _retry_smaller(self, failure: OutOfMemory, newest: LaunchedStep) -> None:
         """The device had no memory for this step: requeue all requests and make smaller steps from
         now on. If a step of one token does not fit and the KV cache cannot shrink, bisect."""
         self._shortages += 1
@@ -319,7 +336,8 @@ class EngineCore:
         scheduler.counters.out_of_memory += 1
         fewer = scheduler.blocks.num_blocks * 7 // 8
         can_shrink = fewer >= scheduler.blocks.blocks_for(self.config.max_model_len)
-        smaller = batch.num_tokens // 2
+        num_tokens = newest.decodes + newest.prompt_tokens
+        smaller = num_tokens // 2
         if not smaller and not can_shrink:
             self._begin_bisection(failure, -1)
             return
@@ -330,7 +348,7 @@ class EngineCore:
         scheduler.token_limit = max(1, smaller)
         logger.warning(
             "out of memory in a step of %d tokens: steps of at most %d from now on",
-            batch.num_tokens,
+            num_tokens,
             scheduler.token_limit,
         )
         if self._shortages % _SHORTAGES == 0 and can_shrink:

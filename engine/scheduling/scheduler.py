@@ -50,7 +50,6 @@ from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.snapshots import Snapshots
 from engine.scheduling.step import DeferredRelease, LaunchedStep, SchedulerCounters, StepBuilder
-from engine.structured.step_grammars import StepGrammars
 
 logger = logging.getLogger("manta.engine")
 
@@ -63,13 +62,10 @@ class Scheduler:
         config: CoreConfig,
         adapters: AdapterStore | None = None,
         free_blocks: Callable[[int], FreeBlocks] = FreeList,
-        grammars: StepGrammars | None = None,
     ) -> None:
-        """grammars: of running requests; one thread by default."""
         self.config = config
         self._adapters = adapters or AdapterStore.disabled()
         self._free_blocks = free_blocks
-        self._grammars = grammars or StepGrammars(1)
         self._empty_memory()
         self.counters = SchedulerCounters()
         self._traced = logger.isEnabledFor(logging.DEBUG)
@@ -558,7 +554,7 @@ class Scheduler:
     def update(self, result: StepResult) -> list[Delta]:
         """Apply the result of the oldest step in flight: new tokens, and requests that end."""
         launched = self.in_flight.popleft()
-        outcome = launched.accept(result, self._end_tokens, self._grammars)
+        outcome = launched.accept(result, self._end_tokens)
         self.done_step = launched.step
         self.counters.prompt_tokens += launched.prompt_tokens
         self.counters.output_tokens += outcome.num_tokens

@@ -12,8 +12,6 @@ from engine.batch import Batch, StepResult
 from engine.messages import Delta
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.request import Request, RequestPhase
-from engine.structured.constraint import Constraint
-from engine.structured.step_grammars import StepGrammars
 
 
 @dataclass(slots=True)
@@ -46,9 +44,7 @@ class LaunchedStep:
     constrained: Sequence[int] = ()  # entries that sample under a grammar
     late: bool = False  # the last token of one of these was not known at the launch
 
-    def accept(
-        self, result: StepResult, end_tokens: set[int], grammars: StepGrammars
-    ) -> StepOutcome:
+    def accept(self, result: StepResult, end_tokens: set[int]) -> StepOutcome:
         """Give each request its token, unless it has ended, and find the requests that end with it.
         Legal once.
 
@@ -61,7 +57,7 @@ class LaunchedStep:
         if self.some_ended:
             dropped = [i for i, r in enumerate(requests) if r.phase is RequestPhase.ENDED]
         failed = {i: why for i, why in result.errors.items() if i not in dropped}
-        completed = self._complete(tokens, dropped, failed, grammars) if self.constrained else {}
+        completed = self._complete(tokens, dropped, failed) if self.constrained else {}
         over = {*dropped, *failed}
         unseen = [entry for entry in over if entry < len(tokens)]
         for entry in unseen:
@@ -121,32 +117,23 @@ class LaunchedStep:
         )
 
     def _complete(
-        self,
-        tokens: list[int],
-        dropped: list[int],
-        failed: dict[int, str],
-        grammars: StepGrammars,
+        self, tokens: list[int], dropped: list[int], failed: dict[int, str]
     ) -> dict[int, int | None]:
         """Tell the grammars their tokens: the entries that end so, each with its end token, or None
         where nothing but one could follow. Adds to `failed`."""
         ended: dict[int, int | None] = {}
-        taking: list[int] = []
-        constraints: list[Constraint] = []
         for entry in self.constrained:
             constraint = self.requests[entry].constraint
             if entry in dropped or entry in failed or constraint is None:
                 continue
             if constraint.ends_with(tokens[entry]):
                 ended[entry] = tokens[entry]
-            else:
-                taking.append(entry)
-                constraints.append(constraint)
-        taken = grammars.take(constraints, [tokens[entry] for entry in taking])
-        for entry, outcome in zip(taking, taken, strict=True):
-            if isinstance(outcome, str):
-                failed[entry] = outcome
-            elif outcome:
-                ended[entry] = None
+                continue
+            try:
+                if constraint.take(tokens[entry]):
+                    ended[entry] = None
+            except ValueError as error:
+                failed[entry] = str(error)
         return ended
 
 

@@ -2,12 +2,14 @@
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import llguidance as llg
 
@@ -15,7 +17,10 @@ from engine.errors import InvalidRequest
 from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, places
 
-CACHED = 128  # grammars; a matcher and what it has learnt are some 0.2 MB, large ones more
+CACHED = 128  # grammars
+LEXERS = 32  # of one grammar at most
+MOST_LEXERS = 512  # of all; what one has learnt is 0.2 to 1 MB, of large grammars more
+_QUICK = 0.05  # s; a grammar that takes longer to compile has one lexer
 
 # A step that a grammar makes too expensive ends its own request. llguidance does some 14,000 units
 # of fuel in a millisecond.
@@ -33,7 +38,7 @@ _JSON_OPTIONS: Any = {
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}",
     "json_allow_general_unicode_escapes": True,
 }
-_TOO_MUCH = ("fuel", "too large", "too complex", "limit", "max is")  # in its errors
+_TOO_MUCH = ("fuel", "too large", "too many", "too complex", "limit", "max is")  # in its errors
 _NOTHING = "NoExtension"  # the same, where nothing is allowed
 _SHOWN = 300  # characters of the compiler's own words in an error
 _KEYWORDS = (  # the likelier ones first
@@ -50,6 +55,13 @@ _SIGNS: dict[str, tuple[str, ...]] = {
     "Pointer": ("$ref",),
     "Resource": ("$ref",),
 }
+# Tokens that a lexeme allows as a whole, so that their part of a mask is made ahead: spaces, and
+# characters of a string by their number. llguidance's own but for the first two numbers, which are
+# for strings near their maxLength: their masks took a seventh longer without.
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(rf'[^"\\\x00-\x1F\x7F]{many}' for many in ("{1,3}", "{1,6}", "{1,10}", "{1,30}", "+")),
+]
 _TRIES = 16  # compilations to find which use of a keyword is at fault
 
 
@@ -83,7 +95,7 @@ class Vocabulary:
             raise _not_supported("this model has no tokenizer.json")
         try:
             ends = sorted({i for i in end_ids if i < num_tokens}) or None
-            tokens = llg.LLTokenizer(str(path), n_vocab=num_tokens, eos_token=ends)
+            tokens = llg.LLTokenizer(str(path), n_vocab=num_tokens, eos_token=ends, slices=_SLICES)
         except ValueError as error:
             raise _not_supported(f"its tokenizer cannot be read: {_words(error)}") from None
         return cls(tokens, num_tokens, end_ids)
@@ -129,14 +141,43 @@ def _not_supported(why: str) -> InvalidRequest:
     )
 
 
+class Use:
+    """Of a lexer, by one request, for as long as this object is kept. number: the lexer's."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Lexer:
+    """What copies of one matcher share: it learns its states as they are met, behind a lock."""
+
+    def __init__(self) -> None:
+        self.matcher: Future[Any] = Future()
+        self.uses: WeakSet[Use] = WeakSet()
+
+
+class _Known:
+    """One grammar, compiled as often as it has lexers.
+
+    Of two requests that share one, one waits until the other has its mask. So each has its own,
+    up to `LEXERS`. They are not made ahead, as each learns what the others have learnt.
+    """
+
+    def __init__(self) -> None:
+        self.lexers = [_Lexer()]
+        self.seconds = 0.0  # that the first compilation took
+
+
 class Compiler:
-    """Thread-safe. A grammar that is being compiled, or has been, is not compiled again; neither is
-    one that failed."""
+    """Thread-safe. A grammar that is being compiled, or has been, is compiled again only for
+    another lexer; one that failed is not."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._known: OrderedDict[Grammar, Future[Any]] = OrderedDict()
+        self._known: OrderedDict[Grammar, _Known] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> Any:
         """A matcher before its first token, to be copied. Blocks: milliseconds for most schemas,
@@ -145,28 +186,69 @@ class Compiler:
         Raises InvalidRequest: invalid_grammar, unsatisfiable_schema, grammar_too_complex;
         UnsupportedSchema.
         """
+        return _result(self._compiled(grammar).lexers[0].matcher)
+
+    def matcher(self, grammar: Grammar) -> tuple[Any, Use]:
+        """A matcher of its own for a request, before its first token, and what the request is to
+        keep as long. Blocks and raises as `compile` does."""
+        known = self._compiled(grammar)
+        first = _result(known.lexers[0].matcher)
         with self._lock:
-            found = self._known.get(grammar)
-            mine = found is None
-            if found is None:
-                found = self._known[grammar] = Future()
-                while len(self._known) > CACHED:
-                    self._known.popitem(last=False)
+            lexer = min(known.lexers, key=lambda one: len(one.uses))
+            more = LEXERS if known.seconds < _QUICK else 1
+            mine = bool(lexer.uses) and len(known.lexers) < more
+            if mine:
+                lexer = _Lexer()
+                known.lexers.append(lexer)
+                self._trim()
+            use = Use(id(lexer))
+            lexer.uses.add(use)
+        if mine:
+            made, error = self._try(grammar.kind, grammar.text)
+            lexer.matcher.set_result(first if error else made)
+        own = lexer.matcher.result().deep_copy()
+        own.compute_bitmask()  # the matcher keeps it for the request's first step
+        if own.is_error():  # what other requests taught the lexer is all that it may hold
+            made, error = self._try(grammar.kind, grammar.text)
+            if not error:
+                anew: Future[Any] = Future()
+                anew.set_result(made)
+                lexer.matcher = anew
+                own = made.deep_copy()
+        return own, use
+
+    def _compiled(self, grammar: Grammar) -> _Known:
+        """Its first matcher is there, or has failed."""
+        with self._lock:
+            known = self._known.get(grammar)
+            mine = known is None
+            if known is None:
+                known = self._known[grammar] = _Known()
+                self._trim()
             else:
                 self._known.move_to_end(grammar)
+        found = known.lexers[0].matcher
         if mine:
+            began = time.perf_counter()
             try:
-                found.set_result(self._compile(grammar))
+                matcher = self._compile(grammar)
+                known.seconds = time.perf_counter() - began
+                found.set_result(matcher)
             except InvalidRequest as refusal:
                 found.set_exception(refusal)
             except BaseException as failure:
                 found.set_exception(failure)
                 with self._lock:
                     self._known.pop(grammar, None)
-        error = found.exception()
-        if isinstance(error, InvalidRequest):  # one object must not be raised by many threads
-            raise copy(error).with_traceback(None)
-        return found.result()
+        found.exception()  # waits
+        return known
+
+    def _trim(self) -> None:
+        """Forget what was asked for longest ago, but not the newest. Under the lock."""
+        lexers = sum(len(known.lexers) for known in self._known.values())
+        while len(self._known) > CACHED or (lexers > MOST_LEXERS and len(self._known) > 1):
+            _, gone = self._known.popitem(last=False)
+            lexers -= len(gone.lexers)
 
     def _compile(self, grammar: Grammar) -> Any:
         matcher, error = self._try(grammar.kind, grammar.text)
@@ -239,6 +321,13 @@ class Compiler:
                 if now != error:
                     return pointer
         return ""
+
+
+def _result(found: Future[Any]) -> Any:
+    error = found.exception()
+    if isinstance(error, InvalidRequest):  # one object must not be raised by many threads
+        raise copy(error).with_traceback(None)
+    return found.result()
 
 
 def is_too_much(error: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.structured.compiler import Vocabulary, is_too_much
+from engine.structured.compiler import Use, Vocabulary, is_too_much
 from engine.structured.thinking import ThinkingBudget, ThinkingCount
 
 Masks = NDArray[np.int32]
@@ -24,7 +24,8 @@ class Constraint:
     """
 
     __slots__ = (
-        *("_free_ends", "_left", "_matcher", "_stops", "_thinking", "sampled_in", "vocabulary"),
+        *("_free_ends", "_left", "_matcher", "_stops", "_thinking"),
+        *("sampled_in", "use", "vocabulary"),
     )
 
     def __init__(
@@ -35,8 +36,10 @@ class Constraint:
         min_tokens: int = 0,
         ignore_eos: bool = False,
         thinking: ThinkingBudget | None = None,
+        use: Use | None = None,
     ) -> None:
-        """matcher: its own, before the first token."""
+        """matcher: its own, before the first token. use: what
+        `Compiler.matcher` gave with it."""
         self._thinking: ThinkingCount | None = None
         if thinking is not None:
             self._thinking = ThinkingCount(thinking, vocabulary.text_of)
@@ -45,6 +48,7 @@ class Constraint:
         self._stops = frozenset(stop_ids) - vocabulary.end_ids
         self._left = min_tokens  # tokens until it may end
         self._free_ends = not ignore_eos
+        self.use = use
         self.sampled_in = 0  # the last launched step that samples a token for it
 
     def resume(self, token_ids: Sequence[int]) -> bool:
@@ -71,14 +75,10 @@ class Constraint:
 
         Raises ValueError, "code: message": the grammar forbids it, or it is too much for one step.
         """
-        return self.taken(token, self._matcher.consume_token(token))
-
-    def taken(self, token: int, fits: bool) -> bool:
-        """The same of a token that the matcher was told already; fits: its answer."""
         self._left -= 1
         if self._thinking is not None:
             self._thinking.take(token)
-        if not fits:
+        if not self._matcher.consume_token(token):
             if is_too_much(self._matcher.get_error()):
                 raise ValueError(TOO_COMPLEX)
             raise ValueError(f"engine_error: token {token} is not in the grammar")

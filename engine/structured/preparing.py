@@ -57,9 +57,11 @@ class Grammars:
                 refusal = self._refusal
                 raise InvalidRequest(refusal.message, param=refusal.param, code=refusal.code)
             assert self._compiler is not None
-            matcher = self._compiler.compile(grammar).deep_copy()
+            matcher, use = self._compiler.matcher(grammar)
             vocabulary = self._compiler.vocabulary
-            constraint = Constraint(matcher, vocabulary, stop_ids, min_tokens, ignore_eos, thinking)
+            constraint = Constraint(
+                matcher, vocabulary, stop_ids, min_tokens, ignore_eos, thinking, use
+            )
             if not constraint.resume(output):
                 raise MantaError("the output so far does not fit the grammar")
             return constraint

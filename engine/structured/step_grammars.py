@@ -1,6 +1,8 @@
-"""StepGrammars: what a step asks of its constrained choices, on several threads."""
+"""StepGrammars: the masks of a step's constrained choices, filled on several threads."""
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llguidance as llg
@@ -11,8 +13,7 @@ from engine.structured.constraint import Constraint, Masks
 
 HostMemory = Callable[[int, int], Masks]  # rows, words -> masks of any content
 
-# Choices from which on threads are worth waking: a mask takes some 100 us, a token 4 to 20.
-_PARALLEL_MASKS, _PARALLEL_TOKENS = 8, 32
+Filled = tuple[Masks, dict[int, str]]
 
 
 def host_memory(rows: int, words: int) -> Masks:
@@ -20,57 +21,58 @@ def host_memory(rows: int, words: int) -> Masks:
 
 
 class StepGrammars:
-    """Tokens are taken, and masks filled. One thread calls it at a time."""
+    """One thread calls it, and finishes what it has begun before it begins more."""
 
     def __init__(self, num_threads: int, steps: int = 1, memory: HostMemory = host_memory) -> None:
         """steps: whose masks may be in use at once, those being filled included. memory: is kept,
         and asked for more when a step has more choices than any before."""
         self._threads = max(1, num_threads)
         self._pool: Any = None
+        self._beside = ThreadPoolExecutor(1, "masks")
         self._memory = memory
         self._buffers: list[Masks | None] = [None] * steps
 
-    def take(self, constraints: Sequence[Constraint], tokens: Sequence[int]) -> list[bool | str]:
-        """`Constraint.take` of each, with the next token of its text. Its error is returned."""
-        if self._in_turn(len(constraints) < _PARALLEL_TOKENS):
-            fits = [
-                one.matcher.consume_token(token)
-                for one, token in zip(constraints, tokens, strict=True)
-            ]
-        else:
-            told = [(one.matcher, token) for one, token in zip(constraints, tokens, strict=True)]
-            fits = llg_numpy.consume_token_par(self._pool, told)
-        found: list[bool | str] = []
-        for one, token, fit in zip(constraints, tokens, fits, strict=True):
-            try:
-                found.append(one.taken(token, fit))
-            except ValueError as error:
-                found.append(str(error))
-        return found
+    def begin(self, constraints: Sequence[Constraint]) -> Callable[[], Filled]:
+        """Fill masks beside the caller, who leaves the constraints alone meanwhile. What it returns
+        is to be called once: it waits for
 
-    def fill(self, constraints: Sequence[Constraint]) -> tuple[Masks, dict[int, str]]:
-        """[n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
-        Valid until `steps` later calls. And index -> why that one can go no further: "code:
-        message"."""
-        masks = self._room(len(constraints), -(-constraints[0].vocabulary.num_tokens // 32))
-        if self._in_turn(len(constraints) < _PARALLEL_MASKS):
-            for row, one in enumerate(constraints):
-                llg_numpy.fill_next_token_bitmask(one.matcher, masks, row)
-        else:
-            rows = [(one.matcher, row) for row, one in enumerate(constraints)]
-            llg_numpy.fill_next_token_bitmask_par(self._pool, rows, masks)
-        failed = {
-            row: why for row, one in enumerate(constraints) if (why := one.finish_mask(masks[row]))
-        }
-        return masks, failed
-
-    def _in_turn(self, few: bool) -> bool:
-        """Not by several threads, which are there otherwise."""
-        if few or self._threads == 1:
-            return True
+        - [n, ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
+          Valid until `steps` later calls.
+        - index -> why that one can go no further: "code: message".
+        """
         if self._pool is None:
             self._pool = llg.LLExecutor(num_threads=self._threads)
-        return False
+        masks = self._room(len(constraints), -(-constraints[0].vocabulary.num_tokens // 32))
+        # Side by side what one thread should do, as it shares a lexer.
+        lexers = [0 if one.use is None else one.use.number for one in constraints]
+        order = sorted(range(len(constraints)), key=lexers.__getitem__)
+        rows = [(constraints[row].matcher, row) for row in order]
+        entered = threading.Lock()
+        entered.acquire()
+
+        def fill() -> None:
+            entered.release()
+            llg_numpy.fill_next_token_bitmask_par(self._pool, rows, masks)
+
+        filling = self._beside.submit(fill)
+        # Until that thread has the interpreter, which it gives back where the grammars begin. It
+        # would wait for it as long as this thread computes.
+        entered.acquire()
+
+        def finish() -> Filled:
+            filling.result()
+            failed = {
+                row: why
+                for row, one in enumerate(constraints)
+                if (why := one.finish_mask(masks[row]))
+            }
+            return masks, failed
+
+        return finish
+
+    def fill(self, constraints: Sequence[Constraint]) -> Filled:
+        """What `begin` begins, waited for."""
+        return self.begin(constraints)()
 
     def _room(self, rows: int, words: int) -> Masks:
         """The buffer that has not been used for longest: [rows, words], every word to be

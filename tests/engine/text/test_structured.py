@@ -2,7 +2,9 @@
 on the CPU."""
 
 import json
+import random
 import time
+from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,15 @@ import numpy as np
 import pytest
 
 from engine import LLM
-from engine.batch import Batch, StepResult
+from engine.batch import Batch, OutOfMemory, StepResult
 from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.factory import build
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from engine.structured.compiler import Compiler, Vocabulary
+from engine.structured import compiler as compiler_module
+from engine.structured.compiler import LEXERS, Compiler, Vocabulary
 from engine.structured.constraint import Constraint, Masks
 from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, enforceable
@@ -300,30 +303,50 @@ def test_a_step_that_is_too_expensive_ends_its_own_request(compiler: Compiler) -
     assert caught.value.code == "grammar_too_complex"
 
 
-def test_threads_take_the_same_tokens_and_say_the_same_of_them(compiler: Compiler) -> None:
-    """A token that goes to another choice, or twice; an error that ends the neighbours, or is taken
-    for a grammar that is too expensive."""
-    a, b, z = (TOKENIZER.encode(letter)[0] for letter in "abz")
-    matcher = compiler.compile(Grammar.regex("a[ab]{1,2}"))
-    words = [[a, b, a], [a, a, b], [a, z], [b], [a, b, b], [a, a, a], [a, a, z], [a, b, a], [a, b]]
-    words *= 4  # as many as threads are woken for
-    said = []
-    for threads in (1, 2):
-        grammars = StepGrammars(threads)
-        choices = [Constraint(matcher.deep_copy(), compiler.vocabulary) for _ in words]
-        outcomes: list[list[bool | str]] = [[] for _ in words]
-        for turn in range(3):
-            going = [i for i, word in enumerate(words) if len(word) > turn]
-            tokens = [words[i][turn] for i in going]
-            for i, outcome in zip(
-                going, grammars.take([choices[i] for i in going], tokens), strict=True
-            ):
-                outcomes[i].append(outcome)
-        said.append((outcomes, [allowed(one) for i, one in enumerate(choices) if i in (0, 1, 8)]))
-    assert said[0] == said[1]
-    illegal = f"engine_error: token {z} is not in the grammar"
-    assert said[0][0][0] == [False, False, True]
-    assert said[0][0][2] == [False, illegal] and said[0][0][6] == [False, False, illegal]
+def test_requests_are_dealt_out_to_several_lexers(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks of one grammar's requests that are made one after the other, whatever the threads: a
+    copy of a matcher waits for the other's lexer. A mask in another's place, as they are sorted by
+    lexers. Memory that grows with the lexers of all grammars."""
+    grammar = Grammar.json_schema(PERSON)
+    assert len({compiler.matcher(grammar)[1].number for _ in range(3)}) == 1, "one after the other"
+    made = [compiler.matcher(grammar) for _ in range(2 * LEXERS + 1)]
+    users = Counter(use.number for _, use in made)
+    assert len(users) == LEXERS and sorted(users.values()) == [2] * (LEXERS - 1) + [3]
+    text = TOKENIZER.encode('{"name": "ab", "age": 12, "tags": [], "address"')
+    choices = [Constraint(own, compiler.vocabulary, use=use) for own, use in made]
+    for at, one in enumerate(choices):
+        assert one.resume(text[: at % len(text)])
+    alone = [StepGrammars(1).fill([one])[0][0].copy() for one in choices]
+    together, failed = StepGrammars(2).fill(choices)
+    assert not failed and (together == alone).all()
+    assert len({mask.tobytes() for mask in alone}) > 3
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        compiler.matcher(Grammar.regex("(["))
+    monkeypatch.setattr(compiler_module, "MOST_LEXERS", LEXERS)
+    more = [compiler.matcher(Grammar.regex("ab")) for _ in range(LEXERS)]
+    assert len({use.number for _, use in more}) == LEXERS
+    assert list(compiler._known) == [Grammar.regex("ab")]
+
+
+def test_a_full_lexer_is_not_handed_on(compiler: Compiler, monkeypatch: Any) -> None:
+    """A grammar that is refused for ever, as those who used it before have filled its lexer; what
+    says that the token was not in the grammar."""
+    monkeypatch.setattr(compiler_module, "LEXERS", 1)
+    letters = [TOKENIZER.encode(letter)[0] for letter in "ab"]
+    grammar = Grammar.regex("(a|b)*a(a|b){18}c")
+    rng = random.Random(0)
+
+    def walk() -> None:
+        one = Constraint(compiler.matcher(grammar)[0], compiler.vocabulary)
+        for _ in range(300):
+            one.take(rng.choice(letters))
+
+    with pytest.raises(ValueError, match="grammar_too_complex"):
+        for _ in range(1000):
+            walk()
+    walk()
 
 
 def test_masks_in_use_are_left_alone(compiler: Compiler) -> None:
@@ -528,6 +551,69 @@ def test_a_device_reads_the_masks_of_its_own_step(tmp_path: Path) -> None:
     assert {id: output.tokens for id, output in outputs.items()} == {
         id: [40 + id] for id in range(1, 7)
     }
+
+
+class LateFailure:
+    """A SlowDevice whose sampling has no memory once."""
+
+    def __init__(self, runner: Any, at: int) -> None:
+        self._device = SlowDevice(runner)
+        self._left = at
+
+    def launch(self, batch: Batch) -> Any:
+        pending = self._device.launch(batch)
+        sample = pending.sample
+
+        def fails(masks: Masks) -> None:
+            self._left -= 1
+            if self._left == 0:
+                raise OutOfMemory("no room for the sampling")
+            sample(masks)
+
+        pending.sample = fails  # type: ignore[method-assign]
+        return pending
+
+    def recover(self) -> bool:
+        return True
+
+
+def test_what_fails_between_two_steps(
+    model: tuple[Path, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that cannot be made, or a sampling without memory, when the next step is scheduled
+    already: others end with it, or a token is lost or comes twice."""
+    folder, _ = model
+    grammar = Grammar.json_schema(PERSON)
+
+    def outputs(core: EngineCore) -> dict[int, Output]:
+        return run(core, *(request(id, grammar) for id in range(1, 5)))
+
+    expected = {id: output.tokens for id, output in outputs(make_core(folder)).items()}
+
+    core = make_core(folder, async_scheduling=True)
+    core._runner = LateFailure(core._runner, at=9)
+    found = outputs(core)
+    assert core.stats().out_of_memory == 1
+    assert {id: output.tokens for id, output in found.items()} == expected
+
+    core = make_core(folder, async_scheduling=True)
+    finish_mask, calls = Constraint.finish_mask, 0
+
+    def finish(self: Constraint, mask: Masks) -> str:
+        nonlocal calls
+        second = core.scheduler.requests.get(2)
+        if second is not None and second.constraint is self:
+            calls += 1
+            if calls >= 5:
+                return "grammar_too_complex: too much"
+        return finish_mask(self, mask)
+
+    monkeypatch.setattr(Constraint, "finish_mask", finish)
+    found = outputs(core)
+    assert found[2].finish == "error" and "too_complex" in found[2].deltas[-1].error
+    assert found[2].tokens == expected[2][:4]
+    for id in (1, 3, 4):
+        assert found[id].tokens == expected[id]
 
 
 def test_failures_cost_one_request(model: tuple[Path, Tokenizer]) -> None:
