@@ -26,7 +26,7 @@ from kernels.gemm.packed import fp8, int8
 from kernels.gemm.packed.dot import expand, packed_dot
 from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
-from kernels.gemm.packed.round_rows import round_rows
+from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write
@@ -139,11 +139,25 @@ class Cuda(Kernels):
         eps: float = 0.0,
         gate: str | None = None,
         residual: Tensor | None = None,
+        x_gate: str | None = None,
     ) -> Tensor:
         """Few tokens: by `packed_few` where it has the format. One token of other formats: all in
         one kernel. Up to PACKED_ROWS: from the codes. More: the weight is expanded for a product of
         the library, which costs less than decoding it for each tile. From ROUNDED_ROWS on, rows in
-        8 bits are multiplied by the codes themselves where the format has such activations."""
+        8 bits are multiplied by the codes themselves where the format has such activations, and
+        what makes them takes the norm or the gate before along."""
+        to = self._rounded_to(x, weight)
+        if to is not None:
+            rows = round_rows(x, norm, eps, to, x_gate)
+            if to == torch.int8:
+                y = int8.int8_linear(*rows, weight, x.dtype, residual)
+            else:
+                y = fp8.scaled(*rows, weight, x.dtype)
+                if residual is not None:
+                    return residual.add_(y)
+            return y if gate is None else self.GATES[gate](y)
+        if x_gate is not None:
+            x = self.GATES[x_gate](x)
         if few_fits(x, weight):
             if norm is not None:
                 x = self.rms_norm(x, norm, eps)
@@ -151,16 +165,6 @@ class Cuda(Kernels):
             return y if gate is None else self.GATES[gate](y)
         if fits(x) and (gate is None or gate in GATES):
             return packed_gemv(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
-        if x.shape[0] >= ROUNDED_ROWS:
-            if fp8.scales_fit(x, weight):
-                y = fp8.scaled(*round_rows(x, norm, eps), weight, x.dtype)
-                if residual is not None:
-                    return residual.add_(y)
-                return y if gate is None else self.GATES[gate](y)
-            if int8.fits(weight, x):
-                rows = round_rows(x, norm, eps, torch.int8)
-                y = int8.int8_linear(*rows, weight, x.dtype, residual)
-                return y if gate is None else self.GATES[gate](y)
         if norm is not None:
             x = self.rms_norm(x, norm, eps)
         if x.shape[0] <= PACKED_ROWS:
@@ -174,6 +178,17 @@ class Cuda(Kernels):
                     residual += weight.bias
                 return cublaslt.linear_add_(x, dense, residual)
         return y if gate is None else self.GATES[gate](y)
+
+    def takes_gate(self, x: Tensor, weight: PackedWeight) -> bool:
+        return self._rounded_to(x, weight) is not None
+
+    def _rounded_to(self, x: Tensor, weight: PackedWeight) -> torch.dtype | None:
+        """What x's rows become for their product; None: they stay as they are."""
+        if x.shape[0] < ROUNDED_ROWS:
+            return None
+        if fp8.scales_fit(x, weight):
+            return E4M3
+        return torch.int8 if int8.fits(weight, x) else None
 
     def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
         """Plan the step's decodes (`decode_plan.plan`) into meta.plan, if there are any."""

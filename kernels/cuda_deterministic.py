@@ -53,17 +53,23 @@ class CudaDeterministic(Cuda):
         eps: float = 0.0,
         gate: str | None = None,
         residual: Tensor | None = None,
+        x_gate: str | None = None,
     ) -> Tensor:
         """The product above with the expanded weight, or that of 8-bit integers, whose sums are
         exact, whatever x's rows."""
         if int8.fits(weight, x):
-            rows = round_rows(x, norm, eps, torch.int8)
+            rows = round_rows(x, norm, eps, torch.int8, x_gate)
             y = int8.int8_linear(*rows, weight, x.dtype, residual, int8.FIXED, split=1)
             return y if gate is None else self.GATES[gate](y)
+        if x_gate is not None:
+            x = self.GATES[x_gate](x)
         if norm is not None:
             x = self.rms_norm(x, norm, eps)
         y = linear_fixed(x, expand(weight, x), weight.bias, residual)
         return y if gate is None else self.GATES[gate](y)
+
+    def takes_gate(self, x: Tensor, weight: PackedWeight) -> bool:
+        return int8.fits(weight, x)
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         """Nothing that time may decide."""

@@ -210,16 +210,25 @@ class Kernels:
         eps: float = 0.0,
         gate: str | None = None,
         residual: Tensor | None = None,
+        x_gate: str | None = None,
     ) -> Tensor:
         """gate(rms_norm(x) @ weight.T + bias), or residual + x @ weight.T + bias, written over
         residual. norm [in]; without it x is taken as it is. gate: a key of GATES, whose rows come
-        before the up's; the result is then [num_tokens, out / 2]."""
+        before the up's; the result is then [num_tokens, out / 2]. x_gate: a key of GATES; x is
+        [num_tokens, 2 * in] and x_gate(x) is multiplied; not with a norm."""
+        if x_gate is not None:
+            x = self.GATES[x_gate](x)
         if norm is not None:
             x = self.rms_norm(x, norm, eps)
         y = linear(x, weight.dense(x.dtype), weight.bias)
         if residual is not None:
             return residual.add_(y)
         return y if gate is None else self.GATES[gate](y)
+
+    def takes_gate(self, x: Tensor, weight: PackedWeight) -> bool:
+        """Whether packed_linear of as many tokens as x has computes an x_gate on the way, so that
+        it costs less there than behind the product before."""
+        return False
 
     def tune_linear(self, weights: Sequence[Tensor], sizes: Sequence[int], add: bool) -> None:
         """Look for a faster way to do linear (add: linear_add) with these weights, all of one

@@ -199,6 +199,19 @@ def rounded_rows(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
     return KernelWork([partial(round_rows, x, weight, 1e-5, to) for x in xs], num_bytes)
 
 
+def rounded_gate(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
+    """The gate before a product of rows in 8 bits; as a library, gate and rounding apart."""
+    num_bytes = rows * s.inner * (2 * s.dtype.itemsize + 1.0)
+    xs = [s.random(rows, 2 * s.inner) for _ in range(copies_for(num_bytes))]
+    ours = [partial(round_rows, x, to=to, gate="silu") for x in xs]
+    apart = [partial(_apart, x, to) for x in xs]
+    return KernelWork(ours, num_bytes, libraries={"apart": apart})
+
+
+def _apart(x: Tensor, to: torch.dtype) -> object:
+    return round_rows(cuda.GATES["silu"](x), to=to)
+
+
 def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
     """The product of the deterministic mode."""
     weights = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
@@ -440,6 +453,8 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for rows in (32, 256, 8192):
         cases[f"norm to e4m3/{rows}"] = partial(rounded_rows, s, rows, E4M3)
         cases[f"norm to int8/{rows}"] = partial(rounded_rows, s, rows, torch.int8)
+        cases[f"gate to e4m3/{rows}"] = partial(rounded_gate, s, rows, E4M3)
+        cases[f"gate to int8/{rows}"] = partial(rounded_gate, s, rows, torch.int8)
     for rows in (256, 4096):
         make = partial(fixed_linear, s, *LINEARS["8b qkv"][0], rows)
         cases[f"deterministic product/8b qkv/{rows}"] = make

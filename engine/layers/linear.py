@@ -88,6 +88,17 @@ class RowParallelLinear(Linear):
         self.group = group
         self.then: RMSNorm | None = None  # see `add_reduced`
 
+    def takes_gate(self, x: Tensor, lora: LoraStep | None) -> bool:
+        """Whether the gate before it, for as many rows as x has, is better left to `inner`.
+        Adapters read what the gate gives."""
+        return lora is None and self.method.takes_gate(self.state, x)
+
+    def inner(self, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
+        """self(gate(both)) of both [n, 2 * in], or residual + that, written over residual."""
+        if residual is not None and self.group.size == 1:
+            return self.method.apply_inner(self.state, both, gate, residual)
+        return self._summed(self.method.apply_inner(self.state, both, gate, None), residual)
+
     def forward(  # type: ignore[override]  # nothing stands before it that could ride along
         self, x: Tensor, lora: LoraStep | None = None, *, residual: Tensor | None = None
     ) -> Tensor:
@@ -98,6 +109,10 @@ class RowParallelLinear(Linear):
         y = self.method.apply(self.state, x)
         if lora is not None:  # of a sharded layer both are partial sums
             y = self._adapted(y, x, lora)
+        return self._summed(y, residual)
+
+    def _summed(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        """This rank's part with those of the others."""
         if residual is None:
             return self.group.all_reduce(y)
         return add_reduced(self.group, y, residual, self.then)

@@ -74,6 +74,9 @@ class Mlp:
         if self.factors is not None:
             both = self.up.forward(x, meta.lora, norm=norm)
             inner = self.gate(self.kernels.scale_columns(both, self.factors))
+        elif self.gated and self.down.takes_gate(x, meta.lora):
+            both = self.up.forward(x, norm=norm)
+            return self.down.inner(both, self.act, residual)
         elif self.gated:
             inner = self.up.forward(x, meta.lora, norm=norm, gate=self.act)
         else:

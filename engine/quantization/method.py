@@ -185,6 +185,17 @@ class LinearMethod(ABC):
         """residual + apply(x), written over residual."""
         return residual.add_(self.apply(state, x))
 
+    def takes_gate(self, state: Any, x: Tensor) -> bool:
+        """Whether apply_inner costs less, for as many rows as x has, than apply or apply_add of
+        what an apply_norm_gated before it gives."""
+        return False
+
+    def apply_inner(self, state: Any, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
+        """apply(gate(both)) of both [n, 2 * in], added to residual if there is one. gate: a key of
+        kernels.*.GATES."""
+        x = self.kernels.GATES[gate](both)
+        return self.apply(state, x) if residual is None else self.apply_add(state, x, residual)
+
 
 class EmbeddingTable:
     """The embedding: rows that token ids look up, in the model's dtype.

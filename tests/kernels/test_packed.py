@@ -228,6 +228,20 @@ def test_rows_are_rounded_to_whole_numbers(size: int, dtype: torch.dtype) -> Non
         assert int(rows.int().abs().max()) == TOP[torch.int8]
 
 
+@pytest.mark.parametrize("gate", ["silu", "gelu_pytorch_tanh", "gelu", "relu"])
+def test_rows_are_gated_on_the_way(gate: str) -> None:
+    """Halves in the wrong order, an up that is left out, a number that is not rounded to x's type
+    before it is to 8 bits: what gate and rounding give one after the other."""
+    both = random(5, 600, dtype=torch.float16)
+    both[2] = 0
+    inner = cuda.GATES[gate](both)
+    for to in (torch.int8, E4M3):
+        rows, scales = round_rows(both, to=to, gate=gate)
+        want, want_scales = round_rows(inner, to=to)
+        assert torch.equal(rows.view(torch.int8), want.view(torch.int8))
+        assert torch.equal(scales, want_scales)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whole_numbers_on_both_sides(dtype: torch.dtype) -> None:
     """A scale of the neighbouring row, a share of the columns that is left out or taken twice, a
@@ -272,6 +286,16 @@ def test_what_rounds_its_rows() -> None:
     gated = cuda.packed_linear(x, both, norm=norm, eps=1e-5, gate="silu")
     assert row_error(gated, torch.nn.functional.silu(gate) * up) < 4 * BOUND[dtype]
     fixed = kernels_for("cuda", deterministic=True)
+    pair = random(ROUNDED_ROWS, 2 * 288, dtype=dtype)
+    for kernels, count in ((cuda, ROUNDED_ROWS), (cuda, ROUNDED_ROWS - 1), (fixed, 2)):
+        some = pair[:count]
+        takes = kernels.takes_gate(some, both)
+        assert takes is (kernels is fixed or count == ROUNDED_ROWS)
+        assert not kernels.takes_gate(some, alone)
+        behind = random(count, 40, dtype=dtype)
+        apart = kernels.packed_linear(kernels.GATES["silu"](some), both, residual=behind.clone())
+        at_once = kernels.packed_linear(some, both, x_gate="silu", residual=behind)
+        assert torch.equal(at_once, apart)
     alike = fixed.packed_linear(x, both, norm=norm, eps=1e-5)
     one = fixed.packed_linear(x[3:4], both, norm=norm, eps=1e-5)
     assert torch.equal(one, alike[3:4])

@@ -49,6 +49,14 @@ class PackedCuda(DenseCuda):
             return self.kernels.packed_linear(x, state, residual=residual)
         return super().apply_add(state, x, residual)
 
+    def takes_gate(self, state: Any, x: Tensor) -> bool:
+        return isinstance(state, PackedWeight) and self.kernels.takes_gate(x, state)
+
+    def apply_inner(self, state: Any, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
+        if isinstance(state, PackedWeight):
+            return self.kernels.packed_linear(both, state, x_gate=gate, residual=residual)
+        return super().apply_inner(state, both, gate, residual)
+
     def apply_experts(
         self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
     ) -> Tensor:

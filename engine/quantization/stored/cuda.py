@@ -110,6 +110,16 @@ class StoredCuda(Stored):
             return self._dense.apply_add(state.pieces[0].state, x, residual)
         return super().apply_add(state, x, residual)
 
+    def takes_gate(self, state: StoredState, x: Tensor) -> bool:
+        return len(state.pieces) == 1 and self._dense.takes_gate(state.pieces[0].state, x)
+
+    def apply_inner(
+        self, state: StoredState, both: Tensor, gate: str, residual: Tensor | None
+    ) -> Tensor:
+        if len(state.pieces) == 1:
+            return self._dense.apply_inner(state.pieces[0].state, both, gate, residual)
+        return super().apply_inner(state, both, gate, residual)
+
 
 @dataclass(slots=True)
 class _Loading:

@@ -1,11 +1,12 @@
-"""Rows of x in 8 bits with a scale each, with the norm before it where there is one: what products
-take whose weights have 8 bits too."""
+"""Rows of x in 8 bits with a scale each, with the norm or the gate before it where there is one:
+what products take whose weights have 8 bits too."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.activation import _CODES, _act
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 E4M3 = torch.float8_e4m3fn
@@ -14,13 +15,14 @@ TOP = {E4M3: 448.0, torch.int8: 127.0}  # the largest number that a row has
 
 @triton.jit
 def _round_rows_kernel(
-    x,  # [tokens, size]
+    x,  # [tokens, size]; GATE: [tokens, 2 * size], the gate's half before the up's
     norm,  # [size]
     out,  # [tokens, size] e4m3 or int8
     scales,  # [tokens] float32
     eps,
     size,
     NORM: tl.constexpr,
+    GATE: tl.constexpr,  # an ACT of `kernels.activation`, or -1: there is none
     TOP: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -34,7 +36,14 @@ def _round_rows_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    value = tl.load(x + token * size + cols, mask=mask, other=0.0).to(tl.float32)
+    if GATE < 0:
+        value = tl.load(x + token * size + cols, mask=mask, other=0.0).to(tl.float32)
+    else:
+        gate_at = x + token * 2 * size + cols
+        gate = tl.load(gate_at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_at + size, mask=mask, other=0.0).to(tl.float32)
+        # As the gate's own kernel hands it over, so that it does not matter which of them ran.
+        value = (_act(gate, GATE) * up).to(x.dtype.element_ty).to(tl.float32)
     if NORM:
         value *= tl.rsqrt(tl.sum(value * value, axis=0) / size + eps) * weight.to(tl.float32)
     # Zeros alone have any scale.
@@ -48,11 +57,19 @@ def _round_rows_kernel(
 
 
 def round_rows(
-    x: Tensor, norm: Tensor | None = None, eps: float = 0.0, to: torch.dtype = E4M3
+    x: Tensor,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    to: torch.dtype = E4M3,
+    gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """rms_norm(x), or x, of x [tokens, size], with a scale a row: the numbers in `to`, a key of
-    TOP, and float32 [tokens, 1], which is the row's largest magnitude / TOP."""
+    """rms_norm(x), or x, of x [tokens, size], or gate(x) of x [tokens, 2 * size], with a scale a
+    row: the numbers in `to`, a key of TOP, and float32 [tokens, 1], which is the row's largest
+    magnitude / TOP. gate: a key of `Kernels.GATES`; not with a norm."""
+    assert norm is None or gate is None
     tokens, size = x.shape
+    if gate is not None:
+        size //= 2
     out = torch.empty(tokens, size, dtype=to, device=x.device)
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
@@ -64,6 +81,7 @@ def round_rows(
         eps,
         size,
         NORM=norm is not None,
+        GATE=-1 if gate is None else _CODES[gate],
         TOP=TOP[to],
         WHOLE=to == torch.int8,
         BLOCK=block,

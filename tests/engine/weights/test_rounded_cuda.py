@@ -2,7 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +14,16 @@ from engine import LLM, SamplingParams
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
+from engine.layers.build import Builder
+from engine.layers.mlp import Mlp
+from engine.layers.norm import RMSNorm
+from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import DenseState
 from engine.quantization.registry import check_quantization, linear_method
 from engine.quantization.rounded.cuda import RoundedCuda
 from engine.quantization.rounded.rows import rounded
+from kernels.kv.quantized import KV
+from kernels.metadata import AttentionMeta, LoraStep
 from kernels.packed import PackedWeight, unpacked
 from kernels.reference import Kernels
 
@@ -75,6 +82,47 @@ def test_what_stands_around_a_product(name: str) -> None:
     torch.testing.assert_close(found, silu(gate) * up)
     assert method.apply_add(state, x, residual) is residual
     torch.testing.assert_close(residual, added)
+    both = torch.randn(3, 256)
+    behind = (silu(both[:, :128]) * both[:, 128:]) @ weight.T + state.bias
+    torch.testing.assert_close(method.apply_inner(state, both, "silu", None), behind)
+    again = residual.clone()
+    assert method.apply_inner(state, both, "silu", again) is again
+    torch.testing.assert_close(again, residual + behind)
+
+
+class GatesBehind(Kernels):
+    """Leaves each gate to the product behind it."""
+
+    def takes_gate(self, x: torch.Tensor, weight: PackedWeight) -> bool:
+        return True
+
+
+def test_the_gate_of_an_mlp_may_wait(tmp_path: Path) -> None:
+    """A norm, a gate or a residual that is lost or taken twice where the second product computes
+    the gate; an adapter, which reads what the gate gives."""
+    small = {**MODEL, "hidden_size": 64, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    config = ModelConfig.from_folder(tmp_path)
+    found = []
+    for kernels in (Kernels(), GatesBehind()):
+        torch.manual_seed(0)
+        method = RoundedCuda(kernels, "w8a8")
+        build = Builder(
+            config, kernels, method, TensorParallelGroup(), *[torch.float32] * 2,
+            torch.device("cpu"), layer=0,
+        )  # fmt: skip
+        mlp, norm = Mlp(build), RMSNorm(kernels, torch.rand(64), 1e-5)
+        for linear in mlp.linears:
+            linear.state.weight.normal_(std=0.1)
+            linear.finish()
+        x = torch.randn(3, 64)
+        assert mlp.down.takes_gate(x, None) is isinstance(kernels, GatesBehind)
+        assert not mlp.down.takes_gate(x, cast(LoraStep, object()))
+        meta = cast(AttentionMeta, SimpleNamespace(lora=None))
+        for residual in (None, torch.randn(3, 64)):
+            found.append(mlp.forward(x, cast(KV, None), meta, norm=norm, residual=residual))
+    assert len(found) == 4 and not torch.allclose(found[0], found[1])
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
 
 
 def test_what_stays_as_it_is() -> None:

@@ -75,6 +75,7 @@ def packed(model: str) -> None:
         packed_few(bf16(1, d.hidden), PackedWeight(form, qkv, d.hidden, None, device), bf16(1, qkv))
     round_rows(bf16(64, d.hidden))
     round_rows(bf16(64, d.hidden), norm, EPS)
+    round_rows(bf16(64, 2 * d.intermediate), to=torch.int8, gate="silu")
     whole = PackedWeight(forms[-3], qkv, d.hidden, bf16(qkv), device)
     rows, scales = round_rows(bf16(2048, d.hidden), norm, EPS, torch.int8)
     for tokens, config in ((32, None), (256, None), (2048, None), (2048, FIXED)):
