@@ -376,6 +376,10 @@ class Cuda(Kernels):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if few_route_fits(x, routing):
             return few_route(x, norm, eps, router, bias, routing, correction)
+        if bias is not None and topk.fits(routing):  # added in the kernel that chooses
+            normed = self.rms_norm(x, norm, eps)
+            logits = self.router_logits(normed, router, None)
+            return normed, *topk.topk(logits, routing, correction, bias)
         return super().norm_route(x, norm, eps, router, bias, routing, correction)
 
     def experts(

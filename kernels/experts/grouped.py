@@ -4,18 +4,22 @@ expert that is met, over the tokens that meet it.
 Four launches: sort; gate, up and activation; down and the router's weights; the sum over a token's
 experts with the residual. Grids are bounds that the number of pairs gives, so that nothing is read
 back: a program finds its expert in the sorted counts, and those that are too many end at once.
+
+Large tiles come through the tensor memory accelerator (TMA) where the device has one: it takes one
+instruction for a tile of weights, and gate and up become one product of twice the width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.experts.gate import code, gated
 from kernels.experts.reference import ExpertWeights, PackedExperts
-from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl, shared_memory
 
 
 class Tile(NamedTuple):
@@ -24,6 +28,7 @@ class Tile(NamedTuple):
     depth: int  # columns a turn
     num_warps: int
     num_stages: int
+    tma: bool = False  # where the device has it
 
 
 class Tiles(NamedTuple):
@@ -36,8 +41,8 @@ TILES: tuple[tuple[float, Tiles], ...] = (
     (10, Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 4))),
     (24, Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 3))),
     (48, Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3))),
-    (96, Tiles(Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 3))),
-    (float("inf"), Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3))),
+    (384, Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4, tma=True))),
+    (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True))),
 )
 # For 32-bit weights, and where a row's numbers may not depend on how many rows there are.
 PLAIN = Tiles(Tile(32, 32, 32, 4, 3), Tile(32, 64, 32, 4, 3))
@@ -100,6 +105,7 @@ def _grouped_up_kernel(
     order,
     starts,
     gate_up,  # [EXPERTS, 2 * SIZE, WIDTH]; without gates half as many rows
+    described,  # TMA: the same, as [EXPERTS * 2, SIZE, WIDTH]
     bias,  # [EXPERTS, 2 * SIZE]
     inner,  # [pairs, SIZE], in sorted order
     limit,
@@ -114,6 +120,7 @@ def _grouped_up_kernel(
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     DEPTH: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = (SIZE + OUTS - 1) // OUTS
@@ -126,24 +133,41 @@ def _grouped_up_kernel(
     row = place + tl.arange(0, ROWS)
     exists = row < behind
     pair = tl.load(order + row, mask=exists, other=0)
-    column = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
+    first = tl.program_id(0) % tiles * OUTS
+    column = first + tl.arange(0, OUTS)
     depth = tl.arange(0, DEPTH)
     x_at = x + (pair // CHOSEN).to(tl.int64)[:, None] * WIDTH + depth[None, :]
-    EACH: tl.constexpr = SIZE if ACT == 4 else 2 * SIZE  # 4: without gates
-    source = expert.to(tl.int64) * EACH + column
-    gate_at = gate_up + source[:, None] * WIDTH + depth[None, :]
-    up_at = gate_at + SIZE * WIDTH
-    gate = tl.zeros([ROWS, OUTS], tl.float32)
-    up = tl.zeros([ROWS, OUTS], tl.float32)
-    for start in range(0, WIDTH, DEPTH):
-        inside = (start + depth < WIDTH)[None, :]
-        mask = inside if SIZE % OUTS == 0 else (column < SIZE)[:, None] & inside
-        xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
-        gates = tl.load(gate_at + start, mask=mask, other=0.0)
-        gate = tl.dot(xs, tl.trans(gates), gate, input_precision="ieee")
-        if ACT != 4:
-            ups = tl.load(up_at + start, mask=mask, other=0.0)
-            up = tl.dot(xs, tl.trans(ups), up, input_precision="ieee")
+    HALVES: tl.constexpr = 1 if ACT == 4 else 2  # 4: without gates
+    source = expert.to(tl.int64) * (HALVES * SIZE) + column
+    if TMA:
+        both = tl.zeros([ROWS, HALVES * OUTS], tl.float32)
+        for start in range(0, WIDTH, DEPTH):
+            # Rows that do not exist read the token of pair 0: nobody looks at what becomes of them.
+            if WIDTH % DEPTH == 0:
+                xs = tl.load(x_at + start)
+            else:
+                xs = tl.load(x_at + start, mask=(start + depth < WIDTH)[None, :], other=0.0)
+            ws = tl.reshape(described.load([expert * HALVES, first, start]), (HALVES * OUTS, DEPTH))
+            both = tl.dot(xs, tl.trans(ws), both)
+        if ACT == 4:
+            gate = both
+            up = both
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(both, (ROWS, 2, OUTS)), (0, 2, 1)))
+    else:
+        gate_at = gate_up + source[:, None] * WIDTH + depth[None, :]
+        up_at = gate_at + SIZE * WIDTH
+        gate = tl.zeros([ROWS, OUTS], tl.float32)
+        up = tl.zeros([ROWS, OUTS], tl.float32)
+        for start in range(0, WIDTH, DEPTH):
+            inside = (start + depth < WIDTH)[None, :]
+            mask = inside if SIZE % OUTS == 0 else (column < SIZE)[:, None] & inside
+            xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
+            gates = tl.load(gate_at + start, mask=mask, other=0.0)
+            gate = tl.dot(xs, tl.trans(gates), gate, input_precision="ieee")
+            if ACT != 4:
+                ups = tl.load(up_at + start, mask=mask, other=0.0)
+                up = tl.dot(xs, tl.trans(ups), up, input_precision="ieee")
     if WEIGH:
         weight = tl.load(weights + pair, mask=exists, other=0.0)[:, None]
         gate *= weight
@@ -165,6 +189,8 @@ def _grouped_down_kernel(
     order,
     starts,
     down,  # [EXPERTS, WIDTH, SIZE]
+    inner_described,  # TMA: inner
+    down_described,  # TMA: down
     bias,  # [EXPERTS, WIDTH]
     given,  # [pairs, WIDTH]
     EXPERTS: tl.constexpr,
@@ -176,6 +202,7 @@ def _grouped_down_kernel(
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     DEPTH: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
@@ -188,18 +215,26 @@ def _grouped_down_kernel(
         return
     row = place + tl.arange(0, ROWS)
     exists = row < behind
-    column = tl.program_id(0) % tiles * OUTS + tl.arange(0, OUTS)
+    first = tl.program_id(0) % tiles * OUTS
+    column = first + tl.arange(0, OUTS)
     depth = tl.arange(0, DEPTH)
     x_at = inner + row.to(tl.int64)[:, None] * SIZE + depth[None, :]
     source = expert.to(tl.int64) * WIDTH + column
     w_at = down + source[:, None] * SIZE + depth[None, :]
     acc = tl.zeros([ROWS, OUTS], tl.float32)
-    for start in range(0, SIZE, DEPTH):
-        inside = (start + depth < SIZE)[None, :]
-        mask = inside if WIDTH % OUTS == 0 else (column < WIDTH)[:, None] & inside
-        xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
-        ws = tl.load(w_at + start, mask=mask, other=0.0)
-        acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+    if TMA:
+        for start in range(0, SIZE, DEPTH):
+            # Rows behind the expert's are another's, or of no number: nobody looks at theirs.
+            xs = inner_described.load([place, start])
+            ws = tl.reshape(down_described.load([expert, first, start]), (OUTS, DEPTH))
+            acc = tl.dot(xs, tl.trans(ws), acc)
+    else:
+        for start in range(0, SIZE, DEPTH):
+            inside = (start + depth < SIZE)[None, :]
+            mask = inside if WIDTH % OUTS == 0 else (column < WIDTH)[:, None] & inside
+            xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
+            ws = tl.load(w_at + start, mask=mask, other=0.0)
+            acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias + source, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order + row, mask=exists, other=0)
@@ -273,14 +308,32 @@ def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
     return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
 
 
-def _shape(tile: Tile, experts: int) -> dict[str, int]:
+def tma_fits(x: Tensor, size: int) -> bool:
+    """Whether tiles of matrices with rows of x's width, and of `size`, can come through the TMA:
+    16-bit numbers in rows of whole 16 bytes, on a device that has one."""
+    if x.dtype.itemsize != 2 or x.shape[1] % 8 or size % 8:
+        return False
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _described(matrices: Tensor, halves: int, tile: Tile) -> TensorDescriptor:
+    """A stack of matrices [experts, halves * rows, columns], for tiles of `outs` rows of each half
+    and `depth` columns."""
+    experts, rows, columns = matrices.shape
+    each = matrices.view(experts * halves, rows // halves, columns)
+    return TensorDescriptor.from_tensor(each, [halves, tile.outs, tile.depth])
+
+
+def _shape(tile: Tile, experts: int, rows: int, x: Tensor) -> dict[str, Any]:
+    """rows: of the weight, that a turn reads. As many stages as the device has room for."""
+    stage = (tile.rows + rows) * tile.depth * x.dtype.itemsize
     return {
         "BLOCK": triton.next_power_of_2(experts),
         "ROWS": tile.rows,
         "OUTS": tile.outs,
         "DEPTH": tile.depth,
         "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        "num_stages": max(1, min(tile.num_stages, shared_memory(x.device) // stage)),
     }
 
 
@@ -290,12 +343,15 @@ def grouped_up(
     """act(gate) * up of each pair: [pairs, size], in sorted order."""
     experts, width, size = stack.down.shape
     inner = x.new_empty((ids.numel(), size))
+    tma = tile.tma and tma_fits(x, size)
+    halves = stack.gate_up.shape[1] // size
     _grouped_up_kernel[_grid(ids, experts, tile, size)](
         x,
         weights,
         pairs.order,
         pairs.starts,
         stack.gate_up,
+        _described(stack.gate_up, halves, tile) if tma else None,
         stack.gate_up_bias,
         inner,
         stack.limit,
@@ -306,7 +362,8 @@ def grouped_up(
         ACT=code(stack.act),
         BIAS=stack.gate_up_bias is not None,
         WEIGH=stack.weigh_input,
-        **_shape(tile, experts),
+        TMA=tma,
+        **_shape(tile, experts, halves * tile.outs, x),
         **pdl(x.device),
     )
     return inner
@@ -319,12 +376,15 @@ def grouped_down(
     order of ids."""
     experts, width, size = stack.down.shape
     given = inner.new_empty((ids.numel(), width))
+    tma = tile.tma and tma_fits(inner, width)
     _grouped_down_kernel[_grid(ids, experts, tile, width)](
         inner,
         weights,
         pairs.order,
         pairs.starts,
         stack.down,
+        TensorDescriptor.from_tensor(inner, [tile.rows, tile.depth]) if tma else None,
+        _described(stack.down, 1, tile) if tma else None,
         stack.down_bias,
         given,
         EXPERTS=experts,
@@ -332,7 +392,8 @@ def grouped_down(
         WIDTH=width,
         BIAS=stack.down_bias is not None,
         WEIGH=stack.weigh_input,
-        **_shape(tile, experts),
+        TMA=tma,
+        **_shape(tile, experts, tile.outs, inner),
         **pdl(inner.device),
     )
     return given

@@ -56,6 +56,7 @@ def choose_experts(
 @triton.jit
 def _topk_kernel(
     logits,  # [tokens, EXPERTS]
+    bias,  # [EXPERTS], of the router
     correction,  # [EXPERTS]
     weights,  # [tokens, CHOSEN]
     ids,  # [tokens, CHOSEN]
@@ -65,6 +66,7 @@ def _topk_kernel(
     SIGMOID: tl.constexpr,
     CORRECT: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK: tl.constexpr,  # of experts
     PLACES: tl.constexpr,  # a power of two, at least CHOSEN
     PDL: tl.constexpr,
@@ -76,6 +78,8 @@ def _topk_kernel(
         gdc_launch_dependents()
     at = logits + token * EXPERTS + expert
     logit = tl.load(at, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    if BIAS:
+        logit += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
     choose_experts(
         logit, correction, weights, ids, token, scale,
         EXPERTS, CHOSEN, SIGMOID, CORRECT, RENORMALISE, BLOCK, PLACES,
@@ -87,8 +91,11 @@ def fits(routing: Routing) -> bool:
     return routing.groups == 1 and routing.score in ("softmax", "sigmoid")
 
 
-def topk(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.Kernels.route`."""
+def topk(
+    logits: Tensor, routing: Routing, correction: Tensor | None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.reference.Kernels.route`. bias [experts]: of the router, that the logits are
+    without."""
     tokens, experts = logits.shape
     chosen = routing.chosen
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
@@ -97,6 +104,7 @@ def topk(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[T
         block = triton.next_power_of_2(experts)
         _topk_kernel[(tokens,)](
             logits,
+            bias,
             correction,
             weights,
             ids,
@@ -106,6 +114,7 @@ def topk(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[T
             SIGMOID=routing.score == "sigmoid",
             CORRECT=correction is not None,
             RENORMALISE=routing.renormalise,
+            BIAS=bias is not None,
             BLOCK=block,
             PLACES=triton.next_power_of_2(chosen),
             num_warps=1 if block <= 128 else 2,

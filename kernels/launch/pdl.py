@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl"]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "num_sms", "pdl", "shared_memory"]
 
 
 @lru_cache
@@ -22,6 +22,14 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have at most; those of Hopper where there is no device."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 @lru_cache

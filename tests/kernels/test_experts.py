@@ -12,7 +12,7 @@ from kernels.experts import packed as packed_module
 from kernels.experts import reference
 from kernels.experts.few import MOST, few
 from kernels.experts.few_route import few_route
-from kernels.experts.grouped import FIXED, TILES, Tiles, grouped, sort
+from kernels.experts.grouped import FIXED, TILES, Tile, Tiles, grouped, sort, tma_fits
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing, up_rows
@@ -108,6 +108,20 @@ def test_many_tokens(dtype: torch.dtype, act: str) -> None:
         weights = stack(11, 40, 72, dtype, act, weigh=skewed and act != CLAMPED)
         got = error(tokens, weights, 3, residual=not skewed, skewed=skewed)
         assert got < 2 * BOUND[dtype]
+
+
+@pytest.mark.parametrize("act", ["silu", "relu2", CLAMPED])
+def test_tiles_through_the_tma(act: str) -> None:
+    """Rows of the next expert, or of the up's where the gate's end, taken for those that do not
+    exist; halves that change places; a last step with columns of the next row."""
+    dtype = next(dtype for dtype in DTYPES if dtype.itemsize == 2)
+    weights = stack(3, 40, 72, dtype, act)
+    tile = Tile(32, 32, 32, 4, 3, tma=True)
+    assert tma_fits(torch.empty(1, 72, dtype=dtype), 40)
+    assert not tma_fits(torch.empty(1, 72, dtype=dtype), 36)  # rows that begin between 16 bytes
+    assert not tma_fits(torch.empty(1, 72), 40)
+    got = error(40, weights, 2, residual=True, tiles=Tiles(tile, tile), skewed=True)
+    assert got < 2 * BOUND[dtype]
 
 
 @pytest.mark.slow
@@ -307,6 +321,10 @@ def test_norm_router_and_choice_at_once(biased: bool) -> None:
         torch.testing.assert_close(normed, want[0])
         torch.testing.assert_close(weights, want[1])
         assert torch.equal(ids, want[2])
+    x = random(MOST + 2, hidden)
+    many = (x, norm, 1e-5, router, bias, routing, bias)
+    found = kernels_for("cuda").norm_route(*many)
+    torch.testing.assert_close(found, Kernels().norm_route(*many))
 
 
 def test_numbers_that_are_none() -> None:

@@ -28,14 +28,14 @@ def experts(model: str) -> None:
     router, bias = bf16(count, hidden), bf16(count) if biased else None
     for score, correction in (("softmax", None), ("sigmoid", torch.empty(count))):
         routing = Routing(chosen, score)
-        topk(bf16(3, count), routing, correction)
+        topk(bf16(3, count), routing, correction, bias)
         few_route(bf16(2, hidden), bf16(hidden), EPS, router, bias, routing, correction)
 
     def stack(dtype: torch.dtype) -> ExpertWeights:
-        one = torch.empty(1, 1, 1, dtype=dtype)  # without memory for the rest
+        # Never touched, so that they take no memory.
         return ExpertWeights(
-            one.expand(count, 2 * size, hidden),
-            one.expand(count, hidden, size),
+            torch.empty(count, 2 * size, hidden, dtype=dtype),
+            torch.empty(count, hidden, size, dtype=dtype),
             bf16(count, 2 * size) if biased else None,
             bf16(count, hidden) if biased else None,
             CLAMPED if biased else "silu",
