@@ -106,7 +106,7 @@ def _gemv_kernel(
 
 
 # (ROWS, COLUMNS, warps) by (rows of W, columns): the best of a sweep on one H200, in a whole step
-# where that makes a difference.
+# where that makes a difference. Columns that fill no round of 1024 are read in shorter ones.
 TILES = {
     (6144, 4096): (16, 512, 4),
     (4096, 4096): (2, 1024, 1),
@@ -118,6 +118,18 @@ TILES = {
     (6144, 1024): (4, 512, 1),
     (1024, 3072): (2, 2048, 2),
     (151936, 1024): (4, 512, 1),
+    # Qwen3-30B-A3B
+    (5120, 2048): (8, 512, 4),
+    (2048, 4096): (2, 2048, 2),
+    # gpt-oss-20b
+    (5120, 2880): (8, 512, 4),
+    (2880, 4096): (2, 4096, 4),
+    (201088, 2880): (2, 1024, 2),
+    # Gemma 3 12B
+    (8192, 3840): (8, 256, 4),
+    (3840, 4096): (2, 1024, 1),
+    (30720, 3840): (8, 256, 2),
+    (3840, 15360): (2, 1024, 1),
 }
 
 
