@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.activation import _CODES, _act
+from kernels.activation import CODES, _act
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 E4M3 = torch.float8_e4m3fn
@@ -81,7 +81,7 @@ def round_rows(
         eps,
         size,
         NORM=norm is not None,
-        GATE=-1 if gate is None else _CODES[gate],
+        GATE=-1 if gate is None else CODES[gate],
         TOP=TOP[to],
         WHOLE=to == torch.int8,
         BLOCK=block,
