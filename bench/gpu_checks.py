@@ -105,7 +105,10 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
                 code = None
         said = log.read_text(errors="replace")
         told = path.read_text() if path.exists() else said
-    lines = ended([json.loads(text) for text in told.splitlines() if text.startswith('{"')])
+    unfinished = "died" if code is not None else "cut off"
+    lines = ended(
+        [json.loads(text) for text in told.splitlines() if text.startswith('{"')], unfinished
+    )
     # 5: no test of the file has the mark.
     good = code in (0, 5) and all(line["outcome"] in ("passed", "skipped") for line in lines)
     last: Line = {"case": part.name, "outcome": "passed" if good else "failed"}
@@ -117,13 +120,14 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
     return [{"part": part.name, **line} for line in [*lines, last]]
 
 
-def ended(lines: list[Line]) -> list[Line]:
-    """The last line of each test. One that only began is where the process died."""
+def ended(lines: list[Line], unfinished: str) -> list[Line]:
+    """The last line of each test. unfinished: outcome of one that only began, which is where the
+    process died, or was ended because time was up."""
     last: dict[str, Line] = {}
     for line in lines:
         line.setdefault("outcome", "passed")
         last[line["case"]] = line
-    return [line | {"outcome": "died"} if line["outcome"] == "began" else line
+    return [line | {"outcome": unfinished} if line["outcome"] == "began" else line
             for line in last.values()]  # fmt: skip
 
 

@@ -61,21 +61,28 @@ def says(text: str, seconds: float = 0) -> list[str]:
 
 
 def test_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that waits for ever and costs the others their results; a second run that repeats
-    what is done, or does not do what is missing."""
+    """A part that waits for ever and costs the others their results; a test that was cut off and is
+    told as one that died; a second run that repeats what is done, or does not do what is missing.
+    """
     monkeypatch.setattr(gpu_checks, "versions", lambda *_: {})
     args = argparse.Namespace(
         model=None, name="m", out=tmp_path, pytest=[], resume=False, seconds=0.0, at_once=1
     )
     measured = json.dumps({"case": "m/32768", "ttft_s": 1.4})
+    began = json.dumps({"case": "test_waits", "outcome": "began"})
 
     def with_parts(*found: CheckPart) -> None:
         monkeypatch.setattr(gpu_checks, "parts", lambda *_: list(found))
 
     with_parts(
-        CheckPart("quick", says(measured)), CheckPart("hangs", says("x", 60)), CheckPart("late", [])
+        CheckPart("quick", says(measured)),
+        CheckPart("hangs", says(began, 60)),
+        CheckPart("late", []),
     )
     assert check(args, time.monotonic() + 2.5, ["0"]) == 1
+    (table,) = tmp_path.glob("gpu-checks-*.json")
+    rows = json.loads(table.read_text())["rows"]
+    assert {"case": "test_waits", "outcome": "cut off"} in rows
 
     def outcomes() -> dict[str, Any]:
         (table,) = tmp_path.glob("gpu-checks-*.json")
