@@ -13,7 +13,6 @@ from deployments.cli.console import model_progress
 from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, PoolConfig, PoolKind
 from deployments.plan.memory import (
-    ALL_KEPT,
     GIB,
     GPUS,
     EnginePlan,
@@ -23,6 +22,7 @@ from deployments.plan.memory import (
 )
 from deployments.plan.prices import NodeOffer, Prices, offers
 from engine.config.engine_config import EngineConfig
+from engine.config.kv_groups import Full
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes, shares
@@ -91,7 +91,7 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
         return
     taken = sum(size for _, _, size in result.kv_per_token)
     yield f"{taken / 1024:,.1f} KiB of keys and values a token"
-    if len(result.kv_per_token) > 1 or result.kv_per_token[0][0] != ALL_KEPT:
+    if len(result.kv_per_token) > 1 or result.kv_per_token[0][0] != Full().describe():
         for kept, layers, size in result.kv_per_token:
             yield f"  {size / 1024:,.1f} KiB in {layers} layers that keep {kept}"
     layers, size = result.states

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config.engine_config import EngineConfig
-from engine.config.kv_groups import Chunked, KVKind, Window, kv_groups
+from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # torch takes seconds, and `manta --help` needs none
     from engine.runner.memory import MemoryPlan
 
 GIB = 1 << 30
-ALL_KEPT = "all tokens"
 
 # Bytes that the driver reports as total, not the ones on the box.
 GPUS = {
@@ -206,7 +205,7 @@ def plan(
         active_parameters=whole.num_active_parameters,
         memory=memory,
         kv_per_token=tuple(
-            (_kept(kind), layers, taken)
+            (kind.describe(), layers, taken)
             for kind, (layers, taken) in groups.token_bytes(resolved.kv).items()
             if not resolved.model.whole_texts
         ),
@@ -218,12 +217,6 @@ def plan(
         states=(len(groups.recurrent), groups.state_bytes),
         snapshots=min((memory.snapshots for memory, part in found if part.kv.recurrent), default=0),
     )
-
-
-def _kept(kind: KVKind) -> str:
-    if isinstance(kind, Window):
-        return f"the last {kind.window:,} tokens"
-    return f"a piece of {kind.chunk:,} tokens" if isinstance(kind, Chunked) else ALL_KEPT
 
 
 @lru_cache(maxsize=8)  # a price list has some dozens of node types for one configuration

@@ -29,7 +29,7 @@ MOST_GROUPS = 8  # tables a request may have; more layers a block rather than mo
 class KVKind(Protocol):
     """What one group keeps of a request. Pure arithmetic over tokens and blocks of `size` tokens.
 
-    A new kind is a class with these four; scheduler, block manager and admission ask nothing else.
+    A new kind is a class with these five; scheduler, block manager and admission ask nothing else.
     """
 
     @property
@@ -53,6 +53,10 @@ class KVKind(Protocol):
         token."""
         ...
 
+    def describe(self) -> str:
+        """What is kept, for people: "12 layers that keep ..."."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Full:
@@ -66,6 +70,9 @@ class Full:
 
     def most(self, tokens: int, size: int) -> int:
         return -(-tokens // size)
+
+    def describe(self) -> str:
+        return "all tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,9 @@ class Window:
         # `window` tokens in a row lie in so many blocks, wherever they begin.
         return min(-(-tokens // size), (self.window - 2) // size + 2)
 
+    def describe(self) -> str:
+        return f"the last {self.window:,} tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
@@ -97,6 +107,9 @@ class Chunked:
 
     def most(self, tokens: int, size: int) -> int:
         return min(-(-tokens // size), (self.chunk - 2) // size + 2)
+
+    def describe(self) -> str:
+        return f"a piece of {self.chunk:,} tokens"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ class State:
     def most(self, tokens: int, size: int) -> int:
         return 1
 
+    def describe(self) -> str:
+        return "a state"
+
 
 MIXTURES: dict[str, tuple[KVKind, ...]] = {
     "window alone": (Window(6),),
