@@ -77,6 +77,26 @@ class Deterministic(PlannedByFirstLayer):
     ) -> Tensor:
         return _by_row(super().layer_norm, x, weight, bias, eps)
 
+    def gated_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor | None,
+        groups: int,
+        eps: float,
+        gate_last: bool = False,
+    ) -> Tensor:
+        found = norm.gated_norm(x, gate, weight, groups, eps, gate_last)
+        if found is not None:
+            return found
+        plain = super().gated_norm
+        return torch.cat(
+            [
+                plain(row.clone(), own.clone(), weight, groups, eps, gate_last)
+                for row, own in zip(x.split(1), gate.split(1), strict=True)
+            ]
+        )
+
     def activation(self, x: Tensor, name: str) -> Tensor:
         return _by_row(super().activation, x, name)
 
