@@ -14,7 +14,6 @@ PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 ENVIRONMENT_READERS = {
     "deployments/config/load.py",
     "deployments/environment.py",
-    "deployments/app.py",
     "engine/process/first_start.py",  # where Triton's cache is; Triton tells only who imports it
 }
 

@@ -104,7 +104,7 @@ class ScalingExport:
         limits: Mapping[str, tuple[int, int]],
         cooldowns: tuple[float, float],
     ) -> None:
-        """These pools' numbers, why (`scaling.Reason.cause`), their limits, and the seconds of calm
+        """These pools' numbers, why (`ScalingReason.cause`), their limits, and the seconds of calm
         and of idleness before some or all go, are now these."""
         for pool, target in targets.items():
             tags = {"application": self._app, "pool": pool}

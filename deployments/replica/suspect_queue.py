@@ -1,5 +1,5 @@
 """SuspectQueue: runs the suspected poison requests of one replica, from all its routers, one at a
-time (router/failover/poison.py). Other requests do not wait for them."""
+time (router/poison.py). Other requests do not wait for them."""
 
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -6,7 +6,7 @@ speaks first:
     replica -> router   Hello(version, nonce)
     router  -> replica  Proof(nonce, mac, name)     mac = HMAC(secret, "router"  + both nonces)
     replica -> router   Welcome(mac)                mac = HMAC(secret, "replica" + both nonces)
-    then                router: Submit | Abort | Beat | AddAdapter | AdapterVersion | Recall
+    then                router: Submit | Abort | Heartbeat | AddAdapter | AdapterVersion | Recall
                         replica: StepFrame | Failed | AdapterAnswer | Recalled
 
 A peer is cut off if it cannot prove the secret in time, or sends a frame that is too large or does

@@ -1,7 +1,8 @@
 """LinearMethod: how a linear layer keeps its weight and multiplies by it. A quantisation is one
 of these.
 
-To add one: subclass LinearMethod in a file beside this one and enter it in ``registry.METHODS``.
+To add one: subclass LinearMethod in a module of ``rounded/`` or ``stored/``, or in one beside this
+with its place in the contract of pyproject.toml, and enter it in ``registry.METHODS``.
 ``create`` allocates what the method keeps and says which checkpoint tensors fill it; ``finish``
 runs once they are there (repacking); ``apply`` is the hot path.
 """
