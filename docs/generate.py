@@ -50,8 +50,8 @@ environment: `MANTA_HTTP_PORT=9000`, `MANTA_ENGINE_MAX_MODEL_LEN=2048` (MANTA_, 
 `MANTA_CACHE` is the folder of converted models, by default `~/.cache/manta`. A variable that starts
 with `MANTA_` and means nothing is warned about.
 
-This page is written by `python docs/generate.py` from `models.py`, `endpoint.py` and `adapters.py` in
-`deployments/config/`, and from `engine/config/engine_config.py`.
+This page is written by `python docs/generate.py` from `models.py`, `endpoint.py` and `adapters.py`
+in `deployments/config/`, and from `engine/config/engine_config.py`.
 """
 
 

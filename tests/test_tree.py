@@ -94,6 +94,20 @@ def test_environment_is_read_in_one_place() -> None:
     assert not found
 
 
+def test_loggers_are_below_ours() -> None:
+    """What another logger says in an engine process is seen nowhere: `LogToParent` hangs on ours,
+    and the process has no log of its own."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in sources("engine", "kernels")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and dotted(node.func).endswith("getLogger")
+        and not re.match(r"'manta\b", ast.unparse(node.args[0]) if node.args else "")
+    ]
+    assert not found
+
+
 def test_scheduling_code_runs_without_torch_and_ray() -> None:
     """A torch import there makes every scheduler test slow and ties it to a device."""
     folder = ROOT / "engine" / "scheduling"

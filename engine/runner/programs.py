@@ -15,7 +15,7 @@ from engine.runner.rows import RequestRows
 from kernels.cpu.codegen.program import Buffers, NotRecordable, Program, can_record
 from kernels.metadata import AttentionMeta
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("manta.engine")
 
 _MOST = 64  # decodes; in larger steps the kernels outweigh what they cost to launch
 # Bytes of states that may be copied to learn whether steps of a model can be recorded.

@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("manta.kernels")
 
 _WORKSPACE = 32 << 20  # bytes; what NVIDIA advises for Hopper
 _CANDIDATES = 16  # asked for; today's libraries return eight at most

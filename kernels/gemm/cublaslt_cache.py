@@ -15,7 +15,7 @@ import re
 import tempfile
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("manta.kernels")
 
 Found = dict[str, str | None]  # name of a product -> bytes of an algorithm in hex; None: its own
 
