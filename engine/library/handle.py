@@ -48,9 +48,9 @@ class RequestHandle:
         self._lock = threading.Lock()
         self._waits: dict[Wake, Find] = {}  # each waiting reader, and what it waits for
 
-    # For the code that started the request.
+    # For `RequestManager`, which started the request.
 
-    def push(self, choice: int, delta: Delta) -> bool:
+    def _push(self, choice: int, delta: Delta) -> bool:
         """Take a delta. True: a stop string ended this choice, and the engine should hear of it."""
         with self._lock:
             if self._progress is None:
@@ -59,7 +59,7 @@ class RequestHandle:
             self._wake()
             return cut
 
-    def fail(self, error: MantaError) -> None:
+    def _fail(self, error: MantaError) -> None:
         """Nothing more will come."""
         with self._lock:
             if self._progress is not None and self._progress.running and self._error is None:

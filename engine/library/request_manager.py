@@ -174,7 +174,7 @@ class RequestManager:
             entry = self._open.get(delta.id)
             if entry is None:
                 continue
-            if entry[0].push(entry[1], delta):
+            if entry[0]._push(entry[1], delta):
                 cut.append(delta.id)
             if delta.finish:
                 del self._open[delta.id]
@@ -187,7 +187,7 @@ class RequestManager:
         """Everything that waits ends with this error."""
         entries, self._open = self._open, {}
         for handle, _ in entries.values():
-            handle.fail(error)
+            handle._fail(error)
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(error)

@@ -261,7 +261,7 @@ def test_states_in_order() -> None:
     handle = RequestHandle(RequestProgress(None, [5], [None], eager=False), [1], lambda ids: None)
     seen = [handle.status()]
     for delta in (Delta(1, [], cached=0), Delta(1, [6]), Delta(1, [7]), Delta(1, [8], "length")):
-        handle.push(0, delta)
+        handle._push(0, delta)
         seen.append(handle.status())
         assert handle.status() is handle.status()
     assert seen == ["init", "init", "context_finished", "generating", "finished"]
@@ -439,7 +439,7 @@ def test_a_failing_reader_ends_the_requests(monkeypatch: pytest.MonkeyPatch) -> 
         raise ValueError("a bug elsewhere")
 
     with LLM("fake:") as llm:
-        monkeypatch.setattr(RequestHandle, "push", fail)
+        monkeypatch.setattr(RequestHandle, "_push", fail)
         with pytest.raises(EngineDead, match="a bug elsewhere"):
             llm.generate([[5], [6]])
 
