@@ -1,8 +1,8 @@
 """Fleet: what a router knows of its replicas, in columns, so that a decision is a few operations on
 arrays however many replicas there are. Pure: times are arguments.
 
-A replica's row is refreshed when a frame of it arrives or a request is sent there. The columns of a
-row give the seconds that a request would add, as a linear function of what the request needs:
+A replica's column is refreshed when a frame of it arrives or a request is sent there. Its first
+three fields give the seconds that a request would add, linear in what the request needs:
 
     fixed + uncached prompt tokens x token + output tokens x decode
 
@@ -23,9 +23,10 @@ from deployments.routing.step_cost import StepCost
 from engine.lora.tiers.popularity import Popularity
 from engine.messages import EngineStats
 
-Column = NDArray[np.float64]
+Fields = NDArray[np.float64]  # [fields, columns]
 
-FIXED, TOKEN, DECODE = range(3)  # rows of Fleet.terms
+# The fields of a column, which are the rows of the table; the first three are `Fleet.terms`.
+FIXED, TOKEN, DECODE, _ROOM, _BEYOND, _DUE, _STEP, _VICTIM, _ENDING = range(9)
 HARM = 0.1  # what a second of each running stream counts against a second of the new request
 _STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
 _OUTPUT = 128.0  # output tokens of a request, until some requests have ended
@@ -40,32 +41,34 @@ class Fleet:
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
         self.index = PrefixIndex() if index is None else index
-        self.rows: list[ReplicaState | None] = []
+        self.columns: list[ReplicaState | None] = []
         self.replicas: dict[str, ReplicaState] = {}
-        self.holders: dict[str, set[int]] = {}  # adapter -> rows
+        self.holders: dict[str, set[int]] = {}  # adapter -> columns
         self.popularity = Popularity()  # of adapters
         self.adapter_seconds = _ADAPTER_SECONDS
-        self._held: dict[int, tuple[str, ...]] = {}  # row -> adapters, the next to be evicted last
+        # column -> adapters, the next to be evicted last
+        self._held: dict[int, tuple[str, ...]] = {}
         self._resize(16)
 
     def _resize(self, capacity: int) -> None:
-        kept = len(self.rows)
+        kept = len(self.columns)
         old = getattr(self, "_table", None)
-        # terms, room, seconds a token beyond it, when silence begins, step, victim, ending
-        self._table: Column = np.zeros((9, capacity))
-        self._table[FIXED] = np.inf
-        self._table[5] = np.inf
+        self._table: Fields = np.zeros((9, capacity))
+        self._table[FIXED] = self._table[_DUE] = np.inf
         self.hashes: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
         if old is not None:
             self._table[:, :kept] = old[:, :kept]
         for replica in self.replicas.values():
-            self.hashes[replica.row] = _hash(replica.name)
+            self.hashes[replica.column] = _hash(replica.name)
         self._view(kept)
 
     def _view(self, count: int) -> None:
         table = self._table[:, :count]
-        self.terms = table[:3]
-        self.room, self.beyond, self.due, self.step, self.victim, self.ending = table[3:]
+        self.terms = table[:_ROOM]
+        self.room, self.beyond = table[_ROOM], table[_BEYOND]  # tokens; seconds for each beyond
+        self.due = table[_DUE]  # when silence begins
+        self.step, self.ending = table[_STEP], table[_ENDING]  # seconds
+        self.victim = table[_VICTIM]  # popularity of the adapter that the next one would evict
 
     # -- members
 
@@ -80,12 +83,14 @@ class Fleet:
     ) -> ReplicaState:
         """Add a replica that will send frames. It is taken to be as fast as its pool until it has
         been measured. adapter_slots: 0 is unknown."""
-        row = next((i for i, known in enumerate(self.rows) if known is None), len(self.rows))
-        if row == len(self.rows):
-            if row == self._table.shape[1]:
-                self._resize(2 * row)
-            self.rows.append(None)
-            self._view(len(self.rows))
+        column = next(
+            (i for i, known in enumerate(self.columns) if known is None), len(self.columns)
+        )
+        if column == len(self.columns):
+            if column == self._table.shape[1]:
+                self._resize(2 * column)
+            self.columns.append(None)
+            self._view(len(self.columns))
         peers = [one.steps.cost for one in self.replicas.values() if one.pool == pool]
         replica = ReplicaState(
             name,
@@ -95,24 +100,24 @@ class Fleet:
             prefix_caching=prefix_caching,
             cost=StepCost.mean(peers),
         )
-        replica.row = row
-        self.rows[row] = replica
+        replica.column = column
+        self.columns[column] = replica
         self.replicas[name] = replica
-        self.hashes[row] = _hash(name)
+        self.hashes[column] = _hash(name)
         self._refresh(replica)
         return replica
 
     def remove(self, replica: ReplicaState) -> None:
         """The replica takes nothing new; its state changes alone from now on. Idempotent."""
-        row = replica.row
-        if row < 0:
+        column = replica.column
+        if column < 0:
             return
         self._forget_caches(replica)
         replica.open = False
-        replica.row = -1
+        replica.column = -1
         del self.replicas[replica.name]
-        self.rows[row] = None
-        self._table[FIXED, row] = self._table[5, row] = np.inf
+        self.columns[column] = None
+        self._table[FIXED, column] = self._table[_DUE, column] = np.inf
 
     def available(self) -> list[ReplicaState]:
         return [one for one in self.replicas.values() if one.available]
@@ -137,11 +142,11 @@ class Fleet:
         """A frame has come. taken: choices that its stats count for the first time."""
         last = replica.stats
         replica.observe(stats, taken, now)
-        if replica.row < 0:
+        if replica.column < 0:
             return
         if stats.total_blocks != last.total_blocks:
             self.index.capacity += _share(stats) - _share(last)
-        if stats.adapters or replica.row in self._held:
+        if stats.adapters or replica.column in self._held:
             self._see_adapters(replica)
         self._refresh(replica)
 
@@ -158,16 +163,16 @@ class Fleet:
         for choice in choices:
             replica.book(choice, request.prompt_tokens, uncached, request.adapter)
             uncached = 0
-        if replica.row < 0:
+        if replica.column < 0:
             return
         if request.adapter:
             self.popularity.count(request.adapter, now)
-            held = self._held.get(replica.row, ())
+            held = self._held.get(replica.column, ())
             if request.adapter not in held:
                 slots = replica.adapter_slots or 2**31
                 self._hold(replica, (request.adapter, *held)[:slots])
         if request.prefix_hashes and replica.prefix_caching:
-            self.index.add(request.prefix_hashes, replica.row)
+            self.index.add(request.prefix_hashes, replica.column)
         self._refresh(replica)
 
     def begun(self, replica: ReplicaState, choice: int) -> None:
@@ -182,8 +187,8 @@ class Fleet:
 
     def add_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
         """Another router has sent a prompt with these prefix hashes there."""
-        if replica.row >= 0:
-            self.index.add(prefix_hashes, replica.row)
+        if replica.column >= 0:
+            self.index.add(prefix_hashes, replica.column)
 
     def adapter_loaded(self, seconds: float) -> None:
         """A request waited so many seconds until its adapter was on the device."""
@@ -191,7 +196,7 @@ class Fleet:
 
     def adapters_of(self, replica: ReplicaState) -> tuple[str, ...]:
         """Adapters on the device or on their way there, the next to be evicted last."""
-        return self._held.get(replica.row, ())
+        return self._held.get(replica.column, ())
 
     def _see_adapters(self, replica: ReplicaState) -> None:
         known, sent = replica.stats.adapters, replica.sent_adapters
@@ -199,29 +204,29 @@ class Fleet:
         self._hold(replica, (*coming, *known))
 
     def _forget_caches(self, replica: ReplicaState) -> None:
-        if replica.row >= 0:
+        if replica.column >= 0:
             self.index.capacity -= _share(replica.stats)
             self._hold(replica, ())
-            self.index.forget(replica.row)
+            self.index.forget(replica.column)
 
     # -- columns
 
     def _hold(self, replica: ReplicaState, adapters: tuple[str, ...]) -> None:
-        row = replica.row
-        held = self._held.get(row, ())
+        column = replica.column
+        held = self._held.get(column, ())
         if adapters != held:
             for gone in set(held).difference(adapters):
-                self.holders[gone].discard(row)
+                self.holders[gone].discard(column)
             for adapter in adapters:
-                self.holders.setdefault(adapter, set()).add(row)
-            self._held[row] = adapters
+                self.holders.setdefault(adapter, set()).add(column)
+            self._held[column] = adapters
         if not adapters:
-            self._held.pop(row, None)
+            self._held.pop(column, None)
 
     def _refresh(self, replica: ReplicaState) -> None:
-        """Derive a replica's columns from its state."""
-        stats, row, table = replica.stats, replica.row, self._table
-        if row < 0:
+        """Derive a replica's column from its state."""
+        stats, column, table = replica.stats, replica.column, self._table
+        if column < 0:
             return
         cost = replica.steps.cost
         running = stats.running
@@ -244,24 +249,24 @@ class Fleet:
             fixed += (sequences - limit + 1) * ending
         if stats.asleep:
             fixed += stats.wake_seconds or _WAKE_SECONDS
-        table[FIXED, row] = fixed if replica.available else np.inf
-        table[TOKEN, row] = token + HARM * running * cost.token
-        table[DECODE, row] = cost.base + cost.sequence * (crowd + 1 + HARM * running)
+        table[FIXED, column] = fixed if replica.available else np.inf
+        table[TOKEN, column] = token + HARM * running * cost.token
+        table[DECODE, column] = cost.base + cost.sequence * (crowd + 1 + HARM * running)
         if stats.total_blocks:
             free = stats.free_blocks * stats.block_size
             used = (stats.total_blocks - stats.free_blocks) * stats.block_size
-            table[3, row] = free - queued
-            table[4, row] = ending * max(1, running) / max(1.0, used)
+            table[_ROOM, column] = free - queued
+            table[_BEYOND, column] = ending * max(1, running) / max(1.0, used)
         else:
-            table[3, row] = np.inf
-            table[4, row] = 0.0
-        table[5, row] = replica.seen + _STALE + 3 * stats.step_seconds if running else np.inf
-        table[6, row] = step
-        table[8, row] = ending
-        table[7, row] = 0.0
-        held = self._held.get(row, ())
+            table[_ROOM, column] = np.inf
+            table[_BEYOND, column] = 0.0
+        table[_DUE, column] = replica.seen + _STALE + 3 * stats.step_seconds if running else np.inf
+        table[_STEP, column] = step
+        table[_ENDING, column] = ending
+        table[_VICTIM, column] = 0.0
+        held = self._held.get(column, ())
         if held and len(held) >= replica.adapter_slots > 0:
-            table[7, row] = self.popularity[held[-1]]
+            table[_VICTIM, column] = self.popularity[held[-1]]
 
 
 def _share(stats: EngineStats) -> int:

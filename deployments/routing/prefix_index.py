@@ -43,7 +43,7 @@ class PrefixIndex:
     """capacity: pairs of hash and holder, of the fleet's memory; beyond it, or `limit`, the hashes
     that were used least recently go.
 
-    Holders are small integers, the rows of routing.Fleet.
+    Holders are small integers, the columns of routing.Fleet.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:

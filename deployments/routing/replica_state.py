@@ -4,8 +4,8 @@ clock, no connection.
 
 A request that was sent is *booked* until the replica's stats count it. The replica's frame names
 the requests that its stats count for the first time (`StepFrame.taken`). So a booking lasts as long
-as the replica needs to take the request, through a step of any length. With a replica that does not
-name them (an older one), a booking ends with the request's first tokens.
+as the replica needs to take the request, through a step of any length. It ends with the request's
+first tokens at the latest.
 """
 
 import math
@@ -51,8 +51,8 @@ class FadingRate:
 
 class ReplicaState:
     """step_tokens: of a step of its engine, at most. adapter_slots: adapters on its device; 0: not
-    told. cost: what its steps are taken to cost until they were measured. row: in the fleet's
-    columns; -1: in none."""
+    told. cost: what its steps are taken to cost until they were measured. column: in the
+    fleet's table; -1: in none."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ReplicaState:
     ) -> None:
         self.name = name
         self.pool = pool
-        self.row = -1
+        self.column = -1
         self.step_tokens = step_tokens
         self.adapter_slots = adapter_slots
         self.prefix_caching = prefix_caching

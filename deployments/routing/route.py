@@ -70,7 +70,7 @@ def route(
         if found:
             cached = np.zeros(len(cost))
             for holders, prefix_hashes in found:
-                cached[_rows(holders, len(cost))] = prefix_hashes * STRIDE
+                cached[_columns(holders, len(cost))] = prefix_hashes * STRIDE
             cost -= cached * terms[TOKEN]
     has: NDArray[np.bool_] | None = None
     if request.adapter:
@@ -85,10 +85,10 @@ def route(
         cost += absent
     if among is not None and len(among) < len(fleet.replicas):
         allowed = np.full(len(cost), np.inf)
-        allowed[[fleet.replicas[name].row for name in among]] = 0.0
+        allowed[[fleet.replicas[name].column for name in among]] = 0.0
         cost += allowed
     if avoid and avoid in fleet.replicas and np.isfinite(cost).sum() > 1:
-        cost[fleet.replicas[avoid].row] = np.inf
+        cost[fleet.replicas[avoid].column] = np.inf
     best = int(cost.argmin())
     lowest = float(cost[best])
     if lowest == np.inf:
@@ -96,14 +96,14 @@ def route(
     steps = _ADAPTER_TIE if request.adapter else _TIE[1]
     bound = lowest + _TIE[0] * abs(lowest) + steps * fleet.step[best]
     equal = (cost <= bound).nonzero()[0]
-    row, reason = _choose(request, fleet, random, cost, equal, cached, has)
-    saved = 0 if cached is None else int(cached[row])
+    column, reason = _choose(request, fleet, random, cost, equal, cached, has)
+    saved = 0 if cached is None else int(cached[column])
     return RoutingDecision(
-        _name(fleet, row),
+        _name(fleet, column),
         reason,
-        float(cost[row] - output * terms[DECODE, row]),
+        float(cost[column] - output * terms[DECODE, column]),
         saved,
-        bool(request.adapter) and not (has is not None and has[row]),
+        bool(request.adapter) and not (has is not None and has[column]),
     )
 
 
@@ -116,7 +116,7 @@ def _choose(
     cached: NDArray[np.float64] | None,
     has: NDArray[np.bool_] | None,
 ) -> tuple[int, str]:
-    """One of the rows `equal`, and why."""
+    """One of the columns `equal`, and why."""
     if request.adapter:
         if has is not None:
             warm = equal[has[equal]]
@@ -136,34 +136,34 @@ def _choose(
     return _of_two(random, cost, equal), "load"
 
 
-def _of_two(random: Random, cost: NDArray[np.float64], rows: NDArray[np.intp]) -> int:
-    if len(rows) == 1:
-        return int(rows[0])
-    one, other = rows[random.randrange(len(rows))], rows[random.randrange(len(rows))]
+def _of_two(random: Random, cost: NDArray[np.float64], columns: NDArray[np.intp]) -> int:
+    if len(columns) == 1:
+        return int(columns[0])
+    one, other = columns[random.randrange(len(columns))], columns[random.randrange(len(columns))]
     return int(one if cost[one] <= cost[other] else other)
 
 
-def _owner(fleet: Fleet, rows: NDArray[np.intp], key: bytes) -> int:
-    """Rendezvous hashing: a row's rank for a key does not depend on which others there are."""
-    if len(rows) == 1:
-        return int(rows[0])
-    mixed = fleet.hashes[rows] ^ np.uint64(int.from_bytes(key[:8], "little"))
+def _owner(fleet: Fleet, columns: NDArray[np.intp], key: bytes) -> int:
+    """Rendezvous hashing: a column's rank for a key does not depend on which others there are."""
+    if len(columns) == 1:
+        return int(columns[0])
+    mixed = fleet.hashes[columns] ^ np.uint64(int.from_bytes(key[:8], "little"))
     mixed *= np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    return int(rows[int((mixed ^ (mixed >> np.uint64(32))).argmax())])
+    return int(columns[int((mixed ^ (mixed >> np.uint64(32))).argmax())])
 
 
-def _rows(holders: int, count: int) -> NDArray[np.bool_] | int:
-    """An index of the rows whose bits are set."""
+def _columns(holders: int, count: int) -> NDArray[np.bool_] | int:
+    """An index of the columns whose bits are set."""
     if not holders & (holders - 1):
         return holders.bit_length() - 1
     data = np.frombuffer(holders.to_bytes((count + 7) // 8, "little"), np.uint8)
     return np.unpackbits(data, count=count, bitorder="little").view(np.bool_)
 
 
-def _name(fleet: Fleet, row: int) -> str:
-    replica = fleet.rows[row]
+def _name(fleet: Fleet, column: int) -> str:
+    replica = fleet.columns[column]
     assert replica is not None
     return replica.name
 

@@ -209,5 +209,5 @@ class RequestQueue:
                 replica = None if choice.done else replicas.get(choice.place)
                 if replica is not None:
                     left = self._estimate.left(limit, len(choice.emitted))
-                    found.append(left * float(step[replica.row]))
+                    found.append(left * float(step[replica.column]))
         return sorted(found)

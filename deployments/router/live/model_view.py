@@ -81,8 +81,8 @@ def _last(
 
 def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
     """cost: what the next request would be charged; see routing/route.py."""
-    state, row = client.state, client.state.row
-    fixed = fleet.terms[FIXED, row] if row >= 0 else math.inf
+    state, column = client.state, client.state.column
+    fixed = fleet.terms[FIXED, column] if column >= 0 else math.inf
     return {
         "name": client.replica,
         "connected": client.connection is not None,
@@ -94,8 +94,8 @@ def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:
         "tokens_per_second": _finite(state.rate()),
         "cost": {
             "wait_ms": _ms(fixed),
-            "prompt_token_ms": _ms(fleet.terms[TOKEN, row] if row >= 0 else math.inf),
-            "output_token_ms": _ms(fleet.terms[DECODE, row] if row >= 0 else math.inf),
+            "prompt_token_ms": _ms(fleet.terms[TOKEN, column] if column >= 0 else math.inf),
+            "output_token_ms": _ms(fleet.terms[DECODE, column] if column >= 0 else math.inf),
         },
     }
 

@@ -102,26 +102,26 @@ def test_what_was_just_sent_counts_until_the_figures_contain_it():
     counts = Counter(send(made, WORK, seed=n).replica for n in range(20))
     assert min(counts.values()) > 5
     one = made.replicas["a"]
-    before, fixed = one.booked, made.terms[0, one.row]
+    before, fixed = one.booked, made.terms[0, one.column]
     assert before > 0
     see(made, "a", stats(), 30.0)
-    assert one.booked == before and made.terms[0, one.row] == fixed, "an old figure, said again"
+    assert one.booked == before and made.terms[0, one.column] == fixed, "an old figure, said again"
     see(made, "a", stats(), 31.0, list(one._booked))
-    assert one.booked == 0 == one.uncached_tokens and made.terms[0, one.row] < fixed
+    assert one.booked == 0 == one.uncached_tokens and made.terms[0, one.column] < fixed
 
 
 def test_what_is_taken_back_before_it_was_counted_counts_no_more():
     """A thousand requests whose clients left at once, and their replica is avoided for it."""
     made = fleet(a=stats())
     one = made.replicas["a"]
-    fixed = made.terms[0, one.row]
+    fixed = made.terms[0, one.column]
     decision = route(WORK, made, Random(0), 0.0)
     made.send(one, [1, 2], decision, RoutingRequest(100, 64, 2), 0.0)
     assert (one.booked, one.booked_tokens, one.uncached_tokens) == (2, 200, 100)
-    assert made.terms[0, one.row] > fixed
+    assert made.terms[0, one.column] > fixed
     made.unbook(one, 1)
     made.unbook(one, 2)
-    assert made.terms[0, one.row] == fixed
+    assert made.terms[0, one.column] == fixed
 
 
 def test_what_does_not_fit_waits_elsewhere():
