@@ -1,7 +1,7 @@
 """Backend: the interface between the HTTP API (and the Python client) and what runs the requests.
 
-`api/` knows only this file. Tests drive it with a fake; the router implements it over channels to
-engine replicas.
+Of what is behind it, `api/` knows this file, and the adapters' records in `deployments/adapters/`.
+Tests drive it with a fake; the router implements it over channels to engine replicas.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,6 @@ from engine.errors import InvalidRequest
 
 Vector = NDArray[np.float32]
 
-MODES = ("last", "mean", "cls")
 _erf = np.frompyfunc(math.erf, 1, 1)
 ACTIVATIONS: Mapping[str, Callable[[Vector], Vector]] = {
     "Identity": lambda x: x,

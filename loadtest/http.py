@@ -68,7 +68,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._rest = b""
         self._feed: Callable[[bytes, float], None] = self._idle
         self._left = 0
-        self._chunked = False
         self._keep = True
         self.idle_since = 0.0
 

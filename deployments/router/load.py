@@ -7,9 +7,8 @@ from deployments.observe.metrics import RouterMetrics
 from deployments.router.adapters.calls import AdapterCalls
 from deployments.router.admission.request_queue import RequestQueue
 from deployments.router.inflight import InflightRequest
+from deployments.routing.fleet import OUTPUT_GUESS
 from deployments.scaling.policy import CounterRates
-
-_GUESS = 128.0  # output tokens of a request, before any has ended
 
 
 class RouterLoad:
@@ -35,7 +34,7 @@ class RouterLoad:
         the mean length so far."""
         metrics = self._metrics
         ended = sum(metrics.output_size.counts)
-        output = metrics.output_size.sum / ended if ended else _GUESS
+        output = metrics.output_size.sum / ended if ended else OUTPUT_GUESS
         rates = self._rates.update(
             time.monotonic(),
             prompt=sum(metrics.prompt_tokens.values.values())

@@ -22,10 +22,10 @@ class RoutingRequest:
 class RoutingDecision:
     """replica: its name. reason: "load"; "prefix" or "adapter" (the replica has it); "owner" (it
     shall have it); "spill" (the replica that has it is too busy); "only". seconds: expected to the
-    first token. cached: prompt tokens expected in its cache. loads: it must load the adapter."""
+    first token. cached: prompt tokens expected in its cache. loads_adapter: it must first."""
 
     replica: str
     reason: str
     seconds: float
     cached: int = 0
-    loads: bool = False
+    loads_adapter: bool = False

@@ -29,7 +29,7 @@ Fields = NDArray[np.float64]  # [fields, columns]
 FIXED, TOKEN, DECODE, _ROOM, _BEYOND, _DUE, _STEP, _VICTIM, _ENDING = range(9)
 HARM = 0.1  # what a second of each running stream counts against a second of the new request
 _STALE = 0.25  # seconds without a frame that are normal for a busy replica, and three steps
-_OUTPUT = 128.0  # output tokens of a request, until some requests have ended
+OUTPUT_GUESS = 128.0  # output tokens of a request, until some requests have ended
 _ADAPTER_SECONDS = 0.1  # a load, until one was measured
 _WAKE_SECONDS = 1.0  # of an engine that sleeps, until one was measured
 
@@ -242,7 +242,7 @@ class Fleet:
         # which part.
         queued = stats.waiting_tokens * replica.missed + routers * replica.uncached_tokens
         # Seconds between two ends, if all sequences have the usual length.
-        output = stats.output_tokens / stats.finished if stats.finished else _OUTPUT
+        output = stats.output_tokens / stats.finished if stats.finished else OUTPUT_GUESS
         ending = step * output / max(1, crowd)
         fixed = queued * token + step * (1.5 if sequences else 1.0)
         if sequences >= limit:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from engine.architectures.dense.llama import LAYER, QKV
+from engine.architectures.dense.llama import LAYER
 from engine.architectures.layout import half_pairs, neighbours
 from engine.architectures.mixtures.families import experts_at
 from engine.architectures.record import Architecture, CheckpointTensor, Rows
@@ -238,7 +238,6 @@ def _own(key: str) -> Make:
 
 _WINDOWS: Mapping[str, Make] = {"layer_types": _layer_types}
 _QWEN_MOE: Mapping[str, Make] = {"mlp_only_layers": _dense}
-_Q_K_V = CheckpointTensor(QKV)
 _H = "transformer.h.{i}."
 
 GGUFS: tuple[Gguf, ...] = (

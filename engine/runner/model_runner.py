@@ -1,8 +1,8 @@
 """ModelRunner: launch(batch) -> DeviceResult; its `wait` is in results.py.
 
-The hottest file of the engine: every line here runs once a step, and nothing in `launch` may wait
-for the device (no .item(), .cpu(), .tolist(), no indexing by a boolean mask). The timeline on CUDA,
-one batch ahead:
+The hottest file of the engine: but for warm-up and capture every line here runs once a step, and
+nothing in `launch` may wait for the device (no .item(), .cpu(), .tolist(), no indexing by a boolean
+mask). The timeline on CUDA, one batch ahead:
 
     host    launch n+1 | wait n | publish n | schedule n+2 | launch n+2 | wait n+1 | ...
     device  ... step n ........ | step n+1 ............................ | step n+2

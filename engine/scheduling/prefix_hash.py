@@ -5,9 +5,10 @@
     hashes[i] = blake2b(hashes[i - 1] + tokens[i * block_size : (i + 1) * block_size])
 
 A hash has 128 bits, over little-endian int32 bytes. It is keyed: without the key a client cannot
-search for a collision. The engine stores its blocks by these hashes. The router computes the hashes
-of a prompt with the same key before it chooses a replica. Two requests share blocks only if model,
-adapter and salt agree.
+search for a collision. The engine stores its blocks by these hashes. Two requests share blocks only
+if model, adapter and salt agree. The router chooses a replica by shorter hashes of its own, which
+are made by these functions and are not compared with the engine's
+(`deployments.routing.prefix_index`).
 """
 
 from collections.abc import Callable, Sequence

@@ -32,7 +32,7 @@ class RequestPhase(enum.Enum):
     WAITING = enum.auto()  # no row, no blocks: new, or preempted
     WAITING_FOR_ADAPTER = enum.auto()  # as WAITING, and its adapter is not on the device
     COMPUTING = enum.auto()  # has a row; computes its prompt, or lacks a block to decode
-    DECODING = enum.auto()  # in the decode group: one token in every step
+    DECODING = enum.auto()  # in a decode group: one token in each of its turns
     FINISHING = enum.auto()  # its last step is launched; it ends when the result arrives
     ENDED = enum.auto()
 

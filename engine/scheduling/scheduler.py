@@ -364,8 +364,9 @@ class Scheduler:
             self._schedule_chunk(request, builder)
 
     def _has_adapter(self, adapter: Adapter, request: Request) -> bool:
-        """Whether the adapter is on the device. If not, the request waits for it outside the queue.
-        If the adapter cannot be loaded, the request ends with an error."""
+        """Whether the adapter is on the device. If not, the request waits for it in
+        `WaitingQueue.waiting_for_adapter`. If the adapter cannot be loaded, the request ends
+        with an error."""
         try:
             if self._adapters.ask(adapter):
                 return True

@@ -130,7 +130,7 @@ def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> _Units
 def _jobs(
     model: Loadable, units: _Units, stored: dict[str, StoredTensor], folder: Path
 ) -> list[Job]:
-    transfers = _match(model, [parameters for parameters, _ in units], stored, folder)
+    transfers = _match([parameters for parameters, _ in units], stored, folder)
 
     def then(parameters: list[Parameter], finish: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -187,7 +187,6 @@ def _part(name: str) -> str:
 
 
 def _match(
-    model: Loadable,
     units: Sequence[Sequence[Parameter]],
     stored: dict[str, StoredTensor],
     folder: Path,

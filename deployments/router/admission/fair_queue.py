@@ -24,13 +24,15 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_GUESS = 256  # output tokens of a request without a limit, before any request has ended
+# Output tokens of a request without a limit, before any request has ended. More than the guess of
+# routing (`OUTPUT_GUESS`), so that rather too little is admitted than too much.
+_GUESS = 256
 _LEARN = 0.05  # weight of the newest output length
 _OVERDUE = 0.1  # of the expected tokens: what a choice beyond them is taken to have left
 
 _SHARE = 4.0  # times what is left free: work that one key may have waiting
-_LEVELS = 3  # admission takes priorities further from 0 than this as this
-_STEPS = 16  # ... and the order takes priorities further from 0 than this as this
+_LEVELS = 3  # priorities are clamped to +-3 when requests are admitted
+_STEPS = 16  # priorities are clamped to +-16 when requests are ordered
 _CALM = 0.25  # of queue_seconds: when no more work waits, an overload is over
 _WHOLE = 1.5  # times queue_seconds: what the queue and the engine may take to the first token
 _LEAST = 0.1  # times queue_seconds: what may wait however slow the engine is

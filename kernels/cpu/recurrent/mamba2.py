@@ -158,9 +158,7 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
     width = shape.state_size
     whole = width - width % size
 
-    def tile(
-        entry: Entry, head: Value, own: Value, first: Value, end: Value, row: Value, rows: int
-    ) -> None:
+    def tile(head: Value, own: Value, first: Value, end: Value, row: Value, rows: int) -> None:
         """Rows [row, row + rows) of the state at `own` over tokens [first, end)."""
         group = w.op(f"udiv i64 {head}, {shape.heads // shape.groups}")
         skipped = w.spread(w.load(w.at(skip, head), "float"))
@@ -207,12 +205,12 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
             first, end = w.add(entry.begin, first), w.add(entry.begin, end)
 
             def rows(row: Value) -> list[Value]:
-                tile(entry, head, own, first, end, row, size)
+                tile(head, own, first, end, row, size)
                 return []
 
             w.loop(0, full, [], rows, step=size)
             if full < shape.head_size:
-                tile(entry, head, own, first, end, str(full), shape.head_size - full)
+                tile(head, own, first, end, str(full), shape.head_size - full)
 
         by_tokens(w, entry.count, tokens)
 

@@ -190,9 +190,9 @@ def test_an_adapter_stays_where_it_is_and_pushes_out_who_is_wanted_least():
     see(made, "a", stats(adapters=["x", "y"]), 0.0)
     see(made, "b", stats(adapters=["z", "w"]), 0.0)
     decision = route(RoutingRequest(100, 64, adapter="x"), made, Random(0), 0.0)
-    assert (decision.replica, decision.reason, decision.loads) == ("a", "adapter", False)
+    assert (decision.replica, decision.reason, decision.loads_adapter) == ("a", "adapter", False)
     decision = route(RoutingRequest(100, 64, adapter="new"), made, Random(0), 0.0)
-    assert (decision.replica, decision.loads) == ("a", True)  # y is wanted less than w
+    assert (decision.replica, decision.loads_adapter) == ("a", True)  # y is wanted less than w
     choice = sent(made, decision, RoutingRequest(100, 64, adapter="new"))
     one = made.replicas["a"]
     assert made.adapters_of(one) == ("new", "x")
@@ -361,7 +361,7 @@ def test_the_choice_is_available(snapshots, tokens, output, n, adapter):
         assert decision is None
         return
     assert decision.replica in available
-    assert decision.seconds < float("inf") and decision.loads <= adapter
+    assert decision.seconds < float("inf") and decision.loads_adapter <= adapter
     sent(made, decision, work)
 
 
