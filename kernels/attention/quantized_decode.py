@@ -163,7 +163,7 @@ def _quantized_decode_kernel(
             score = tl.dot(query, tl.trans(low), input_precision="ieee")
             if PACKED == 2:
                 score = tl.dot(odd, tl.trans(high), score, input_precision="ieee")
-                key_middle = middle_of(key_factor, key_least, KIND)
+                key_middle = middle_of(key_factor, key_least)
                 score = score * key_factor[None, :] + total[:, None] * key_middle[None, :]
                 score = score * factor[:, None]
             else:
@@ -190,7 +190,7 @@ def _quantized_decode_kernel(
             acc0 = tl.dot(weight, value0, acc0 * shrink[:, None], input_precision="ieee")
             acc1 = tl.dot(weight, value1, acc1 * shrink[:, None], input_precision="ieee")
             if PARTS == 4:
-                value_middle = middle_of(value_scale, value_least, KIND)
+                value_middle = middle_of(value_scale, value_least)
                 own = own * value_middle[None, :]
                 part = tl.sum(tl.reshape(own, [ROWS, KEYS // SHARES, SHARES]), axis=1)
                 middle = middle * shrink[:, None] + part

@@ -107,7 +107,7 @@ def _walk(
         score = tl.dot(query, tl.trans(low), input_precision="ieee")
         if PACKED == 2:
             score = tl.dot(odd, tl.trans(high), score, input_precision="ieee")
-            key_middle = middle_of(key_factor, key_least, KIND)
+            key_middle = middle_of(key_factor, key_least)
             score = score * key_factor[None, :] + total[:, None] * key_middle[None, :]
             score = score * factor[:, None]
         else:
@@ -145,7 +145,7 @@ def _walk(
         low, high = parts_of(value, KIND, DTYPE, ASM)
         acc = tl.dot(weight, low, acc, input_precision="ieee")
         if PACKED == 2:
-            own = own * middle_of(value_scale, value_least, KIND)[None, :]
+            own = own * middle_of(value_scale, value_least)[None, :]
             part = tl.sum(tl.reshape(own, [ROWS, KEYS // 8, 8]), axis=1)
             middle = middle * shrink[:, None] + part
             acc_odd = acc_odd * shrink[:, None]

@@ -72,7 +72,7 @@ def numbers_at(words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIND: tl.c
 
 
 @triton.jit
-def middle_of(scale, least, KIND: tl.constexpr):
+def middle_of(scale, least):
     """What int4's codes, less 8, are added to: they are multiplied so, because rounded weights
     cost less the nearer to zero codes lie."""
     return least + 8.0 * scale

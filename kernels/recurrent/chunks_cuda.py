@@ -30,10 +30,10 @@ class PassLaunch(NamedTuple):
 def num_slots(num_tokens: int, meta: AttentionMeta) -> int:
     """An upper bound: each entry, and the padding behind the last, may leave its last chunk part
     empty."""
-    return num_tokens // CHUNK + num_chunked(num_tokens, meta) + 1
+    return num_tokens // CHUNK + num_chunked(meta) + 1
 
 
-def num_chunked(num_tokens: int, meta: AttentionMeta) -> int:
+def num_chunked(meta: AttentionMeta) -> int:
     """The entries that are not decodes, at most. Graphs do not know which are."""
     entries = int(meta.kv_len.shape[0])
     return entries if meta.num_decodes == entries else entries - meta.num_decodes

@@ -330,7 +330,7 @@ def delta_chunks(
     )
     columns = min(PASS.columns, sizes["VALUES"])
     pieces = triton.cdiv(heads.value_size, columns)
-    _delta_pass_kernel[(value_heads, pieces, min(ENTRIES, num_chunked(num_tokens, meta)))](
+    _delta_pass_kernel[(value_heads, pieces, min(ENTRIES, num_chunked(meta)))](
         x,
         keys,
         weights,

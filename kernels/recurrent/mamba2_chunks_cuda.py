@@ -302,7 +302,7 @@ def mamba2_chunks(
     )
     rows = min(PASS.columns, padded)
     pieces = triton.cdiv(heads.head_size, rows)
-    _mamba2_pass_kernel[(heads.heads, pieces, min(ENTRIES, num_chunked(num_tokens, meta)))](
+    _mamba2_pass_kernel[(heads.heads, pieces, min(ENTRIES, num_chunked(meta)))](
         x,
         inner,
         inputs,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class TokenPool:
-    """`FreeBlocks` of block_manager.py. contiguous, scattered: how often blocks were found so."""
+    """`FreeBlocks` of block_manager.py."""
 
     def __init__(self, num_blocks: int, device: torch.device) -> None:
         self._free = torch.ones(num_blocks, dtype=torch.bool, device=device)
@@ -23,7 +23,6 @@ class TokenPool:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._count = num_blocks
         self._returned: list[int] = []  # since blocks were last taken
-        self.contiguous = self.scattered = 0
 
     def __len__(self) -> int:
         return self._count
@@ -46,20 +45,18 @@ class TokenPool:
             return []
         assert count <= self._count
         with self._stream_context():
-            twice, together, *blocks = self._take(count).tolist()
+            twice, *blocks = self._take(count).tolist()
         if twice:
             raise RuntimeError("a block was freed twice")
         self._count -= count
         self._returned.clear()
-        self.contiguous += together
-        self.scattered += 1 - together
         return blocks
 
     def _stream_context(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _take(self, count: int) -> Tensor:
-        """[2 + count]: whether a free block was returned, whether they are contiguous, blocks."""
+        """[1 + count]: whether a free block was returned, then the blocks."""
         free, index = self._free, self._index
         returned = torch.tensor(self._returned, dtype=torch.int64).to(free.device)
         twice = free[returned].any()
@@ -72,4 +69,4 @@ class TokenPool:
         apart = torch.searchsorted(total, index[1 : count + 1])  # the n-th free block, n = 1, 2 ..
         blocks = torch.where(together, first + index[:count], apart)
         free[blocks] = False
-        return torch.cat((torch.stack((twice, together)), blocks))
+        return torch.cat((twice[None], blocks))

@@ -86,7 +86,7 @@ def _latent_gather_kernel(
 @triton.jit
 def _walk(
     query, turned, made, shared, begin, end, row_position, top, denominator, acc, scale_log2,
-    EACH: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, NOPE: tl.constexpr,
+    WIDTH: tl.constexpr, KEPT: tl.constexpr, NOPE: tl.constexpr,
     VALUE: tl.constexpr, ROPE: tl.constexpr, NOPES: tl.constexpr, VALUES: tl.constexpr,
     ROPES: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -218,11 +218,11 @@ def _latent_expanded_kernel(
     shared = gathered + origin * KEPT + RANK
     top, denominator, acc = _walk(
         query, turned, from_made, shared, lowest, full, row_position, top, denominator, acc,
-        scale_log2, EACH, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, False, STAGES,
+        scale_log2, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, False, STAGES,
     )  # fmt: skip
     top, denominator, acc = _walk(
         query, turned, from_made, shared, full, highest, row_position, top, denominator, acc,
-        scale_log2, EACH, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, True, STAGES,
+        scale_log2, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, True, STAGES,
     )  # fmt: skip
     if highest < end:
         tl.store(carried_top + at, top, mask=row_mask)

@@ -28,7 +28,6 @@ def test_contiguous_first_then_scattered() -> None:
     assert pool.take(3) == [7, 8, 9]
     pool.extend([5, 8])
     assert pool.take(2) == [1, 5]
-    assert (pool.contiguous, pool.scattered) == (3, 1)
     assert pool.take(1) == [8] and pool.take(0) == [] and list(pool) == []
 
 
