@@ -52,6 +52,7 @@ from engine.runner.memory import (
 from engine.runner.model_runner import ModelRunner
 from engine.runner.ranked import RankedRunner
 from engine.runner.rows import RequestRows
+from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
 from engine.sampling.sampler import Masked, Sampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
@@ -262,7 +263,7 @@ def _build_part(
     if _captures(resolved):
         phases.start("graphs")
         with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
-            runner.capture_graphs(_graph_sizes(resolved))
+            capture_graphs(runner, _graph_sizes(resolved))
             torch.cuda.synchronize()
         phases.end("graphs")
     return _Part(resolved, place, runner, plan, device_adapters, host_bytes, pooling, memory)
@@ -480,7 +481,7 @@ def _hand_over(
         runner = make_runner()
         graphs = resolved.config.cuda_graphs and not resolved.model.whole_texts
         with compilers.collecting():
-            runner.launch_everything(_graph_sizes(resolved) if graphs else ())
+            launch_everything(runner, _graph_sizes(resolved) if graphs else ())
     except Exception as error:
         logger.warning("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
 
@@ -492,7 +493,7 @@ def _measure_step(resolved: Resolved, runner_with: Callable[[int], ModelRunner])
     before = torch.cuda.memory_allocated(device)
     with fits_on(device, "a step's activations", STEP_TOO_LARGE, param="max_num_batched_tokens"):
         runner = runner_with(4)
-        runner.warm_up(resolved.max_num_batched_tokens)
+        warm_up(runner, resolved.max_num_batched_tokens)
         torch.cuda.synchronize()
     activations = torch.cuda.max_memory_allocated(device) - before
     del runner

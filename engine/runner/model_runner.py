@@ -1,8 +1,8 @@
 """ModelRunner: launch(batch) -> DeviceResult; its `wait` is in results.py.
 
-The hottest file of the engine: but for warm-up and capture every line here runs once a step, and
-nothing in `launch` may wait for the device (no .item(), .cpu(), .tolist(), no indexing by a boolean
-mask). The timeline on CUDA, one batch ahead:
+The hottest file of the engine: every line here runs once a step, and nothing in `launch` may wait
+for the device (no .item(), .cpu(), .tolist(), no indexing by a boolean mask). What a start does is
+in warm_up.py. The timeline on CUDA, one batch ahead:
 
     host    launch n+1 | wait n | publish n | schedule n+2 | launch n+2 | wait n+1 | ...
     device  ... step n ........ | step n+1 ............................ | step n+2
@@ -34,7 +34,7 @@ from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
 from engine.runner.programs import StepPrograms
 from engine.runner.results import DeviceResult, HostLogprobs, StagedResult
 from engine.runner.rows import RequestRows
-from engine.sampling.sampler import MOST, Masked, Sampled, SamplePlan, Sampler
+from engine.sampling.sampler import Masked, Sampled, SamplePlan, Sampler
 from kernels.dispatch import Kernels
 from kernels.metadata import AttentionMeta
 
@@ -84,13 +84,13 @@ class ModelRunner:
         self.link = link
         self._prompts = prompts
         self._pooling = pooling
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         # Logits that are there at once: as many rows as sample in the largest step, which memory is
         # planned for. Fewer than 64 would gain no memory worth mentioning (16 MiB) and lose time.
         self._logits_rows = max(rows.pad_row, 64)
-        self._cuda = device.type == "cuda"
+        self.cuda = device.type == "cuda"
         self.inputs: Any
-        if self._cuda:
+        if self.cuda:
             self.inputs = CudaInputs(rows, kv.block_size, max_num_batched_tokens, device, steps)
             # Step n's results are read while n + 1 is in flight: two host buffers, alternating.
             self._host_tokens = [
@@ -106,10 +106,10 @@ class ModelRunner:
         self._num_prompt = [0] * rows.pad_row
         self._num_virtual = [0] * rows.pad_row
         self._pooled = [False] * rows.pad_row
-        self.graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None  # `warm_up.capture_graphs`
         # Of decodes on the CPU; an encoder has none.
         self.programs: StepPrograms | None = None
-        if not self._cuda and isinstance(model, Decoder) and model.group.recordable:
+        if not self.cuda and isinstance(model, Decoder) and model.group.recordable:
             self.programs = StepPrograms(model, rows, kv)
 
     def launch(self, batch: Batch) -> "DeviceResult | StagedResult":
@@ -318,7 +318,7 @@ class ModelRunner:
         pending = self._finish(step, sampled.tokens, samples.entries)
         pending.logprobs = self._launch_logprobs(sampled, samples.host_rows)
         pending.prompt_logprobs = prompt_logprobs
-        if self._cuda and (pending.logprobs is not None or prompt_logprobs):
+        if self.cuda and (pending.logprobs is not None or prompt_logprobs):
             assert pending.event is not None
             pending.event.record()  # after these copies too
         return pending
@@ -328,7 +328,7 @@ class ModelRunner:
 
         An error such as an illegal access stays with the CUDA context: every later call raises it.
         """
-        if self._cuda:
+        if self.cuda:
             try:
                 torch.cuda.synchronize(self.device)
                 torch.cuda.empty_cache()
@@ -402,7 +402,7 @@ class ModelRunner:
         else:
             sampled = self.sampler.sample(logits, rows, positions, self.rows.tokens, plan, masked)
             sampled.tokens = group.broadcast(sampled.tokens)
-        if not self._cuda:
+        if not self.cuda:
             sampled.tokens = self.inputs.write(sampled.tokens, sampled.bad, rows, positions)
             return sampled
         self.rows.tokens[rows, positions] = sampled.tokens.to(torch.int32)  # bad rows: 0, unread
@@ -411,7 +411,7 @@ class ModelRunner:
 
     def _finish(self, step: int, tokens: Tensor, entries: list[int] | None) -> DeviceResult:
         """Send the tokens to the host behind everything launched so far."""
-        if not self._cuda:
+        if not self.cuda:
             return DeviceResult(step, tokens, entries)
         self._turn ^= 1
         host = self._host_tokens[self._turn][: tokens.shape[0]]
@@ -421,7 +421,7 @@ class ModelRunner:
         return DeviceResult(step, host, entries, event, check=self.model.group.check)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", non_blocking=True) if self._cuda else tensor
+        return tensor.to("cpu", non_blocking=True) if self.cuda else tensor
 
     def _launch_logprobs(self, sampled: Sampled, rows: list[int]) -> HostLogprobs | None:
         if sampled.logprob is None:
@@ -504,74 +504,3 @@ class ModelRunner:
         logprob, rank, top_ids, top_logprobs, total = parts
         counts, ids = [wanted] * len(targets), self._to_host(targets)
         return HostLogprobs(ids, logprob, rank, top_ids, top_logprobs, total, counts)
-
-    def capture_graphs(self, sizes: Sequence[int]) -> None:
-        """Record steps of these numbers of decodes, and mixed ones. CUDA only; after warm-up."""
-        self.graphs = StepGraphs(self, sizes, self._max_num_batched_tokens)
-        self.graphs.capture()
-
-    @torch.inference_mode()
-    def warm_up(self, num_tokens: int) -> None:
-        """Run the largest step on the padding row, with everything that can be asked of sampling:
-        compiles kernels, shows the peak of memory."""
-        pad = self.rows.pad_row
-        batch = self.largest_step(num_tokens)
-        step = self.inputs.assemble(batch)
-        if self.lora is not None and self._cuda:
-            self._warm_up_adapters(batch)
-            step = self.inputs.assemble(batch)
-            step.adapt(self.lora.pretend(batch.num_tokens))
-        hidden = self.forward(step)
-        if self.lora is not None:
-            self.lora.forget()
-        decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
-        self.forward(self.inputs.assemble(decode))
-        if not self.model.stage.first:
-            return
-        count = self.rows.pad_row
-        rows = torch.full((count,), pad, dtype=torch.int64, device=self.device)
-        last = torch.arange(count, device=self.device) % hidden.shape[0]
-        masked = Masked.everything(count, self.model.config.vocab_size, self.device)
-        logits = self.model.logits(hidden.index_select(0, last))
-        self.sample(logits, rows, torch.ones_like(rows), MOST, masked)
-
-    def launch_everything(self, sizes: Sequence[int]) -> None:
-        """What a start launches, where launches only tell which kernels they need
-        (`kernels.launch.compiling`). sizes: as for `capture_graphs`; none, if there will be
-        none."""
-        pad = self.rows.pad_row
-        update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
-        try:
-            self.warm_up(self._max_num_batched_tokens)
-            if sizes:
-                StepGraphs(self, sizes, self._max_num_batched_tokens).launch_all()
-            self.inputs.upload(update, 1, 1)
-        finally:
-            # Tokens that no kernel has chosen were written there, and would be looked up.
-            self.rows.tokens.zero_()
-
-    def largest_step(self, num_tokens: int) -> Batch:
-        """Of prompts as long as they can be: this many tokens, or as many as all rows can bring."""
-        pad = self.rows.pad_row
-        max_len = self.rows.tokens.shape[1] - 1
-        batch = Batch(step=-1)
-        while num_tokens > 0 and len(batch.rows) < pad:
-            length = min(num_tokens, max_len)
-            batch.rows.append(pad)
-            batch.starts.append(0)
-            batch.lengths.append(length)
-            batch.samples.append(True)
-            num_tokens -= length
-        return batch
-
-    def _warm_up_adapters(self, largest: Batch) -> None:
-        """Small steps compile what the largest does not need."""
-        from kernels.lora import warm_up_sizes
-
-        assert self.lora is not None
-        pad = self.rows.pad_row
-        for size in warm_up_sizes(largest.num_tokens, self.lora.num_slots):
-            lengths = [min(size, largest.lengths[0])]
-            step = self.inputs.assemble(Batch(-1, [pad], [0], lengths, [True]))
-            step.adapt(self.lora.pretend(lengths[0]))
-            self.forward(step)

@@ -35,6 +35,7 @@ from engine.runner.memory import (
 )
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
+from engine.runner.warm_up import largest_step, warm_up
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import kernels_for
@@ -256,7 +257,7 @@ def test_prompt_logprobs_hold_few_logits(
 
 def test_warm_up_touches_no_request(runner: ModelRunner) -> None:
     """Warming up writes keys into blocks, or tokens into rows, that requests use later."""
-    runner.warm_up(64)
+    warm_up(runner, 64)
     assert not runner.rows.tokens[:NUM_ROWS].any()
     assert not any(cache[1:].any() for layer in runner.kv.layers.values() for cache in layer)
 
@@ -265,7 +266,7 @@ def test_the_largest_step_is_one_that_can_be(runner: ModelRunner) -> None:
     """Bug: with few rows that are short the warm-up ran more prompts than there are rows, and an
     engine on CUDA did not start: a step of 8,192 tokens with 8 rows of 128."""
     for num_tokens in (1, MAX_LEN, 3 * MAX_LEN - 5, 10_000):
-        batch = runner.largest_step(num_tokens)
+        batch = largest_step(runner, num_tokens)
         assert len(batch.rows) <= NUM_ROWS and max(batch.lengths) <= MAX_LEN
         assert batch.num_tokens == min(num_tokens, NUM_ROWS * MAX_LEN)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.config.engine_config import EngineConfig
 from engine.factory import build
 from engine.messages import AdapterInfo, AddAdapter, EngineRequest
+from engine.runner import warm_up
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from tests.engine.lora.adapters import save_adapter
@@ -288,9 +289,9 @@ def test_the_largest_step_is_warmed_up_with_adapters(
     monkeypatch.setattr(runner, "forward", watched)
     monkeypatch.setattr(runner.lora, "pretend", lambda n: seen.append(("pretend", n)))
     monkeypatch.setattr(runner.lora, "forget", lambda: seen.append(("forget", 0)))
-    monkeypatch.setattr(runner, "_warm_up_adapters", lambda batch: None)
-    monkeypatch.setattr(runner, "_cuda", True)
-    runner.warm_up(48)
+    monkeypatch.setattr(warm_up, "_warm_up_adapters", lambda runner, batch: None)
+    monkeypatch.setattr(runner, "cuda", True)
+    warm_up.warm_up(runner, 48)
     assert seen[:3] == [("pretend", 48), ("forward", 48), ("forget", 0)]
 
 

@@ -29,6 +29,7 @@ from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CudaInputs
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
+from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
 from engine.sampling.sampler import Sampler
 from kernels.dispatch import kernels_for
 from kernels.launch.compiling import Compilers
@@ -218,7 +219,7 @@ def test_what_a_start_launches_has_been_collected(
     whole = Decoder(build, method, virtual_tokens=0)
     rows = RequestRows.allocate(SEQS, 256, 16, torch.device("cpu"))
     with compilers.collecting():
-        runner_of(whole.one_layer(), config, rows, 1).launch_everything(SIZES)
+        launch_everything(runner_of(whole.one_layer(), config, rows, 1), SIZES)
     assert not rows.tokens.any()
     collected = set(compilers._jobs)
     names = {name for _, name, _ in collected}
@@ -243,8 +244,8 @@ def test_what_a_start_launches_has_been_collected(
     monkeypatch.setattr(CudaInputs, "lay_out", lay_out)
     with compilers.collecting():
         runner = runner_of(whole, config, rows, len(whole.layers))
-        runner.warm_up(TOKENS)
-        runner.capture_graphs(SIZES)
+        warm_up(runner, TOKENS)
+        capture_graphs(runner, SIZES)
     assert {(size, size) for size in SIZES} <= set(seen)
     assert any(tokens > entries for entries, tokens in seen)
     assert {name for _, name, _ in set(compilers._jobs) - collected} == set()
