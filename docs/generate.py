@@ -16,7 +16,7 @@ from deployments.api.fields.schema import Body
 from deployments.api.fields.words import REQUIRED, TAKEN, rows
 from deployments.api.routes import ROUTES
 from deployments.config.load import MantaConfig, PoolConfig
-from deployments.config.models import ModelConfig, ModelLimitsConfig
+from deployments.config.models import ModelLimitsConfig, ServedModelConfig
 from engine.architectures import ARCHITECTURES, GGUFS, WRAPPERS
 from engine.config.engine_config import EngineConfig
 
@@ -64,8 +64,8 @@ def render() -> str:
             parts += _section(name, section)
     parts += [
         "## `models.NAME`\n",
-        f"{inspect.getdoc(ModelConfig)}\n",
-        _table(ModelConfig),
+        f"{inspect.getdoc(ServedModelConfig)}\n",
+        _table(ServedModelConfig),
         "## `models.NAME.limits`\n",
         f"{inspect.getdoc(ModelLimitsConfig)}\n",
         _table(ModelLimitsConfig),

@@ -190,15 +190,17 @@ class Cuda(Kernels):
             return E4M3
         return torch.int8 if int8.fits(weight, x) else None
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
+    def prepare(
+        self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0
+    ) -> None:
         """Plan the step's decodes (`decode_plan.plan`) into meta.plan, if there are any."""
         _count(meta)
         if meta.num_decodes:
             assert meta.counts is not None
             kv_len = meta.kv_len[: meta.num_decodes]
-            if rank:
+            if latent_rank:
                 meta.plan = plan_latent(
-                    kv_len, num_heads, rank, k_cache, meta.max_kv_len, meta.counts[:1]
+                    kv_len, num_heads, latent_rank, k_cache, meta.max_kv_len, meta.counts[:1]
                 )
                 return
             meta.plan = plan(

@@ -94,7 +94,9 @@ class CudaDeterministic(Cuda):
     ) -> Tensor:
         return packed_module.packed_experts(x, weights, ids, stack, residual, packed_module.FIXED)
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
+    def prepare(
+        self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0
+    ) -> None:
         _count(meta)
 
     def attention(

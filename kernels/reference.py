@@ -70,12 +70,14 @@ class Kernels:
             "relu": self.relu_mul,
         }
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
+    def prepare(
+        self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0
+    ) -> None:
         """Once a step and group of layers, before the layers: fill meta.plan with what they share.
 
         It may do nothing. k_cache is any of these layers'; it gives block size, KV heads and head
-        size. rank: of latents, where it is a cache of them. On CUDA it launches on the current
-        stream and reads nothing back, so it can sit in a graph.
+        size. latent_rank: width of latents, where it is a cache of them. On CUDA it launches on the
+        current stream and reads nothing back, so it can sit in a graph.
         """
         meta.plan = make_plan(meta, k_cache)
 

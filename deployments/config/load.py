@@ -21,9 +21,9 @@ from deployments.config.endpoint import HttpConfig, LimitsConfig, RouterConfig
 from deployments.config.keys import read_api_keys
 from deployments.config.models import (
     MantaConfig,
-    ModelConfig,
     PoolConfig,
     PoolKind,
+    ServedModelConfig,
     engine_model,
     flatten,
 )
@@ -234,7 +234,7 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
         return list(engine_model().model_fields)
     section: type[BaseModel] = MantaConfig
     if len(path) > 1 and path[0] == "models":
-        section, path = ModelConfig, path[2:]
+        section, path = ServedModelConfig, path[2:]
     if path == ("pools",):
         return ["gpu", "cpu"]
     if path and path[0] == "pools":

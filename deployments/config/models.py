@@ -224,7 +224,7 @@ class ModelLimitsConfig(Section):
     )
 
 
-class ModelConfig(Section):
+class ServedModelConfig(Section):
     """One of several models, under its name: `models: {NAME: {...}}`. What it leaves out of
     `engine`, `scaling` and `limits` is as at the top level."""
 
@@ -309,7 +309,7 @@ class MantaConfig(Section):
         default_factory=dict, description="Engine replicas by kind, instead of `replicas`."
     )
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
-    models: dict[_ModelName, ModelConfig] = Field(
+    models: dict[_ModelName, ServedModelConfig] = Field(
         default_factory=dict,
         description="Several models behind one endpoint, by the name that requests use, instead of "
         "`model` and what belongs to it. See docs/several-models.md and below.",

@@ -105,8 +105,8 @@ class LayerAttention:
         return 1 if self.latent is not None else 2
 
     @property
-    def rank(self) -> int:
-        """Of the latents that the cache has; 0 = it has keys and values."""
+    def latent_rank(self) -> int:
+        """Width of the latents that the cache has; 0 = it has keys and values."""
         return 0 if self.latent is None else self.latent.rank
 
     @property

@@ -112,7 +112,7 @@ class Paged:
         for view, each in zip(groups.views, metas, strict=True):
             attention = groups.groups[view.group].attention
             cache = self.kv.layers[view.layers[0]][0]
-            self.kernels.prepare(each, attention.num_heads, cache, attention.rank)
+            self.kernels.prepare(each, attention.num_heads, cache, attention.latent_rank)
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
         logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
         return list(logits.split([len(ids) - start for ids, _, start in entries]))

@@ -359,7 +359,7 @@ class ModelRunner:
             attention = groups.groups[view.group].attention
             if not attention.bidirectional:
                 cache = layers[view.layers[0]][0]
-                self.kernels.prepare(meta, attention.num_heads, cache, attention.rank)
+                self.kernels.prepare(meta, attention.num_heads, cache, attention.latent_rank)
         if entered is not None:
             return self.model.through(entered, views, layers)
         return self.model.forward(token_ids, views, layers)

@@ -46,7 +46,9 @@ class LayerKernels:
 class PlannedByFirstLayer(Recurrent):
     """A step is planned when its first layer runs: only layers know how they turn their heads."""
 
-    def prepare(self, meta: AttentionMeta, num_heads: int, k_cache: Cache, rank: int = 0) -> None:
+    def prepare(
+        self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0
+    ) -> None:
         """Nothing yet."""
 
 
