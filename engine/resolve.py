@@ -377,7 +377,7 @@ def _kv_format(
                 param="kv_dtype",
             )
     form = kv_form(model, name)
-    if cuda and form.turn % 2:
+    if cuda and form.hadamard % 2:
         raise ConfigError(
             f"kv_dtype: int4 needs heads whose rotated halves have an even number of elements on "
             f"CUDA, which {model.architecture} has not; int8 does not, and the CPU does not",
@@ -389,10 +389,10 @@ def _kv_format(
 def kv_form(model: ModelConfig, name: str) -> KVFormat:
     """One of FORMATS as this model's layers have it."""
     form = FORMATS[name]
-    return replace(form, turn=_turn(model)) if name == "int4" else form
+    return replace(form, hadamard=_hadamard(model)) if name == "int4" else form
 
 
-def _turn(model: ModelConfig) -> int:
+def _hadamard(model: ModelConfig) -> int:
     """The largest power of two that divides what kernels have in hand: the halves of a head that
     are rotated with each other, and the rest."""
     pieces = 0

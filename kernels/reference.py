@@ -36,7 +36,7 @@ from kernels.attention.reference import (
 from kernels.experts import reference as mixture
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import Routing
-from kernels.kv.quantized import Cache, QuantizedKV, turned
+from kernels.kv.quantized import Cache, QuantizedKV, by_hadamard
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent.convolution import causal_conv
@@ -257,19 +257,17 @@ class Kernels:
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
         plan = plan_of(meta, k_cache)
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-        turning = heads[:, : num_heads + num_kv_heads]
+        both = heads[:, : num_heads + num_kv_heads]
         if q_norm is not None and k_norm is not None:
-            q, k = turning[:, :num_heads], turning[:, num_heads:]
-            turning = torch.cat(
-                (self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1
-            )
+            q, k = both[:, :num_heads], both[:, num_heads:]
+            both = torch.cat((self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)), dim=1)
         rotation = plan.rotations.get(cos_sin.data_ptr())
         if rotation is None:
             rotation = _rotation(cos_sin, meta.positions)
             plan.rotations[cos_sin.data_ptr()] = rotation
-        rotated = _rotate(turning.float(), *rotation)
+        rotated = _rotate(both.float(), *rotation)
         if isinstance(k_cache, QuantizedKV):
-            rotated = turned(k_cache.form, rotated)
+            rotated = by_hadamard(k_cache.form, rotated)
         keys, values = rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :]
         for cache, new in ((k_cache, keys), (v_cache, values)):
             if plan.written is not None:
@@ -326,7 +324,8 @@ class Kernels:
         meta: AttentionMeta,
     ) -> Tensor:
         """The first `rank` elements of a latent are normed, the `rope` behind them are a key that
-        all heads share; it and the last `rope` elements of queries turn. Latents go to the cache.
+        all heads share; it and the last `rope` elements of queries are rotated. Latents go to
+        the cache.
 
         q and latents may have rows of any stride. Returns q, contiguous.
         """
@@ -341,8 +340,8 @@ class Kernels:
         new = torch.cat((normed, key.to(normed.dtype)), dim=1)
         write_cache(cache, plan.write_rows, new if plan.written is None else new[plan.written])
         nope = q.shape[2] - cos_sin.shape[1]
-        turned = _rotate(q[..., nope:].float(), *rotation).to(q.dtype)
-        return torch.cat((q[..., :nope], turned), dim=-1)
+        rotated = _rotate(q[..., nope:].float(), *rotation).to(q.dtype)
+        return torch.cat((q[..., :nope], rotated), dim=-1)
 
     def latent_attention(
         self,
@@ -562,11 +561,11 @@ def _rotation(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [num_tokens, heads, head_dim] float32; only the first rotary_dim of each head turn."""
+    """x [num_tokens, heads, head_dim] float32; of each head the first rotary_dim are rotated."""
     rotary_dim = cos.shape[-1]
     part = x[..., :rotary_dim]
     swapped = part.roll(rotary_dim // 2, -1)
-    turned = torch.mul(part, cos).addcmul_(swapped, sin)
+    rotated = torch.mul(part, cos).addcmul_(swapped, sin)
     if rotary_dim == x.shape[-1]:
-        return turned
-    return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+        return rotated
+    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)

@@ -84,7 +84,7 @@ def codes(s: Sizes, shape: tuple[int, int, int, int]) -> QuantizedKV:
     """Random ones, with the numbers of elements below 1."""
     form = FORMATS[s.kv]
     if form.name == "int4":
-        form = replace(form, turn=s.dim // 2)
+        form = replace(form, hadamard=s.dim // 2)
     cache = QuantizedKV.empty(form, shape, s.device)
     raw = cache.codes.view(torch.uint8)
     raw.copy_(torch.randint_like(raw, 127 if s.kv == "fp8" else 256))  # 127 is e4m3's NaN

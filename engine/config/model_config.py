@@ -315,7 +315,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that turn."""
+        """Elements of a head that are rotated."""
         return self.rope.dim or self.head_dim
 
     def tensor_name(self, stored: str) -> str:
@@ -386,7 +386,8 @@ def _check_heads(config: Reader, values: Mapping[str, Any]) -> None:
     dim = values["rope"].dim
     if dim % 2 or dim > values["head_dim"]:
         raise config.error(
-            "partial_rotary_factor", f"{dim} of {values['head_dim']} elements of a head cannot turn"
+            "partial_rotary_factor",
+            f"{dim} of {values['head_dim']} elements of a head cannot be rotated",
         )
 
 

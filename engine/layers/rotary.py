@@ -47,7 +47,7 @@ def _no_rotation(head_dim: int, max_positions: int, device: torch.device) -> Ten
 
 def cos_sin_table(rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
     """[max_positions, rotary_dim] float32: cosines, then sines (rotate-half form). rotary_dim:
-    rope.dim, or head_dim where all of a head turns."""
+    rope.dim, or head_dim where all of a head is rotated."""
     rotary_dim = rope.dim or head_dim
     if device.type == "meta":
         return torch.empty(max_positions, rotary_dim, dtype=torch.float32, device=device)
@@ -115,10 +115,10 @@ _FREQUENCIES = {
 }
 
 
-def turn(x: Tensor, rows: Tensor) -> None:
+def rotate(x: Tensor, rows: Tensor) -> None:
     """x [n, heads, head_dim], written over. rows [n, 1, rotary_dim]: cosines, then sines."""
     cos, sin = rows.chunk(2, dim=-1)
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = first * cos - second * sin, second * cos + first * sin
-    x[..., :half], x[..., half : 2 * half] = turned
+    rotated = first * cos - second * sin, second * cos + first * sin
+    x[..., :half], x[..., half : 2 * half] = rotated

@@ -181,7 +181,7 @@ class CudaInputs:
         self.block_table = torch.zeros(
             groups, entries, max_blocks, dtype=torch.int32, device=device
         )
-        self._turn = 0
+        self._buffer = 0
 
     def upload(self, batch: Batch, num_entries: int, num_tokens: int) -> None:
         """Copy the batch's numbers, padded to this many entries and tokens; apply its updates.
@@ -192,13 +192,13 @@ class CudaInputs:
         """
         from kernels.batch import apply_updates
 
-        self._turn = (self._turn + 1) % len(self._staging)
+        self._buffer = (self._buffer + 1) % len(self._staging)
         entries, count = self._entries, len(batch.rows)
         num_rows, num_blocks = len(batch.new_rows), len(batch.new_blocks)
         num_updates = 3 * (num_rows + num_blocks) + sum(
             len(new.token_ids) for new in batch.new_rows
         )
-        staging, packed = self._staging[self._turn], self._packed
+        staging, packed = self._staging[self._buffer], self._packed
         if num_updates > UPDATE_CAPACITY:  # e.g. a hundred long, fully cached prompts at once
             staging = _Staging(self._updates_at + num_updates)
             packed = torch.empty_like(staging.tensor, device=self._packed.device)

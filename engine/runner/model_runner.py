@@ -98,7 +98,7 @@ class ModelRunner:
             ]
         else:
             self.inputs = CpuInputs(rows, kv.block_size)
-        self._turn = 0
+        self._buffer = 0
         # Per row, on the host: the alternatives it wants (as HostLogprobs.counts), the length of
         # its prompt, how much of that is virtual, and whether its hidden states are pooled.
         self._logprobs = [-1] * rows.pad_row
@@ -413,8 +413,8 @@ class ModelRunner:
         """Send the tokens to the host behind everything launched so far."""
         if not self.cuda:
             return DeviceResult(step, tokens, entries)
-        self._turn ^= 1
-        host = self._host_tokens[self._turn][: tokens.shape[0]]
+        self._buffer ^= 1
+        host = self._host_tokens[self._buffer][: tokens.shape[0]]
         host.copy_(tokens, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -122,7 +122,7 @@ class _Pairs:
 
 
 def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
-    """For each token: heads turned, keys and values into the cache."""
+    """For each token: heads rotated, keys and values into the cache."""
     writer = IRWriter(size)
     dim, half = shape.head_dim, shape.rotary_dim // 2
     names = (_QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _Q_NORM, _K_NORM)
@@ -133,7 +133,7 @@ def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
     eps = writer.op(f"load float, ptr {writer.at('%args', _EPS, 'i64')}")
 
     def head(source: Value, norm: Value, rows: Value) -> list[Value]:
-        """One head's vectors, normed and turned."""
+        """One head's vectors, normed and rotated."""
         parts = [writer.load(writer.at(source, at)) for at in range(0, dim, size)]
         if shape.qk_norm:
             squares = "zeroinitializer"
@@ -151,15 +151,15 @@ def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
                 )
                 for i, part in enumerate(parts)
             ]
-        turned = list(parts)
+        rotated = list(parts)
         for i in range(half // size):
             j = i + half // size
             cos = writer.load(writer.at(rows, i * size))
             sin = writer.load(writer.at(rows, half + i * size))
             minus = writer.op(f"fneg {writer.vector} {sin}")
-            turned[i] = writer.fma(parts[j], minus, writer.binary("fmul", parts[i], cos))
-            turned[j] = writer.fma(parts[i], sin, writer.binary("fmul", parts[j], cos))
-        return turned
+            rotated[i] = writer.fma(parts[j], minus, writer.binary("fmul", parts[i], cos))
+            rotated[j] = writer.fma(parts[i], sin, writer.binary("fmul", parts[j], cos))
+        return rotated
 
     def token(index: Value) -> None:
         position = writer.op(f"load i32, ptr {writer.at(positions, index, 'i32')}")
@@ -187,10 +187,10 @@ def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
                 row = writer.add(first, writer.mul(number, shape.block_size))
                 place = writer.mul(row, dim)
                 at = writer.mul(writer.add(number, shape.num_heads), dim)
-                turned = head(writer.at(source, at), k_norm, rows)
+                rotated = head(writer.at(source, at), k_norm, rows)
                 own = writer.at(source, writer.add(at, shape.num_kv_heads * dim))
                 plain = [writer.load(writer.at(own, d)) for d in range(0, dim, size)]
-                for cache, parts in ((keys, turned), (values, plain)):
+                for cache, parts in ((keys, rotated), (values, plain)):
                     start = writer.at(cache, place, shape.dtype)
                     for i, part in enumerate(parts):
                         writer.store_float(

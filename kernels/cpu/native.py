@@ -25,26 +25,26 @@ class LayerKernels:
 
     def __init__(self) -> None:
         self.kernels: CpuAttention | None = None  # None: the reference
-        self._turn: tuple[int, bool] | None = None
+        self._shape_key: tuple[int, bool] | None = None
 
     def choose(
         self, num_heads: int, k_cache: Cache, cos_sin: Tensor, q_norm: Tensor | None
     ) -> CpuAttention | None:
-        """The kernels of a layer that turns and norms its heads so; None: the reference."""
-        turn = (cos_sin.shape[1], q_norm is not None)
-        if turn != self._turn:
-            self._turn = turn
+        """The kernels of a layer that rotates and norms its heads so; None: the reference."""
+        shape_key = (cos_sin.shape[1], q_norm is not None)
+        if shape_key != self._shape_key:
+            self._shape_key = shape_key
             _, num_kv_heads, block_size, head_dim = k_cache.shape
             if isinstance(k_cache, QuantizedKV):
                 return None
             self.kernels = attention_for(
-                num_heads, num_kv_heads, head_dim, block_size, *turn, k_cache.dtype
+                num_heads, num_kv_heads, head_dim, block_size, *shape_key, k_cache.dtype
             )
         return self.kernels
 
 
 class PlannedByFirstLayer(Recurrent):
-    """A step is planned when its first layer runs: only layers know how they turn their heads."""
+    """A step is planned when its first layer runs: only layers know how they rotate their heads."""
 
     def prepare(
         self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0

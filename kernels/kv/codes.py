@@ -292,8 +292,8 @@ def nearest(x):
 
 
 @triton.jit
-def turned(x, STAGES: tl.constexpr):
-    """Each 2^STAGES elements of x [heads, n] by Hadamard's matrix: `quantized.turned`."""
+def by_hadamard(x, STAGES: tl.constexpr):
+    """Each 2^STAGES elements of x [heads, n] by Hadamard's matrix: `quantized.by_hadamard`."""
     heads: tl.constexpr = x.shape[0]
     size: tl.constexpr = x.shape[1]
     for stage in tl.static_range(STAGES):

@@ -8,14 +8,14 @@ class KVFormat:
     """name: "int8", "fp8" or "int4", or "" for numbers of the model's own type.
 
     bits: of an element. words: bfloat16 numbers beside each token and head (`quantized`).
-    turn: elements that queries and keys are turned in before keys are written, a power of two; 0 =
-        they are not (`quantized.turned`).
+    hadamard: elements that queries and keys are rotated in by Hadamard's matrix before keys are
+        written, a power of two; 0 = they are not (`quantized.by_hadamard`).
     """
 
     name: str = ""
     bits: int = 16
     words: int = 0
-    turn: int = 0
+    hadamard: int = 0
 
     def token_bytes(self, heads: int, dim: int) -> int:
         """Of one token's keys, or values, in one layer."""

@@ -131,14 +131,14 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
-def turned(form: KVFormat, x: Tensor) -> Tensor:
-    """Queries and keys [..., head_dim] as a cache of this form has them: turned by an orthogonal
+def by_hadamard(form: KVFormat, x: Tensor) -> Tensor:
+    """Queries and keys [..., head_dim] as a cache of this form has them: rotated by an orthogonal
     matrix, which changes no product of a query and a key and spreads what a few elements have too
-    much of over others (Hadamard's; QuaRot, arXiv 2404.00456). It is of size form.turn, and repeats
-    on the diagonal."""
-    if not form.turn:
+    much of over others (Hadamard's; QuaRot, arXiv 2404.00456). It is of size form.hadamard, and
+    repeats on the diagonal."""
+    if not form.hadamard:
         return x
-    pieces = x.float().unflatten(-1, (-1, form.turn)) @ hadamard(form.turn, x.device)
+    pieces = x.float().unflatten(-1, (-1, form.hadamard)) @ hadamard(form.hadamard, x.device)
     return pieces.flatten(-2).to(x.dtype)
 
 

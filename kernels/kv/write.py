@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.kv.codes import (
+    by_hadamard,
     constants,
     numbers_of,
     store_codes,
     store_numbers,
-    turned,
     words,
 )
 from kernels.kv.quantized import Cache, QuantizedKV
@@ -47,7 +47,7 @@ def _rotated(
     ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    TURN: tl.constexpr,
+    HADAMARD: tl.constexpr,
 ):
     dims = tl.arange(0, HALF)
     half: tl.constexpr = ROTARY_DIM // 2
@@ -64,10 +64,10 @@ def _rotated(
             rest *= scale * weight[None, :]
     left = first * cos - second * sin
     right = second * cos + first * sin
-    if TURN:
-        left, right = turned(left, TURN), turned(right, TURN)
+    if HADAMARD:
+        left, right = by_hadamard(left, HADAMARD), by_hadamard(right, HADAMARD)
         if REST:
-            rest = turned(rest, TURN)
+            rest = by_hadamard(rest, HADAMARD)
     return left, right, rest
 
 
@@ -166,7 +166,7 @@ def _rope_kv_write_kernel(
     KIND: tl.constexpr,  # of codes (kernels/kv/codes.py); 0 = plain
     CODE_PAGE: tl.constexpr,
     NUMBER_PAGE: tl.constexpr,
-    TURN: tl.constexpr,
+    HADAMARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -230,13 +230,13 @@ def _rope_kv_write_kernel(
             target = q_out + ((token * NUM_HEADS + heads) * HEAD_DIM)[:, None]
             first, second, rest = _rotated(
                 first, second, rest, cos, sin, q_norm, eps,
-                Q_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST, TURN,
+                Q_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST, HADAMARD,
             )  # fmt: skip
             _store(target, first, second, rest, mask, rest_mask, ROTARY_DIM, HALF, REST)
         elif slot >= 0:
             first, second, rest = _rotated(
                 first, second, rest, cos, sin, k_norm, eps,
-                K_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST, TURN,
+                K_NORM, HEAD_DIM, ROTARY_DIM, HALF, REST, HADAMARD,
             )  # fmt: skip
             in_block = heads * BLOCK_SIZE + offset
             if KIND:
@@ -270,9 +270,9 @@ def rope_kv_write(
     q = qkv.new_empty((num_tokens, num_heads, head_dim))
     if not num_tokens:
         return q
-    how: dict[str, Any] = {"KIND": 0, "CODE_PAGE": 0, "NUMBER_PAGE": 0, "TURN": 0}
+    how: dict[str, Any] = {"KIND": 0, "CODE_PAGE": 0, "NUMBER_PAGE": 0, "HADAMARD": 0}
     if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
-        how = constants(k_cache) | {"TURN": max(1, k_cache.form.turn).bit_length() - 1}
+        how = constants(k_cache) | {"HADAMARD": max(1, k_cache.form.hadamard).bit_length() - 1}
         caches = (*(each.codes for each in (k_cache, v_cache)), *words(k_cache, v_cache))
     else:
         caches = (k_cache, v_cache, k_cache, v_cache)

@@ -162,7 +162,7 @@ def test_heads_of_512_fit(launches: Launches) -> None:
     splits = plan(int32(20), 32, k_cache, 8192, int32(1))
     attention_decode(q, k_cache, v_cache, torch.empty_like(q), int32(20, 512), 1.0, splits)
     for form in FORMATS.values():
-        form = replace(form, turn=256) if form.name == "int4" else form
+        form = replace(form, hadamard=256) if form.name == "int4" else form
         codes = [QuantizedKV.empty(form, (NUM_BLOCKS, 4, 16, 512)) for _ in range(2)]
         qkv, table = bf16(20, 40 * 512), torch.empty(1024, 512)
         rope_kv_write(qkv, table, None, None, EPS, *codes, 32, meta)

@@ -56,7 +56,7 @@ class Step:
         self.cos_sin = torch.randn(max(keys for keys, _ in STEP), rope)
 
     def run(self, kernels: Kernels, cache: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Turned queries, and what they find."""
+        """Rotated queries, and what they find."""
         meta: AttentionMeta = replace(self.meta, plan=None)
         q = kernels.latent_write(self.q, self.latents, self.norm, 1e-6, self.cos_sin, cache, meta)
         return q, kernels.latent_attention(q, cache, up, SCALE, meta)

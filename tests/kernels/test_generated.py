@@ -215,7 +215,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 def test_what_layers_do_otherwise(
     sees: tuple[int, int], special: dict[str, Tensor | float], deterministic: bool
 ) -> None:
-    """Layers of one step that turn heads otherwise, and decodes that see a part of their keys or
+    """Layers of one step that rotate heads otherwise, and decodes that see a part of their keys or
     change their scores: a generated kernel taken that reads all of them, or that is another
     layer's."""
     entries = [((3, 1, 8, 9, 2), 17, 1), ((5,), 2, 1), ((4, 0, 7), 3, 8)]

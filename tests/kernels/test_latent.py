@@ -118,7 +118,7 @@ def test_many_heads_are_parts() -> None:
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 def test_write(back_end: str) -> None:
-    """A latent normed with its shared key, a key that turns with another's angle, padding that
+    """A latent normed with its shared key, a key rotated by another's angle, padding that
     writes; and queries whose rows are pieces of longer ones."""
     torch.manual_seed(4)
     tokens, heads, rank, eps = 5, 10, 24, 1e-6
@@ -133,7 +133,7 @@ def test_write(back_end: str) -> None:
         q, down[:, -(rank + ROPE) :], norm, eps, cos_sin, cache, meta
     )
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         cos, sin = cos_sin[meta.positions.long()].double().chunk(2, -1)
         first, second = x.double().chunk(2, -1)
         while cos.dim() < first.dim():
@@ -142,10 +142,10 @@ def test_write(back_end: str) -> None:
 
     latent = down[:, -(rank + ROPE) : -ROPE].double()
     latent = latent / (latent.square().mean(-1, keepdim=True) + eps).sqrt() * norm
-    kept = torch.cat((latent, turned(down[:, -ROPE:])), -1)
+    kept = torch.cat((latent, rotated(down[:, -ROPE:])), -1)
     flat = cache[:, 0].flatten(0, 1)
     written = meta.slots >= 0
     assert row_error(flat[meta.slots[written]], kept[written]) < 1e-5
     assert int(flat.isfinite().all(-1).sum()) == int(written.sum())
     assert torch.equal(out[..., :NOPE], q[..., :NOPE]) and out.is_contiguous()
-    assert row_error(out[..., NOPE:], turned(q[..., NOPE:])) < 1e-5
+    assert row_error(out[..., NOPE:], rotated(q[..., NOPE:])) < 1e-5

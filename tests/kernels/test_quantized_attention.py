@@ -181,10 +181,10 @@ STEP = {"int8": 1 / 127, "fp8": 1 / 8 if DEVICE == "cuda" else 1 / 2, "int4": 2 
 def test_keys_and_values_are_written(
     name: str, shape: tuple[int, ...], norm: bool, dtype: torch.dtype
 ) -> None:
-    """A maximum over padding or over half a head, the wrong half rotated, queries turned otherwise
+    """A maximum over padding or over half a head, the wrong half rotated, queries rotated otherwise
     than keys, slot -1 written to, a block's codes over another's scales."""
     num_heads, kv_heads, dim, rotary, block_size = shape
-    form = turning(name, dim, rotary)
+    form = rotated_form(name, dim, rotary)
     count, num_blocks = 11, 24
     qkv = random(count, (num_heads + 2 * kv_heads) * dim, dtype=dtype)
     qkv[3] = 0.0
@@ -221,9 +221,9 @@ def test_keys_and_values_are_written(
             assert not each.any()
 
 
-def turning(name: str, dim: int, rotary: int) -> KVFormat:
+def rotated_form(name: str, dim: int, rotary: int) -> KVFormat:
     pieces = gcd(rotary // 2, dim - rotary)
-    return replace(FORMATS[name], turn=pieces & -pieces) if name == "int4" else FORMATS[name]
+    return replace(FORMATS[name], hadamard=pieces & -pieces) if name == "int4" else FORMATS[name]
 
 
 @forms

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.kv.format import FORMATS, KVFormat
-from kernels.kv.quantized import QuantizedKV, dequantize, hadamard, quantize, turned
+from kernels.kv.quantized import QuantizedKV, by_hadamard, dequantize, hadamard, quantize
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
 from tests.kernels.layout import lay_out
@@ -62,14 +62,16 @@ def test_codes_of_four_bits_lie_where_the_page_says() -> None:
 
 
 def test_turning_changes_no_product_and_spreads_outliers() -> None:
-    """Bug: a matrix that is not orthogonal; queries and keys turned in different pieces."""
-    form = replace(FORMATS["int4"], turn=16)
+    """Bug: a matrix that is not orthogonal; queries and keys rotated in different pieces."""
+    form = replace(FORMATS["int4"], hadamard=16)
     matrix = hadamard(16, torch.device("cpu"))
     assert torch.allclose(matrix @ matrix.T, torch.eye(16), atol=1e-6)
     q, k = torch.randn(5, 48), torch.randn(5, 48)
     k[:, 3] = 50.0
-    assert torch.allclose((turned(form, q) * turned(form, k)).sum(-1), (q * k).sum(-1), atol=1e-3)
-    assert turned(form, k).abs().max() < 20
+    assert torch.allclose(
+        (by_hadamard(form, q) * by_hadamard(form, k)).sum(-1), (q * k).sum(-1), atol=1e-3
+    )
+    assert by_hadamard(form, k).abs().max() < 20
 
 
 @forms
@@ -78,7 +80,7 @@ def test_attention_reads_what_was_written(form: KVFormat, block_size: int) -> No
     """Bug: a head's scale taken for its neighbour's; padding written; a block's codes over
     another's scales; a chunk that reads the keys before they were rounded."""
     heads, kv_heads, dim = 4, 2, 16
-    form = replace(form, turn=8) if form.name == "int4" else form
+    form = replace(form, hadamard=8) if form.name == "int4" else form
     entries = [(range(20), 6, 1), (range(40, 60), 0, 5), (range(20, 40), 3, 4)]
     kernels, scale = Kernels(), dim**-0.5
     cos_sin = torch.randn(32, dim)
@@ -98,7 +100,7 @@ def test_attention_reads_what_was_written(form: KVFormat, block_size: int) -> No
         dense.append(rows.view(64, kv_heads, block_size, dim))
     want = attention(q, *dense, scale, step)
     assert torch.allclose(out[: len(want)].view(want.shape).double(), want, atol=1e-5)
-    # Of the values, which nothing turns: what the step wrote lies in its slots, and nowhere else.
+    # Of the values, which nothing rotates: what the step wrote lies in its slots, and nowhere else.
     own = step.slots[:-2]
     got = dense[1][own // block_size, :, own % block_size]
     most = written[1][:-2].abs().amax(-1, keepdim=True)

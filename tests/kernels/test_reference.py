@@ -35,8 +35,8 @@ def rotated(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     rotary = cos_sin.shape[-1]
     cos, sin = cos_sin[positions.long()].double()[:, None].chunk(2, -1)
     first, second = x[..., : rotary // 2].double(), x[..., rotary // 2 : rotary].double()
-    turned = (first * cos - second * sin, second * cos + first * sin, x[..., rotary:].double())
-    return torch.cat(turned, -1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, x[..., rotary:].double())
+    return torch.cat(rotated, -1)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,7 +17,7 @@ from engine.layers.build import Builder
 from engine.layers.norm import Norm
 from engine.layers.recurrent.beside import AttentionBesideMixer
 from engine.layers.recurrent.block import mixer_block
-from engine.layers.rotary import Tables, turn
+from engine.layers.rotary import Tables, rotate
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
@@ -111,7 +111,7 @@ class EditedAttention(Attention):
         self.value_norm = build.unit_norm(dim) if layer.value_norm else None
         queries, keys = build.group.heads(heads, kv_heads)
         self.heads = (self.num_heads, keys[1] - keys[0])  # this rank's
-        self.turning: Tensor | None = None
+        self.rotation: Tensor | None = None
         self.apart: tuple[Norm, ...] = ()
         self.over_ranks: tuple[HeadNorm, ...] = ()  # these, whose sums of squares are all ranks'
         self.group = build.group
@@ -124,7 +124,7 @@ class EditedAttention(Attention):
                 self.over_ranks = of_heads
         elif config.qk_norm_after:
             self.apart, self.q_norm, self.k_norm = self.norms, None, None
-            self.turning, self.cos_sin = self.cos_sin, tables(None, dim)
+            self.rotation, self.cos_sin = self.cos_sin, tables(None, dim)
         self.temperatures: Tensor | None = None
         if layer.temperature is not None:
             self.temperatures = tables.temperatures(*layer.temperature)
@@ -195,8 +195,8 @@ class EditedAttention(Attention):
                 part.copy_(each.by(part, of_all))
             return
         for part, norm in zip(parts, self.apart, strict=True):
-            if self.turning is not None:
-                turn(part, self.turning.index_select(0, meta.positions)[:, None])
+            if self.rotation is not None:
+                rotate(part, self.rotation.index_select(0, meta.positions)[:, None])
             part.copy_(norm(part.contiguous()))
 
 
@@ -217,6 +217,6 @@ class BorrowingAttention(Attention):
         q = self.qkv.forward(x, meta.lora, norm=norm).view(len(x), self.num_heads, self.head_dim)
         if self.q_norm is not None:
             q = self.kernels.rms_norm(q, self.q_norm, self.eps)
-        turn(q, self.cos_sin.index_select(0, meta.positions)[:, None])
+        rotate(q, self.cos_sin.index_select(0, meta.positions)[:, None])
         attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
         return self.out.forward(attended, meta.lora, residual=residual)

@@ -59,8 +59,8 @@ class LatentAttention:
     @property
     def activations(self) -> int:
         latent = self.latent
-        turned = self.num_heads * (2 * self.head_dim + latent.rope)
-        return self.down.spec.out_features + turned + self.num_heads * 2 * latent.rank
+        rotated = self.num_heads * (2 * self.head_dim + latent.rope)
+        return self.down.spec.out_features + rotated + self.num_heads * 2 * latent.rank
 
     def forward(
         self,

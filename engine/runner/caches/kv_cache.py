@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.caches.state_cache import StateCache
 from kernels.kv.format import KVFormat
-from kernels.kv.quantized import KV, QuantizedKV, turned
+from kernels.kv.quantized import KV, QuantizedKV, by_hadamard
 from kernels.metadata import AttentionMeta
 
 
@@ -108,7 +108,9 @@ class KVCache:
         at = (blocks.repeat_interleave(heads), head, places.repeat_interleave(heads))
         for number, (keys, own) in enumerate(self.layers.values()):
             assert isinstance(keys, QuantizedKV) and isinstance(own, QuantizedKV)
-            key = turned(self.form, values[:, 2 * number].float())  # as the layer turns its own
+            key = by_hadamard(
+                self.form, values[:, 2 * number].float()
+            )  # as the layer rotates its own
             keys.write(*at, key.reshape(-1, dim))
             own.write(*at, values[:, 2 * number + 1].reshape(-1, dim))
 

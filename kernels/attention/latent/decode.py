@@ -28,11 +28,11 @@ def head_parts(num_heads: int) -> int:
 
 @triton.jit
 def latent_tile(
-    query, turned, latent, shared, seen, top, denominator, acc, scale_log2,
+    query, rotated, latent, shared, seen, top, denominator, acc, scale_log2,
 ):  # fmt: skip
     """A tile of keys more: seen [rows, keys] or [1, keys]."""
     score = tl.dot(query, tl.trans(latent), input_precision="ieee")
-    score = tl.dot(turned, tl.trans(shared), score, input_precision="ieee") * scale_log2
+    score = tl.dot(rotated, tl.trans(shared), score, input_precision="ieee") * scale_log2
     score = tl.where(seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, axis=1))
     weight = tl.exp2(score - new_top[:, None])
@@ -45,11 +45,11 @@ def latent_tile(
 
 @triton.jit
 def few_heads_tile(
-    query, turned, latent, shared, seen, top, denominator, acc, scale_log2,
+    query, rotated, latent, shared, seen, top, denominator, acc, scale_log2,
 ):  # fmt: skip
     """The same with a column a head: seen [keys, 1], acc [elements, heads]."""
     score = tl.dot(latent, tl.trans(query), input_precision="ieee")
-    score = tl.dot(shared, tl.trans(turned), score, input_precision="ieee") * scale_log2
+    score = tl.dot(shared, tl.trans(rotated), score, input_precision="ieee") * scale_log2
     score = tl.where(seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, axis=0))
     weight = tl.exp2(score - new_top[None, :])
@@ -66,7 +66,7 @@ def few_heads_tile(
 )
 def _latent_decode_kernel(
     absorbed,  # [heads, tokens, RANK]
-    q,  # [tokens, heads, HEAD_DIM]: the last ROPE elements turn
+    q,  # [tokens, heads, HEAD_DIM]: the last ROPE elements are rotated
     cache,
     out,  # [tokens, heads, RANK]
     block_table,
@@ -92,11 +92,11 @@ def _latent_decode_kernel(
 ):
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, RANKS)
-    turns = tl.arange(0, ROPES)
+    rotary = tl.arange(0, ROPES)
     keys = tl.arange(0, KEYS)
     row_mask = rows < GROUP
     dim_mask = dims < RANK
-    turn_mask = turns < ROPE
+    rotary_mask = rotary < ROPE
     tile_mask = row_mask[:, None] & dim_mask[None, :]
     NUM_HEADS: tl.constexpr = PARTS * GROUP
     KEPT: tl.constexpr = RANK + ROPE
@@ -115,8 +115,8 @@ def _latent_decode_kernel(
         from_absorbed = absorbed + heads[:, None].to(tl.int64) * head_stride + entry * RANK
         query = tl.load(from_absorbed + dims[None, :], mask=tile_mask, other=0.0)
         from_q = q + (entry * NUM_HEADS + heads[:, None]) * HEAD_DIM + (HEAD_DIM - ROPE)
-        turned_mask = row_mask[:, None] & turn_mask[None, :]
-        turned = tl.load(from_q + turns[None, :], mask=turned_mask, other=0.0)
+        rotated_mask = row_mask[:, None] & rotary_mask[None, :]
+        rotated = tl.load(from_q + rotary[None, :], mask=rotated_mask, other=0.0)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([RANKS, ROWS] if FEW else [ROWS, RANKS], tl.float32)
@@ -135,17 +135,19 @@ def _latent_decode_kernel(
             page = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
             there = seen[:, None] & dim_mask[None, :]
             latent = tl.load(cache + offset[:, None] + dims[None, :], mask=there, other=0.0)
-            there = seen[:, None] & turn_mask[None, :]
+            there = seen[:, None] & rotary_mask[None, :]
             shared = tl.load(
-                cache + offset[:, None] + (RANK + turns)[None, :], mask=there, other=0.0
+                cache + offset[:, None] + (RANK + rotary)[None, :], mask=there, other=0.0
             )
             if FEW:
                 top, denominator, acc = few_heads_tile(
-                    query, turned, latent, shared, seen[:, None], top, denominator, acc, scale_log2,
+                    query, rotated, latent, shared, seen[:, None], top, denominator, acc,
+                    scale_log2,
                 )  # fmt: skip
             else:
                 top, denominator, acc = latent_tile(
-                    query, turned, latent, shared, seen[None, :], top, denominator, acc, scale_log2,
+                    query, rotated, latent, shared, seen[None, :], top, denominator, acc,
+                    scale_log2,
                 )  # fmt: skip
         if FEW:
             acc = tl.trans(acc)
@@ -194,14 +196,14 @@ def plan_latent(
 
 def latent_decode(
     absorbed: Tensor,  # [num_heads, tokens, rank], of any stride between heads
-    q: Tensor,  # [tokens, num_heads, head_dim], the last `rope` elements turned
+    q: Tensor,  # [tokens, num_heads, head_dim], the last `rope` elements rotated
     cache: Tensor,  # [num_blocks, 1, block_size, rank + rope]
     out: Tensor,  # [tokens, num_heads, rank]
     block_table: Tensor,  # [num_entries, max_blocks] int32
     scale: float,
     plan: DecodePlan,
 ) -> None:
-    """out = softmax(scale (absorbed c^T + q_turned k^T)) c over the latents (c, k) that the plan
+    """out = softmax(scale (absorbed c^T + q_rotated k^T)) c over the latents (c, k) that the plan
     lists, for its entries' tokens."""
     num_heads, _, rank = absorbed.shape
     head_dim, block_size = q.shape[2], cache.shape[2]

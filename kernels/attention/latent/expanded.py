@@ -85,7 +85,7 @@ def _latent_gather_kernel(
 
 @triton.jit
 def _walk(
-    query, turned, made, shared, begin, end, row_position, top, denominator, acc, scale_log2,
+    query, rotated, made, shared, begin, end, row_position, top, denominator, acc, scale_log2,
     WIDTH: tl.constexpr, KEPT: tl.constexpr, NOPE: tl.constexpr,
     VALUE: tl.constexpr, ROPE: tl.constexpr, NOPES: tl.constexpr, VALUES: tl.constexpr,
     ROPES: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
@@ -95,7 +95,7 @@ def _walk(
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, NOPES)
     columns = tl.arange(0, VALUES)
-    turns = tl.arange(0, ROPES)
+    rotary = tl.arange(0, ROPES)
     for start in tl.range(begin, end, KEYS, num_stages=STAGES):
         own = made + start * WIDTH
         position = start + keys
@@ -105,14 +105,14 @@ def _walk(
             key = tl.load(own + keys[:, None] * WIDTH + dims[None, :], mask=mask, other=0.0)
         else:
             key = tl.load(own + keys[:, None] * WIDTH + dims[None, :])
-        from_shared = shared + start * KEPT + keys[:, None] * KEPT + turns[None, :]
+        from_shared = shared + start * KEPT + keys[:, None] * KEPT + rotary[None, :]
         if MASKED or ROPE < ROPES:
-            mask = seen[:, None] & (turns < ROPE)[None, :]
+            mask = seen[:, None] & (rotary < ROPE)[None, :]
             also = tl.load(from_shared, mask=mask, other=0.0)
         else:
             also = tl.load(from_shared)
         score = tl.dot(query, tl.trans(key), input_precision="ieee")
-        score = tl.dot(turned, tl.trans(also), score, input_precision="ieee")
+        score = tl.dot(rotated, tl.trans(also), score, input_precision="ieee")
         if MASKED:
             visible = (position[None, :] <= row_position[:, None]) & seen[None, :]
             score = tl.where(visible, score, float("-inf"))
@@ -196,12 +196,12 @@ def _latent_expanded_kernel(
     if lowest >= highest:
         return
     dims = tl.arange(0, NOPES)
-    turns = tl.arange(0, ROPES)
+    rotary = tl.arange(0, ROPES)
     from_q = q + (at * (NOPE + ROPE))[:, None]
     mask = row_mask[:, None] & (dims < NOPE)[None, :]
     query = tl.load(from_q + dims[None, :], mask=mask, other=0.0)
-    mask = row_mask[:, None] & (turns < ROPE)[None, :]
-    turned = tl.load(from_q + (NOPE + turns)[None, :], mask=mask, other=0.0)
+    mask = row_mask[:, None] & (rotary < ROPE)[None, :]
+    rotated = tl.load(from_q + (NOPE + rotary)[None, :], mask=mask, other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUES], tl.float32)
@@ -217,11 +217,11 @@ def _latent_expanded_kernel(
     from_made = made + origin * WIDTH + head * EACH
     shared = gathered + origin * KEPT + RANK
     top, denominator, acc = _walk(
-        query, turned, from_made, shared, lowest, full, row_position, top, denominator, acc,
+        query, rotated, from_made, shared, lowest, full, row_position, top, denominator, acc,
         scale_log2, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, False, STAGES,
     )  # fmt: skip
     top, denominator, acc = _walk(
-        query, turned, from_made, shared, full, highest, row_position, top, denominator, acc,
+        query, rotated, from_made, shared, full, highest, row_position, top, denominator, acc,
         scale_log2, WIDTH, KEPT, NOPE, VALUE, ROPE, NOPES, VALUES, ROPES, KEYS, True, STAGES,
     )  # fmt: skip
     if highest < end:
@@ -249,7 +249,7 @@ def expanded_launch(widest: int, element_size: int) -> ExpandedLaunch:
 
 
 def latent_expanded(
-    q: Tensor,  # [num_tokens, num_heads, nope + rope], the last `rope` elements turned
+    q: Tensor,  # [num_tokens, num_heads, nope + rope], the last `rope` elements rotated
     cache: Tensor,  # [num_blocks, 1, block_size, rank + rope]
     up: Tensor,  # [num_heads, nope + value, rank]
     out: Tensor,  # [num_tokens, num_heads, value]

@@ -20,7 +20,7 @@ from kernels.metadata import AttentionMeta
 )
 def _latent_prefill_kernel(
     absorbed,  # [heads, tokens, RANK]
-    q,  # [tokens, heads, HEAD_DIM]: the last ROPE elements turn
+    q,  # [tokens, heads, HEAD_DIM]: the last ROPE elements are rotated
     cache,
     out,  # [tokens, heads, RANK]
     block_table,
@@ -57,10 +57,10 @@ def _latent_prefill_kernel(
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, RANKS)
-    turns = tl.arange(0, ROPES)
+    rotary = tl.arange(0, ROPES)
     keys = tl.arange(0, KEYS)
     dim_mask = dims < RANK
-    turn_mask = turns < ROPE
+    rotary_mask = rotary < ROPE
     query_index = first + rows // GROUP
     row_mask = (rows < QUERIES * GROUP) & (query_index < query_len)
     tile_mask = row_mask[:, None] & dim_mask[None, :]
@@ -74,8 +74,8 @@ def _latent_prefill_kernel(
     from_absorbed = absorbed + (heads.to(tl.int64) * head_stride + token * RANK)[:, None]
     query = tl.load(from_absorbed + dims[None, :], mask=tile_mask, other=0.0)
     from_q = q + ((token * NUM_HEADS + heads) * HEAD_DIM + (HEAD_DIM - ROPE))[:, None]
-    turned_mask = row_mask[:, None] & turn_mask[None, :]
-    turned = tl.load(from_q + turns[None, :], mask=turned_mask, other=0.0)
+    rotated_mask = row_mask[:, None] & rotary_mask[None, :]
+    rotated = tl.load(from_q + rotary[None, :], mask=rotated_mask, other=0.0)
     length = tl.load(kv_len + entry)
     table = block_table + entry.to(tl.int64) * table_stride
     first_position = length - query_len + first
@@ -93,11 +93,11 @@ def _latent_prefill_kernel(
         page = tl.load(table + (position + KEYS) // BLOCK_SIZE, mask=position + KEYS < end, other=0)
         there = known[:, None] & dim_mask[None, :]
         latent = tl.load(cache + offset[:, None] + dims[None, :], mask=there, other=0.0)
-        there = known[:, None] & turn_mask[None, :]
-        shared = tl.load(cache + offset[:, None] + (RANK + turns)[None, :], mask=there, other=0.0)
+        there = known[:, None] & rotary_mask[None, :]
+        shared = tl.load(cache + offset[:, None] + (RANK + rotary)[None, :], mask=there, other=0.0)
         seen = position[None, :] <= row_position[:, None]
         top, denominator, acc = latent_tile(
-            query, turned, latent, shared, seen, top, denominator, acc, scale_log2,
+            query, rotated, latent, shared, seen, top, denominator, acc, scale_log2,
         )  # fmt: skip
     acc = acc / denominator[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
@@ -117,7 +117,7 @@ def _launch(element_size: int) -> _Launch:
 
 def latent_prefill(
     absorbed: Tensor,  # [num_heads, num_tokens, rank], of any stride between heads
-    q: Tensor,  # [num_tokens, num_heads, head_dim], the last `rope` elements turned
+    q: Tensor,  # [num_tokens, num_heads, head_dim], the last `rope` elements rotated
     cache: Tensor,  # [num_blocks, 1, block_size, rank + rope]
     out: Tensor,  # [num_tokens, num_heads, rank]
     scale: float,

@@ -34,11 +34,11 @@ def _latent_write_kernel(
     group = tl.program_id(1)
     position = tl.load(positions + token).to(tl.int64)
     half: tl.constexpr = ROPE // 2
-    turns = tl.arange(0, HALF)
-    valid = turns < half
+    rotary = tl.arange(0, HALF)
+    valid = rotary < half
     angle = cos_sin + position * ROPE
-    cos = tl.load(angle + turns, mask=valid, other=0.0)
-    sin = tl.load(angle + half + turns, mask=valid, other=0.0)
+    cos = tl.load(angle + rotary, mask=valid, other=0.0)
+    sin = tl.load(angle + half + rotary, mask=valid, other=0.0)
     dtype = q_out.dtype.element_ty
     if group == 0:
         slot = tl.load(slots + token)
@@ -52,12 +52,12 @@ def _latent_write_kernel(
             mean = tl.sum(latent * latent, axis=0) / RANK
             normed = latent * tl.rsqrt(mean + eps) * weight
             tl.store(target + dims, normed.to(cache.dtype.element_ty), mask=mask)
-            first = tl.load(row + RANK + turns, mask=valid, other=0.0).to(tl.float32)
-            second = tl.load(row + RANK + half + turns, mask=valid, other=0.0).to(tl.float32)
-            turned = first * cos - second * sin
-            tl.store(target + RANK + turns, turned.to(cache.dtype.element_ty), mask=valid)
-            turned = second * cos + first * sin
-            tl.store(target + RANK + half + turns, turned.to(cache.dtype.element_ty), mask=valid)
+            first = tl.load(row + RANK + rotary, mask=valid, other=0.0).to(tl.float32)
+            second = tl.load(row + RANK + half + rotary, mask=valid, other=0.0).to(tl.float32)
+            rotated = first * cos - second * sin
+            tl.store(target + RANK + rotary, rotated.to(cache.dtype.element_ty), mask=valid)
+            rotated = second * cos + first * sin
+            tl.store(target + RANK + half + rotary, rotated.to(cache.dtype.element_ty), mask=valid)
     else:
         heads = (group - 1) * HEADS + tl.arange(0, HEADS)
         exists = (heads < NUM_HEADS)[:, None]
@@ -67,7 +67,7 @@ def _latent_write_kernel(
         mask = exists & (dims < NOPE)[None, :]
         tl.store(into + dims[None, :], tl.load(source + dims[None, :], mask=mask), mask=mask)
         mask = exists & valid[None, :]
-        at = NOPE + turns[None, :]
+        at = NOPE + rotary[None, :]
         low = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(source + half + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(into + at, (low * cos[None, :] - high * sin[None, :]).to(dtype), mask=mask)

@@ -1,7 +1,7 @@
 """Attention over paged latents for tokens that each see keys of their own, and the way of latents
 into the cache: generated for a shape of heads, in four kernels.
 
-    write    latents normed, shared keys and queries turned, latents into their slots
+    write    latents normed, shared keys and queries rotated, latents into their slots
     absorb   queries times what would make keys: each is then as long as a latent
     attend   of each token and a few heads: scores, softmax, weighted sum of latents
     values   these sums times what makes values
@@ -49,7 +49,7 @@ def _write(
     eps = w.load(w.at("%args", _EPS, "i64"), "float")
     half = rope // 2
 
-    def turned(source: Value, rows: Value) -> list[Value]:
+    def rotated(source: Value, rows: Value) -> list[Value]:
         first, second = (
             [w.load(w.at(source, begin + at)) for at in range(0, half, size)] for begin in (0, half)
         )
@@ -70,7 +70,7 @@ def _write(
             target = w.at(out, w.mul(w.add(w.mul(index, heads), number), head))
             for at in range(0, nope, size):
                 w.store(w.load(w.at(source, at)), w.at(target, at))
-            for at, part in enumerate(turned(w.at(source, nope), rows)):
+            for at, part in enumerate(rotated(w.at(source, nope), rows)):
                 w.store(part, w.at(target, nope + at * size))
 
         each(w, 0, heads, query)
@@ -88,7 +88,7 @@ def _write(
                 return []
 
             w.loop(0, rank, [], normed, step=size)
-            for at, part in enumerate(turned(w.at(source, rank), rows)):
+            for at, part in enumerate(rotated(w.at(source, rank), rows)):
                 place = w.at(target, rank + at * size, dtype)
                 w.store_float(part, place, dtype)
 
@@ -135,7 +135,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 value = w.binary("fmul", sums[row * width + v], scale)
                 w.store(value, w.at(target, v * size))
 
-    def turned(head: Value) -> None:
+    def rotated(head: Value) -> None:
         def one(token: Value) -> None:
             source = w.at(place(q, token, head, shape.head), shape.nope)
             target = w.at(place(out, token, head, shape.kept), shape.rank)
@@ -161,7 +161,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             each(w, whole, tokens, lambda token: some(head, column, token, 1))
 
         between(w, block, 0, blocks, columns)
-        between(w, block, blocks, blocks + 1, lambda _: turned(head))
+        between(w, block, blocks, blocks + 1, lambda _: rotated(head))
 
     w.claim("%args", "1", str(shape.heads * (blocks + 1)), work)
     return w, "void @absorb(ptr %args)"

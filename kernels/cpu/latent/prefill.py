@@ -63,13 +63,13 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     of_tile = tile * (shape.rank + shape.head + 2 * shape.value + _ROWS) + _MADE * shape.rank
     of_row = shape.head + shape.value + 2 * size
     floats = w.add(w.mul(filled_most, of_row), of_tile)
-    # latents [rank units, tile], keys [head units, tile], values turned [value, tile] and as they
-    # are [tile units, value], weights [_ROWS, tile], rows of up; queries [rows, head], sums [rows,
-    # value], the largest score [rows, lanes] and the weights' sums [rows, lanes]
+    # latents [rank units, tile], keys [head units, tile], values transposed [value, tile] and as
+    # they are [tile units, value], weights [_ROWS, tile], rows of up; queries [rows, head], sums
+    # [rows, value], the largest score [rows, lanes] and the weights' sums [rows, lanes]
     latents = w.at(w.argument(_SCRATCH, "ptr"), w.mul(thread, floats))
     keys = w.at(latents, tile * shape.rank)
-    turned = w.at(keys, tile * shape.head)
-    values = w.at(turned, tile * shape.value)
+    transposed = w.at(keys, tile * shape.head)
+    values = w.at(transposed, tile * shape.value)
     weights = w.at(values, tile * shape.value)
     lines = w.at(weights, tile * _ROWS)
     query = w.at(lines, _MADE * shape.rank)
@@ -191,11 +191,11 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 w.store(value, w.at(keys, w.add(w.add(line, at), v * size)))
 
     def put_value(element: Value, at: Value, found: list[list[Value]]) -> None:
-        """Turned: the next keys are the next numbers."""
+        """Transposed: the next keys are the next numbers."""
         for r, vectors in enumerate(found):
             place = w.add(w.mul(w.add(element, r), tile), at)
             for v, value in enumerate(vectors):
-                store(value, turned, w.add(place, v * size))
+                store(value, transposed, w.add(place, v * size))
 
     def store(value: Value, array: Value, at: Value) -> None:
         """A vector at so many numbers of an array of units."""
@@ -205,11 +205,11 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         narrow = w.op(f"fptrunc {kind} {value} to <{size} x bfloat>")
         w.store(narrow, w.at(array, at, "i16"), f"<{size} x bfloat>")
 
-    def turn_values() -> None:
+    def transpose_values() -> None:
         def block(element: Value) -> list[Value]:
             for at in range(0, tile // unit, size):
                 rows = [
-                    w.load(w.at(turned, w.add(w.mul(w.add(element, i), tile // unit), at)))
+                    w.load(w.at(transposed, w.add(w.mul(w.add(element, i), tile // unit), at)))
                     for i in range(size)
                 ]
                 for i, row in enumerate(w.transpose(rows)):
@@ -309,7 +309,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             gather(begin)
             make(head, 0, shape.nope, put_key)
             make(head, shape.nope, shape.value, put_value)
-            turn_values()
+            transpose_values()
             # Earlier queries see nothing of the tile, later ones all.
             seeing = w.sub(begin, position)
             seeing = w.call("i64", "llvm.smax.i64", [("i64", seeing), ("i64", "0")])

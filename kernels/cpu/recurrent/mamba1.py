@@ -38,7 +38,7 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
     strides = [w.argument(word) for word in _STRIDES]
     rates, skip, state, out = (w.argument(word, "ptr") for word in (_RATES, _SKIP, _STATE, _OUT))
 
-    def turned(place: Value, rows: int) -> list[Value]:
+    def transposed(place: Value, rows: int) -> list[Value]:
         """A matrix [rows, width] -> its columns."""
         columns: list[Value] = []
         for at, count in parts(width, size):
@@ -53,7 +53,7 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
     def channels_of(entry: Entry, first: Value, rows: int) -> None:
         own = w.at(state, w.mul(w.add(w.mul(entry.row, channels), first), width))
         w.when(entry.begins, lambda: clear(w, own, rows * width))
-        own_rates = turned(w.at(rates, w.mul(first, width)), rows)
+        own_rates = transposed(w.at(rates, w.mul(first, width)), rows)
         skipped = w.load_some(w.at(skip, first), rows)
 
         def token(index: Value, *held: Value) -> list[Value]:
@@ -76,7 +76,7 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
             w.store_some(read, place, rows)
             return left
 
-        start = [(w.vector, value) for value in turned(own, rows)]
+        start = [(w.vector, value) for value in transposed(own, rows)]
         columns = w.loop(0, entry.count, start, token)
         for at, count in parts(width, size):
             lines = columns[at : at + count] + ["zeroinitializer"] * (size - count)

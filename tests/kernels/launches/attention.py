@@ -81,7 +81,7 @@ def quantized_attention(model: str) -> None:
     for form in FORMATS.values():
         if form.name == "fp8" and driver.active.get_current_target().arch < 89:
             continue  # engine/resolve.py refuses it there
-        form = replace(form, turn=dim // 2) if form.name == "int4" else form
+        form = replace(form, hadamard=dim // 2) if form.name == "int4" else form
         shape = (NUM_BLOCKS, d.num_kv_heads, BLOCK_SIZE, dim)
         k_cache, v_cache = (QuantizedKV.empty(form, shape) for _ in range(2))
         meta = AttentionMeta(
@@ -103,7 +103,7 @@ def quantized_attention(model: str) -> None:
             attend_decodes(q, k_cache, v_cache, out, table, dim**-0.5, splits, *how)
 
 
-# Heads, and elements of a head that do not turn: DeepSeek-V3, GLM-4.7-Flash, DeepSeek-V2-Lite.
+# Heads, and elements of a head that are not rotated: DeepSeek-V3, GLM-4.7-Flash, DeepSeek-V2-Lite.
 LATENTS = {"llama-8b": (128, 128), "qwen3-0.6b": (20, 192), "smollm2-135m": (16, 128)}
 
 
