@@ -249,7 +249,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 best = w.maximum(part, best)
             held = w.at(tops, w.mul(w.add(row, r), size))
             known = w.load(held)
-            top = w.maximum(w.spread(w.largest(best)), known)
+            top = w.maximum(w.largest(best), known)
             w.store(top, held)
             shrink = w.exp(w.binary("fsub", known, top))
             scales.append(shrink)
