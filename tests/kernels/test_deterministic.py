@@ -29,6 +29,7 @@ SAFE: Mapping[str, Mapping[str, str]] = {
         "norm_route": _COMPOSED,
         "lora_gated": _COMPOSED,
         "packed_linear": _ON_CUDA,
+        "takes_gate": _ON_CUDA,
         "packed_experts": _ON_CUDA,
         "gated_delta": _GENERATED,
         "kimi_delta": _GENERATED,
