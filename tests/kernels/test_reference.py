@@ -253,10 +253,10 @@ def test_pack_refuses_what_float16_cannot_hold() -> None:
 def test_a_machine_without_a_compiler_packs_no_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that cannot start there, or float32 weights that are rounded to 16 bits."""
 
-    def none() -> int:
+    def none() -> None:
         raise CompilerUnavailable("none here")
 
-    monkeypatch.setattr(gemm, "lanes", none)
+    monkeypatch.setattr(gemm, "check", none)
     assert pack(torch.ones(128, 64), None) is None
     assert not gemm.PackedLinear.fits(128, 64)
 
