@@ -288,12 +288,14 @@ def delta_chunks(
     num_tokens, (channels, taps) = x.shape[0], heads.conv.shape
     key_heads, value_heads = heads.key_heads, heads.value_heads
     slots = num_slots(num_tokens, meta)
+    # In 16 bits Triton 3.6 reads beyond what a program has where a product of wgmma is narrower.
+    least = 16 if x.element_size() > 2 else 64
     sizes = {
         "KEY_HEADS": key_heads,
         "VALUE_HEADS": value_heads,
         "VALUE": heads.value_size,
-        "KEYS": max(16, triton.next_power_of_2(heads.key_size)),
-        "VALUES": max(16, triton.next_power_of_2(heads.value_size)),
+        "KEYS": max(least, triton.next_power_of_2(heads.key_size)),
+        "VALUES": max(least, triton.next_power_of_2(heads.value_size)),
         "CHUNK": CHUNK,
     }
     convolution = {"KEY": heads.key_size, "CHANNELS": channels, "TAPS": taps}
@@ -329,7 +331,7 @@ def delta_chunks(
         num_stages=PREPARE.num_stages,
     )
     columns = min(PASS.columns, sizes["VALUES"])
-    pieces = triton.cdiv(heads.value_size, columns)
+    pieces = triton.cdiv(sizes["VALUES"], columns)
     _delta_pass_kernel[(value_heads, pieces, min(ENTRIES, num_chunked(meta)))](
         x,
         keys,
