@@ -49,7 +49,8 @@ class DeviceTurn:
                     return False
                 await asyncio.sleep(_POLL_SECONDS)
         finally:
-            fcntl.flock(self._waiting, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):  # it is closed by now
+                fcntl.flock(self._waiting, fcntl.LOCK_UN)
         self.held = True
         return True
 

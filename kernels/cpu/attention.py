@@ -83,20 +83,23 @@ class _Pairs:
         self._writer.store(value, pointer, narrow)
 
     def spread(self, pointer: Value, kind: str) -> Value:
-        """A pair in all lanes; of i16: one number, and 0."""
+        """A pair in all lanes, the first number last; of i16: 0 and one number. The processor
+        adds the last product of a pair first, so that two numbers add up as one by one."""
         word = self._writer.load(pointer, kind)
         if kind == "i16":
             word = self._writer.op(f"zext i16 {word} to i32")
+        halves = [("i32", word), ("i32", word), ("i32", "16")]
+        word = self._writer.call("i32", "llvm.fshl.i32", halves)
         word = self._writer.spread(word, "i32")
         return self._writer.op(f"bitcast {self._writer.integers} {word} to {self.kind}")
 
     def side_by_side(self, first: Value, second: Value | None) -> list[Value]:
-        """Two rows of numbers in memory (None: zeros) as pairs, in the order of `in_order`: what
-        unpacks within 128 bits takes one instruction."""
+        """Two rows of numbers in memory (None: zeros) as pairs, the first one last, in the order of
+        `in_order`: what unpacks within 128 bits takes one instruction."""
         writer, size = self._writer, self._size
         rows = [
             "zeroinitializer" if row is None else writer.load(row, self._words)
-            for row in (first, second)
+            for row in (second, first)
         ]
         out = []
         for half in (0, 4):

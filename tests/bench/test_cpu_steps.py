@@ -11,10 +11,14 @@ def test_ratios_are_what_they_say() -> None:
     """One core taken for all of them, a step for its products, bytes for seconds."""
     every = {f"step-{n}": 2.0 * n for n in (1, 2, 4, 8, 32)}
     every |= {f"products-{n}": 1.5 * n for n in (1, 2, 4, 8, 32)}
+    every |= {f"host-{n}": 0.2 * n for n in (1, 32)} | {f"verify-{n}": 3.0 * n for n in (1, 2, 4, 8)}
     every |= {"products-512": 4.0, "weights": 100, "bytes": 60, "read": 80.0, "peak": 51200.0}
+    every |= {"read-1": 50.0, "peak-1": 25600.0}
     one = {**every, "step-1": 3.8, "step-32": 96.0}
     found = {row["case"]: row["ratio"] for row in bench.rows_of("gguf", one, every)}
     assert found["gguf/others/1"] == found["gguf/others/32"] == 0.25
+    assert found["gguf/host/1"] == found["gguf/host/32"] == 0.1
+    assert found["gguf/cores/read"] == 1.6 and found["gguf/cores/peak"] == 2.0
     assert found["gguf/cores/1"] == 1.9 and found["gguf/cores/32"] == 1.5
     assert [found[f"gguf/verify/{n}"] for n in (2, 4, 8)] == [2.0, 4.0, 8.0]
     assert found["gguf/bandwidth"] == 0.5 and found["gguf/peak"] == 0.5

@@ -44,10 +44,10 @@ def test_every_program_waits_before_it_writes_or_ends() -> None:
             for i, node in enumerate(tree.body)
             if isinstance(node, ast.If) and ast.unparse(node.test) == "PDL"
         ]
-        assert len(at) == 1, f"{name}: not once, or not where every program comes by"
-        wait = tree.body[at[0]]
-        assert isinstance(wait, ast.If)
-        assert [ast.unparse(node) for node in wait.body] == [f"{call}()" for call in CALLS], name
+        assert at, f"{name}: not where every program comes by"
+        # In one place or, where what comes next must not take others' room, in two.
+        made = [node for i in at for node in getattr(tree.body[i], "body", ())]
+        assert [ast.unparse(node) for node in made] == [f"{call}()" for call in CALLS], name
         for node in (node for top in tree.body[: at[0]] for node in ast.walk(top)):
             assert not isinstance(node, ast.Return), f"{name} may end before it waits"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

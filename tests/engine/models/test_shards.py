@@ -212,6 +212,7 @@ def test_the_best_token_is_that_of_all_logits(size: int) -> None:
         made.sampler = Sampler(2, count, device, [each for each in never if each < count], part)
         made.model = SimpleNamespace(group=group)
         made.rows = SimpleNamespace(tokens=torch.zeros(2, 9, dtype=torch.int32))
+        made.cuda = True  # rows are written by torch
         return made  # type: ignore[no-any-return]
 
     for count in (vocab, 2):  # of 2 the third of three ranks has nothing

@@ -166,7 +166,7 @@ def runner_of(model: Decoder, config: ModelConfig, rows: RequestRows, layers: in
         model, model.kernels, sampler, rows, kv,
         max_num_batched_tokens=TOKENS, device=device,
     )  # fmt: skip
-    runner._cuda = True
+    runner.cuda = True
     runner.inputs = CudaInputs(rows, 16, TOKENS, device)
     return runner
 

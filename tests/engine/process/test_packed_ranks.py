@@ -130,8 +130,8 @@ def test_texts_are_those_of_one_rank(name: str, two_cores: None, tmp_path: Path)
             others.close()
     assert told(found[0]) == told(found[1])
     for id, output in found[0].items():
-        # A last bit may round an activation to its neighbour of 8 bits.
-        assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=2e-2)
+        # A last bit may round an activation to its neighbour of 8 bits, or a query of bfloat16.
+        assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=4e-2)
 
 
 def test_a_group_that_would_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

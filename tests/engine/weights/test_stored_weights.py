@@ -403,7 +403,7 @@ def test_a_machine_that_cannot_compile(name: str, monkeypatch: pytest.MonkeyPatc
     def none() -> int:
         raise CompilerUnavailable("kernels are generated for x86-64 Linux only")
 
-    monkeypatch.setattr("engine.quantization.rounded.cpu.lanes", none)
+    monkeypatch.setattr("engine.quantization.rounded.cpu.check", none)
     method = METHODS[name]["cpu"](kernels_for("cpu"))
     part = Part("w", 64, 64, (0, 64), (0, 64))
     spec = LinearSpec("w", (part,), False, torch.bfloat16, torch.device("cpu"))
