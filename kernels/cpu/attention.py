@@ -77,11 +77,6 @@ class _Pairs:
             f"shufflevector {narrow} {a}, {narrow} {b}, <{2 * size} x i32> <{lanes_}>"
         )
 
-    def store_rounded(self, numbers: Value, pointer: Value) -> None:
-        narrow = f"<{self._size} x bfloat>"
-        value = self._writer.op(f"fptrunc {self._writer.vector} {numbers} to {narrow}")
-        self._writer.store(value, pointer, narrow)
-
     def spread(self, pointer: Value, kind: str) -> Value:
         """A pair in all lanes, the first number last; of i16: 0 and one number. The processor
         adds the last product of a pair first, so that two numbers add up as one by one."""
@@ -389,7 +384,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                 place = writer.at(row, at)
                 weight = writer.exp(writer.binary("fsub", writer.load(place), top))
                 if shape.pairs:  # half as far on, where the scores have been read
-                    pairs.store_rounded(weight, writer.at(row, at, "bfloat"))
+                    writer.store_pairs(weight, writer.at(row, at, "bfloat"))
                 else:
                     writer.store(weight, place)
                 return [writer.binary("fadd", total, weight)]

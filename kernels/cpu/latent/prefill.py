@@ -52,7 +52,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
     kind, tile, dtype, dot = w.vector, _TILE, shape.dtype, shape.dot
     width = 4 if size == 16 else 2  # vectors that a block has at once
-    pairs = f"<{2 * size} x bfloat>"
+    f"<{2 * size} x bfloat>"
     unit = 2 if dot else 1  # numbers of a unit
     q, cache, up, out, table = (w.argument(name, "ptr") for name in (_Q, _CACHE, _UP, _OUT, _TABLE))
     tokens, length, queries = (w.argument(name) for name in (_TOKENS, _LENGTH, _QUERIES))
@@ -82,11 +82,7 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
     def multiplied(factor: Value, part: Value, total: Value) -> Value:
         """total + factor * part, of units."""
-        if not dot:
-            return w.fma(factor, part, total)
-        both = [w.op(f"bitcast {kind} {each} to {pairs}") for each in (factor, part)]
-        given = [(kind, total), *((pairs, each) for each in both)]
-        return w.call(kind, f"llvm.x86.avx512bf16.dpbf16ps.{32 * size}", given)
+        return w.dot_pairs(factor, part, total) if dot else w.fma(factor, part, total)
 
     def products(
         rows: list[Value], matrix: Value, columns: int, inner: int, at: Value,
