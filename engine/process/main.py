@@ -122,10 +122,12 @@ def _model(
     if nodes:  # of this process, once the others have what it may use
         bind(nodes[0])
     from engine.factory import build  # brings torch, seconds that a fake core must not pay
+    from kernels.launch.compiling import report_late
 
     imported = time.monotonic()
     with first:
         core, ready = build(config, report, first.compilers, ranks)
+    report_late()
     ready.start_seconds = {"imports": round(imported - began, 3), **ready.start_seconds}
     return core, ready
 

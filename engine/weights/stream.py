@@ -28,6 +28,7 @@ from engine.weights.stored import StoredTensor
 # and of pinned ones there are two a thread.
 CPU_CHUNK = 2 << 20
 CUDA_CHUNK = 8 << 20
+_GAP = 4096  # bytes between two tensors that are read with them, rather than by another call
 CUDA_THREADS = 16  # a thread copies some 3 GB/s out of the page cache, the bus takes 25 to 55 GB/s
 _LOOK = 0.1  # seconds between reports
 # Of a number, the bits that are all ones in infinities and NaNs, and only there.
@@ -124,7 +125,8 @@ def run_jobs(
     Raises ConfigError naming file and tensor, on the CPU also for a number that is not finite.
     """
     cuda = device.type == "cuda"
-    queue = _Queue(jobs, CUDA_CHUNK if cuda else CPU_CHUNK)
+    # On the CPU parts are packed as soon as they are there, and nothing is won by waiting for more.
+    queue = _Queue(jobs, CUDA_CHUNK if cuda else CPU_CHUNK, CUDA_CHUNK if cuda else 0)
     descriptors: dict[Path, int] = {}
     try:
         for file in queue.files:
@@ -134,7 +136,7 @@ def run_jobs(
             count = min(CUDA_THREADS, max(4, len(os.sched_getaffinity(0))))
         else:
             count = max(2, torch.get_num_threads())
-        count = max(1, min(count, queue.parts))
+        count = max(1, min(count, queue.pieces))
 
         inference = torch.is_inference_mode_enabled()
 
@@ -165,15 +167,40 @@ def run_jobs(
 
 
 class _Reader(Protocol):
-    def run(self, part: Transfer) -> int:
-        """Returns the bytes read; on CUDA their copy to the device is launched."""
+    def run(self, parts: Sequence[Transfer]) -> int:
+        """parts: of one file, behind each other. Returns the bytes read; on CUDA their copies to
+        the device are launched."""
         ...
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Parts that one thread reads at once, and the job of each. A checkpoint with ten thousand
+    small tensors would else pay for as many reads, each with a turn at the interpreter's lock."""
+
+    parts: list[Transfer]
+    jobs: list[Job]
+    end: int = 0  # of their bytes in the file
+
+    def takes(self, part: Transfer, limit: int) -> bool:
+        """Whether the next part belongs here too."""
+        if not self.parts or part.stored.file != self.parts[0].stored.file:
+            return False
+        begin, (offset, length) = self.parts[0].byte_range[0], part.byte_range
+        aligned = (offset - begin) % part.stored.dtype.itemsize == 0
+        return 0 <= offset - self.end < _GAP and offset + length - begin <= limit and aligned
+
+    def add(self, part: Transfer, job: Job) -> None:
+        self.parts.append(part)
+        self.jobs.append(job)
+        self.end = sum(part.byte_range)
 
 
 class _Queue:
     """The parts that are to be read, in the order of files, and how far that is."""
 
-    def __init__(self, jobs: Sequence[Job], chunk: int) -> None:
+    def __init__(self, jobs: Sequence[Job], chunk: int, together: int) -> None:
+        """chunk: bytes of a part at most. together: of parts that are read at once."""
         entries = []
         self.total = self.largest = 0
         for job in jobs:
@@ -187,11 +214,15 @@ class _Queue:
             job.transfers = []  # a part is held until it is read, a matrix until it is packed
         entries.sort(key=lambda entry: entry[:2])
         self.files = {entry[2].stored.file for entry in entries}
-        self.parts = len(entries)
-        self._waiting: deque[tuple[Transfer | None, Job]] = deque(
-            (None, job) for job in jobs if not job.left
-        )
-        self._waiting += [(part, job) for *_, part, job in entries]
+        self._waiting: deque[_Piece] = deque(_Piece([], [job]) for job in jobs if not job.left)
+        piece = _Piece([], [])
+        for *_, part, job in entries:
+            if not piece.takes(part, together):
+                piece = _Piece([], [])
+                self._waiting.append(piece)
+            piece.add(part, job)
+            self.largest = max(self.largest, piece.end - piece.parts[0].byte_range[0])
+        self.pieces = len(self._waiting)
         self._changed = Condition()
         self._done = 0
         self._ended = 0  # threads
@@ -203,16 +234,10 @@ class _Queue:
         try:
             with torch.inference_mode():  # else parameters made in that mode refuse
                 reader = make_reader()
-            while (entry := self._next()) is not None:
-                part, job = entry
-                if part is not None:
-                    with torch.inference_mode():
-                        count = reader.run(part)
-                    with self._changed:
-                        self._done += count
-                        job.left -= 1
-                if then and not job.left:
-                    del part, entry  # what they hold is packed now
+            while (piece := self._next()) is not None:
+                ended = self._read(reader, piece)
+                del piece  # what its parts hold is packed now
+                for job in ended if then else ():
                     with torch.inference_mode(inference):
                         job.then()
                     job.then = _nothing
@@ -223,7 +248,22 @@ class _Queue:
                 self._ended += 1
                 self._changed.notify_all()
 
-    def _next(self) -> "tuple[Transfer | None, Job] | None":
+    def _read(self, reader: _Reader, piece: _Piece) -> list[Job]:
+        """The jobs that end with it."""
+        if not piece.parts:
+            return piece.jobs
+        with torch.inference_mode():
+            count = reader.run(piece.parts)
+        ended = []
+        with self._changed:
+            self._done += count
+            for job in piece.jobs:
+                job.left -= 1
+                if not job.left:
+                    ended.append(job)
+        return ended
+
+    def _next(self) -> _Piece | None:
         try:
             return self._waiting.popleft()
         except IndexError:
@@ -273,13 +313,16 @@ class _CpuReader:
     def __init__(self, descriptors: dict[Path, int]) -> None:
         self._descriptors = descriptors
 
-    def run(self, part: Transfer) -> int:
+    def run(self, parts: Sequence[Transfer]) -> int:
+        return sum(map(self._run, parts))
+
+    def _run(self, part: Transfer) -> int:
         offset, length = part.byte_range
         target, direct = part.target, _direct(part)
         raw = (
             target.view(-1).view(torch.uint8) if direct else torch.empty(length, dtype=torch.uint8)
         )
-        _read(self._descriptors[part.stored.file], raw, offset, part.stored)
+        _read(self._descriptors[part.stored.file], raw, offset, [part])
         if not direct:
             target.copy_(part.take(raw))
         _check_finite(part)
@@ -316,30 +359,37 @@ class _CudaReader:
         self._events = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
 
-    def run(self, part: Transfer) -> int:
+    def run(self, parts: Sequence[Transfer]) -> int:
         self._turn ^= 1
         event = self._events[self._turn]
         event.synchronize()
-        offset, length = part.byte_range
-        raw = self._buffers[self._turn][:length]
-        _read(self._descriptors[part.stored.file], raw, offset, part.stored)
-        target = part.target
+        ranges = [part.byte_range for part in parts]
+        begin, end = ranges[0][0], sum(ranges[-1])
+        raw = self._buffers[self._turn][: end - begin]
+        _read(self._descriptors[parts[0].stored.file], raw, begin, parts)
         with torch.cuda.stream(self._stream):
-            if _direct(part):
-                target.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
-            else:
-                staged = raw.to(self._device, non_blocking=True)
-                target.copy_(part.take(staged), non_blocking=True)
+            for part, (offset, length) in zip(parts, ranges, strict=True):
+                self._copy(part, raw[offset - begin :][:length])
             event.record(self._stream)
-        return length
+        return sum(length for _, length in ranges)
+
+    def _copy(self, part: Transfer, raw: Tensor) -> None:
+        """Launch it. raw: the part's bytes, pinned."""
+        target = part.target
+        if _direct(part):
+            target.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
+        else:
+            staged = raw.to(self._device, non_blocking=True)
+            target.copy_(part.take(staged), non_blocking=True)
 
 
-def _read(descriptor: int, raw: Tensor, offset: int, stored: StoredTensor) -> None:
-    """Fill raw (uint8, on the host) from the file at offset."""
+def _read(descriptor: int, raw: Tensor, offset: int, parts: Sequence[Transfer]) -> None:
+    """Fill raw (uint8, on the host), which has the parts, from the file at offset."""
     view = memoryview(raw.numpy().data)
     while len(view):
         count = os.preadv(descriptor, [view], offset)
         if count == 0:
+            stored = next(part.stored for part in parts if offset < sum(part.byte_range))
             raise ConfigError(
                 f"{stored.file}: tensor {stored.name}: the file ended while it was being read",
                 param="model",

@@ -172,6 +172,22 @@ class Compilers:
             logger.warning("kernels that were not compiled ahead are compiled here: %s", reason)
 
 
+def report_late() -> None:
+    """From here on, each kernel that this process has to make ready is a warning: a start that
+    leaves one out makes the first request that needs it, and all beside it, wait for seconds."""
+    if "triton" not in sys.modules:
+        return
+    from triton import knobs
+
+    knobs.compilation.listener = _report_late
+
+
+def _report_late(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+    """Triton's listener. times: in microseconds."""
+    how = "read from the cache" if cache_hit else f"compiled in {times.total / 1e6:.2f} s"
+    logger.warning("kernel %s %s while serving: the start did not launch it", src.name, how)
+
+
 def _ours(module: str) -> bool:
     """Not torch's: code that reads its results may need them, and its imports are not known."""
     return module.startswith("kernels.")

@@ -126,3 +126,16 @@ def test_without_the_processes_it_goes_on(
     assert compiled_here == ["_rms_norm_kernel"] * 2 or fault == "slow"
     compilers.close()
     compilers._process.wait(60)
+
+
+def test_a_kernel_that_the_start_left_out_is_a_warning(
+    compiled_here: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: all requests wait for a kernel, and nothing says so."""
+    launch(64)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", None)  # put back at the end
+    compiling.report_late()
+    with caplog.at_level(logging.WARNING, "manta.kernels"):
+        launch(64, 128)
+    (record,) = caplog.records
+    assert "_rms_norm_kernel compiled in" in record.message and "while serving" in record.message

@@ -38,21 +38,21 @@ def worth_expanding(meta: AttentionMeta, num_tokens: int, each: int, rank: int) 
 
 
 @triton.jit
-def _key_start(kv_len, first_entry, entry, ENTRIES: tl.constexpr):
+def _key_start(key_ends, kv_len, first_entry, entry):
     """Of an entry's first key among the keys of all chunks."""
-    index = tl.arange(0, ENTRIES)
-    before = (index >= first_entry) & (index < entry)
-    return tl.sum(tl.load(kv_len + index, mask=before, other=0), axis=0)
+    origin = tl.load(key_ends + first_entry) - tl.load(kv_len + first_entry)
+    return tl.load(key_ends + entry) - tl.load(kv_len + entry) - origin
 
 
 @triton.jit(
     do_not_specialize=["table_stride", "piece", "size"],
-    do_not_specialize_on_alignment=["block_table", "kv_len", "counts"],
+    do_not_specialize_on_alignment=["block_table", "key_ends", "kv_len", "counts"],
 )
 def _latent_gather_kernel(
     cache,
     gathered,  # [size, KEPT]
     block_table,
+    key_ends,  # [entries]: the sum of kv_len up to each, itself included
     kv_len,
     counts,
     table_stride,
@@ -61,14 +61,13 @@ def _latent_gather_kernel(
     KEPT: tl.constexpr,
     WIDTH: tl.constexpr,  # KEPT padded
     BLOCK_SIZE: tl.constexpr,
-    ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     first_entry = tl.load(counts)
     entry = first_entry + tl.program_id(0)
     if entry >= tl.load(counts + 1):
         return
-    start = _key_start(kv_len, first_entry, entry, ENTRIES)
+    start = _key_start(key_ends, kv_len, first_entry, entry)
     begin = tl.maximum(piece - start, 0)
     end = tl.minimum(tl.load(kv_len + entry), piece + size - start)
     position = begin + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -134,7 +133,7 @@ def _walk(
 
 @triton.jit(
     do_not_specialize=["num_tokens", "piece", "size"],
-    do_not_specialize_on_alignment=["query_start", "kv_len", "counts"],
+    do_not_specialize_on_alignment=["query_start", "key_ends", "kv_len", "counts"],
 )
 def _latent_expanded_kernel(
     q,  # [tokens, heads, NOPE + ROPE]
@@ -144,6 +143,7 @@ def _latent_expanded_kernel(
     carried,  # [tokens, heads, VALUE] float32: what was found in pieces before
     carried_top,  # [2, tokens, heads] float32: the largest scores, and the sums
     query_start,
+    key_ends,  # [entries]: the sum of kv_len up to each, itself included
     kv_len,
     counts,
     scale_log2,
@@ -158,7 +158,6 @@ def _latent_expanded_kernel(
     NOPES: tl.constexpr,
     ROPES: tl.constexpr,
     VALUES: tl.constexpr,
-    ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -188,7 +187,7 @@ def _latent_expanded_kernel(
         tl.store(out + where, tl.zeros([ROWS, VALUES], out.dtype.element_ty), mask=tile_mask)
         return
     length = tl.load(kv_len + entry)
-    start = _key_start(kv_len, first_entry, entry, ENTRIES)
+    start = _key_start(key_ends, kv_len, first_entry, entry)
     first_position = length - query_len + first
     end = tl.minimum(first_position + ROWS, length)  # of the keys that any row sees
     lowest = tl.maximum(piece - start, 0).to(tl.int64)  # of the keys that are here
@@ -270,7 +269,6 @@ def latent_expanded(
         "NOPES": max(16, triton.next_power_of_2(nope)),
         "ROPES": max(16, triton.next_power_of_2(rope)),
         "VALUES": max(16, triton.next_power_of_2(value)),
-        "ENTRIES": triton.next_power_of_2(entries),
     }
     shape = expanded_launch(max(sizes["NOPES"], sizes["VALUES"]), q.element_size())
     blocks = num_tokens // shape.rows + entries - meta.num_decodes + 1
@@ -278,6 +276,7 @@ def latent_expanded(
     carried = q.new_empty(num_tokens, heads, value, dtype=torch.float32)
     carried_top = q.new_empty(2, num_tokens, heads, dtype=torch.float32)
     products = up.reshape(-1, rank)
+    key_ends = meta.kv_len.cumsum(0, dtype=torch.int32)
     for piece in range(0, keys, size):
         here = min(size, keys - piece)
         longest = min(here, meta.max_kv_len)
@@ -285,6 +284,7 @@ def latent_expanded(
             cache,
             gathered,
             meta.block_table,
+            key_ends,
             meta.kv_len,
             meta.counts,
             meta.block_table.stride(0),
@@ -293,7 +293,6 @@ def latent_expanded(
             KEPT=kept,
             WIDTH=triton.next_power_of_2(kept),
             BLOCK_SIZE=cache.shape[2],
-            ENTRIES=sizes["ENTRIES"],
             ROWS=_GATHER,
             num_warps=8,
         )
@@ -306,6 +305,7 @@ def latent_expanded(
             carried,
             carried_top,
             meta.query_start,
+            key_ends,
             meta.kv_len,
             meta.counts,
             scale * 1.4426950408889634,

@@ -320,9 +320,9 @@ def test_a_layer_is_packed_while_others_are_read(
         unread.append(every - len(seen))
         finish(self)
 
-    def counted(self: stream._CpuReader, part: stream.Transfer) -> int:
-        seen.append(part)
-        return read(self, part)
+    def counted(self: stream._CpuReader, parts: list[stream.Transfer]) -> int:
+        seen.extend(parts)
+        return read(self, parts)
 
     monkeypatch.setattr(Linear, "finish", finished)
     monkeypatch.setattr(stream._CpuReader, "run", counted)
