@@ -69,19 +69,21 @@ def _read_files(
     """listed: tensor -> name of its file, if the index says so."""
     tensors: dict[str, StoredTensor] = {}
     for file in files:
+        if listed is not None and not file.exists():
+            raise file_error(file, f"is missing, {index_file.name} lists it")
         for tensor in read(file):
-            if listed is not None and listed.get(tensor.name) != file.name:
-                continue
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
                 raise file_error(file, f"tensor {tensor.name} is also in {other}")
             tensors[tensor.name] = tensor
-    for name, file_name in (listed or {}).items():
-        if name not in tensors:
+    if listed is None:
+        return tensors
+    for name, file_name in listed.items():
+        if name not in tensors or tensors[name].file.name != file_name:
             raise file_error(
                 folder / file_name, f"tensor {name} is missing, {index_file.name} lists it"
             )
-    return tensors
+    return {name: tensors[name] for name in tensors if name in listed}
 
 
 def read_header(file: Path) -> list[StoredTensor]:
@@ -94,7 +96,7 @@ def read_header(file: Path) -> list[StoredTensor]:
                 raise file_error(
                     file, f"truncated or not safetensors: {size} bytes, header {length}"
                 )
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length), object_pairs_hook=_once)
     except OSError as error:
         raise file_error(file, f"cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -119,6 +121,15 @@ def read_header(file: Path) -> list[StoredTensor]:
     if end != size:
         raise file_error(file, f"{size - end} bytes after the last tensor")
     return tensors
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a JSON object. Raises ValueError for a name that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in found if names.count(name) > 1)} is there twice")
+    return found
 
 
 def _stored(file: Path, name: str, value: Any, data_start: int) -> StoredTensor:

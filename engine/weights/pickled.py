@@ -1,6 +1,7 @@
 """What a pickled shard (`pytorch_model*.bin`) holds, without running what it says and without
 reading its tensors: torch's unpickler for weights alone tells where in the file each begins."""
 
+import re
 import zipfile
 from pathlib import Path
 
@@ -25,13 +26,19 @@ def read_pickled(file: Path) -> list[StoredTensor]:
             file, "truncated, or written by a torch before 1.6; save it as safetensors"
         ) from None
     except Exception as error:  # the unpickler raises whatever a damaged file makes it
-        reason = str(error).split("\n")[0][:200]
-        raise file_error(file, f"cannot be read as weights alone: {reason}") from None
+        raise file_error(file, f"cannot be read as weights alone: {_reason(error)}") from None
     if not stored:
         raise file_error(file, "is a compressed archive; save it as safetensors")
     if not isinstance(found, dict):
         raise file_error(file, f"must hold a dictionary of tensors, not {type(found).__name__}")
     return [_stored(file, str(name), value) for name, value in found.items()]
+
+
+def _reason(error: Exception) -> str:
+    """Without torch's advice to run what the file says."""
+    if found := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it wants {found[1]}, and nothing in a file is run; save it as safetensors"
+    return str(error).split("\n")[0][:200]
 
 
 def _stored(file: Path, name: str, value: object) -> StoredTensor:

@@ -279,6 +279,16 @@ LIES: dict[str, tuple[bytes, bytes, str]] = {
         "damaged",
     ),
     "fewer elements than bytes": (b"blk.0.ffn_down.weight", struct.pack("<IQ", 2, 64), "ffn_down"),
+    "more elements than there are": (
+        b"blk.0.ffn_down.weight",
+        struct.pack("<IQ", 2, 1 << 61),
+        r"'blk\.0\.ffn_down\.weight' of shape \[\d+, 2305843009213693952\] ends at byte \d+, the",
+    ),
+    "a type of a later program": (
+        b"output_norm.weight",
+        struct.pack("<IQI", 1, 32, 77),
+        r"'output_norm\.weight' is of type 77, which is not known",
+    ),
 }
 
 
@@ -296,14 +306,30 @@ def test_headers_that_lie(case: str, tmp_path: Path) -> None:
     assert "m.gguf" in caught.value.message
 
 
-@pytest.mark.parametrize("part", [0.02, 0.3, 0.9])
-def test_files_cut_short(part: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (0.001, r"m\.gguf is damaged or cut short"),
+        (0.3, r"m\.gguf: tensor .* ends at byte \d+, the file at \d+; download it again"),
+        (0.9, r"m\.gguf: tensor .* ends at byte \d+, the file at \d+; download it again"),
+    ],
+)
+def test_files_cut_short(part: float, message: str, tmp_path: Path) -> None:
     """A download that broke off."""
     source = tiny(tmp_path / "m.gguf")
     source.write_bytes(source.read_bytes()[: int(part * source.stat().st_size)])
     (tmp_path / "out").mkdir()
-    with pytest.raises(ConfigError, match=r"m\.gguf is damaged or cut short"):
+    with pytest.raises(ConfigError, match=message):
         convert(source, tmp_path / "out")
+
+
+def test_later_versions(tmp_path: Path) -> None:
+    """Bug: to load it again does not help."""
+    source = tiny(tmp_path / "m.gguf")
+    data = source.read_bytes()
+    source.write_bytes(data[:4] + struct.pack("<I", 9) + data[8:])
+    with pytest.raises(ConfigError, match=r"version 9 of GGUF is not known; 2 and 3 are"):
+        check_model(str(source))
 
 
 def test_llama3_rope_factors_become_parameters(tmp_path: Path) -> None:
