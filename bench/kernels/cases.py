@@ -375,9 +375,9 @@ def assembly(s: Sizes, rows: int, what: str) -> KernelWork:
         table,
         ids,
         positions,
-        torch.zeros(rows, dtype=torch.int64, device=s.device),
+        torch.zeros(1, rows, dtype=torch.int64, device=s.device),  # one group of KV
         kv_len,
-        torch.zeros_like(table),
+        torch.zeros_like(table)[None],
         16,
         rows,
     )
