@@ -20,12 +20,15 @@ from engine.weights.index import CODES, read_index
 from engine.weights.parameter import Parameter, Source
 from engine.weights.stored import StoredTensor
 from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
-from kernels.cpu.huge_pages import collapse, give_back
+from kernels.cpu.huge_pages import collapse, give_back, trim
 
 logger = logging.getLogger("manta.engine")
 
 # A model on the CPU of this size moves to large pages behind the start: a second of one core a GB.
 HUGE_PAGES_FROM = 64 << 20
+
+# Bytes read on the CPU from one return of freed memory to the next: what was packed.
+TRIM_EVERY = 32 << 20
 
 
 class Loadable(Protocol):
@@ -131,16 +134,22 @@ def _jobs(
     model: Loadable, units: _Units, stored: dict[str, StoredTensor], folder: Path
 ) -> list[Job]:
     transfers = _match([parameters for parameters, _ in units], stored, folder)
+    freed = 0  # bytes since the last return; of several threads, about
 
     def then(parameters: list[Parameter], finish: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
+            nonlocal freed
             _settle(parameters)
+            freed += sum(each.tensor.nbytes for each in parameters)
             parameters.clear()  # else what is packed is there twice
             try:
                 finish()
             except TensorError as error:
                 file = stored[error.tensor].file if error.tensor in stored else folder
                 raise ConfigError(f"{file}: {error}", param=error.param) from None
+            if freed >= TRIM_EVERY and model.device.type == "cpu":
+                freed = 0
+                trim()
 
         return run
 
@@ -278,7 +287,7 @@ def _fill_randomly(
         if by_name:
             generator.manual_seed(seed + crc32(parameter.name.encode()))
         if parameter.fill is not None:
-            parameter.fill(generator)
+            parameter.fill(parameter.tensor, generator)
         elif not parameter.tensor.is_floating_point():
             parameter.tensor.random_(generator=generator)
         elif parameter.std:

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Fill = Callable[[Tensor, torch.Generator], None]
+
 # Of a matrix: a half-open range, or one number after the other.
 Rows = tuple[int, int] | NDArray[np.int64]
 
@@ -108,7 +110,8 @@ class Parameter:
     exact shape.
 
     std: of the normal distribution that dummy weights are drawn from; 0 makes ones (norms).
-    fill: draws them instead, where not every number is a weight.
+    fill: draws them into the tensor instead, where not every number is a weight. It must not hold
+        what holds the parameter, else what is packed is there twice until garbage is collected.
     offset, scale: what is read becomes (what is read + offset) * scale.
     changed: in place, behind these.
     """
@@ -117,7 +120,7 @@ class Parameter:
     tensor: Tensor
     sources: tuple[Source, ...]
     std: float = 0.02
-    fill: Callable[[torch.Generator], None] | None = None
+    fill: Fill | None = None
     offset: float = 0.0
     scale: float = 1.0
     changed: Callable[[Tensor], object] | None = None

@@ -8,6 +8,7 @@ madvise, the default of Debian and Ubuntu); torch does not ask.
 import ctypes
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 from torch import Tensor
@@ -27,9 +28,9 @@ def collapse() -> int:
 
     Takes about a second a GB, and releases the interpreter lock meanwhile.
     """
+    trim()  # what loading freed need not be moved
     try:
         libc = ctypes.CDLL(None)
-        libc.malloc_trim(0)  # what loading freed need not be moved
         with open("/proc/self/maps") as file:
             regions = [_ANONYMOUS.match(line.rstrip()) for line in file]
     except (OSError, AttributeError):
@@ -59,6 +60,13 @@ def _resident(libc: ctypes.CDLL, begin: int, end: int) -> Iterator[tuple[int, in
     edges = np.flatnonzero(there[1:] != there[:-1])
     for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         yield begin + first * HUGE, (last - first) * HUGE
+
+
+def trim() -> None:
+    """Give freed memory back to the system. malloc keeps it otherwise, and threads have heaps of
+    their own, which do not reuse what lay in another. Does nothing without glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def give_back(tensor: Tensor) -> None:

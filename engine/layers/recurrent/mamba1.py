@@ -2,7 +2,6 @@
 B and C have norms."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class Mamba1Mixer:
         self.out = build.row("mamba_out", config.hidden_size, inner, bias=mixer.bias)
         conv = build.vector("mamba_conv", inner * mixer.taps)
         rates = build.vector("mamba_decay", inner * size)
-        rates = replace(rates, changed=_rates, fill=partial(_drawn, rates.tensor))
+        rates = replace(rates, changed=_rates, fill=_drawn)
         skip = build.vector("mamba_skip", inner, std=0.0)
         self.others: tuple[Parameter, ...] = (conv, rates, skip)
         self.conv, self.conv_bias = conv.tensor.view(inner, mixer.taps), None

@@ -64,8 +64,7 @@ class EightBitLayout(Layout):
         self.parameters: dict[str, Parameter] = {}
         kind = torch.float8_e4m3fn if self._floats else torch.int8
         source = Source(f"{name}.weight", shape, rows, part.columns)
-        fill = self._make_up
-        codes = self.add("weight", kind, source, (count, width), device, fill)
+        codes = self.add("weight", kind, source, (count, width), device, _fill_codes)
         self._codes = codes.view(torch.uint8)
         key = scheme.scale
         if scheme.group:
@@ -75,9 +74,6 @@ class EightBitLayout(Layout):
             grid = (shape[0] if scheme.rows else 1,)
             scale = Source(f"{name}.{key}", grid, flat=True)
         self._scale = self.add(key, torch.float32, scale, grid, device, 2e-3)
-
-    def _make_up(self, generator: torch.Generator) -> None:
-        self._codes.random_(0, 256, generator=generator).bitwise_and_(0xBF)  # no NaN
 
     def decode(self, begin: int, end: int) -> Decoded:
         codes = self._codes[begin:end]
@@ -105,6 +101,11 @@ class EightBitLayout(Layout):
         first, last = self.part.columns
         columns = torch.arange(first, last, self.form.group, device=scale.device) // scheme.group
         return scale.index_select(0, rows).index_select(1, columns)
+
+
+def _fill_codes(tensor: Tensor, generator: torch.Generator) -> None:
+    """Bytes that are no NaN of e4m3."""
+    tensor.view(torch.uint8).random_(0, 256, generator=generator).bitwise_and_(0xBF)
 
 
 class FourBitFloats(Layout):
@@ -200,7 +201,7 @@ class Nf4Layout(Layout):
             source = Source(f"{name}.{key}", (size,), rows, flat=True, shorter=key == _STATE)
             kept = (source.num_rows,)
             if isinstance(fill, Tensor):
-                return self.add(key, dtype, source, kept, device, partial(self._put, key, fill))
+                return self.add(key, dtype, source, kept, device, partial(_copy, fill))
             return self.add(key, dtype, source, kept, device, fill or None)
 
         half, run = width // 2, width // group
@@ -219,9 +220,6 @@ class Nf4Layout(Layout):
         table = torch.linspace(-1, 1, 256)
         self._table = tensor("weight.nested_quant_map", torch.float32, 256, table)
         self._outer = tensor("weight.nested_absmax", torch.float32, -(-runs // 256), 0.01)
-
-    def _put(self, key: str, values: Tensor, generator: torch.Generator) -> None:
-        self.parameters[key].tensor.copy_(values)
 
     def decode(self, begin: int, end: int) -> Decoded:
         group = self.form.group
@@ -258,3 +256,7 @@ class Nf4Layout(Layout):
         if not torch.equal(self._map.cpu(), torch.tensor(NF4)):
             raise TensorError(f"{self.name}.weight.quant_map", "is not the table of NF4")
         return dict(found)
+
+
+def _copy(values: Tensor, tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.copy_(values)

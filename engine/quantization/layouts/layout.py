@@ -6,7 +6,7 @@ here or in `byte_layouts`, and choose it in `stored.base.layout_of`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.config.quantized import KEY, Scheme
 from engine.errors import ConfigError, TensorError
-from engine.quantization.layouts.gguf import BLOCK_TYPES
+from engine.quantization.layouts.gguf import BLOCK_TYPES, BlockType
 from engine.quantization.method import Part
-from engine.weights.parameter import Parameter, Source, num_rows
+from engine.weights.parameter import Fill, Parameter, Source, num_rows
 from kernels.packed import BLOCK, Decoded, Format
 
 _AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]  # of eight neighbours along out
@@ -90,12 +90,12 @@ class Layout(ABC):
         source: Source,
         shape: tuple[int, ...],
         device: torch.device,
-        fill: float | Callable[[torch.Generator], None] | None = None,
+        fill: float | Fill | None = None,
     ) -> Tensor:
         """Allocate a parameter. fill: what made-up weights have there, or what makes them up."""
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if isinstance(fill, float):
-            fill = partial(_fill_with, tensor, fill)
+            fill = partial(_fill_with, fill)
         name = joined(self.name, key)
         self.parameters[key] = Parameter(name, tensor, (source,), fill=fill)
         return tensor
@@ -114,7 +114,7 @@ def of_stack(source: Source, stack: tuple[int, int] | None) -> Source:
     return replace(source, shape=(count, *source.shape), at=number)
 
 
-def _fill_with(tensor: Tensor, value: float, generator: torch.Generator) -> None:
+def _fill_with(value: float, tensor: Tensor, generator: torch.Generator) -> None:
     tensor.fill_(value)
 
 
@@ -150,20 +150,22 @@ class GgufLayout(Layout):
         whole = width // block.width * block.num_bytes
         self._raw = torch.empty(self.rows, last - first, dtype=torch.uint8, device=device)
         source = Source(f"{part.name}.weight", (out, whole), part.rows, (first, last))
+        fill = partial(_fill_blocks, block)
         self.parameters = {
-            "weight": Parameter(f"{part.name}.weight", self._raw, (source,), fill=self._fill)
+            "weight": Parameter(f"{part.name}.weight", self._raw, (source,), fill=fill)
         }
-
-    def _fill(self, generator: torch.Generator) -> None:
-        """Any bytes are a block, but for its float16 numbers."""
-        self._raw.random_(0, 256, generator=generator)
-        blocks = self._raw.view(self.rows, -1, self._block.num_bytes)
-        for number, at in enumerate(self._block.halves):
-            value = torch.tensor([-0.01 if number else 0.002], dtype=torch.float16)
-            blocks[..., at : at + 2] = value.view(torch.uint8)
 
     def decode(self, begin: int, end: int) -> Decoded:
         return self._block.decode(self._raw[begin:end].view(end - begin, -1, self._block.num_bytes))
+
+
+def _fill_blocks(block: BlockType, raw: Tensor, generator: torch.Generator) -> None:
+    """Any bytes are a block, but for its float16 numbers."""
+    raw.random_(0, 256, generator=generator)
+    blocks = raw.view(raw.shape[0], -1, block.num_bytes)
+    for number, at in enumerate(block.halves):
+        value = torch.tensor([-0.01 if number else 0.002], dtype=torch.float16)
+        blocks[..., at : at + 2] = value.view(torch.uint8)
 
 
 class _Axis(NamedTuple):
@@ -237,35 +239,20 @@ class IntegerLayout(Layout):
             key = "weight_g_idx" if scheme.kind == "packed" else "g_idx"
             tensor = torch.empty(self.width, dtype=torch.int32, device=device)
             source = Source(f"{name}.{key}", (width,), part.columns)
-            self.parameters["order"] = Parameter(
-                f"{name}.{key}", tensor, (source,), fill=self._fill_order
-            )
+            fill = partial(_fill_order, group, part.columns[0])
+            self.parameters["order"] = Parameter(f"{name}.{key}", tensor, (source,), fill=fill)
         for key, (first, second) in shapes.items():
             scale = key in ("scales", "weight_scale")
             kind = torch.float32 if scale else torch.int32
             tensor = torch.empty(first.length, second.length, dtype=kind, device=device)
             size = (first.total, second.total)
             source = Source(f"{name}.{key}", size, first.kept, second.kept)
-            fill = self._fill_zeros if key == "qzeros" and scheme.symmetric else None
+            made_up: Fill | None = None
+            if key == "qzeros" and scheme.symmetric:
+                made_up = partial(_fill_words, bits, middle - scheme.zeros_less_one)
             if scale:  # no scale is zero; this is a number of float16 too, as files have them
-                fill = partial(_fill_with, tensor, 2.0**-9)
-            self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=fill)
-
-    def _fill_zeros(self, generator: torch.Generator) -> None:
-        stored = self.form.zero - self._scheme.zeros_less_one
-        self.parameters["qzeros"].tensor.fill_(
-            sum(stored << at for at in range(0, 32 - self.form.bits, self.form.bits))
-            + ((stored - (1 << self.form.bits)) << (32 - self.form.bits))
-            if stored >> (self.form.bits - 1)
-            else sum(stored << at for at in range(0, 32, self.form.bits))
-        )
-
-    def _fill_order(self, generator: torch.Generator) -> None:
-        tensor = self.parameters["order"].tensor
-        group = self._scheme.group
-        begin, end = self.part.columns
-        inputs = torch.arange(begin, end, device=tensor.device)
-        tensor.copy_(inputs.div(group, rounding_mode="floor"))
+                made_up = partial(_fill_with, 2.0**-9)
+            self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=made_up)
 
     def _unpacked(self, words: Tensor, shifts: list[int] | None = None) -> Tensor:
         """int32 [n, m] -> uint8 [n, m * fields]."""
@@ -322,3 +309,15 @@ class IntegerLayout(Layout):
                 "the middle",
             )
         return codes, scale, zeros
+
+
+def _fill_words(bits: int, field: int, tensor: Tensor, generator: torch.Generator) -> None:
+    """The same field everywhere in int32 words."""
+    word = sum(field << at for at in range(0, 32, bits))
+    tensor.fill_(word - (1 << 32) if word >> 31 else word)
+
+
+def _fill_order(group: int, first: int, tensor: Tensor, generator: torch.Generator) -> None:
+    """The group of each input, from the first one on."""
+    inputs = torch.arange(first, first + len(tensor), device=tensor.device)
+    tensor.copy_(inputs.div(group, rounding_mode="floor"))

@@ -2,7 +2,9 @@
 method's formula, faults that must show, and files that are refused."""
 
 import contextlib
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +91,19 @@ def weights(
 ) -> Tensor:
     layout = filled(kept, tensors, rows, columns)
     return torch.cat([unpacked(layout.form, decoded) for decoded in layout.decoded(128)])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_layout_goes_with_its_last_reference(name: str) -> None:
+    """Else what was read is there beside what it is packed into."""
+    made_once = made(scheme(name), Part("w", OUT, WIDTH, (0, OUT), (0, WIDTH)))
+    gone = weakref.ref(made_once)
+    gc.disable()
+    try:
+        del made_once
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", FILES)
