@@ -52,13 +52,14 @@ class Side:
         return max(rates, default=None)
 
 
-def ours(text: str, workload: Path) -> Side:
+def ours(text: str, workload: Path, repeat: int) -> Side:
     """FORMAT=MODEL:QUANTIZATION"""
     form, found, rest = text.partition("=")
     model, colon, quantization = rest.rpartition(":")
     if not (found and colon):
         raise SystemExit(f"--ours {text}: not FORMAT=MODEL:QUANTIZATION")
     command = [sys.executable, "-m", "bench.versus.cpu_side", model, "--quantization", quantization]
+    command += ["--repeat", str(repeat)]
     return Side((form,), "", [*command, "--workload", str(workload)])
 
 
@@ -133,9 +134,10 @@ def main() -> None:
     parser.add_argument("--ours", action="append", default=[], metavar="FORMAT=MODEL:QUANTIZATION")
     parser.add_argument("--peer", action="append", default=[], metavar="FORMAT:NAME=COMMAND")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3, help="of our columns, a round")
     parser.add_argument("--out", type=Path, help="folder for the result files")
     args = parser.parse_args()
-    sides = [ours(text, args.workload) for text in args.ours]
+    sides = [ours(text, args.workload, args.repeat) for text in args.ours]
     sides += [peer(text, args.workload) for text in args.peer]
     lines = []
     for _ in range(args.rounds):

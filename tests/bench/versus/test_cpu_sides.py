@@ -49,7 +49,7 @@ def test_a_turn_is_a_process(tmp_path: Path) -> None:
         versus.turn(versus.peer(f"q4:x={saying('no such model', 1)}", tmp_path))
     for text in ("q4=default", "q4"):
         with pytest.raises(SystemExit, match="FORMAT=MODEL:QUANTIZATION"):
-            versus.ours(text, tmp_path)
+            versus.ours(text, tmp_path, 3)
 
 
 def test_a_busy_machine_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
