@@ -455,9 +455,9 @@ def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     kept = {name: app for name, app in there.items() if name not in ours}
     wanted = ServeDeploySchema.model_validate(schema)
     wanted.applications += kept.values()
-    known = serve.status().applications
+    known = catalog.statuses()
     now = time.time()
-    neighbours.note_others(now, {name: known[name].last_deployed_time_s for name in kept})
+    neighbours.note_others(now, {name: known[name].deployed_at for name in kept})
     client: Any = _get_global_client()
     ray.get(client._controller.apply_config.remote(wanted, deployment_time=now))
     for app in schema["applications"]:

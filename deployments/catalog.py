@@ -9,7 +9,7 @@ would restart every engine.
 import hashlib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +82,43 @@ def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry
     return {one.config.name(): one for one in found}
 
 
+@dataclass(frozen=True, slots=True)
+class ApplicationStatus:
+    """What Serve says of an application. messages: of its deployments, and then its own.
+    deployed_at: Unix seconds of the last deployment of whatever application."""
+
+    status: str
+    messages: tuple[str, ...]
+    deployed_at: float
+
+
+def statuses() -> dict[str, ApplicationStatus]:
+    """By application. Needs a connection to Ray, and blocks; raises what Ray does.
+
+    `serve.status()` would pickle a class for each deployment that it tells of: tens of milliseconds
+    of Python a call, which a router takes from its streams.
+    """
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    return {
+        told.name: ApplicationStatus(
+            told.app_status.status.value,
+            (*(one.message for one in told.deployment_statuses), told.app_status.message),
+            told.app_status.deployment_timestamp,
+        )
+        for told in client.list_serve_statuses()
+    }
+
+
 def applications() -> dict[str, Any]:
     """Serve's schemas of the applications that are there, by name. Needs a connection to Ray, and
     blocks; raises what Ray does."""
     import ray
-    from ray import serve
     from ray.serve.context import _get_global_client
 
     client: Any = _get_global_client()
-    there = serve.status().applications
+    there = statuses()
     # Serve remembers the configuration of an application that was deleted.
     return {
         name: app
@@ -115,12 +143,10 @@ def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
 def trouble(app: str, name: str) -> str:
     """Why a model does not start, by Serve's word, which may still try; "" if nothing is known to
     be wrong. Needs a connection to Ray, and blocks."""
-    from ray import serve
-
-    found = serve.status().applications.get(model_app(app, name))
+    found = statuses().get(model_app(app, name))
     if found is None:
         return ""
-    told = why_failed(found)
+    told = why_failed(found.messages)
     over = found.status in ("DEPLOY_FAILED", "UNHEALTHY")
     return told if over or "Error: " in told else ""
 
@@ -129,15 +155,14 @@ def trouble(app: str, name: str) -> str:
 _ERROR = re.compile(r"(?:\S+: )*[\w.]*(?:Error|Exception)(?:: (?!Traceback \(most recent)|$)")
 
 
-def why_failed(application: Any) -> str:
+def why_failed(messages: Sequence[str]) -> str:
     """The line that says what went wrong: in a traceback the last line, of the deepest cause.
-    application: as Serve tells of it."""
-    messages = [deployment.message for deployment in application.deployments.values()]
-    for message in (*messages, application.message):
+    messages: of an application, its own the last. Pure."""
+    for message in messages:
         errors = [line.strip() for line in message.splitlines() if _ERROR.match(line.strip())]
         if errors:
             return errors[-1]
-    whole = application.message.strip()
+    whole = messages[-1].strip()
     return whole.splitlines()[-1] if whole else "no reason given"
 
 

@@ -133,7 +133,9 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
                 return
             if app.status in ("DEPLOY_FAILED", "UNHEALTHY", "DELETING"):
                 which = f" of {app_name}" if "." in app_name else ""  # one of several models
-                raise ServeError(f"the deployment{which} failed: {why_failed(app)}")
+                messages = [one.message for one in app.deployments.values()]
+                told = why_failed([*messages, app.message])
+                raise ServeError(f"the deployment{which} failed: {told}")
             counts = []
             for name, deployment in app.deployments.items():
                 if name == MODEL:  # never has any

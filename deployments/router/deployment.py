@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -91,6 +92,9 @@ class Router:
 
     def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
         log_through_serve(settings.log_level)
+        # A thread that runs Python beside the event loop keeps it waiting for as long each time
+        # that the loop comes back from the system, which is several times a chunk; by default 5 ms.
+        sys.setswitchinterval(5e-4)
         self._settings = settings
         self._engines = engines
         self._peer_calls = asyncio.Semaphore(_ASKERS)

@@ -1,7 +1,5 @@
 """What `manta serve` says of a deployment that failed, by what Serve tells of it."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from deployments.catalog import why_failed
@@ -25,6 +23,4 @@ RuntimeError: Traceback (most recent call last):
 )  # fmt: skip
 def test_the_deepest_cause(message: str, found: str) -> None:
     """The line that a traceback begins with, or a line of code, for the cause."""
-    replicas = {"engine-cpu": SimpleNamespace(message=message)}
-    application = SimpleNamespace(deployments=replicas, message=message)
-    assert why_failed(application) == found
+    assert why_failed([message, message]) == found

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.app import build, deploy, serve_config
+from deployments.app import build, deploy, put_model, serve_config
 from deployments.backend import GenerationRequest, ModelCard
-from deployments.catalog import entries, model_app
+from deployments.catalog import entries, model_app, statuses, trouble
 from deployments.cli import status
 from deployments.cli.models import served
 from deployments.cli.target import engine_config
 from deployments.config.load import load_config, parse_config
 from deployments.neighbours import check, left_out
 from deployments.observe.metrics import render
+from deployments.parts import served_models
 from deployments.router.admission.limits import DispatchLimits
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.front import ModelFront
@@ -334,6 +335,34 @@ def test_a_killed_engine_is_none_of_the_others_business(several: Several) -> Non
         wait(lambda: len(stream.answers) > seen + 2)
         wait(lambda: several.ready("one"))
     assert several.engines("two")["pid"] == pid
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+def test_a_router_that_changes_models_pickles_no_classes(
+    several: Several, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve's own status makes the request router of each deployment anew: tens of milliseconds of
+    a router's interpreter for each look at whether a model has started, and each ten seconds."""
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    wait(lambda: several.ready("one"))
+    pid, told = several.engines("one")["pid"], serve.status().applications
+
+    def refused(config: RequestRouterConfig) -> None:
+        raise AssertionError("a class was pickled")
+
+    monkeypatch.setattr(RequestRouterConfig, "_serialize_request_router_cls", refused)
+    assert list(served_models(APP)) == ["one", "two"]
+    assert trouble(APP, "one") == "" == trouble(APP, "never")
+    found = statuses()
+    assert {name: (one.status, one.deployed_at) for name, one in found.items()} == {
+        name: (one.status, one.last_deployed_time_s) for name, one in told.items()
+    }
+    section = several.config.models["one"].model_dump(exclude_unset=True)
+    put_model(several.config, "one", section)
+    assert several.engines("one")["pid"] == pid
 
 
 @pytest.mark.serve

@@ -320,6 +320,24 @@ def test_sampling_defaults(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_models_with_the_same_file_share_what_was_made_of_it(tmp_path: Path) -> None:
+    """A router that adds one more model of a family reads 150,000 tokens again, for 0.2 s in which
+    no other thread runs; or the second model has the first one's defaults; or a tokenizer that is
+    at work in another thread refuses to be changed."""
+    for name, temperature in (("a", 0.5), ("b", 0.25)):
+        (tmp_path / name).mkdir()
+        content = small_tokenizers.byte_level().backend.to_str()
+        (tmp_path / name / "tokenizer.json").write_text(content)
+        told = {"temperature": temperature}
+        (tmp_path / name / "generation_config.json").write_text(json.dumps(told))
+    a, b = Tokenizer.load(tmp_path / "a"), Tokenizer.load(tmp_path / "b")
+    assert a.backend is b.backend and a.encode("hello") == b.encode("hello")
+    assert a.encode("hello" * 99, max_tokens=9) == b.encode("hello" * 99, max_tokens=9)
+    assert [one.sampling_defaults["temperature"] for one in (a, b)] == [0.5, 0.25]
+    (tmp_path / "b" / "tokenizer.json").write_text(content + " ")
+    assert Tokenizer.load(tmp_path / "b").backend is not a.backend
+
+
 def test_broken_folders_are_named(tmp_path: Path) -> None:
     """A user who gave the wrong folder reads a Rust panic."""
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
