@@ -17,6 +17,7 @@ from deployments.checkpoints.resolve import ModelIdentity
 from deployments.observe.logs import log_through_serve
 from deployments.observe.metrics import replica_families
 from deployments.observe.ray_exporter import ServeExport
+from deployments.observe.tasks import tasks
 from deployments.replica.server import ReplicaServer
 from deployments.replica.sleep import SleepSettings
 from deployments.replica.watchdog import StallLimits
@@ -137,12 +138,12 @@ class EngineReplica:
         self._server.check_health()
 
     async def stats(self) -> dict[str, Any]:
-        """For operators: `handle.stats.remote()`. tasks: of asyncio."""
+        """For operators: `handle.stats.remote()`. tasks: of asyncio, by name."""
         server = self._server
         return {
             **msgspec.structs.asdict(server.stats),
             "pid": os.getpid(),
-            "tasks": len(asyncio.all_tasks()),
+            "tasks": tasks(),
             "engine_pid": server.engine_pid,
             "routers": server.num_routers,
             "in_flight": server.in_flight,

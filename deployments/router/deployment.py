@@ -26,6 +26,7 @@ from deployments.observe.figures import ApplicationMetrics
 from deployments.observe.logs import log_through_serve
 from deployments.observe.otlp import SpanExporter, TracingSettings
 from deployments.observe.ray_exporter import ServeExport
+from deployments.observe.tasks import tasks
 from deployments.router.batch_worker import BatchWorker, asker
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
@@ -233,8 +234,8 @@ class Router:
 
     async def state(self) -> dict[str, Any]:
         """Replicas and load as this router sees them, where there are several models also of each.
-        `held` is 0 throughout when nothing is in flight; pid and tasks (of asyncio) are for finding
-        leaks."""
+        `held` is 0 throughout when nothing is in flight; pid and tasks (of asyncio, by name) are
+        for finding leaks."""
         several = (
             {
                 "models": {
@@ -248,7 +249,7 @@ class Router:
         return {
             **_told(self._front, self._front.only),
             "pid": os.getpid(),
-            "tasks": len(asyncio.all_tasks()),
+            "tasks": tasks(),
             "held": {
                 **self._front.held(),
                 "http": self._http.in_flight,

@@ -18,6 +18,8 @@ import json
 import os
 import statistics
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +39,9 @@ LONGEST_GAP = 2.0  # seconds, plus a prefill
 FILES = 3  # Ray's own connections to replicas come and go; a leak would be one a kill
 QUIET = 0.2  # of the time with kills, before
 GOODPUT = 0.7  # of that without kills
+# Serve's calls to a router or a replica, its health checks among them, come and go. Requests that
+# came in such a call are counted in `held`.
+CALL = "UserCallableWrapper.call_user_method"
 MIB = 64.0  # that a router may grow by: fragmentation, not requests
 
 
@@ -76,21 +81,31 @@ def left_behind(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     found = []
     for was, now in zip(before["routers"], after["routers"], strict=True):
         assert was["pid"] == now["pid"], "a router was replaced"
-        for name, more in (("tasks", 0), ("open_files", FILES)):
-            if now[name] > was[name] + more:
-                found.append(f"a router's {name}: {was[name]}, then {now[name]}")
+        found += more_tasks("router", was["tasks"], now["tasks"])
+        if now["open_files"] > was["open_files"] + FILES:
+            found.append(f"a router's open files: {was['open_files']}, then {now['open_files']}")
         if now["resident_mib"] > was["resident_mib"] + MIB:
             found.append(f"a router's MiB: {was['resident_mib']}, then {now['resident_mib']}")
         found += [f"a router's {what}: {count}" for what, count in now["held"].items() if count]
-    tasks = max(one["tasks"] for one in before["replicas"])
+    most: Counter[str] = Counter()
+    for one in before["replicas"]:
+        most |= Counter(one["tasks"])
     for now in after["replicas"]:
         if now["free_blocks"] != now["total_blocks"]:
             found.append(f"blocks in use: {now['total_blocks'] - now['free_blocks']}")
         if now["running"] or now["waiting"] or now["in_flight"]:
             found.append("requests at a replica")
-        if now["tasks"] > tasks:
-            found.append(f"a replica's tasks: {tasks}, then {now['tasks']}")
+        found += more_tasks("replica", most, now["tasks"])
     return found
+
+
+def more_tasks(whose: str, before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """before, after: tasks by the name of their coroutine function."""
+    return [
+        f"a {whose}'s tasks {name}: {before.get(name, 0)}, then {count}"
+        for name, count in after.items()
+        if name != CALL and count > before.get(name, 0)
+    ]
 
 
 def verdict(report: dict[str, Any], options: argparse.Namespace) -> list[str]:

@@ -190,7 +190,7 @@ def holdings(live: Live) -> dict[str, Counter[str]]:
             else:
                 held[re.sub(r"\d+", "N", file)] += 1
         held["threads"] = len(os.listdir(f"/proc/{pid}/task"))
-        held["tasks"] = {**routers, **replicas}.get(pid, {"tasks": 0})["tasks"]
+        held["tasks"] = sum({**routers, **replicas}.get(pid, {"tasks": {}})["tasks"].values())
         found[name] = held
     return found
 

@@ -86,6 +86,13 @@ class Several:
         found: dict[str, Any] = handle.stats.remote().result()
         return found
 
+    def router_tasks(self) -> dict[str, int]:
+        """Of asyncio, by name, without Serve's calls such as its health checks."""
+        from ray import serve
+
+        found: dict[str, int] = serve.get_app_handle(APP).state.remote().result()["tasks"]
+        return {name: count for name, count in found.items() if "call_user" not in name}
+
 
 class Stream:
     """Requests to a model one after the other in a thread, their texts all the same."""

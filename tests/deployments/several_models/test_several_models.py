@@ -327,14 +327,17 @@ def test_status_has_a_page_for_each_model(several: Several) -> None:
 @pytest.mark.serve
 @pytest.mark.slow
 def test_a_killed_engine_is_none_of_the_others_business(several: Several) -> None:
-    """An engine's death that costs another model's stream a token, or its replicas a restart."""
-    pid = several.engines("two")["pid"]
+    """An engine's death that costs another model's stream a token, or its replicas a restart, or
+    leaves a task behind in the router."""
+    wait(lambda: several.ready("one"))
+    pid, before = several.engines("two")["pid"], several.router_tasks()
     with Stream(several, "two") as stream:
         os.kill(several.engines("one")["engine_pid"], signal.SIGKILL)
         seen = len(stream.answers)
         wait(lambda: len(stream.answers) > seen + 2)
         wait(lambda: several.ready("one"))
     assert several.engines("two")["pid"] == pid
+    wait(lambda: several.router_tasks() == before)
 
 
 @pytest.mark.serve

@@ -1,0 +1,16 @@
+"""What runs on this thread's event loop, to find what is left behind."""
+
+import asyncio
+from collections import Counter
+
+
+def tasks() -> dict[str, int]:
+    """How many tasks there are of each coroutine function, by its qualified name. On a loop
+    only."""
+    found = Counter(_name(task) for task in asyncio.all_tasks())
+    return dict(sorted(found.items()))
+
+
+def _name(task: "asyncio.Task[object]") -> str:
+    coroutine = task.get_coro()
+    return str(getattr(coroutine, "__qualname__", None) or type(coroutine).__name__)
