@@ -3,9 +3,11 @@
 `manta serve` with one model, and streams to it that never pause. A round takes the gaps between
 their chunks for some seconds, then while a model is added over HTTP and until it is ready, and
 removes it again. Ours is the p99 of the second, the peer that of the first; failed streams are
-counted, and there may be none. Each model has its own cores: the first one's engine, the routers
-and the client have a core to themselves, Ray and what is added have the others. With fewer cores
-than that a start takes time from whatever runs beside it, and that is the machine's doing.
+counted, and there may be none. What streams has half of the cores to itself (the first model's
+engine, routers, HAProxy, and the client), Ray and what is added the other half: on shared cores a
+start takes time from whatever runs beside it, and that is the machine's doing. With fewer than
+four cores nothing is pinned, because all that streams does not fit on one. A round takes half a
+minute.
 MANTA_TEST_MODEL: the default model's file, on a machine that cannot fetch it.
 """
 
@@ -67,7 +69,7 @@ class Streams:
                 if self._stop.is_set():
                     return
                 if line.startswith(b"data: {"):
-                    if "error" in json.loads(line[6:]):
+                    if b'"error"' in line and "error" in json.loads(line[6:]):
                         raise ValueError(line.decode())
                     now = time.monotonic()
                     if last:
@@ -80,6 +82,8 @@ class Streams:
     def p99(self, began: float, ended: float) -> tuple[float, int]:
         """Milliseconds, and of how many gaps."""
         found = sorted(gap for when, gap in list(self.gaps) if began < when <= ended)
+        if not found:
+            raise SystemExit(f"no token came in {ended - began:.0f} s: {self.failed[-3:]}")
         return round(found[int(0.99 * len(found))] * 1e3, 2), len(found)
 
     def stop(self) -> None:
@@ -138,28 +142,30 @@ def serving(folder: Path) -> Iterator[tuple[int, int]]:
 
 
 def _pin(server: int) -> None:
-    """The replicas that run, with their engines, get the first core, all other processes of the
-    server the rest, and so what they start later."""
+    """What streams now gets half of the cores, all other processes of the server the rest, and so
+    what they start later."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
-    cores = os.sched_getaffinity(0)
-    first = {min(cores)}
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 4:
+        return
+    half = set(cores[: len(cores) // 2])
 
-    def pin(pid: int, mine: bool) -> None:
+    def pin(pid: int, streams: bool) -> None:
         with suppress(OSError):  # it has ended
-            mine |= b"ray::ServeReplica" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().lower()
+            streams |= b"ray::servereplica" in command or b"haproxy" in command
             for task in Path(f"/proc/{pid}/task").iterdir():
-                os.sched_setaffinity(int(task.name), first if mine else cores - first)
+                os.sched_setaffinity(int(task.name), half if streams else set(cores) - half)
         for child in children.get(pid, ()):
-            pin(child, mine)
+            pin(child, streams)
 
-    if len(cores) > 1:
-        pin(server, False)
-        for task in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(task.name), first)
+    pin(server, False)
+    for task in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(task.name), half)
 
 
 def _wait(port: int, status: str | None) -> None:
