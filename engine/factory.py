@@ -102,7 +102,7 @@ class _Part:
     resolved: Resolved
     place: Place
     runner: ModelRunner
-    plan: MemoryPlan | None  # on the CPU, where ranks share the memory, rank 0 plans for all
+    plan: MemoryPlan | None  # on the CPU, where ranks share the memory, a node's first plans it
     adapters: DeviceAdapters | None
     host_bytes: int  # for adapters
     pooling: Pooling | None
@@ -187,11 +187,11 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
 
 
 def build_rank(
-    config: EngineConfig, rank: int, memory: int, port: Callable[[], int]
+    config: EngineConfig, rank: int, memory: int, meet: Callable[[], tuple[str, int]]
 ) -> tuple[ModelRunner, Place, AdapterLoader | None]:
     """The same of another rank: what runs its part of each step, its place among all, and what
-    fills its slots for adapters. memory, port: see `engine.parallel.opening.other`."""
-    open_place = other(rank, config.num_ranks, config.pipeline_parallel, memory, port)
+    fills its slots for adapters. memory, meet: see `engine.parallel.opening.other`."""
+    open_place = other(rank, config, memory, meet)
     part = _build_part(config, rank, open_place, _StartTimes(None), None, None)
     gc.collect()
     loader = None if part.adapters is None else part.adapters.loader
@@ -232,7 +232,7 @@ def _build_part(
             spread_experts=resolved.spread_experts,
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
-        if device.type == "cpu" and not rank:  # nothing is touched yet
+        if device.type == "cpu" and not rank % config.ranks_per_node:  # nothing is touched yet
             check_weights(parts_here(resolved, model), available_host_memory())
         place.world.least(rank)
         load_weights(
@@ -456,7 +456,7 @@ def _build_runner(
             host_bytes=host_bytes,
             activations=activations,
         )
-    elif not place.world.rank:
+    elif not place.world.rank % config.ranks_per_node:
         total = available_host_memory()
         total += sum(part.num_bytes for part in parts_here(resolved, model))
         plan = plan_memory(resolved, model, "cpu", total, ("", 0), host_bytes=host_bytes)

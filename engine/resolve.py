@@ -61,7 +61,7 @@ class Resolved:
     @property
     def ranks_here(self) -> int:
         """That share this device's memory."""
-        return 1 if self.device.type == "cuda" else self.config.num_ranks
+        return 1 if self.device.type == "cuda" else self.config.ranks_per_node
 
 
 def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
@@ -73,7 +73,7 @@ def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
     device = _device(config, rank)
     if device.type == "cpu":
         resolved, cores = decide(config, model, device), len(os.sched_getaffinity(0))
-        if config.numa == "none" and config.num_ranks > cores:
+        if config.numa == "none" and config.ranks_per_node > cores:
             raise ConfigError(
                 f"{config.ranks_said}: so many ranks on the CPU need as many cores, "
                 f"and this process may use {cores}; lower it",
@@ -162,15 +162,16 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
         if config.num_ranks == 1:
             return torch.device("cuda", torch.cuda.current_device())
         count = torch.cuda.device_count()
-        if config.num_ranks > count:
+        if config.ranks_per_node > count:
             raise ConfigError(
                 f"{config.ranks_said}: so many ranks need as many GPUs, and this "
                 f"process sees {count}; lower it, or give the replica more (num_gpus)",
                 param=config.ranks_key,
             )
-        if not rank:
+        number = rank % config.ranks_per_node
+        if not number:
             _check_devices(config)
-        return torch.device("cuda", rank)
+        return torch.device("cuda", number)
     if config.device == "cuda":
         raise ConfigError(
             "device: cuda was asked for and torch sees no CUDA device; use device: cpu, or check "
@@ -181,9 +182,9 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def _check_devices(config: EngineConfig) -> None:
-    """The GPUs of all ranks. Raises ConfigError where they are not of one kind: the slowest would
-    decide the time of each step, and the smallest the room for keys and values."""
-    of_ranks = range(config.num_ranks)
+    """The GPUs of all ranks of this node. Raises ConfigError where they are not of one kind: the
+    slowest would decide the time of each step, and the smallest the room for keys and values."""
+    of_ranks = range(config.ranks_per_node)
     kinds = [torch.cuda.get_device_properties(number) for number in of_ranks]
     for number, kind in enumerate(kinds):
         least, most = sorted((kinds[0].total_memory, kind.total_memory))
@@ -311,7 +312,7 @@ def _threads(config: EngineConfig, cuda: bool) -> int:
         return _CUDA_THREADS
     cores = len(os.sched_getaffinity(0))
     # A rank that is bound may use its own share alone.
-    return cores if config.numa == "bind" else max(1, cores // config.num_ranks)
+    return cores if config.numa == "bind" else max(1, cores // config.ranks_per_node)
 
 
 def _dtype(

@@ -14,6 +14,7 @@ PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 ENVIRONMENT_READERS = {
     "deployments/config/load.py",
     "deployments/environment.py",
+    "engine/parallel/connections.py",  # whether gloo and NCCL were given an interface
     "engine/process/first_start.py",  # where Triton's cache is; Triton tells only who imports it
 }
 

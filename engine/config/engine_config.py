@@ -43,10 +43,14 @@ class _Hashable(dict[str, str | float | bool]):
         return hash(tuple(sorted(self.items())))
 
 
-def ranks_said(tensor_parallel: int, pipeline_parallel: int) -> str:
+def ranks_said(tensor_parallel: int, pipeline_parallel: int, pipeline_nodes: int = 1) -> str:
     """How a model is divided, for messages."""
     given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
-    return " x ".join(f"{key} {ranks}" for key, ranks in given.items() if ranks > 1)
+    said = " x ".join(f"{key} {ranks}" for key, ranks in given.items() if ranks > 1)
+    if pipeline_nodes == 1:
+        return said
+    here = tensor_parallel * pipeline_parallel // pipeline_nodes
+    return f"{said} on pipeline_nodes {pipeline_nodes}, {here} on each"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,6 +148,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         KV: so many GPUs of one machine, or processes on its CPU. As many steps are in flight, each
         of other requests. With tensor_parallel, so many ranks divide the layers of each stage, and
         there are tensor_parallel times pipeline_parallel. docs/parallel.md.
+    pipeline_nodes: nodes of a Ray cluster that the stages of pipeline_parallel, which it has to
+        divide, are on: equally many on each, and the ranks of a stage together. 1 = all are on one
+        machine, as they always are without Ray. docs/parallel.md.
     sleep_in_host_memory: the engine can sleep, and the weights are then in host memory: on a GPU
         nothing of weights and caches is on the device, and on the CPU caches have no pages. It
         wakes in about the time that the weights take to be copied. Takes the weights' size of host
@@ -190,6 +197,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel: int = 1
     expert_parallel: bool | None = None
     pipeline_parallel: int = 1
+    pipeline_nodes: int = 1
     sleep_in_host_memory: bool = False
     seed: int | None = None
     log_level: Literal["info", "debug"] = "info"
@@ -200,6 +208,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
+    def ranks_per_node(self) -> int:
+        """Of these, those on one machine, which follow each other."""
+        return self.num_ranks // self.pipeline_nodes
+
+    @property
+    def stages_per_node(self) -> int:
+        return self.pipeline_parallel // self.pipeline_nodes
+
+    @property
     def ranks_key(self) -> str:
         """The key that says how many ranks there are; of both, the one that is for large models."""
         return "pipeline_parallel" if self.pipeline_parallel > 1 else "tensor_parallel"
@@ -207,7 +224,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def ranks_said(self) -> str:
         """See the function."""
-        return ranks_said(self.tensor_parallel, self.pipeline_parallel)
+        return ranks_said(self.tensor_parallel, self.pipeline_parallel, self.pipeline_nodes)
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(EngineConfig).items():
@@ -243,9 +260,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative", param=name)
-        for name in ("tensor_parallel", "pipeline_parallel"):
+        for name in ("tensor_parallel", "pipeline_parallel", "pipeline_nodes"):
             if not 1 <= getattr(self, name) <= 64:
                 raise ConfigError(f"{name} must be 1..64, got {getattr(self, name)}", param=name)
+        if self.pipeline_parallel % self.pipeline_nodes:
+            raise ConfigError(
+                f"pipeline_nodes: {self.pipeline_nodes} nodes cannot have equally many of "
+                f"pipeline_parallel {self.pipeline_parallel} stages; set pipeline_parallel to a "
+                "multiple of it, or lower it",
+                param="pipeline_nodes",
+            )
         if self.numa == "bind" and self.device != "cpu":
             raise ConfigError(
                 f"numa: bind is of engines on the CPU, and device is {self.device}; set device: "

@@ -163,9 +163,10 @@ class DistributedLink:
         pass
 
     def send(self, x: Tensor) -> None:
-        x = x.to(self._dtype).contiguous()
         if not x.numel():
             return
+        # gloo reads the tensor while the next step is computed, which may use its memory again.
+        x = x.to(self._dtype, copy=self._device.type == "cpu").contiguous()
         self._sent.append((dist.isend(x, self._next, group=self._outward), x))
         if len(self._sent) > self._steps:  # which has been received long ago
             work, _ = self._sent.pop(0)

@@ -162,14 +162,15 @@ class Places:
 
 
 def place(config: EngineConfig, places: Places, nodes: Sequence[Node] | None = None) -> list[Node]:
-    """The node of each rank; nothing where numa is "none". nodes: None = of this machine. Raises
-    ConfigError."""
+    """The node of each rank on this machine; nothing where numa is "none". nodes: None = of this
+    machine. Raises ConfigError."""
     if config.numa == "none":
         return []
     nodes = read_nodes() if nodes is None else nodes
-    if config.num_ranks < len(nodes):
-        nodes = places.take(nodes, config.num_ranks)
-    return shares(nodes, config.num_ranks, config.num_threads)
+    ranks = config.ranks_per_node
+    if ranks < len(nodes):
+        nodes = places.take(nodes, ranks)
+    return shares(nodes, ranks, config.num_threads)
 
 
 def set_mempolicy(mode: int, node: int) -> None:

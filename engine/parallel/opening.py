@@ -5,12 +5,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from socket import AF_INET, AF_INET6, create_server
 from threading import Thread
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from engine.config.engine_config import EngineConfig
+from engine.errors import ConfigError
 from engine.parallel.group import DistributedGroup, TensorParallelGroup
 from engine.parallel.link import DistributedLink, Link, SharedMemoryLink, ring
 from engine.parallel.peers import over_peers
@@ -18,7 +21,7 @@ from engine.parallel.ranks import Ranks
 from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
 from engine.parallel.stages import Stage
 
-BACKEND = "nccl"  # of torch.distributed, between GPUs
+BACKEND = "nccl"  # of torch.distributed, between GPUs; between CPUs of several nodes it is gloo
 _HOST = "127.0.0.1"
 _LATE = (5, 30, 300)  # seconds
 
@@ -107,31 +110,70 @@ def first(ranks: Ranks) -> Open:
     """How rank 0 opens it."""
 
     def open_place(device: torch.device, handed_on: Activations, exact: bool) -> Place:
-        if device.type == "cpu":
-            place = _shared(0, ranks.size, ranks.stages, ranks.memory, handed_on)
+        size, stages, memory = ranks.size, ranks.stages, ranks.memory
+        if device.type == "cpu" and ranks.per_node == size:
+            place = _shared(0, size, stages, memory, handed_on)
             Thread(
-                target=_name_the_late, args=(place, ranks.size), name="late-ranks", daemon=True
+                target=_name_the_late, args=(place, size), name="late-ranks", daemon=True
             ).start()
             return place
-        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        ranks.order("meet_at", store.port)
-        return distributed(0, ranks.size, ranks.stages, device, store, handed_on, exact)
+        host = ranks.address or _HOST
+        family = AF_INET6 if ":" in host else AF_INET
+        listener = create_server((host, 0), family=family, backlog=size)  # of no other interface
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        ranks.order("meet_at", host, port)
+        _check_alike(store, 0, ranks.per_node, device)
+        return distributed(0, size, stages, device, store, handed_on, exact, memory)
 
     return open_place
 
 
-def other(rank: int, size: int, stages: int, memory: int, port: Callable[[], int]) -> Open:
-    """How another rank does. port: waits for what rank 0 says to `meet_at`."""
+def other(
+    rank: int, config: EngineConfig, memory: int, meet: Callable[[], tuple[str, int]]
+) -> Open:
+    """How another rank does. meet: waits for what rank 0 says to `meet_at`."""
+    size, stages, per_node = config.num_ranks, config.pipeline_parallel, config.ranks_per_node
 
     def open_place(device: torch.device, handed_on: Activations, exact: bool) -> Place:
-        if device.type == "cpu":
+        if device.type == "cpu" and per_node == size:
             place = _shared(rank, size, stages, memory, handed_on)
+        else:
+            host, port = meet()
+            store = TCPStore(host, port, is_master=False)
+            _check_alike(store, rank, per_node, device)
+            place = distributed(rank, size, stages, device, store, handed_on, exact, memory)
+        if device.type == "cpu":
             os.close(memory)
-            return place
-        store = TCPStore(_HOST, port(), is_master=False)
-        return distributed(rank, size, stages, device, store, handed_on, exact)
+        return place
 
     return open_place
+
+
+def _check_alike(store: Store, rank: int, per_node: int, device: torch.device) -> None:
+    """Raises ConfigError where the GPUs of this rank's node are of another kind than rank 0's.
+    Those of one node are compared by `engine.resolve`."""
+    if device.type == "cpu" or rank % per_node:
+        return
+    kind = torch.cuda.get_device_properties(device)
+    same_kind(store, rank, f"{kind.name} with {kind.total_memory / 2**30:.0f} GiB")
+
+
+def same_kind(store: Store, rank: int, kind: str) -> None:
+    """kind: of this rank's GPU, in words. Raises ConfigError."""
+    if not rank:
+        store.set("kind", kind)
+        return
+    wanted = store.get("kind").decode()
+    if kind != wanted:
+        raise ConfigError(
+            f"pipeline_nodes: ranks need GPUs of one kind, and rank 0 has {wanted}, rank {rank} on "
+            f"another node {kind}; give the pool's nodes a label of their own (labels), or other "
+            "custom resources (resources)",
+            param="pipeline_nodes",
+        )
 
 
 def _shared(rank: int, size: int, stages: int, memory: int, handed_on: Activations) -> Place:
@@ -180,10 +222,14 @@ def distributed(
     store: Store,
     handed_on: Activations,
     exact: bool,
+    memory: int | None = None,
 ) -> Place:
-    library = BACKEND == "nccl"
+    """Over torch.distributed. On the CPU a stage's ranks, which are on one machine, share memory:
+    a file that all of these have open."""
+    backend = "gloo" if device.type == "cpu" else BACKEND
+    library = backend == "nccl"
     bound = device if library else None
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, device_id=bound)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
     of_control = device if library else torch.device("cpu")
     world = DistributedGroup(rank, size, dist.group.WORLD, of_control)
     if stages == 1:
@@ -191,7 +237,10 @@ def distributed(
     each = size // stages
     stage, member = Stage(rank // each, stages), rank % each
     group = TensorParallelGroup()
-    if each > 1:
+    if each > 1 and device.type == "cpu" and memory is not None:
+        at = stage.number * SharedMemoryGroup.num_bytes(each)
+        group = SharedMemoryGroup.open(member, each, memory, at)
+    elif each > 1:
         made = [dist.new_group([n * each + m for m in range(each)]) for n in range(stages)]
         group = DistributedGroup(member, each, made[stage.number], of_control)
         group = _summing(group, device, exact)

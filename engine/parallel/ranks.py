@@ -1,8 +1,9 @@
 """Ranks: the processes that hold the other parts of a model, as rank 0 sees them.
 
-Rank 0 is the engine process. It tells the others by pipe what to do, and hears nothing of a step
-that went well: the sums in it are where ranks meet. A rank that ends is noticed at once, by the end
-of the pipe that its last words come through, and ends the engine. The ranks end with rank 0.
+Rank 0 is the engine process. It tells the others by pipe what to do, or through a connection where
+they are on other nodes of a cluster, and hears nothing of a step that went well: the sums in it are
+where ranks meet. A rank that ends is noticed at once, by the end of the pipe that its last words
+come through, and ends the engine. The ranks end with rank 0.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import AuthenticationError, Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import msgspec
 
 from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, ConfigError, EngineDead, MantaError
+from engine.parallel.connections import RemoteRanks, connect, hang_up, use_interface
 from engine.parallel.nodes import Node
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,64 +60,68 @@ class LastWords(msgspec.Struct):
 @dataclass(slots=True)
 class _Rank:
     number: int
-    process: "subprocess.Popen[bytes]"
     orders: "Connection[Any, Any]"
     adapters: "Connection[Any, Any]"
+
+
+@dataclass(slots=True)
+class _Process:
+    number: int
+    process: "subprocess.Popen[bytes]"
     words: "Connection[Any, Any]"
 
 
-class Ranks:
-    """Spawns ranks 1 to config.num_ranks - 1, which begin to import and load at once.
+class RankProcesses:
+    """Processes of this machine that are ranks of an engine. They end with the one that makes this,
+    whose thread has to live as long as they shall.
 
-    on_death(error): from a thread, once a rank has ended that was not asked to. The thread that
-    makes this has to live as long as the ranks shall.
-    nodes: of each rank, if they are bound (`engine.parallel.nodes.place`).
+    nodes: of each rank of this machine, if they are bound (`engine.parallel.nodes.place`).
+    address: of this machine in a cluster, if other ranks are on other nodes of it.
     memory: descriptor of the file that they share, which has no name.
     """
 
     PROGRAM: Sequence[str] = ("-m", "engine.process.rank")  # what Python runs
 
     def __init__(
-        self,
-        config: EngineConfig,
-        on_death: Callable[[MantaError], None],
-        nodes: Sequence[Node] = (),
+        self, config: EngineConfig, nodes: Sequence[Node] = (), address: str | None = None
     ) -> None:
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("several ranks need Linux", param="tensor_parallel")
+            raise ConfigError("several ranks need Linux", param=config.ranks_key)
         self.size, self.stages = config.num_ranks, config.pipeline_parallel
+        self.per_node = config.ranks_per_node
         self.memory = os.memfd_create("manta-ranks")
         # More than what is laid out in it: a page is taken when it is first used.
         os.ftruncate(self.memory, 1 << 40)
+        self._config = config
         self._nodes = nodes
-        self._on_death = on_death
+        if address is not None:
+            use_interface(address)
         self._closing = False
-        self._adapters_lock = threading.Lock()
-        self._ranks: list[_Rank] = []
-        try:
-            for number in range(1, self.size):
-                self._ranks.append(self._spawn(config, number))
-        except OSError as error:
-            self.close()
-            raise EngineDead(f"cannot start rank {number} of {self.size}: {error}") from None
-        for rank in self._ranks:
-            name = f"rank-{rank.number}"
-            threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True).start()
+        self._processes: list[_Process] = []
 
     @property
     def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
+        return [each.process.pid for each in self._processes]
 
-    def _spawn(self, config: EngineConfig, number: int) -> _Rank:
-        (orders, theirs), (adapters, also_theirs) = Pipe(), Pipe()
+    def _spawn(
+        self, number: int, orders: "Connection[Any, Any]", adapters: "Connection[Any, Any]"
+    ) -> None:
+        """orders, adapters: the rank's ends, which are closed here. Raises EngineDead."""
         words, last = Pipe(duplex=False)
-        passed = (self.memory, theirs.fileno(), also_theirs.fileno(), last.fileno())
-        node = self._nodes[number] if self._nodes else None
-        start = RankStart(config, number, os.getcwd(), os.getpid(), *passed, node=node)
-        process = self._start(start, passed)
-        for end in (theirs, also_theirs, last):
-            end.close()
-        return _Rank(number, process, orders, adapters, words)
+        passed = (self.memory, orders.fileno(), adapters.fileno(), last.fileno())
+        node = self._nodes[number % self.per_node] if self._nodes else None
+        start = RankStart(self._config, number, os.getcwd(), os.getpid(), *passed, node=node)
+        try:
+            process = self._start(start, passed)
+        except OSError as error:
+            raise EngineDead(f"cannot start rank {number} of {self.size}: {error}") from None
+        finally:
+            for end in (orders, adapters, last):
+                end.close()
+        rank = _Process(number, process, words)
+        self._processes.append(rank)
+        name = f"rank-{number}"
+        threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True).start()
 
     def _start(self, start: RankStart, passed: Sequence[int]) -> "subprocess.Popen[bytes]":
         """passed: the descriptors."""
@@ -131,6 +137,115 @@ class Ranks:
             process.stdin.write(msgspec.json.encode(start) + b"\n")
             process.stdin.flush()
         return process
+
+    def _watch(self, rank: _Process) -> None:
+        """Its log, and its end."""
+        last: LastWords | None = None
+        try:
+            while True:
+                said = rank.words.recv()
+                if said.level:
+                    self._said(rank.number, said)
+                else:
+                    last = said
+        except (EOFError, OSError):
+            pass
+        status = rank.process.wait()
+        if not self._closing:
+            self._ended(rank.number, status, last)
+
+    def _said(self, number: int, line: LastWords) -> None:
+        """A line for the log, from a thread."""
+        raise NotImplementedError
+
+    def _ended(self, number: int, status: int, last: LastWords | None) -> None:
+        """A rank has ended that was not asked to; from a thread."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End them and wait for it. Idempotent."""
+        self._closing = True
+        for rank in self._processes:
+            rank.process.kill()
+        for rank in self._processes:
+            rank.process.wait(STOP_SECONDS)
+
+
+class Ranks(RankProcesses):
+    """Ranks 1 to config.num_ranks - 1, which begin to import and load at once. Those of this
+    machine are processes; those of other nodes are reached through the `RankHost` there.
+
+    on_death(error): from a thread, once a rank has ended that was not asked to.
+    remote: where the other nodes are, if there are some.
+    Raises ConfigError, EngineDead.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_death: Callable[[MantaError], None],
+        nodes: Sequence[Node] = (),
+        remote: RemoteRanks | None = None,
+    ) -> None:
+        others = config.pipeline_nodes - 1
+        if others != (0 if remote is None else len(remote.hosts)):
+            raise ConfigError(
+                f"pipeline_nodes: {config.pipeline_nodes} nodes are those of a Ray cluster, where "
+                "`manta serve` starts their ranks; leave it out here",
+                param="pipeline_nodes",
+            )
+        self.address = None if remote is None else remote.address
+        super().__init__(config, nodes, self.address)
+        self._on_death = on_death
+        self._death: MantaError | None = None
+        self._dead = threading.Event()
+        self._adapters_lock = threading.Lock()
+        self._ranks: list[_Rank] = []
+        self._hosts: list[tuple[Connection[Any, Any], threading.Thread]] = []
+        try:
+            for number in range(1, self.per_node):
+                (orders, theirs), (adapters, also_theirs) = Pipe(), Pipe()
+                self._spawn(number, theirs, also_theirs)
+                self._ranks.append(_Rank(number, orders, adapters))
+            for host in range(others):
+                assert remote is not None
+                self._join(host + 1, *remote.hosts[host], remote.key)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, node: int, address: str, port: int, key: bytes) -> None:
+        """The ranks of another node. Raises EngineDead."""
+        first = node * self.per_node
+        try:
+            news = connect(address, port, key)
+            watch = threading.Thread(
+                target=self._follow, args=(news, first, address), name=f"node-{node}", daemon=True
+            )
+            self._hosts.append((news, watch))
+            for number in range(first, first + self.per_node):
+                orders, adapters = connect(address, port, key), connect(address, port, key)
+                self._ranks.append(_Rank(number, orders, adapters))
+            watch.start()
+        except (OSError, EOFError, AuthenticationError) as error:
+            raise EngineDead(
+                f"cannot reach rank {first} of {self.size} at {address}:{port}: {error}"
+            ) from None
+
+    def _follow(self, news: "Connection[Any, Any]", first: int, address: str) -> None:
+        """The log of another node's ranks, and their end."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, said, status = news.recv()
+                if said is not None and said.level:
+                    self._said(number, said)
+                else:
+                    self._ended(number, status, said, f" on {address}")
+        last = first + self.per_node - 1
+        which = f"rank {first}" if last == first else f"ranks {first} to {last}"
+        # The process or the node that they were on has ended, or the network between.
+        lost = f"{which} of {self.size} of the engine: the connection to {address} has ended"
+        self._lost(EngineDead(lost, code="engine_killed"))
 
     # ---- what they are told
 
@@ -170,37 +285,42 @@ class Ranks:
 
     # ---- their end
 
-    def _watch(self, rank: _Rank) -> None:
-        """Its log, and its end."""
-        last: LastWords | None = None
-        try:
-            while True:
-                said = rank.words.recv()
-                if said.level:
-                    logger.log(said.level, "rank %d: %s", rank.number, said.message)
-                else:
-                    last = said
-        except (EOFError, OSError):
-            pass
-        status = rank.process.wait()
-        if not self._closing:
-            self._on_death(_death(rank.number, self.size, status, last))
+    def _said(self, number: int, line: LastWords) -> None:
+        logger.log(line.level, "rank %d: %s", number, line.message)
+
+    def _ended(self, number: int, status: int, last: LastWords | None, where: str = "") -> None:
+        self._lost(_death(number, self.size, where, status, last))
+
+    def _lost(self, error: MantaError) -> None:
+        if self._closing or self._dead.is_set():
+            return
+        self._death = error
+        self._dead.set()
+        self._on_death(error)
+
+    def check(self, seconds: float) -> None:
+        """A step has failed. Raises why, where that is a rank that has ended, as is noticed within
+        so many seconds."""
+        if self._dead.wait(seconds) and self._death is not None:
+            raise self._death
 
     def close(self) -> None:
-        """End them and wait for it. Idempotent."""
-        self._closing = True
-        for rank in self._ranks:
-            rank.process.kill()
-        for rank in self._ranks:
-            rank.process.wait(STOP_SECONDS)
+        super().close()
+        for news, _ in self._hosts:
+            hang_up(news)  # the host ends its ranks, and then the connection
+        for _, watch in self._hosts:
+            if watch.ident is not None:
+                watch.join(STOP_SECONDS)
 
 
-def _death(number: int, size: int, status: int, last: LastWords | None) -> MantaError:
+def _death(number: int, size: int, where: str, status: int, last: LastWords | None) -> MantaError:
+    """where: " on NODE", or nothing for this one."""
+    rank = f"rank {number} of {size}{where}"
     if last is not None and (last.param is not None or last.code == ConfigError.code):
-        return ConfigError(f"{last.message} (rank {number} of {size})", param=last.param)
+        return ConfigError(f"{last.message} ({rank})", param=last.param)
     if last is not None:
-        return EngineDead(f"rank {number} of {size}: {last.message}", code=last.code)
+        return EngineDead(f"{rank}: {last.message}", code=last.code)
     how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
     killed = -status in (signal.SIGKILL, signal.SIGTERM)
     code = "engine_killed" if killed else EngineDead.code
-    return EngineDead(f"rank {number} of {size} of the engine {how}", code=code)
+    return EngineDead(f"rank {number} of {size} of the engine{where} {how}", code=code)

@@ -34,6 +34,7 @@ from engine.messages import (
     RemoveAdapter,
     StepFrame,
 )
+from engine.parallel.connections import RemoteRanks
 from engine.process.supervisor import EngineProcess
 
 logger = logging.getLogger("manta.engine")
@@ -54,10 +55,17 @@ class EngineClient:
     on_frame(frame): every StepFrame, in order.
     on_death(error): once, when the engine ended without being closed; no frame comes after it, and
         every request that was open is lost.
+    remote: where the engine's ranks of other nodes wait for it, if it has some.
     stats: the state in the last frame.
     """
 
-    def __init__(self, on_frame: OnFrame, on_death: OnDeath | None = None) -> None:
+    def __init__(
+        self,
+        on_frame: OnFrame,
+        on_death: OnDeath | None = None,
+        remote: RemoteRanks | None = None,
+    ) -> None:
+        self._remote = remote
         self._on_frame = on_frame
         self._on_death = on_death
         self._on_progress: OnProgress | None = None
@@ -91,7 +99,7 @@ class EngineClient:
         loop = self._loop = asyncio.get_running_loop()
         self._on_progress = progress
         self._started = loop.create_future()
-        self._engine = EngineProcess(config, self._exited_elsewhere)
+        self._engine = EngineProcess(config, self._exited_elsewhere, self._remote)
         self._fd = int(self._engine.frames.FD)
         loop.add_reader(self._fd, self._readable)
         self._readable()  # the descriptor tells of changes only

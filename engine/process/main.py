@@ -40,6 +40,7 @@ from engine.messages import (
     StepFrame,
     ToEngine,
 )
+from engine.parallel.connections import RemoteRanks
 from engine.parallel.nodes import Places, bind, place
 from engine.parallel.ranks import Ranks
 from engine.process.first_start import FirstStart
@@ -62,7 +63,8 @@ class EngineStart(msgspec.Struct, forbid_unknown_fields=True):
 
     core: name in CORES. directory: to work in, so that relative paths mean what they did there.
     inbox, outbox: zmq addresses to pull from and push to. parent: its process id.
-    spawned: monotonic seconds just before the process was created.
+    spawned: monotonic seconds just before the process was created. remote: where ranks of other
+    nodes are, if there are some.
     """
 
     core: str
@@ -72,6 +74,7 @@ class EngineStart(msgspec.Struct, forbid_unknown_fields=True):
     outbox: str
     parent: int
     spawned: float
+    remote: RemoteRanks | None = None
 
 
 class Core(Protocol):
@@ -109,15 +112,15 @@ Fail = Callable[[MantaError], None]  # ends this process, from any thread
 
 
 def _model(
-    config: EngineConfig, report: Report, fail: Fail, ends: contextlib.ExitStack
+    start: EngineStart, report: Report, fail: Fail, ends: contextlib.ExitStack
 ) -> tuple[Core, Ready]:
-    began = time.monotonic()
+    began, config = time.monotonic(), start.config
     report("imports", 0.0)
     # Before the imports, so that those of the compilers, or of the other ranks, run beside ours.
     nodes = place(config, Places())
     first, ranks = FirstStart(config), None
     if config.num_ranks > 1:
-        ranks = Ranks(config, fail, nodes)
+        ranks = Ranks(config, fail, nodes, start.remote)
         ends.callback(ranks.close)
     if nodes:  # of this process, once the others have what it may use
         bind(nodes[0])
@@ -133,16 +136,16 @@ def _model(
 
 
 def _fake(
-    config: EngineConfig, report: Report, fail: Fail, ends: contextlib.ExitStack
+    start: EngineStart, report: Report, fail: Fail, ends: contextlib.ExitStack
 ) -> tuple[Core, Ready]:
     from engine.process.fake import build
 
     report("start", 0.0)
-    return build(config)
+    return build(start.config)
 
 
 CORES: dict[
-    str, Callable[[EngineConfig, Report, Fail, contextlib.ExitStack], tuple[Core, Ready]]
+    str, Callable[[EngineStart, Report, Fail, contextlib.ExitStack], tuple[Core, Ready]]
 ] = {
     "model": _model,
     "fake": _fake,
@@ -355,7 +358,7 @@ def main() -> int:
 
     code, ends = 1, contextlib.ExitStack()
     try:
-        core, ready = CORES[start.core](start.config, report, fail, ends)
+        core, ready = CORES[start.core](start, report, fail, ends)
         ready.start_seconds = {"process": round(began - start.spawned, 3), **ready.start_seconds}
         gc.collect()
         gc.freeze()  # what lives as long as the process need not be looked at again

@@ -1,4 +1,5 @@
-"""A rank's process: `python -m engine.process.rank`, started by `engine.parallel.ranks.Ranks`.
+"""A rank's process: `python -m engine.process.rank`, started by `engine.parallel.ranks.Ranks`,
+or on another node than rank 0's by `engine.parallel.rank_host.RankHost`.
 
 It has its part of the model, and does in each step what rank 0 does, but for the choice of tokens,
 which it is told. It knows nothing of requests.
@@ -142,14 +143,14 @@ def run(start: RankStart) -> None:
     """Load, then do as told until rank 0 ends. Raises what loading and steps raise."""
     orders: Connection[Any, Any] = Connection(start.orders)
 
-    def port() -> int:
-        what, (number,) = orders.recv()
+    def meet() -> tuple[str, int]:
+        what, (host, port) = orders.recv()
         assert what == "meet_at"
-        return int(number)
+        return host, port
 
     from engine.factory import build_rank
 
-    runner, place, loader = build_rank(start.config, start.rank, start.memory, port)
+    runner, place, loader = build_rank(start.config, start.rank, start.memory, meet)
     if loader is not None:
         adapters: Connection[Any, Any] = Connection(start.adapters)
         given = (loader, adapters)
@@ -160,7 +161,7 @@ def run(start: RankStart) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0's parent decides when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     line = read_start()
     if not line:
         return 1

@@ -17,6 +17,7 @@ import zmq
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead
 from engine.messages import Control, ToEngine
+from engine.parallel.connections import RemoteRanks
 from engine.process.fake import PREFIX as FAKE
 from engine.process.main import EngineStart
 
@@ -28,6 +29,7 @@ class EngineProcess:
     """Spawns an engine process and ends it.
 
     frames: zmq PULL socket to read from (one thread only, the caller's).
+    remote: where its ranks of other nodes are, if it has some.
     A thread of its own creates the process and then waits for it, for two reasons: the kernel's
     parent-death signal follows the thread that forked, not the process, and waiting there reports
     the end at once without polling. on_exit(exit status) is called from that thread.
@@ -35,7 +37,12 @@ class EngineProcess:
     made.
     """
 
-    def __init__(self, config: EngineConfig, on_exit: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_exit: Callable[[int], None],
+        remote: RemoteRanks | None = None,
+    ) -> None:
         self._config = config
         self._on_exit = on_exit
         self._folder = tempfile.mkdtemp(prefix="manta-")  # mode 0700: no other user may connect
@@ -48,6 +55,7 @@ class EngineProcess:
             outbox=outbox,
             parent=os.getpid(),
             spawned=time.monotonic(),
+            remote=remote,
         )
         self._encoder = msgspec.msgpack.Encoder()
         self._send_lock = threading.Lock()  # requests may come from any thread

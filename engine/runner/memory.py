@@ -76,9 +76,11 @@ def outline(resolved: Resolved, stage: int = 0) -> Model:
 
 def parts_here(resolved: Resolved, model: Model) -> list[Model]:
     """Of all ranks that share this rank's memory; model: its own, the first."""
-    others = [outline(resolved, stage) for stage in range(1, resolved.stages)]
     if resolved.device.type == "cuda":
         return [model]
+    first = model.stage.number
+    here = range(first + 1, first + resolved.config.stages_per_node)
+    others = [outline(resolved, stage) for stage in here]
     return [part for part in (model, *others) for _ in range(resolved.ranks)]
 
 

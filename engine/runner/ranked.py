@@ -6,6 +6,8 @@ from engine.parallel.ranks import Ranks
 from engine.runner.model_runner import ModelRunner
 from engine.runner.results import DeviceResult, StagedResult
 
+_NOTICED = 0.5  # seconds: what is sent to a rank that has ended fails before its end is known
+
 
 class RankedRunner:
     """See `engine.scheduling.core.Runner`."""
@@ -33,8 +35,9 @@ class RankedRunner:
 
     def recover(self) -> bool:
         """Between CPU ranks all waits for the failed step are ended, and steps begin anew. Between
-        GPUs the engine is lost."""
+        GPUs, or nodes, the engine is lost: raises why, where a rank has ended."""
         if not self._place.recovers:
+            self._ranks.check(_NOTICED)
             return False
         self._place.begin_round()
         self._ranks.order("recover")

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.config.engine_config import EngineConfig
 from engine.process import main as process
 
 AT = 12  # steps
@@ -46,9 +45,9 @@ def poison(core: Any, device: str) -> None:
     runner.launch = launch_and_spoil
 
 
-def build(config: EngineConfig, *given: Any) -> Any:
-    core, ready = model(config, *given)
-    poison(core, config.device)
+def build(start: process.EngineStart, *given: Any) -> Any:
+    core, ready = model(start, *given)
+    poison(core, start.config.device)
     return core, ready
 
 

@@ -186,7 +186,8 @@ def test_ranks_are_told_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "engine.factory", SimpleNamespace(build=build))
     with contextlib.ExitStack() as ends, pytest.raises(Built):
-        engine_process._model(config(tensor_parallel=2), lambda *_: None, lambda _: None, ends)
+        given: Any = SimpleNamespace(config=config(tensor_parallel=2), remote=None)
+        engine_process._model(given, lambda *_: None, lambda _: None, ends)
     assert [(each.rank, each.node) for each in started] == [(1, TWO[1])] and bound == [TWO[0]]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6, 7})
     assert _threads(config(tensor_parallel=2), cuda=False) == 4

@@ -1,0 +1,108 @@
+"""Connections between rank 0 and the nodes of a cluster that other ranks are on.
+
+They carry what pipes do inside a machine: Python objects, pickled. So both sides prove first that
+they have the same key. Nothing is encrypted.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+from fcntl import ioctl
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+import msgspec
+
+_CONNECT_SECONDS = 20.0
+_HANDSHAKE_SECONDS = 5
+# A node that says nothing any more, as after a power cut, is given up after about 8 seconds.
+_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 2, 2, 3
+_UNANSWERED_MS = 8000
+_SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
+
+
+class RemoteRanks(msgspec.Struct, frozen=True):
+    """The ranks of an engine on other nodes.
+
+    address: of rank 0's node, at which they reach it. hosts: address and port of the `RankHost` of
+    each other node, in the order of their ranks. key: that both sides have.
+    """
+
+    address: str
+    hosts: tuple[tuple[str, int], ...]
+    key: bytes
+
+
+def connect(address: str, port: int, key: bytes) -> "Connection[Any, Any]":
+    """Raises OSError, EOFError, AuthenticationError."""
+    found = socket.create_connection((address, port), _CONNECT_SECONDS)
+    found.settimeout(None)
+    connection = _connection(found)
+    try:
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+    except BaseException:
+        connection.close()
+        raise
+    _set_timeout(connection, 0)
+    return connection
+
+
+def accept(listener: socket.socket, key: bytes) -> "Connection[Any, Any]":
+    """The next one that has the key. Raises OSError where the listener is closed."""
+    while True:
+        found, _ = listener.accept()
+        connection = _connection(found)
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+        except (OSError, EOFError, AuthenticationError):
+            connection.close()
+            continue
+        _set_timeout(connection, 0)
+        return connection
+
+
+def hang_up(connection: "Connection[Any, Any]", how: int = socket.SHUT_WR) -> None:
+    """Say to the other side that nothing more will come. With SHUT_RDWR threads that wait for it
+    on this side stop to, too."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.shutdown(how)
+
+
+def use_interface(address: str) -> None:
+    """Have gloo and NCCL talk over the interface that has this address, here and in processes that
+    this one starts; unless the environment names one, or none has the address as its first."""
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            try:
+                asked = struct.pack("256s", name.encode()[:15])
+                found = ioctl(any_socket, _SIOCGIFADDR, asked)[20:24]
+            except OSError:  # it has none
+                continue
+        if socket.inet_ntoa(found) == address:
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
+            return
+
+
+def _connection(ours: socket.socket) -> "Connection[Any, Any]":
+    ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+    ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+    ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
+    connection: Connection[Any, Any] = Connection(ours.detach())
+    _set_timeout(connection, _HANDSHAKE_SECONDS)
+    return connection
+
+
+def _set_timeout(connection: "Connection[Any, Any]", seconds: int) -> None:
+    """Of each read and write; 0: none."""
+    value = struct.pack("ll", seconds, 0)
+    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)

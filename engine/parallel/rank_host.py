@@ -1,0 +1,80 @@
+"""RankHost: the ranks of an engine that are on another node than rank 0."""
+
+import contextlib
+import socket
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from engine.config.engine_config import EngineConfig
+from engine.errors import MantaError
+from engine.parallel.connections import accept, hang_up
+from engine.parallel.nodes import Places, place
+from engine.parallel.ranks import LastWords, RankProcesses
+
+
+class RankHost(RankProcesses):
+    """Waits for rank 0, starts this node's ranks with what it has connected, passes on what they
+    say, and ends them when rank 0's connection ends. They end with this process too.
+
+    config: as rank 0 has it, but for the model's folder, which is this node's. node: number of this
+    node, from 1 on. address: that others reach this node at. key: see `RemoteRanks`. port: that it
+    listens on. Raises ConfigError, OSError.
+    """
+
+    def __init__(self, config: EngineConfig, node: int, address: str, key: bytes) -> None:
+        super().__init__(config, place(config, Places()), address)
+        self._first = node * self.per_node
+        self._key = key
+        self._news: Connection[Any, Any] | None = None
+        self._news_lock = threading.Lock()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        self.port: int = self._listener.getsockname()[1]
+        # The kernel ends the ranks with the thread that has started them.
+        self._thread = threading.Thread(target=self._run, name="rank-host", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with self._listener:
+                news = self._news = accept(self._listener, self._key)
+                ends = [self._accept_pair() for _ in range(self.per_node)]
+        except OSError:  # closed before rank 0 came
+            return
+        try:
+            for number, (orders, adapters) in enumerate(ends, self._first):
+                self._spawn(number, orders, adapters)
+            news.recv()  # nothing comes but the end
+        except MantaError as error:
+            self._tell(number, LastWords(error.message, error.code, error.param))
+        except (EOFError, OSError):
+            pass
+        super().close()
+        with self._news_lock:
+            self._news = None
+            news.close()
+
+    def _accept_pair(self) -> "tuple[Connection[Any, Any], Connection[Any, Any]]":
+        return accept(self._listener, self._key), accept(self._listener, self._key)
+
+    def _tell(self, number: int, said: LastWords | None, status: int = 0) -> None:
+        with self._news_lock, contextlib.suppress(OSError):  # rank 0 has ended
+            if self._news is not None:
+                self._news.send((number, said, status))
+
+    def _said(self, number: int, line: LastWords) -> None:
+        self._tell(number, line)
+
+    def _ended(self, number: int, status: int, last: LastWords | None) -> None:
+        self._tell(number, last, status)
+
+    def close(self) -> None:
+        """End them, and wait for it. Idempotent."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # which ends a wait for rank 0
+        with self._news_lock:
+            if self._news is not None:
+                hang_up(self._news, socket.SHUT_RDWR)
+        self._thread.join()
