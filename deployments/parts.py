@@ -71,7 +71,7 @@ def engine_deployments(
             name=deployment_name(name),
             **autoscaling.replica_options(name, pool, config),
             **_update_options(pool),
-            ray_actor_options=_actor_options(pool),
+            **_placement_options(pool, config.divisions(pool)[-1]),
             max_ongoing_requests=100,
             health_check_period_s=_HEALTH_PERIOD,
             health_check_timeout_s=_HEALTH_TIMEOUT,
@@ -205,7 +205,8 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
     """The pools with nothing left open. Pure.
 
     A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
-    each other. A replica of several ranks is one actor with as many GPUs, so it is on one node.
+    each other. A replica of several ranks is one actor with as many GPUs, or one on each of its
+    nodes.
     """
     resolved: dict[str, PoolConfig] = {}
     for name, pool in config.pools_on(machine.gpus).items():
@@ -215,13 +216,13 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
             if cores is None:
                 cores = float(max(1, machine.cores // max(1, pool.replicas)))
             if not {**config.engine, **engine}.get("num_threads"):
-                engine["num_threads"] = max(1, int(cores) // config.ranks(pool))
+                engine["num_threads"] = max(1, int(cores) // config.node_ranks(pool))
         num_gpus = pool.num_gpus
         if num_gpus is None:
-            num_gpus = float(config.ranks(pool)) if name == "gpu" else 0.0
+            num_gpus = float(config.node_ranks(pool)) if name == "gpu" else 0.0
         resolved[name] = pool.model_copy(
             update={
-                "num_cpus": float(config.ranks(pool)) if cores is None else cores,
+                "num_cpus": float(config.node_ranks(pool)) if cores is None else cores,
                 "num_gpus": num_gpus,
                 "engine": engine,
             }
@@ -233,10 +234,23 @@ def _update_options(pool: PoolConfig) -> dict[str, Any]:
     return {"max_surge_percent": SURGE} if pool.start_first else {}
 
 
-def _actor_options(pool: PoolConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
+def _placement_options(pool: PoolConfig, nodes: int) -> dict[str, Any]:
+    """What Ray reserves for a replica, and where. Of several nodes, a placement group with a bundle
+    on each: all of them or none. The replica's actor is in the first, and starts those of the
+    others."""
+    actor: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
     if pool.resources:
-        options["resources"] = dict(pool.resources)
+        actor["resources"] = dict(pool.resources)
+    if nodes == 1:
+        if pool.labels:
+            actor["label_selector"] = dict(pool.labels)
+        return {"ray_actor_options": actor}
+    bundle = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
+    options: dict[str, Any] = {
+        "ray_actor_options": actor,
+        "placement_group_bundles": [{name: n for name, n in bundle.items() if n}] * nodes,
+        "placement_group_strategy": "STRICT_SPREAD",
+    }
     if pool.labels:
-        options["label_selector"] = dict(pool.labels)
+        options["placement_group_bundle_label_selector"] = [dict(pool.labels)]
     return options

@@ -164,8 +164,9 @@ def _costs(
 def _span(pool: PoolConfig, offer: NodeOffer, currency: str) -> str:
     """What the pool's replicas cost an hour where a replica is cheapest."""
     noun = "replica" if pool.replicas == 1 else "replicas"
-    hour = offer.hour(pool.replicas)
-    text = f"{pool.replicas} {noun} on {offer.node.name}: {hour:,.2f} {currency}/h"
+    hour, nodes = offer.hour(pool.replicas), offer.plan.nodes
+    apart = f", each on {nodes} of them" if nodes > 1 else ""
+    text = f"{pool.replicas} {noun} on {offer.node.name}{apart}: {hour:,.2f} {currency}/h"
     if pool.max_replicas is not None:
         low, high = offer.hour(pool.min_replicas), offer.hour(pool.max_replicas)
         text += f", scaling {low:,.2f} to {high:,.2f} ({pool.min_replicas} to {pool.max_replicas})"
@@ -208,6 +209,8 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
         each = f", {result.ranks} ranks a replica"
     if result.stages > 1:
         each += f", in {result.stages} stages of layers"
+    if result.nodes > 1:
+        each += f" on {result.nodes} nodes of {result.ranks_per_node}"
     yield "device", f"{device.name}, {device.memory / GIB:.1f} GiB{each}"
     notes = {
         "weights": result.weights_kind,
@@ -229,7 +232,8 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
         "full-length requests",
         f"{result.full_length_requests:,.1f} of {result.max_model_len:,} tokens",
     )
-    yield "replicas per node", f"{result.replicas_per_node:,}"
+    per = "node" if result.nodes == 1 else f"{result.nodes} nodes"
+    yield f"replicas per {per}", f"{result.replicas_per_node:,}"
 
 
 def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:
@@ -238,11 +242,10 @@ def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:
     if engine.numa == "none":
         yield "NUMA nodes", f"{len(nodes)}" + "; threads are bound to none" * (len(nodes) > 1)
         return
-    yield "NUMA nodes", f"{len(nodes)}, of which a replica has {min(len(nodes), engine.num_ranks)}"
-    for rank, node in enumerate(
-        shares(nodes[: engine.num_ranks], engine.num_ranks, engine.num_threads)
-    ):
-        other = ", or its like on another node" * (engine.num_ranks < len(nodes))
+    ranks = engine.ranks_per_node
+    yield "NUMA nodes", f"{len(nodes)}, of which a replica has {min(len(nodes), ranks)}"
+    for rank, node in enumerate(shares(nodes[:ranks], ranks, engine.num_threads)):
+        other = ", or its like on another node" * (ranks < len(nodes))
         yield f"  rank {rank}", f"{node}{other}"
 
 

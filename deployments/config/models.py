@@ -5,7 +5,6 @@ import re
 import typing
 from collections.abc import Iterable, Iterator
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -137,7 +136,8 @@ class PoolConfig(Section):
         None,
         ge=0,
         le=1024,
-        description="CPU cores that Ray reserves for a replica; its step uses as many threads. "
+        description="CPU cores that Ray reserves for a replica, on each of its nodes if it has "
+        "several (engine.pipeline_nodes); its step uses as many threads. "
         "Default: 1 for each rank in a gpu pool (its step loop); in a cpu pool the cores of the "
         "machine that builds the configuration, or of the largest node if Ray runs, shared out "
         "among the replicas. Set it for a cluster, whose nodes may be of another size.",
@@ -146,16 +146,18 @@ class PoolConfig(Section):
         None,
         ge=0,
         le=64,
-        description="GPUs of a replica: one for each rank (engine.tensor_parallel, "
-        "engine.pipeline_parallel), or a part of a GPU that replicas share where there is one. "
+        description="GPUs of a replica, on each of its nodes if it has several: one for each rank "
+        "there (engine.tensor_parallel, engine.pipeline_parallel), or a part of a GPU that "
+        "replicas share where there is one. "
         "Default: as many as ranks in a gpu pool, 0 in a cpu pool.",
     )
     resources: dict[str, float] = Field(
-        default_factory=dict, description="Custom Ray resources of a replica, e.g. {pool_a: 0.001}."
+        default_factory=dict,
+        description="Custom Ray resources of a replica, on each node, e.g. {pool_a: 0.001}.",
     )
     labels: dict[str, str] = Field(
         default_factory=dict,
-        description="Ray node labels that a replica's node must have, e.g. {pool: gpu}.",
+        description="Ray node labels that a replica's nodes must have, e.g. {pool: gpu}.",
     )
     engine: EngineOptions = Field(
         default_factory=dict,
@@ -426,9 +428,14 @@ class MantaConfig(Section):
 
     def _check_ranks(self, kind: PoolKind, pool: PoolConfig) -> None:
         """Raises ValueError where a replica's reservation does not suit its ranks."""
-        ranks, gpus, cores = self.ranks(pool), pool.num_gpus, pool.num_cpus
-        tensor, pipeline = self.divisions(pool)
-        said = ranks_said(tensor, pipeline) or "tensor_parallel 1"
+        tensor, pipeline, nodes = self.divisions(pool)
+        if pipeline % nodes:
+            raise ValueError(
+                f"pools.{kind}: engine.pipeline_nodes is {nodes} and engine.pipeline_parallel "
+                f"{pipeline}: all nodes have equally many stages. Set one of them for this pool"
+            )
+        ranks, gpus, cores = self.node_ranks(pool), pool.num_gpus, pool.num_cpus
+        said = ranks_said(tensor, pipeline, nodes) or "tensor_parallel 1"
         key = "pipeline_parallel" if pipeline > 1 else "tensor_parallel"
         given = f"pools.{kind}.num_gpus is {gpus or 0:g} and {said}"
         if gpus is not None and gpus > ranks:
@@ -448,14 +455,18 @@ class MantaConfig(Section):
         """Whether a replica without requests sleeps, with its weights in host memory."""
         return bool({**self.engine, **pool.engine}.get("sleep_in_host_memory"))
 
-    def ranks(self, pool: PoolConfig) -> int:
-        """Parts of a model that each replica of a pool has (`EngineConfig.num_ranks`)."""
-        return prod(self.divisions(pool))
+    def node_ranks(self, pool: PoolConfig) -> int:
+        """Parts of a model that each replica of a pool has on each of its nodes
+        (`EngineConfig.ranks_per_node`)."""
+        tensor, pipeline, nodes = self.divisions(pool)
+        return tensor * pipeline // nodes
 
-    def divisions(self, pool: PoolConfig) -> tuple[int, int]:
-        """tensor_parallel and pipeline_parallel of a pool."""
+    def divisions(self, pool: PoolConfig) -> tuple[int, int, int]:
+        """tensor_parallel, pipeline_parallel and pipeline_nodes of a pool."""
         engine = {**self.engine, **pool.engine}
-        return int(engine.get("tensor_parallel", 1)), int(engine.get("pipeline_parallel", 1))
+        keys = ("tensor_parallel", "pipeline_parallel", "pipeline_nodes")
+        tensor, pipeline, nodes = (int(engine.get(key, 1)) for key in keys)
+        return tensor, pipeline, nodes
 
     def engine_options(self, pool: PoolConfig) -> dict[str, Any]:
         """EngineConfig's fields for a pool, model and revision included."""

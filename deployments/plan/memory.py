@@ -72,8 +72,9 @@ class EnginePlan:
     """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized.
     weights_kind: what weights are kept in, in words. active_parameters: those that a token meets,
     less than all in a mixture of experts. ranks: that the model is divided among; on GPUs, memory
-    and kv_per_token are those of the one with the least room, on the CPU of all. stages: of layers
-    that these are. kv_per_token: (what is kept,
+    and kv_per_token are those of the one with the least room; on the CPU, memory is that of all
+    ranks of the node with the least, kv_per_token of all. stages: of layers that these are. nodes:
+    that a replica has equally many of them on. kv_per_token: (what is kept,
     layers, bytes) of each kind of layers; a token that has left a window takes nothing there.
     products: how weights in fewer bits are multiplied there, a line for each format.
     states: layers that keep a state in their place, and its bytes for a request in all of them;
@@ -92,6 +93,7 @@ class EnginePlan:
     devices_per_node: int
     ranks: int = 1
     stages: int = 1
+    nodes: int = 1
     states: tuple[int, int] = (0, 0)
     snapshots: int = 0
 
@@ -130,12 +132,17 @@ class EnginePlan:
         return sum(size for _, size in self.memory.rows) + self.kv_bytes
 
     @property
+    def ranks_per_node(self) -> int:
+        return self.ranks // self.nodes
+
+    @property
     def replicas_per_node(self) -> int:
-        """By its GPUs, or how many fit into a machine's memory and have a core for each rank."""
+        """By its GPUs, or how many fit into a machine's memory and have a core for each rank. Where
+        a replica is on several nodes, so many are on as many nodes."""
         if self.device.kind == "cuda":
-            return self.devices_per_node // self.ranks
+            return self.devices_per_node // self.ranks_per_node
         by_memory = self.device.memory // self.used
-        cores = self.device.cores // self.ranks or by_memory
+        cores = self.device.cores // self.ranks_per_node or by_memory
         return max(1, min(by_memory, cores))
 
 
@@ -161,8 +168,8 @@ def plan(
         others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
         host_bytes = lora_host_bytes(config, device.memory)
         found = []
-        # A GPU holds a rank's, the CPU all of them.
-        for stage in range(resolved.stages if cuda else 1):
+        # A GPU holds a rank's, the CPU all those of a node.
+        for stage in range(0, resolved.stages, 1 if cuda else config.stages_per_node):
             part = _outline(resolved, stage)
             check_weights(parts_here(resolved, part), device.memory - others[1])
             memory = plan_memory(
@@ -176,14 +183,16 @@ def plan(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None
     ranks, whole, key, said = config.num_ranks, part, config.ranks_key, config.ranks_said
-    devices_per_node = ranks if devices_per_node is None else devices_per_node
-    if cuda and devices_per_node < ranks:
+    here = config.ranks_per_node
+    devices_per_node = here if devices_per_node is None else devices_per_node
+    if cuda and devices_per_node < here:
         raise ConfigError(
             f"{said}: so many ranks need as many GPUs of one node, and this one has "
-            f"{devices_per_node}; lower it, or take another node",
+            f"{devices_per_node}; lower it, take another node, or put stages on several nodes "
+            "(pipeline_nodes)",
             param=key,
         )
-    if device.cores and device.cores < ranks:
+    if device.cores and device.cores < here:
         raise ConfigError(
             f"{said}: so many ranks on the CPU need as many cores, and this machine has "
             f"{device.cores}; lower it",
@@ -191,7 +200,7 @@ def plan(
         )
     if ranks > 1:
         alone = msgspec.structs.replace(
-            config, tensor_parallel=1, pipeline_parallel=1, expert_parallel=None
+            config, tensor_parallel=1, pipeline_parallel=1, pipeline_nodes=1, expert_parallel=None
         )
         whole = _outline(replace(resolved, config=alone))
     dtype = str(resolved.dtype).removeprefix("torch.")
@@ -214,6 +223,7 @@ def plan(
         devices_per_node=devices_per_node,
         ranks=ranks,
         stages=resolved.stages,
+        nodes=config.pipeline_nodes,
         states=(len(groups.recurrent), groups.state_bytes),
         snapshots=min((memory.snapshots for memory, part in found if part.kv.recurrent), default=0),
     )

@@ -85,9 +85,9 @@ class Prices(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class NodeOffer:
-    """A pool on one node type. replicas: that fit on a node. replica_hour: of one of them on a full
-    node. tokens_per_second: measured, of one; million_tokens: what so many of its output tokens
-    cost then. None where nothing was measured."""
+    """A pool on one node type. replicas: that fit on a node, or on as many nodes as a replica has.
+    replica_hour: of one of them on full nodes. tokens_per_second: measured, of one; million_tokens:
+    what so many of its output tokens cost then. None where nothing was measured."""
 
     node: NodeType
     plan: EnginePlan
@@ -96,7 +96,7 @@ class NodeOffer:
 
     @property
     def replica_hour(self) -> float:
-        return self.node.hour / self.replicas
+        return self.plan.nodes * self.node.hour / self.replicas
 
     @property
     def million_tokens(self) -> float | None:
@@ -106,7 +106,7 @@ class NodeOffer:
 
     def hour(self, replicas: int) -> float:
         """Of so many replicas: whole nodes."""
-        return -(-replicas // self.replicas) * self.node.hour
+        return -(-replicas // self.replicas) * self.plan.nodes * self.node.hour
 
 
 def offers(
@@ -139,8 +139,8 @@ def offers(
 def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: EnginePlan) -> int:
     """The replicas that Ray places on a node, by what each reserves."""
     if kind == "gpu":
-        by_gpus = int(node.gpus / (pool.num_gpus or fits.ranks))
-        return min(by_gpus, int(node.cpus / (pool.num_cpus or fits.ranks)))
+        by_gpus = int(node.gpus / (pool.num_gpus or fits.ranks_per_node))
+        return min(by_gpus, int(node.cpus / (pool.num_cpus or fits.ranks_per_node)))
     # Without a number a replica takes a whole node's cores.
     return min(fits.replicas_per_node, int(node.cpus / (pool.num_cpus or node.cpus)))
 

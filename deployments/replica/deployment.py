@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -18,12 +19,15 @@ from deployments.observe.logs import log_through_serve
 from deployments.observe.metrics import replica_families
 from deployments.observe.ray_exporter import ServeExport
 from deployments.observe.tasks import tasks
+from deployments.replica.other_nodes import OtherNodes, node_address, node_id
 from deployments.replica.server import ReplicaServer
 from deployments.replica.sleep import SleepSettings
 from deployments.replica.watchdog import StallLimits
 from deployments.scaling.policy import CounterRates
 from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig
+from engine.errors import EngineDead
+from engine.process.client import EngineClient
 
 logger = logging.getLogger("manta.replica")
 
@@ -64,9 +68,18 @@ class EngineReplica:
         self._drain_seconds = settings.drain_seconds
         config = await asyncio.to_thread(prepare, settings)
         identity = await asyncio.to_thread(ModelIdentity.of, config.model)
+        self._others: OtherNodes | None = None
+        if config.pipeline_nodes > 1:
+            given = partial(prepare, settings)
+            self._others = await OtherNodes.start(given, config, identity)
+        self._drained = False  # another node of this replica, which has handed over
         self._rates = CounterRates(time.monotonic())
+        remote = None if self._others is None else self._others.remote
         self._server = ReplicaServer(
-            settings.channel, StallLimits(step=settings.stall_seconds), sleep=settings.sleep
+            settings.channel,
+            StallLimits(step=settings.stall_seconds),
+            partial(EngineClient, remote=remote),
+            settings.sleep,
         )
         # The address of this node in the cluster, never all interfaces; loopback on a loopback
         # cluster.
@@ -117,24 +130,33 @@ class EngineReplica:
         }
 
     async def _await_notice(self) -> None:
-        """When this node is to be drained (a spot instance's notice, an operator's order), take no
-        new requests from then on, and hand over what still runs before the deadline. Serve starts
-        a replacement at the same time and ends this replica when the replacement is ready."""
-        node = cast(Any, ray).get_runtime_context().get_node_id()
-        while node not in (deadlines := await asyncio.to_thread(_draining_nodes)):
+        """When a node of this replica is to be drained (a spot instance's notice, an operator's
+        order), take no new requests from then on, and hand over what still runs before the
+        deadline. Serve starts a replacement at the same time and ends this replica when the
+        replacement is ready; it only looks at the node of this actor, so for another one the
+        replica calls itself unhealthy once it has handed over."""
+        own = node_id()
+        ours = {own, *(() if self._others is None else self._others.node_ids)}
+        while not (found := ours & (deadlines := await asyncio.to_thread(_draining_nodes)).keys()):
             await asyncio.sleep(_NOTICE_SECONDS)
         self._server.refuse_new()
-        if not deadlines[node]:
-            logger.warning("this node is to be drained: no new requests")
-            return
-        left = deadlines[node] / 1000 - time.time()
-        logger.warning("this node is to be drained in %.0f s: no new requests", left)
-        await asyncio.sleep(max(0.0, left - _BEFORE_DEADLINE))
-        self._server.hand_over()
+        soonest = min((deadlines[node] for node in found if deadlines[node]), default=0)
+        left = soonest / 1000 - time.time()
+        when = f" in {left:.0f} s" if soonest else ""
+        logger.warning("a node of this replica is to be drained%s: no new requests", when)
+        patience = max(0.0, left - _BEFORE_DEADLINE)
+        if own not in found:
+            await self._server.drain(patience if soonest else self._drain_seconds)
+            self._drained = True
+        elif soonest:
+            await asyncio.sleep(patience)
+            self._server.hand_over()
 
     def check_health(self) -> None:
-        """Serve's hook: raises when the engine is dead or stuck; Serve then replaces the
-        replica."""
+        """Serve's hook: raises when the engine is dead or stuck, or another node of this replica is
+        to be drained; Serve then replaces the replica."""
+        if self._drained:
+            raise EngineDead("another node of this replica is to be drained")
         self._server.check_health()
 
     async def stats(self) -> dict[str, Any]:
@@ -157,6 +179,8 @@ class EngineReplica:
             self._notice.cancel()  # not before: its deadline may be the nearer one
             self._export.stop()
             await server.stop()
+            if self._others is not None:
+                self._others.end()
 
 
 def _draining_nodes() -> Mapping[str, int]:
@@ -171,7 +195,6 @@ def _draining_nodes() -> Mapping[str, int]:
 
 def _address(loopback: bool) -> str:
     """Where to listen: this node's address in the cluster, never all interfaces."""
-    untyped = cast(Any, ray)
-    if loopback and sum(node["Alive"] for node in untyped.nodes()) == 1:
+    if loopback and sum(node["Alive"] for node in cast(Any, ray).nodes()) == 1:
         return "127.0.0.1"
-    return str(untyped.util.get_node_ip_address())
+    return node_address()

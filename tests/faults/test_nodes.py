@@ -50,7 +50,7 @@ class Nodes:
     spot: Any  # the node that has both replicas of the pool
 
     def add(self) -> Any:
-        return self.cluster.add_node(num_cpus=1, resources={"spot": 1}, **_COMMON)
+        return self.cluster.add_node(num_cpus=1, resources={"spot": 1}, **COMMON)
 
     def processes(self) -> list[int]:
         """The raylet of the spot node and all below it: workers, replicas, engines."""
@@ -61,7 +61,7 @@ class Nodes:
         return found
 
 
-_COMMON = {
+COMMON = {
     "object_store_memory": 80 * 2**20,
     "include_dashboard": False,
 }
@@ -73,7 +73,7 @@ def head() -> Any:
     """
     from ray.cluster_utils import Cluster as RayCluster
 
-    args = {"num_cpus": 8, "resources": {"stays": 1}, **_COMMON}
+    args = {"num_cpus": 8, "resources": {"stays": 1}, **COMMON}
     try:
         return RayCluster(initialize_head=True, head_node_args=args)
     except RuntimeError as error:
@@ -93,7 +93,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
     cluster = head()
     try:
-        spot = cluster.add_node(num_cpus=1, resources={"spot": 1}, **_COMMON)
+        spot = cluster.add_node(num_cpus=1, resources={"spot": 1}, **COMMON)
         ray.init(address=cluster.address, log_to_driver=False)
         port = free_port()
         # One port, one machine: only the head node can have the proxy.

@@ -32,15 +32,15 @@ _WRITTEN = {"tmp": "/tmp", "home": "/home/ray", "cache": CACHE}
 def rayservice(
     config: MantaConfig, image: str = IMAGE, memory: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The manifest. One pod is one replica; a pool is a worker group of the same name, or of the
-    name MODEL-POOL where there are several models.
+    """The manifest. One pod is one replica, or a node of one that has several; a pool is a worker
+    group of the same name, or of the name MODEL-POOL where there are several models.
 
     memory: of a pod by group, or by "head", "gpu" and "cpu", in Kubernetes' units. Raises
     ConfigError.
     """
     config = _labelled(config)
     groups = {
-        _group_name(config, model, kind): (kind, pool)
+        _group_name(config, model, kind): (kind, pool, one.divisions(pool)[-1])
         for model, one in config.each().items()
         for kind, pool in pools(one, NodeCapacity.here()).items()
     }
@@ -58,8 +58,8 @@ def rayservice(
     ]
     drain = math.ceil(config.limits.drain_seconds)
     workers = []
-    for name, (_, pool) in groups.items():
-        workers.append(_group(name, pool, image, env, memory[name], drain))
+    for name, (_, pool, nodes) in groups.items():
+        workers.append(_group(name, pool, nodes, image, env, memory[name], drain))
     schema = serve_config(config)
     return {
         "apiVersion": "ray.io/v1",
@@ -139,7 +139,7 @@ def _group_name(config: MantaConfig, model: str, pool: str) -> str:
 
 
 def _memory(
-    groups: Mapping[str, tuple[str, PoolConfig]], given: Mapping[str, str]
+    groups: Mapping[str, tuple[str, PoolConfig, int]], given: Mapping[str, str]
 ) -> dict[str, str]:
     """Of a pod by group. Raises ConfigError."""
     for name in given:
@@ -150,7 +150,7 @@ def _memory(
                 param="--memory",
             )
     kinds = {**MEMORY, **given}
-    of_groups = {name: given.get(name, kinds[kind]) for name, (kind, _) in groups.items()}
+    of_groups = {name: given.get(name, kinds[kind]) for name, (kind, _, _) in groups.items()}
     return {**of_groups, "head": kinds["head"]}
 
 
@@ -172,6 +172,7 @@ def _environment(config: MantaConfig) -> dict[str, str]:
 def _group(
     name: str,
     pool: PoolConfig,
+    nodes: int,
     image: str,
     env: list[dict[str, str]],
     memory: str,
@@ -202,9 +203,9 @@ def _group(
     return {
         "groupName": name,
         "labels": dict(pool.labels) or {"pool": name},
-        "replicas": least,
-        "minReplicas": least,
-        "maxReplicas": max(most, 1),
+        "replicas": nodes * least,
+        "minReplicas": nodes * least,
+        "maxReplicas": nodes * max(most, 1),
         "rayStartParams": params,
         "template": template,
     }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -81,6 +82,35 @@ def test_a_reservation_that_does_not_suit_the_ranks_is_refused(tmp_path, pool, w
         (found,) = faults(tmp_path, f"{both}\npools:\n  {pool}")
         assert "num_gpus is 3 and tensor_parallel 2 x pipeline_parallel 2: each rank" in found
     load_config(write(tmp_path, f"engine: {{{key}: 2}}\npools: {{gpu: {{}}, cpu: {{}}}}"), {})
+
+
+def test_a_replica_on_several_nodes_is_one_placement_group(tmp_path):
+    """Bugs: GPUs of all ranks are asked for on one node; all stages are placed on one; what is on
+    another node is placed without the pool's labels; a pool that has one stage of its own starts,
+    and never gets ready."""
+    from deployments.parts import NodeCapacity, engine_deployments
+
+    engine = "engine: {tensor_parallel: 2, pipeline_parallel: 4, pipeline_nodes: 2}"
+    pool = "{labels: {pool: pairs}, resources: {a: 0.5}}"
+    config = load_config(write(tmp_path, f"{engine}\npools: {{gpu: {pool}}}"), {})
+    (application,) = engine_deployments(config, NodeCapacity(8, 8))
+    built = application._bound_deployment._replica_config
+    bundle = {"CPU": 4.0, "GPU": 4.0, "a": 0.5}
+    assert built.placement_group_bundles == [bundle, bundle]
+    assert built.placement_group_strategy == "STRICT_SPREAD"
+    assert built.placement_group_bundle_label_selector == [{"pool": "pairs"}] * 2
+    actor = built.ray_actor_options
+    assert (actor["num_gpus"], actor["num_cpus"], actor["resources"]) == (4, 4, {"a": 0.5})
+    assert "label_selector" not in actor
+    for given, why in (
+        ("gpu: {num_gpus: 2}", "num_gpus is 2 and .* on pipeline_nodes 2, 4 on each: each rank"),
+        ("gpu: {num_gpus: 8}", "an engine uses a GPU for each rank"),
+        ("cpu: {engine: {pipeline_parallel: 1}}", "engine.pipeline_nodes is 2 and engine.pipe"),
+    ):
+        (found,) = faults(tmp_path, f"{engine}\npools: {{{given}}}")
+        assert re.search(why, found)
+    (found,) = faults(tmp_path, "engine: {pipeline_parallel: 3, pipeline_nodes: 2}")
+    assert "2 nodes cannot have equally many of pipeline_parallel 3 stages" in found
 
 
 def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):

@@ -63,7 +63,8 @@ def test_cluster_files_pass_rays_schema(path: Path) -> None:
     kinds = prepared(path)["available_node_types"]
     for kind in kinds.values():
         assert not validate_node_label_syntax(kind["labels"])
-    assert {kind["labels"]["pool"] for kind in kinds.values()} == {"head", "gpu", "cpu"}
+    parted = {"gpu-4"} if path == AWS else set()
+    assert {kind["labels"]["pool"] for kind in kinds.values()} == {"head", "gpu", "cpu"} | parted
     assert kinds["head"]["resources"]["CPU"] == 0, "engines on the head starve the routers"
     assert kinds["cpu"]["min_workers"] == 1
     assert all(kind["max_workers"] for name, kind in kinds.items() if name != "head")
@@ -281,7 +282,12 @@ def test_pods_are_what_kubernetes_takes() -> None:
             "model": "org/name",
             "pools": {
                 "gpu": {"num_gpus": 0.5, "max_replicas": 3, "min_replicas": 0},
-                "cpu": {"replicas": 2, "num_cpus": 6, "resources": {"pool_a": 0.001}},
+                "cpu": {
+                    "replicas": 2,
+                    "num_cpus": 6,
+                    "resources": {"pool_a": 0.001},
+                    "engine": {"pipeline_parallel": 2, "pipeline_nodes": 2},
+                },
             },
             "limits": {"drain_seconds": 200},
             "http": {"connections": 64},
@@ -300,7 +306,7 @@ def test_pods_are_what_kubernetes_takes() -> None:
         kubernetes_validate.validate({**whole, "template": pod}, "1.34", strict=True)
     gpu, cpu = built["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert (gpu["groupName"], gpu["minReplicas"], gpu["maxReplicas"]) == ("gpu", 0, 3)
-    assert (cpu["minReplicas"], cpu["maxReplicas"], cpu["labels"]) == (2, 2, {"pool": "cpu"})
+    assert (cpu["minReplicas"], cpu["maxReplicas"], cpu["labels"]) == (4, 4, {"pool": "cpu"})
     assert json.loads(json.loads(cpu["rayStartParams"]["resources"])) == {"pool_a": 0.001}
     spec = cpu["template"]["spec"]
     assert spec["terminationGracePeriodSeconds"] > 200

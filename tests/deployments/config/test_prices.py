@@ -113,6 +113,11 @@ def test_offers(tmp_path: Path) -> None:
     }
     assert found["p5en.48xlarge"].replicas == 1 and found["p5en.48xlarge"].plan.ranks == 8
     assert 0.1 * h200.plan.weights < found["p5en.48xlarge"].plan.weights < 0.2 * h200.plan.weights
+    apart = config(pipeline_parallel=2, pipeline_nodes=2)  # of nodes with one GPU too
+    found = {o.node.name: o for o in offers("gpu", PoolConfig(), model, apart, prices, speeds)}
+    assert (found["p5.4xlarge"].replicas, found["p5en.48xlarge"].replicas) == (1, 8)
+    hour = found["p5.4xlarge"].node.hour
+    assert found["p5.4xlarge"].hour(3) == 6 * hour == 3 * found["p5.4xlarge"].replica_hour
     two = offers("gpu", PoolConfig(num_gpus=0.5), model, config(num_blocks=2048), prices, speeds)
     assert {o.node.name: o.replicas for o in two}["p5.4xlarge"] == 2
     cpus = offers("cpu", PoolConfig(num_cpus=8.0), model, config(), prices, speeds)

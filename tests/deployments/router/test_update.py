@@ -10,7 +10,7 @@ import pytest
 
 from deployments.checkpoints.resolve import ModelIdentity
 from deployments.replica import deployment
-from engine.errors import Overloaded
+from engine.errors import EngineDead, Overloaded
 from tests.deployments.router.fleet import PROMPT, Fleet, read, text, until
 
 WHOLE = {0: text(len(PROMPT), 1000)}
@@ -186,8 +186,34 @@ def test_a_notice_with_a_deadline_hands_over_before_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(deployment, "_draining_nodes", lambda: next(deadlines))
     monkeypatch.setattr(deployment, "_NOTICE_SECONDS", 0.05)
     monkeypatch.setattr(deployment, "_BEFORE_DEADLINE", 0.2)
-    here = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(deployment, "ray", SimpleNamespace(get_runtime_context=lambda: here))
-    run(deployment.EngineReplica._await_notice(SimpleNamespace(_server=Told())))
+    monkeypatch.setattr(deployment, "node_id", lambda: "here")
+    run(deployment.EngineReplica._await_notice(SimpleNamespace(_server=Told(), _others=None)))
     assert [what for what, _ in calls] == ["refuse", "hand over"]
     assert calls[0][1] < 0.35 < calls[1][1] < 0.6
+
+
+@pytest.mark.parametrize(("seconds", "patience"), [(30, 28), (None, 60)])
+def test_a_notice_of_another_node_of_the_replica(
+    monkeypatch: pytest.MonkeyPatch, seconds: float | None, patience: float
+):
+    """Bugs: a replica of two nodes streams until the other one is taken away; or refuses requests
+    for ever, because Serve replaces what is on a draining node, which its actor is not."""
+    drained: list[float] = []
+
+    class Told:
+        def refuse_new(self) -> None: ...
+        def check_health(self) -> None: ...
+
+        async def drain(self, seconds: float) -> None:
+            deployment.EngineReplica.check_health(replica)
+            drained.append(seconds)
+
+    deadline = 0 if seconds is None else int((time.time() + seconds) * 1000)
+    monkeypatch.setattr(deployment, "_draining_nodes", lambda: {"other": deadline, "third": 1})
+    monkeypatch.setattr(deployment, "node_id", lambda: "here")
+    others = SimpleNamespace(node_ids=("other",))
+    replica = SimpleNamespace(_server=Told(), _others=others, _drain_seconds=60.0, _drained=False)
+    run(deployment.EngineReplica._await_notice(replica))
+    assert drained == [pytest.approx(patience, abs=1)]
+    with pytest.raises(EngineDead, match="another node of this replica is to be drained"):
+        deployment.EngineReplica.check_health(replica)

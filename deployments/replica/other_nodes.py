@@ -1,0 +1,133 @@
+"""The other nodes of a replica whose pipeline is on several: an actor on each starts the engine's
+ranks there.
+
+Serve makes a placement group for such a replica, with a bundle on each node. The replica's own
+actor is in the first. The others belong to it, so Ray ends them with it.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deployments.checkpoints.resolve import ModelIdentity
+from engine.config.engine_config import EngineConfig
+from engine.errors import ConfigError, EngineDead
+from engine.parallel.connections import RemoteRanks
+from engine.parallel.rank_host import RankHost
+
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class HostedRanks:
+    """What a node says of itself once its ranks wait for rank 0."""
+
+    node_id: str
+    address: str
+    port: int
+    model: str  # its folder there
+    weights: str
+
+
+class RankActor:
+    """On one of these nodes."""
+
+    def start(self, prepare: Callable[[], EngineConfig], node: int, key: bytes) -> HostedRanks:
+        """prepare: gives the engine's configuration on this node. node: its number in the replica,
+        from 1 on. Raises what prepare raises."""
+        config, address = prepare(), node_address()
+        identity = ModelIdentity.of(config.model)
+        self._host = RankHost(config, node, address, key)  # ends with this process
+        return HostedRanks(node_id(), address, self._host.port, config.model, identity.weights)
+
+
+class OtherNodes:
+    """node_ids: Ray's. remote: for `EngineClient.start`."""
+
+    def __init__(self, actors: list[Any], node_ids: tuple[str, ...], remote: RemoteRanks) -> None:
+        self._actors = actors
+        self.node_ids = node_ids
+        self.remote = remote
+
+    @classmethod
+    async def start(
+        cls,
+        prepare: Callable[[], EngineConfig],
+        config: EngineConfig,
+        identity: ModelIdentity,
+    ) -> "OtherNodes":
+        """config, identity: of this node. Raises what prepare raises there, ConfigError where a
+        node has other weights, EngineDead where one is lost."""
+        group = cast(Any, ray).util.get_current_placement_group()
+        if group is None or len(group.bundle_specs) != config.pipeline_nodes:
+            raise ConfigError(
+                f"pipeline_nodes: {config.pipeline_nodes} nodes need a placement group of as many "
+                "bundles, which `manta serve` and `manta build` ask Ray for",
+                param="pipeline_nodes",
+            )
+        key = secrets.token_bytes(_KEY_BYTES)
+        actors = []
+        for node in range(1, config.pipeline_nodes):
+            wanted = dict(group.bundle_specs[node])
+            actor = cast(Any, ray.remote(RankActor)).options(
+                num_cpus=wanted.pop("CPU", 0),
+                num_gpus=wanted.pop("GPU", 0),
+                resources=wanted,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, node),
+            )
+            actors.append(actor.remote())
+        try:
+            calls = [actor.start.remote(prepare, node, key) for node, actor in enumerate(actors, 1)]
+            found: list[HostedRanks] = await asyncio.gather(*calls)
+            for node, each in enumerate(found, 1):
+                _check_weights(config, identity, node, each)
+        except RayTaskError as error:
+            _end(actors)
+            raise error.cause from None
+        except RayError as error:
+            _end(actors)
+            raise EngineDead(f"a node of the replica is lost: {error}") from None
+        except BaseException:
+            _end(actors)
+            raise
+        hosts = tuple((each.address, each.port) for each in found)
+        nodes = tuple(each.node_id for each in found)
+        return cls(actors, nodes, RemoteRanks(node_address(), hosts, key))
+
+    def end(self) -> None:
+        _end(self._actors)
+
+
+def _end(actors: list[Any]) -> None:
+    for actor in actors:
+        with contextlib.suppress(RayError):
+            ray.kill(actor)
+
+
+def _check_weights(
+    config: EngineConfig, identity: ModelIdentity, node: int, found: HostedRanks
+) -> None:
+    if identity.weights != found.weights:
+        raise ConfigError(
+            f"model: {config.model} has other weights than {found.model} on node {node} of the "
+            f"replica, {found.address}; put the same files on all nodes, or give a hub name with "
+            "its revision",
+            param="model",
+        )
+
+
+def node_id() -> str:
+    """Ray's, of this process's node."""
+    return str(cast(Any, ray).get_runtime_context().get_node_id())
+
+
+def node_address() -> str:
+    """Of this node in the cluster."""
+    return str(cast(Any, ray).util.get_node_ip_address())

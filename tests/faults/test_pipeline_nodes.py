@@ -1,0 +1,124 @@
+"""Replicas whose stages are on two nodes: their text is that of one rank, and they end as one. Ray
+nodes of one machine."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from loadtest.chaos.server_processes import ServerProcess
+from tests.deployments.on_ray.serve_cluster import Cluster, free_port
+from tests.engine.process.test_process import running, wait_until
+from tests.faults.agents import agent_model
+from tests.faults.cluster import Broken, deployed
+from tests.faults.test_nodes import COMMON, head
+
+pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(300)]
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "num_blocks": 600,
+    "max_num_seqs": 8,
+    "num_threads": 1,
+}
+PROMPT = "the cat"
+TOKENS = 250
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return agent_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def broken(model: Path) -> Iterator[Broken]:
+    import ray
+    from ray import serve
+
+    cluster = head()
+    try:
+        cluster.add_node(num_cpus=2, **COMMON)
+        ray.init(address=cluster.address, log_to_driver=False)
+        port = free_port()
+        # One port, one machine: only the head node can have the proxy.
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        with deployed(
+            Cluster(cluster.address, port),
+            model,
+            None,
+            replicas=2,
+            routers=1,
+            router={"replicas": 1, "num_cpus": 0},
+            pools={"cpu": {"replicas": 2, "num_cpus": 1.0}},
+            engine={**ENGINE, "pipeline_parallel": 2, "pipeline_nodes": 2},
+        ) as found:
+            yield found
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def connections_of(pid: int) -> set[frozenset[str]]:
+    """Both ends of each of a process's TCP connections."""
+    inodes = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {frozenset(row[1:3]) for row in rows if row[9] in inodes}
+
+
+def stage_of(broken: Broken, engine: int) -> ServerProcess:
+    """The other rank of an engine: what it is connected to."""
+    ours = connections_of(engine)
+    ranks = [one for one in broken.instance.processes() if "engine.process.rank" in one.title]
+    (found,) = [rank for rank in ranks if connections_of(rank.pid) & ours]
+    return found
+
+
+def raylet_above(broken: Broken, process: ServerProcess) -> int:
+    """Of its node."""
+    table = {one.pid: one for one in broken.instance.processes()}
+    while "raylet/raylet" not in process.title.split()[0]:
+        process = table[process.parent]
+    return process.pid
+
+
+def test_a_replica_on_two_nodes_is_one(broken: Broken, model: Path) -> None:
+    """Bugs: the text is another one than one rank's; both stages are on one node; streams wait for
+    ever for a stage that was killed; when the replica is killed, its stage on the other node, which
+    is no child of it, stays behind and holds the memory."""
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
+    asked = [{**body, "temperature": 0}, {**body, "temperature": 0.9, "seed": 5}]
+    with LLM(model, device="cpu", **ENGINE) as llm:
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        text = llm.generate(PROMPT, params)[0].outputs[0].text
+
+    async def kill(engine: int, *, whole: bool) -> None:
+        """Its stage on the other node, or the replica on this one."""
+        table = {one.pid: one for one in broken.instance.processes()}
+        stage, replica = stage_of(broken, engine), table[table[engine].parent]
+        assert raylet_above(broken, stage) != raylet_above(broken, replica)
+        os.kill(replica.pid if whole else stage.pid, signal.SIGKILL)
+        gone = partial(ended, stage.pid, engine)
+        assert await asyncio.to_thread(wait_until, gone, 5.0), "a process stayed behind"
+
+    async def case() -> None:
+        for whole in (False, True):
+            wanted, said = await broken.same_under_kills(asked, partial(kill, whole=whole))
+            assert wanted[0].texts[0] == text
+            print(f"longest gap {max(one.gap for one in said):.2f} s")
+
+    asyncio.run(case())
+
+
+def ended(*pids: int) -> bool:
+    return not any(map(running, pids))
