@@ -43,6 +43,7 @@ class NewRow:
     lora_slot: int = -1  # device slot of its LoRA adapter; -1 = none
     virtual_slot: int = -1  # device slot of its virtual tokens; -1 = none
     num_virtual: int = 0  # leading token_ids that stand for them
+    kv_rank: int = 0  # that has its keys, where ranks divide attention by requests
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class PrefixCopy:
     start: int
     stop: int
     blocks: Sequence[int]
+    kv_rank: int = 0  # that has these blocks, as of NewRow
 
 
 @dataclass(slots=True)

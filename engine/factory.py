@@ -134,7 +134,8 @@ def build(
             max_model_len=resolved.max_model_len,
             num_blocks=plan.num_blocks,
             block_size=config.block_size,
-            kinds=kv_groups(resolved.model, resolved.ranks).kinds,
+            kv_ranks=resolved.kv_ranks,
+            kinds=kv_groups(resolved.model, resolved.head_ranks).kinds,
             snapshots=snapshots,
             prefix_caching=resolved.config.prefix_caching
             and (snapshots is None or snapshots.slots > 0),
@@ -176,7 +177,7 @@ def build(
 
 
 def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
-    groups, config = kv_groups(resolved.model, resolved.ranks), resolved.config
+    groups, config = kv_groups(resolved.model, resolved.head_ranks), resolved.config
     if not groups.recurrent:
         return None
     if config.prefix_caching and not plan.snapshots:
@@ -230,6 +231,7 @@ def _build_part(
             group=place.group,
             stage=place.stage,
             spread_experts=resolved.spread_experts,
+            by_requests=config.attention_data_parallel,
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
         if device.type == "cpu" and not rank % config.ranks_per_node:  # nothing is touched yet
@@ -291,9 +293,11 @@ def _handed_on(resolved: Resolved) -> Activations:
 
 
 def _captures(resolved: Resolved) -> bool:
-    """Whether steps become CUDA graphs. Those of a pipeline's stages are launched one by one."""
+    """Whether steps become CUDA graphs. Those of a pipeline's stages, and those whose requests
+    ranks divide for attention, are launched one by one."""
     wanted = resolved.device.type == "cuda" and resolved.config.cuda_graphs
-    return wanted and not resolved.model.whole_texts and resolved.stages == 1
+    one_launch = resolved.stages == 1 and resolved.kv_ranks == 1
+    return wanted and not resolved.model.whole_texts and one_launch
 
 
 def _tell(progress: Progress | None) -> Callable[[Loading], None]:
@@ -436,6 +440,7 @@ def _build_runner(
             pooling=pooling,
             link=place.link,
             steps=resolved.stages,
+            by_requests=config.attention_data_parallel,
         )
 
     plan: MemoryPlan | None = None

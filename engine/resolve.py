@@ -51,6 +51,16 @@ class Resolved:
         return self.config.tensor_parallel
 
     @property
+    def head_ranks(self) -> int:
+        """That attention's heads are divided among."""
+        return self.ranks // self.kv_ranks
+
+    @property
+    def kv_ranks(self) -> int:
+        """That requests' keys and values are divided among: each has those of other requests."""
+        return self.ranks if self.config.attention_data_parallel else 1
+
+    @property
     def stages(self) -> int:
         return self.config.pipeline_parallel
 
@@ -106,7 +116,10 @@ def decide(
     def without(least: tuple[int, int]) -> str | None:
         return None if capability is None or capability >= least else name
 
-    check_ranks(model, config.tensor_parallel, config.expert_parallel)
+    by_requests = config.attention_data_parallel
+    if by_requests:
+        _check_by_requests(config, model, cuda)
+    check_ranks(model, config.tensor_parallel, config.expert_parallel, by_requests)
     check_stages(model, config.pipeline_parallel)
     if cuda and config.deterministic and any(layer.latent for layer in model.attention):
         raise ConfigError(
@@ -226,8 +239,29 @@ def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
     return count % ranks == 0 and bool(thin or size % ranks or cut)
 
 
-def check_ranks(model: ModelConfig, ranks: int, expert_parallel: bool | None = None) -> None:
-    """Raises ConfigError where the model cannot be divided among so many ranks."""
+def _check_by_requests(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:
+    """Raises ConfigError for what attention_data_parallel is not combined with."""
+    why = ""
+    if model.recurrent:
+        why = f"{model.architecture} has layers that keep states, which are divided by heads alone"
+    elif model.whole_texts:
+        why = f"{model.architecture} keeps no keys of a text, so there is nothing to gain"
+    elif cuda and config.max_loras:
+        why = f"is not supported together with max_loras {config.max_loras} on CUDA"
+    if why:
+        raise ConfigError(
+            f"attention_data_parallel: {why}; leave it out", param="attention_data_parallel"
+        )
+
+
+def check_ranks(
+    model: ModelConfig,
+    ranks: int,
+    expert_parallel: bool | None = None,
+    by_requests: bool = False,
+) -> None:
+    """Raises ConfigError where the model cannot be divided among so many ranks. by_requests:
+    attention is not divided by heads."""
     if expert_parallel and model.experts is None:
         raise ConfigError(
             f"expert_parallel: {model.architecture} has no experts; leave it out",
@@ -245,7 +279,7 @@ def check_ranks(model: ModelConfig, ranks: int, expert_parallel: bool | None = N
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"tensor_parallel: {ranks}: {why}", param="tensor_parallel")
 
-    fitting = [n for n in range(2, 65) if _divides(model, n, expert_parallel)]
+    fitting = [n for n in range(2, 65) if _divides(model, n, expert_parallel, by_requests)]
     way_out = f"it can be {', '.join(map(str, fitting))}" if fitting else "leave it out"
     if model.layer_input_size:
         raise refuse(
@@ -254,12 +288,12 @@ def check_ranks(model: ModelConfig, ranks: int, expert_parallel: bool | None = N
     for layer in model.attention:
         if layer.mixer is not None and (what := layer.mixer.undivided(ranks)):
             raise refuse(f"{model.architecture} has {what}, which cannot be divided so; {way_out}")
-        if not _divides_heads(model, layer, ranks):
+        if not by_requests and not _divides_heads(model, layer, ranks):
             raise refuse(
                 f"{model.architecture} has {layer.num_heads} attention heads and "
                 f"{layer.num_kv_heads} key heads, which cannot be divided so; {way_out}"
             )
-    if not _divides(model, ranks, expert_parallel):
+    if not _divides(model, ranks, expert_parallel, by_requests):
         raise refuse(f"the width of {model.architecture}'s MLPs is no multiple of it; {way_out}")
 
 
@@ -290,7 +324,9 @@ def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> boo
     return kv_heads % ranks == 0 or len(kept) == 1
 
 
-def _divides(model: ModelConfig, ranks: int, expert_parallel: bool | None) -> bool:
+def _divides(
+    model: ModelConfig, ranks: int, expert_parallel: bool | None, by_requests: bool
+) -> bool:
     mixed: Sequence[int] = ()
     widths = []
     if model.experts is not None:
@@ -302,7 +338,7 @@ def _divides(model: ModelConfig, ranks: int, expert_parallel: bool | None) -> bo
     mixers = (layer.mixer for layer in model.attention if layer.mixer is not None)
     return (
         not any(width % ranks for width in widths)
-        and all(_divides_heads(model, layer, ranks) for layer in model.attention)
+        and (by_requests or all(_divides_heads(model, layer, ranks) for layer in model.attention))
         and not any(mixer.undivided(ranks) for mixer in mixers)
     )
 

@@ -42,6 +42,7 @@ class AttentionMeta:
     # of `chunk` tokens. Blocks of keys that no token of the step sees may be another request's.
     window: int = 0
     chunk: int = 0
+    own: "OwnTokens | None" = None  # where ranks divide attention by requests
     # [num_entries] int64: the row that an entry's state is in, of layers that keep one. An entry
     # whose first token is its request's first begins it with zeros, whatever is there.
     rows: Tensor | None = None
@@ -58,6 +59,18 @@ class AttentionMeta:
     def elsewhere(self, slots: Tensor, block_table: Tensor) -> "AttentionMeta":
         """The same step for layers whose keys are in other blocks. Not planned yet."""
         return replace(self, slots=slots, block_table=block_table, plan=None)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTokens:
+    """The tokens of a step whose keys this rank has.
+
+    tokens: [num_own] int64, ascending, their indices in the step's. meta: their layout, as a step
+    of their own, with their adapters; None = there are none.
+    """
+
+    tokens: Tensor
+    meta: AttentionMeta | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ block table, so a wrong block, a stale row or a lost token changes the text."""
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -128,7 +128,8 @@ class FakeRunner:
         self.groups = len(config.kinds)
         per_row = -(-width // config.block_size) * self.groups
         self.table = np.full((config.max_num_seqs, per_row), -1, dtype=np.int64)
-        self.kv = np.full((config.num_blocks, config.block_size), -1, dtype=np.int64)
+        self.kv = np.full((config.kv_ranks * config.num_blocks, config.block_size), -1)
+        self.bases = np.zeros(config.max_num_seqs, dtype=np.int64)  # of rows, see `in_one`
         self.states: dict[int, tuple[int, int]] = {}  # of rows, if any: key, position
         self.snapshots: dict[int, tuple[int, int]] = {}
         self.news: dict[int, NewRow] = {}
@@ -139,7 +140,22 @@ class FakeRunner:
         self.num_tokens = 0
         self.batches: list[Batch] = []  # the last few, newest last
 
+    def in_one(self, batch: Batch) -> Batch:
+        """As if the blocks of all ranks were one device's: the next rank's behind a rank's."""
+        each = self.config.num_blocks
+        for new in batch.new_rows:
+            self.bases[new.row] = new.kv_rank * each
+        return replace(
+            batch,
+            new_blocks=[(row, at, int(self.bases[row]) + b) for row, at, b in batch.new_blocks],
+            prefixes=[
+                replace(copy, blocks=[copy.kv_rank * each + block for block in copy.blocks])
+                for copy in batch.prefixes
+            ],
+        )
+
     def launch(self, batch: Batch) -> _Step:
+        batch = self.in_one(batch)
         self._check(batch)
         entries = list(zip(batch.rows, batch.starts, batch.lengths, batch.samples, strict=True))
         step = _Step(
@@ -166,7 +182,8 @@ class FakeRunner:
 
     def shrink(self, num_blocks: int) -> None:
         assert not self.in_flight
-        self.kv = np.full((num_blocks, self.config.block_size), -1, dtype=np.int64)
+        self.config = replace(self.config, num_blocks=num_blocks)
+        self.kv = np.full((self.config.kv_ranks * num_blocks, self.config.block_size), -1)
 
     def _check(self, batch: Batch) -> None:
         config = self.config
@@ -441,6 +458,6 @@ def run(
         limit -= 1
         assert limit > 0, "the engine never becomes idle"
     core.check_integrity()
-    assert core.scheduler.blocks.num_free == core.config.num_blocks
+    assert all(pool.num_free == core.config.num_blocks for pool in core.scheduler.pools)
     assert all(output.finish for output in outputs.values()), "a request never ended"
     return outputs

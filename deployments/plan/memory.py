@@ -125,7 +125,7 @@ class EnginePlan:
         assert groups is not None
         if groups.num_whole == len(groups.groups):
             return self.kv_tokens / self.max_model_len
-        return self.num_blocks / groups.blocks(self.max_model_len, size)
+        return self.memory.kv_ranks * self.num_blocks / groups.blocks(self.max_model_len, size)
 
     @property
     def used(self) -> int:
@@ -200,7 +200,12 @@ def plan(
         )
     if ranks > 1:
         alone = msgspec.structs.replace(
-            config, tensor_parallel=1, pipeline_parallel=1, pipeline_nodes=1, expert_parallel=None
+            config,
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            pipeline_nodes=1,
+            expert_parallel=None,
+            attention_data_parallel=False,
         )
         whole = _outline(replace(resolved, config=alone))
     dtype = str(resolved.dtype).removeprefix("torch.")

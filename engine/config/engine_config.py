@@ -144,6 +144,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     expert_parallel: with tensor_parallel, each rank has some experts of a mixture whole, instead of
         a part of each. None = where parts would be thin: from 8 ranks on, below 64 of an expert's
         width, or where the width or groups of stored weights cannot be divided. docs/parallel.md.
+    attention_data_parallel: with tensor_parallel, attention is divided by requests instead of by
+        heads: each rank has its weights whole, and keeps keys and values for its own requests
+        alone. Room for more tokens where key heads are fewer than ranks, and for latents, which
+        all ranks have otherwise. num_blocks is then of each rank. docs/parallel.md.
     pipeline_parallel: ranks that the layers are divided among, each with its layers' weights and
         KV: so many GPUs of one machine, or processes on its CPU. As many steps are in flight, each
         of other requests. With tensor_parallel, so many ranks divide the layers of each stage, and
@@ -196,6 +200,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     numa: Literal["none", "bind"] = "none"
     tensor_parallel: int = 1
     expert_parallel: bool | None = None
+    attention_data_parallel: bool = False
     pipeline_parallel: int = 1
     pipeline_nodes: int = 1
     sleep_in_host_memory: bool = False
@@ -281,6 +286,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "expert_parallel: experts are spread over the ranks of tensor_parallel, which is "
                 "1; raise that, or leave this out",
                 param="expert_parallel",
+            )
+        if self.attention_data_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "attention_data_parallel: requests are divided among the ranks of tensor_parallel, "
+                "which is 1; raise that, or leave this out",
+                param="attention_data_parallel",
+            )
+        if self.attention_data_parallel and self.pipeline_parallel > 1:
+            raise ConfigError(
+                "attention_data_parallel: is not supported together with pipeline_parallel "
+                f"{self.pipeline_parallel}; leave one of them out",
+                param="attention_data_parallel",
             )
         if self.sleep_in_host_memory and self.num_ranks > 1:
             raise ConfigError(

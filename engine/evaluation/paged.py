@@ -83,7 +83,7 @@ class Paged:
         self.device = model.device
         self.kernels = kernels_for(self.device.type)
         self.block_size = block_size
-        groups = kv_groups(model.config, model.group.size, model.group.rank)
+        groups = kv_groups(model.config, model.head_group.size, model.head_group.rank)
         # Each group has blocks of its own, since all share one pool.
         count = num_blocks * len(groups.groups)
         self.kv = KVCache.allocate(

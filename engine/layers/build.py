@@ -36,6 +36,7 @@ class Builder:
     stage: Stage = Stage()  # noqa: RUF009, it is frozen
     layer: int | None = None
     spread_experts: bool = False  # each rank has some whole, and not a part of each
+    by_requests: bool = False  # each rank has attention whole, for some requests
     # Tensors, and modules with all that they have, that other ranks hold alone.
     elsewhere: set[str] = field(default_factory=set)
     ahead: list[torch.Tensor] = field(default_factory=list)  # of experts, for the next layer
@@ -50,6 +51,11 @@ class Builder:
     def undivided(self) -> "Builder":
         """Of parts that every rank holds whole."""
         return replace(self, group=TensorParallelGroup())
+
+    @property
+    def head_group(self) -> TensorParallelGroup:
+        """That the heads of attention are divided among."""
+        return TensorParallelGroup() if self.by_requests else self.group
 
     def has(self, ours: str) -> bool:
         record = self.config.record

@@ -35,7 +35,7 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
     if slots and virtual:
         token = model.lookup.shape[1] * model.lookup.itemsize
         if cuda:  # the CPU keeps prefixes where they were read to, too
-            part = resolved.ranks, model.group.rank
+            part = resolved.head_ranks, model.head_group.rank
             token += resolved.model.kv_bytes_per_token(resolved.dtype.itemsize, *part)
         found.append((f"virtual tokens ({slots} times {virtual})", slots * virtual * token))
     return found
@@ -85,11 +85,11 @@ class DeviceAdapters:
             model.lookup,
             kv_dtype,
             uploader,
-            model.group,
+            model.head_group,
             layers,
         )
         prompt_reader = VirtualTokensReader(
-            resolved.model, model.dtype, kv_dtype, count, model.group, layers
+            resolved.model, model.dtype, kv_dtype, count, model.head_group, layers
         )
         loader = AdapterLoader((reader, lora), (prompt_reader, prompts), disk, config.model)
         return cls(loader, lora, prompts)

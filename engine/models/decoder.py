@@ -196,7 +196,7 @@ class Decoder:
         self.build = build
         self.config = config = build.config
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
-        self.group = build.group
+        self.group, self.head_group = build.group, build.head_group
         self.stage = build.stage
         ends = build if build.stage.first else build.outline()
         hidden, vocab = config.embedding_size, config.vocab_size
@@ -236,7 +236,8 @@ class Decoder:
         self.layers = [layer(build.at(number), tables) for number in own]
         if build.group.size > 1:
             _look_ahead(self.layers, self.norm if build.stage.count == 1 else None)
-        groups = kv_groups(config, build.group.size, build.group.rank)
+        heads = build.head_group
+        groups = kv_groups(config, heads.size, heads.rank)
         self.kv = groups = groups if build.stage.count == 1 else groups.of(own)
         self._view_of = dict.fromkeys(own, 0)  # of layers without keys any will do
         self._view_of |= {

@@ -27,6 +27,7 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
     group: TensorParallelGroup  # its rank's part is what this model holds
+    head_group: TensorParallelGroup  # of these, those that the heads of attention are divided among
     stage: Stage  # whose layers it holds; num_parameters and bytes are of these
     layer_numbers: range
     kv: KVGroups  # what these keep
@@ -138,12 +139,14 @@ def build_model(
     group: TensorParallelGroup | None = None,
     stage: Stage = Stage(),  # noqa: B008, it is frozen
     spread_experts: bool = False,
+    by_requests: bool = False,
     virtual_tokens: int = 0,
     runs_on: str | None = None,
 ) -> Model:
     """Allocate the model on its device; its weights are undefined until ``load_weights``.
 
     spread_experts: the ranks of the group have whole experts each, and not a part of each expert.
+    by_requests: they have attention whole each, for some requests, and not some heads for all.
     runs_on: the type of the device that it is meant for, if that is another: on torch's "meta"
         device a model takes no memory, and its parts say what they would take.
     """
@@ -163,6 +166,7 @@ def build_model(
         device,
         stage,
         spread_experts=spread_experts,
+        by_requests=by_requests,
     )
     # A head that is the embedding is loaded with it, as the checkpoint has it.
     tied = method if method.FROM_DENSE else linear_method("none", kernels, runs_on)

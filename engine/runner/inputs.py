@@ -33,13 +33,16 @@ UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger st
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A step, laid out. The last three are of the sampling entries, in batch order."""
+    """A step, laid out. Samples are of the sampling entries, in batch order."""
 
     token_ids: Tensor  # [num_tokens] int32
     metas: list[AttentionMeta]  # of each group of layers; they differ in where keys are
     last: Tensor | None  # [num_samples] int64 indices into the tokens; None = every token samples
     sample_rows: Tensor  # [num_samples] int64
     sample_positions: Tensor  # [num_samples] int64: position of the new token
+    # Of the tokens whose keys this rank has, where ranks divide attention by requests: their
+    # indices [num_own] int64, and their metas, of each group; no metas where there are none.
+    own: tuple[Tensor, list[AttentionMeta]] | None = None
 
     def adapt(self, lora: LoraStep | None) -> None:
         """Which adapter each token has."""

@@ -69,6 +69,7 @@ def outline(resolved: Resolved, stage: int = 0) -> Model:
         group=TensorParallelGroup(resolved.ranks - 1, resolved.ranks),  # no other has more heads
         stage=Stage(stage, resolved.stages),
         spread_experts=resolved.spread_experts,
+        by_requests=resolved.config.attention_data_parallel,
         virtual_tokens=config.max_loras * config.max_virtual_tokens,
         runs_on=resolved.device.type,
     )
@@ -146,9 +147,11 @@ def plan_memory(
         used.append(("adapters in host memory", host_bytes))
     plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
     plan.groups, plan.block_size, plan.state_bytes = groups, block_size, states
+    plan.kv_ranks = resolved.kv_ranks
     together = [part.kv for part in parts]
     if len(parts) > 1 and ranks > 1:
-        together = [kv_groups(resolved.model, ranks, rank) for rank in range(ranks)]
+        heads = resolved.head_ranks
+        together = [kv_groups(resolved.model, heads, rank % heads) for rank in range(ranks)]
         if resolved.stages > 1:
             own = [part.layer_numbers for part in parts[::ranks]]
             together = [groups.of(layers) for layers in own for groups in together]
@@ -207,6 +210,7 @@ class MemoryPlan:
     groups: KVGroups | None = None
     state_bytes: int = 0  # of a request, on all ranks that share the memory
     snapshots: int = 0
+    kv_ranks: int = 1  # that each have so many blocks for other requests
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
         """Snapshots of states, if there are any, in `share` bytes unless the configuration says how
@@ -230,16 +234,21 @@ class MemoryPlan:
 
     @property
     def positions(self) -> int:
-        """For how many block_size tokens of a typical request its blocks last."""
+        """For how many block_size tokens of typical requests its blocks last."""
         kinds = (Full(),) if self.groups is None else self.groups.kinds
-        return positions(kinds, self.num_blocks, self.block_size)
+        return self.kv_ranks * positions(kinds, self.num_blocks, self.block_size)
+
+    @property
+    def where(self) -> str:
+        """Its blocks are, if not together for all requests; for people."""
+        return f" on each of {self.kv_ranks} ranks" if self.kv_ranks > 1 else ""
 
     def table(self) -> str:
         """One line a purpose, aligned, in GiB."""
         rows = [
             *self.rows,
             (
-                f"KV cache ({self.num_blocks} blocks of {self.block_size})",
+                f"KV cache ({self.num_blocks} blocks of {self.block_size}{self.where})",
                 self.num_blocks * self.block_bytes,
             ),
         ]

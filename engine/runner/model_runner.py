@@ -36,7 +36,7 @@ from engine.runner.results import DeviceResult, HostLogprobs, StagedResult
 from engine.runner.rows import RequestRows
 from engine.sampling.sampler import Masked, Sampled, SamplePlan, Sampler
 from kernels.dispatch import Kernels
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, OwnTokens
 
 
 @dataclass(slots=True)
@@ -72,8 +72,10 @@ class ModelRunner:
         pooling: Pooling | None = None,
         link: Link | None = None,
         steps: int = 2,
+        by_requests: bool = False,
     ) -> None:
-        """link: to the stages before and after this one. steps: in flight at once."""
+        """link: to the stages before and after this one. steps: in flight at once. by_requests:
+        ranks divide attention so."""
         self.model = model
         self.kernels = kernels
         self.sampler = sampler
@@ -98,6 +100,14 @@ class ModelRunner:
             ]
         else:
             self.inputs = CpuInputs(rows, kv.block_size)
+        self._own_inputs: Any = None  # of the step's entries whose keys are here
+        if by_requests:
+            self._own_inputs = self.inputs
+            if self.cuda:  # whose buffers each hold one step
+                self._own_inputs = CudaInputs(
+                    rows, kv.block_size, max_num_batched_tokens, device, steps
+                )
+        self._kv_rank = np.zeros(rows.pad_row, dtype=np.int64)  # of each row
         self._buffer = 0
         # Per row, on the host: the alternatives it wants (as HostLogprobs.counts), the length of
         # its prompt, how much of that is virtual, and whether its hidden states are pooled.
@@ -109,7 +119,8 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None  # `warm_up.capture_graphs`
         # Of decodes on the CPU; an encoder has none.
         self.programs: StepPrograms | None = None
-        if not self.cuda and isinstance(model, Decoder) and model.group.recordable:
+        recordable = not self.cuda and not by_requests and model.group.recordable
+        if recordable and isinstance(model, Decoder):
             self.programs = StepPrograms(model, rows, kv)
 
     def launch(self, batch: Batch) -> "DeviceResult | StagedResult":
@@ -136,14 +147,18 @@ class ModelRunner:
             self._num_prompt[new.row] = new.num_prompt_tokens
             self._num_virtual[new.row] = new.num_virtual
             self._pooled[new.row] = params.pooled
+            self._kv_rank[new.row] = new.kv_rank
             if self.lora is not None:
                 self.lora.set_row(new.row, new.lora_slot)
             if new.num_virtual:
                 assert self._prompts is not None
                 self._prompts.name(new)
-        if batch.prefixes:
+        prefixes = batch.prefixes
+        if self._own_inputs is not None:
+            prefixes = [each for each in prefixes if each.kv_rank == self.model.group.rank]
+        if prefixes:
             assert self._prompts is not None
-            self._prompts.copy(batch.prefixes, self.kv.block_size, self.kv.put)
+            self._prompts.copy(prefixes, self.kv.block_size, self.kv.put)
         if self.kv.states is not None and (batch.saved_states or batch.resumed_states):
             self.kv.states.save(batch.saved_states)
             self.kv.states.resume(batch.resumed_states)
@@ -174,6 +189,8 @@ class ModelRunner:
         step = self.inputs.assemble(batch)
         if self.lora is not None:
             step.adapt(self.lora.step(batch))
+        if self._own_inputs is not None:
+            step.own = self._own(batch)
 
         def conclude(hidden: Tensor) -> DeviceResult:
             """What is left to do with what comes out of the last layer."""
@@ -346,16 +363,49 @@ class ModelRunner:
 
     def forward(self, step: DeviceStep) -> Tensor:
         """The model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
-        return self.run(step.token_ids, step.metas)
+        return self.run(step.token_ids, step.metas, own=step.own)
+
+    def _own(self, batch: Batch) -> tuple[Tensor, list[AttentionMeta]]:
+        """As `DeviceStep.own` has it."""
+        here = self._kv_rank[batch.rows] == self.model.group.rank
+        entries = np.flatnonzero(here)
+        tokens = torch.from_numpy(np.flatnonzero(np.repeat(here, batch.lengths)))
+        tokens = tokens.to(self.device, non_blocking=True)
+        if not len(entries):
+            return tokens, []
+        own = Batch(
+            batch.step,
+            [batch.rows[entry] for entry in entries],
+            [batch.starts[entry] for entry in entries],
+            [batch.lengths[entry] for entry in entries],
+            [batch.samples[entry] for entry in entries],
+            int(here[: batch.num_decodes].sum()),
+        )
+        step: DeviceStep = self._own_inputs.assemble(own)
+        if self.lora is not None:
+            step.adapt(self.lora.step(own))
+        return tokens, step.metas
 
     def run(
-        self, token_ids: Tensor, metas: Sequence[AttentionMeta], entered: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        metas: Sequence[AttentionMeta],
+        entered: Tensor | None = None,
+        own: tuple[Tensor, list[AttentionMeta]] | None = None,
     ) -> Tensor:
         """The same. metas: of each group of layers; they are planned here. entered: what the first
-        of this stage's layers sees; the result is then what comes out of the last."""
+        of this stage's layers sees; the result is then what comes out of the last. own: as of
+        DeviceStep."""
         layers, groups = self.kv.layers, self.kv.groups
-        views = in_views(groups, metas, self.kv.block_size)
-        for view, meta in zip(groups.views, views, strict=bool(groups.views)):
+        views = attending = in_views(groups, metas, self.kv.block_size)
+        if self._own_inputs is not None:
+            if own is None:  # a warm-up, as if all requests were this rank's
+                own = torch.arange(len(token_ids), device=self.device), list(metas)
+            tokens, metas = own
+            attending = in_views(groups, metas, self.kv.block_size) if metas else []
+            for at, meta in enumerate(views):
+                meta.own = OwnTokens(tokens, attending[at] if metas else None)
+        for view, meta in zip(groups.views, attending, strict=bool(groups.views and attending)):
             attention = groups.groups[view.group].attention
             if not attention.bidirectional:
                 cache = layers[view.layers[0]][0]

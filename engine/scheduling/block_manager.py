@@ -52,8 +52,8 @@ class FreeList(list[int]):
 
 
 class BlockManager:
-    """Owns all KV blocks of a device. It knows nothing of steps: the scheduler frees a block when
-    no step in flight uses it.
+    """Owns all KV blocks of a device, or of all those whose blocks are alike. It knows nothing of
+    steps: the scheduler frees a block when no step in flight uses it.
 
     Blocks enter and leave the prefix cache in two places only, `_register` and `_forget`. Events
     for the router would be sent from there.

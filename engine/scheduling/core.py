@@ -334,8 +334,8 @@ class EngineCore:
         self._good_steps = 0
         scheduler = self.scheduler
         scheduler.counters.out_of_memory += 1
-        fewer = scheduler.blocks.num_blocks * 7 // 8
-        can_shrink = fewer >= scheduler.blocks.blocks_for(self.config.max_model_len)
+        fewer = self.config.num_blocks * 7 // 8
+        can_shrink = fewer >= scheduler.pools[0].blocks_for(self.config.max_model_len)
         num_tokens = newest.decodes + newest.prompt_tokens
         smaller = num_tokens // 2
         if not smaller and not can_shrink:
@@ -445,17 +445,17 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
-        blocks = scheduler.blocks
+        pools, first = scheduler.pools, scheduler.pools[0]
         return EngineStats(
             step=scheduler.done_step,
             running=len(scheduler.running),
             waiting=scheduler.num_waiting + len(self._preparing),
             waiting_tokens=scheduler.num_waiting_tokens
             + sum(len(request.token_ids) for request in self._preparing.values()),
-            free_blocks=blocks.positions(blocks.num_free),
-            total_blocks=blocks.positions(blocks.num_blocks),
-            reserved_blocks=blocks.positions(scheduler.reserved_blocks),
-            block_size=blocks.block_size,
+            free_blocks=first.positions(sum(pool.num_free for pool in pools)),
+            total_blocks=first.positions(sum(pool.num_blocks for pool in pools)),
+            reserved_blocks=first.positions(scheduler.reserved_blocks),
+            block_size=first.block_size,
             preemptions=counters.preemptions,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,

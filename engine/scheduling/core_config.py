@@ -14,6 +14,7 @@ class CoreConfig:
     max_num_seqs: device rows. max_num_batched_tokens: tokens a step. max_model_len: tokens of a
         request, prompt and output; the core lowers it to what num_blocks can hold.
     num_blocks, block_size: the KV cache, and tokens a block.
+    kv_ranks: that have so many blocks each, for other requests than the others.
     async_scheduling: launch step n + 1 before the tokens of n are known.
     lanes: steps in flight at once, each of other requests; more than 1 where a model is divided
         into stages, and then without async_scheduling.
@@ -32,6 +33,7 @@ class CoreConfig:
     max_model_len: int
     num_blocks: int
     block_size: int
+    kv_ranks: int = 1
     kinds: tuple[KVKind, ...] = (Full(),)
     snapshots: SnapshotPlan | None = None
     prefix_caching: bool = True

@@ -53,6 +53,7 @@ class Request:
         "delivered",
         "hashes",
         "id",
+        "kv_rank",
         "lane",
         "last_step",
         "limit",
@@ -121,6 +122,7 @@ class Request:
         self.phase = RequestPhase.WAITING
         self.num_computed = 0
         self.row = -1
+        self.kv_rank = 0  # that has its blocks, while it has a row
         self.blocks: list[int] = []  # its table, as block_manager.py says
         self.hashes: list[bytes] = []  # prefix hashes of its leading full blocks, made as needed
         self.num_registered = 0  # leading blocks that are registered in the prefix cache
@@ -180,6 +182,7 @@ class Request:
             self.seed,
             self.choice,
             sorted(self.stop_ids) if self.constraint is None else (),
+            kv_rank=self.kv_rank,
         )
         if self.num_virtual:
             new.virtual_slot, new.num_virtual = self.adapter_slot, self.num_virtual

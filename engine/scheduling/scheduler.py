@@ -29,6 +29,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from engine.batch import Batch, PrefixCopy, StepResult
 from engine.errors import AdapterError
@@ -52,6 +53,17 @@ from engine.scheduling.snapshots import Snapshots
 from engine.scheduling.step import DeferredRelease, LaunchedStep, SchedulerCounters, StepBuilder
 
 logger = logging.getLogger("manta.engine")
+
+
+class _Start(NamedTuple):
+    """kv_rank: whose pool it is. cached: the blocks of the request's prefix there, as its table.
+    num_resident: positions of these and of others whose states are not there. footprint: what it
+    takes of the memory."""
+
+    kv_rank: int
+    cached: list[int]
+    num_resident: int
+    footprint: Footprint
 
 
 class Scheduler:
@@ -99,11 +111,20 @@ class Scheduler:
     def _empty_memory(self) -> None:
         config = self.config
         size, free_blocks = config.block_size, self._free_blocks
-        self.blocks = BlockManager(config.num_blocks, size, free_blocks, config.kinds)
+        # Of each rank that has blocks of its own; they are numbered from 0 in each.
+        self.pools = [
+            BlockManager(config.num_blocks, size, free_blocks, config.kinds)
+            for _ in range(config.kv_ranks)
+        ]
         self.snapshots: Snapshots | None = None
         if config.snapshots is not None:
-            self.snapshots = Snapshots(config.snapshots, size, self.blocks.is_resident)
-            self.blocks.on_forget = self.snapshots.forget
+            (pool,) = self.pools
+            self.snapshots = Snapshots(config.snapshots, size, pool.is_resident)
+            pool.on_forget = self.snapshots.forget
+
+    def _pool(self, request: Request) -> BlockManager:
+        """That its blocks are of, while it has a row."""
+        return self.pools[request.kv_rank]
 
     # ---- in and out ----------------------------------------------------------------------------
 
@@ -198,7 +219,8 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """From now on no request matches a block that was computed before this call."""
-        self.blocks.reset()
+        for pool in self.pools:
+            pool.reset()
         for request in self.running.values():
             request.cacheable = False
 
@@ -231,22 +253,32 @@ class Scheduler:
         if not due:
             return
         stalled = any(r.remaining == 1 for r in self.computing)
-        manager = self.blocks
         for request in due:
-            manager.hash_blocks(request, request.base + turn)
-            if not manager.whole:
-                manager.drop_behind(request, request.base + turn)
-        if stalled or len(due) * manager.next_cost(due[0]) > manager.num_free:
+            pool = self._pool(request)
+            pool.hash_blocks(request, request.base + turn)
+            if not pool.whole:
+                pool.drop_behind(request, request.base + turn)
+        if stalled or any(
+            len(some) * pool.next_cost(some[0]) > pool.num_free for pool, some in self._pooled(due)
+        ):
             for request in due:
                 self.decoding.leave(request)
                 request.phase = RequestPhase.COMPUTING
                 self.computing.append(request)
             return
-        builder.batch.new_blocks += manager.extend(due)
+        for pool, some in self._pooled(due):
+            builder.batch.new_blocks += pool.extend(some)
         for request in due:
             self.decoding.extended(request)
             if self.snapshots is not None:
                 self.snapshots.decoded(request, request.base + turn, builder.batch.step)
+
+    def _pooled(self, requests: list[Request]) -> list[tuple[BlockManager, list[Request]]]:
+        """By the pools that their blocks are of."""
+        if len(self.pools) == 1:
+            return [(self.pools[0], requests)]
+        found = ([r for r in requests if r.kv_rank == rank] for rank in range(len(self.pools)))
+        return [(pool, some) for pool, some in zip(self.pools, found, strict=True) if some]
 
     def _schedule_running(self, builder: StepBuilder) -> None:
         """Schedule running requests outside the decode group, those that lack one token first."""
@@ -292,7 +324,7 @@ class Scheduler:
 
     def _give_blocks(self, request: Request, budget: int, builder: StepBuilder) -> int:
         """Allocate blocks for up to `budget` tokens. Returns how many tokens have a block now."""
-        size, manager = self.config.block_size, self.blocks
+        size, manager = self.config.block_size, self._pool(request)
         length = min(request.remaining, budget)
         room = len(request.blocks) // manager.num_groups * size - request.num_computed
         if length > room:
@@ -304,29 +336,33 @@ class Scheduler:
         return length
 
     def _make_room(self, request: Request, builder: StepBuilder) -> None:
-        """Preempt the last request in the order of service until the blocks of this one's next
-        position are free or will be.
+        """Preempt the last request in the order of service that has blocks of the same pool, until
+        those of this one's next position are free or will be.
 
         No request is preempted for a later one: the last request waits for its block.
         A chunk scheduled in this step is never a victim: chunks are scheduled in order.
         """
-        manager = self.blocks
+        manager, rank = self._pool(request), request.kv_rank
         needed = manager.next_cost(request)
         while manager.num_free < needed:
-            coming = sum(manager.num_exclusive(r.blocks) for r in self.deferred_releases) + sum(
+            running = [r for r in self.running.values() if r.kv_rank == rank]
+            coming = sum(
+                manager.num_exclusive(r.blocks) for r in self.deferred_releases if r.kv_rank == rank
+            ) + sum(
                 manager.num_exclusive(manager.held(r))
-                for r in self.running.values()
+                for r in running
                 if r.phase is RequestPhase.FINISHING
             )
             if not manager.whole:
                 coming += sum(
                     manager.num_behind(r, r.num_computed + length)
                     for r, length in builder.sampling + builder.prefill_only
+                    if r.kv_rank == rank
                 )
-            if manager.num_free + coming >= builder.owed + needed:
-                builder.owed += needed
+            if manager.num_free + coming >= builder.owed[rank] + needed:
+                builder.owed[rank] += needed
                 return
-            victims = [r for r in self.running.values() if r.phase is not RequestPhase.FINISHING]
+            victims = [r for r in running if r.phase is not RequestPhase.FINISHING]
             victim = max(victims, key=lambda r: r.order)
             if victim is request:
                 return
@@ -341,7 +377,7 @@ class Scheduler:
 
     def _admit(self, builder: StepBuilder) -> None:
         """Start waiting requests, in order, while tokens, rows and memory suffice for the first."""
-        memory = None
+        memories: list[KVMemory] = []  # of each pool
         queue, rows = self.queue, self.rows
         while self._free_rows and self._budget(builder) > 0 and (request := queue.first()):
             if len(self.running) >= rows:
@@ -356,9 +392,9 @@ class Scheduler:
                 return
             if request.adapter is not None and not self._has_adapter(request.adapter, request):
                 continue
-            if memory is None:
-                memory = self._memory()
-            if not self._start(request, memory, builder):
+            if not memories:
+                memories = [self._memory(rank) for rank in range(len(self.pools))]
+            if not self._start(request, memories, builder):
                 queue.retry = False
                 return
             self._schedule_chunk(request, builder)
@@ -376,36 +412,20 @@ class Scheduler:
         self.queue.wait_for_adapter(adapter, request)
         return False
 
-    def _start(self, request: Request, memory: KVMemory, builder: StepBuilder) -> bool:
-        """Give the request a row and the cached blocks of its prefix, if memory allows."""
+    def _start(self, request: Request, memories: list[KVMemory], builder: StepBuilder) -> bool:
+        """Give the request a row and the cached blocks of its prefix, if memory allows. memories:
+        of each pool."""
         size, num_tokens = self.config.block_size, len(request.token_ids)
-        cached: list[int] = []
-        num_resident = 0  # blocks of its prefix that are there, if its states are or not
         caching = self.config.prefix_caching and request.pooled is None
         lookup = caching and request.prompt_logprobs is None
-        if lookup:
-            # The last token is computed again even if it is cached: sampling needs its logits.
-            hashes = self.blocks.hash_prefix(request, (num_tokens - 1) // size)
-            if self.snapshots is None:
-                cached = self.blocks.match_prefix(hashes)
-            else:
-                groups, table_of = self.blocks.num_groups, self.blocks.match_prefix
-                cached, num_resident = self.snapshots.match(hashes, table_of, groups)
-        num_cached = len(cached) // self.blocks.num_groups
-        resident = [block for block in cached if block >= 0]
-        footprint = Footprint(
-            now=num_tokens,
-            final=max(num_tokens, request.limit - 1),
-            held=len(resident),
-            shared=len(resident) - self.blocks.num_unused(resident),
-        )
-        if not fits_now(memory, footprint):
+        start = self._find_start(request, memories, lookup)
+        if start is None:
             return False
-        # A request that runs alone fits, even if a policy rounds its size up beyond the memory.
-        if not self._fits(memory, footprint) and self.running:
-            return False
+        request.kv_rank, cached, num_resident, footprint = start
+        pool, memory = self._pool(request), memories[request.kv_rank]
+        num_cached = len(cached) // pool.num_groups
         self.queue.take(request)
-        self.blocks.share(resident)
+        pool.share([block for block in cached if block >= 0])
         request.blocks = cached
         request.num_computed = num_cached * size
         request.num_registered = num_cached
@@ -425,17 +445,18 @@ class Scheduler:
             if lookup:
                 self.counters.prefix_queries += request.num_prompt - request.num_virtual
                 self.counters.prefix_hits += request.num_cached
-        free = self.blocks.num_free
+        free = pool.num_free
         if request.num_computed < request.num_prefix:
             self._copy_prefix(request, builder)
-        memory.free -= footprint.held - footprint.shared + free - self.blocks.num_free
-        memory.promised += max(0, memory.blocks(num_tokens) - len(self.blocks.held(request)))
+        memory.free -= footprint.held - footprint.shared + free - pool.num_free
+        memory.promised += max(0, memory.blocks(num_tokens) - len(pool.held(request)))
         if self.snapshots is not None:
             snapshot = self.snapshots.begin(request, num_resident)
             if snapshot >= 0:
                 builder.batch.resumed_states.append((request.row, snapshot))
             memory.cuts += self.snapshots.plan.cuts(num_tokens)
-        memory.uncomputed += num_tokens - request.num_computed
+        for each in memories:  # of a step's tokens, which all share
+            each.uncomputed += num_tokens - request.num_computed
         memory.add(self._footprint(request))
         builder.batch.new_rows.append(request.new_row())
         builder.batch.new_blocks.extend(
@@ -443,27 +464,65 @@ class Scheduler:
         )
         return True
 
+    def _find_start(
+        self, request: Request, memories: list[KVMemory], lookup: bool
+    ) -> _Start | None:
+        """Where a waiting request can start now. Of several pools it is the one with the fewest
+        blocks that its requests hold and that this one would have to compute there: a prefix is
+        found where it is cached, until its rank has more to do than another one by as much."""
+        size, num_tokens = self.config.block_size, len(request.token_ids)
+        hashes: list[bytes] = []
+        if lookup:
+            # The last token is computed again even if it is cached: sampling needs its logits.
+            hashes = self.pools[0].hash_prefix(request, (num_tokens - 1) // size)
+        found: list[tuple[int, _Start]] = []
+        for rank, (pool, memory) in enumerate(zip(self.pools, memories, strict=True)):
+            if self.snapshots is None:
+                cached, num_resident = pool.match_prefix(hashes), 0
+            else:
+                cached, num_resident = self.snapshots.match(
+                    hashes, pool.match_prefix, pool.num_groups
+                )
+            resident = [block for block in cached if block >= 0]
+            footprint = Footprint(
+                now=num_tokens,
+                final=max(num_tokens, request.limit - 1),
+                held=len(resident),
+                shared=len(resident) - pool.num_unused(resident),
+            )
+            if not fits_now(memory, footprint):
+                continue
+            # A request that runs alone fits, even if a policy rounds its size up beyond the memory.
+            if not self._fits(memory, footprint) and memory.num_running:
+                continue
+            taken = memory.num_blocks - memory.free + memory.promised - len(resident)
+            found.append((taken, _Start(rank, cached, num_resident, footprint)))
+        return min(found, key=lambda each: each[0])[1] if found else None
+
     def _copy_prefix(self, request: Request, builder: StepBuilder) -> None:
         """Give it blocks for prefix keys that are not cached. They are copied, not computed."""
-        start, stop = request.num_computed, request.num_prefix
+        start, stop, pool = request.num_computed, request.num_prefix, self._pool(request)
         count = -(-stop // self.config.block_size) - len(request.blocks)
-        assert self.blocks.num_groups == 1 and self.blocks.whole, "such adapters are refused"
-        blocks = [block for _, _, block in self.blocks.extend((request,), count)]
-        builder.batch.prefixes.append(PrefixCopy(request.adapter_slot, start, stop, blocks))
+        assert pool.num_groups == 1 and pool.whole, "such adapters are refused"
+        blocks = [block for _, _, block in pool.extend((request,), count)]
+        copy = PrefixCopy(request.adapter_slot, start, stop, blocks, request.kv_rank)
+        builder.batch.prefixes.append(copy)
         request.num_computed = stop
         # A request that starts in this same step may share them.
-        self.blocks.hash_blocks(request, stop)
+        pool.hash_blocks(request, stop)
 
-    def _memory(self) -> KVMemory:
-        """The memory as the admission policies see it at this point of the step."""
-        config = self.config
+    def _memory(self, rank: int) -> KVMemory:
+        """A pool's memory as the admission policies see it at this point of the step."""
+        config, pool = self.config, self.pools[rank]
         memory = KVMemory(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
-            free=self.blocks.num_free,
+            free=pool.num_free,
             kinds=config.kinds,
-            footprints=self._footprints,
-            num_running=len(self.running),
+            footprints=lambda: self._footprints(rank),
+            num_running=len(self.running)
+            if len(self.pools) == 1
+            else sum(r.kv_rank == rank for r in self.running.values()),
             uncomputed=sum(r.remaining for r in self.computing),
             budget=max(1, self.token_limit - len(self.running)),
             lag=self._lag,
@@ -473,24 +532,28 @@ class Scheduler:
             chunked = [r.remaining for r in self.computing if r.remaining > 1]
             memory.cuts = sum(map(config.snapshots.cuts, chunked))
         memory.promised = sum(
-            max(0, memory.blocks(r.num_tokens) - len(self.blocks.held(r))) for r in self.computing
+            max(0, memory.blocks(r.num_tokens) - len(pool.held(r)))
+            for r in self.computing
+            if r.kv_rank == rank
         )
         return memory
 
-    def _footprints(self) -> list[Footprint]:
-        leaving = []
+    def _footprints(self, rank: int) -> list[Footprint]:
+        leaving, groups = [], self.pools[rank].num_groups
         for release in self.deferred_releases:
-            held = len(release.blocks)
-            tokens = held // self.blocks.num_groups * self.config.block_size
-            leaving.append(Footprint(now=tokens, final=tokens, held=held))
-        return leaving + [self._footprint(r) for r in self.running.values()]
+            if release.kv_rank == rank:
+                held = len(release.blocks)
+                tokens = held // groups * self.config.block_size
+                leaving.append(Footprint(now=tokens, final=tokens, held=held))
+        return leaving + [self._footprint(r) for r in self.running.values() if r.kv_rank == rank]
 
     def _footprint(self, request: Request) -> Footprint:
-        return request.footprint(self.lanes[request.lane].turn, len(self.blocks.held(request)))
+        held = len(self._pool(request).held(request))
+        return request.footprint(self.lanes[request.lane].turn, held)
 
     def _most_blocks(self, request: Request) -> int:
         """Blocks at its maximum length. The key of the last token is never computed."""
-        return self.blocks.blocks_for(max(request.num_prompt, request.limit - 1))
+        return self._pool(request).blocks_for(max(request.num_prompt, request.limit - 1))
 
     def _add_chunk(self, request: Request, length: int, builder: StepBuilder) -> None:
         """Add `length` tokens of the request to the step. Their blocks must be allocated."""
@@ -504,7 +567,7 @@ class Scheduler:
         (builder.sampling if samples else builder.prefill_only).append((request, length))
         builder.chunk_tokens += length
         # Registered now: a request that is admitted in this same step can share these blocks.
-        self.blocks.hash_blocks(request, request.num_computed + length)
+        self._pool(request).hash_blocks(request, request.num_computed + length)
 
     def _build(self, builder: StepBuilder) -> Batch:
         """Complete the batch, and set every request's phase for the next step."""
@@ -522,8 +585,8 @@ class Scheduler:
             samples = entry < len(launched.ids)
             reaches_end = samples or length == request.remaining
             request.num_computed += length
-            if not self.blocks.whole:
-                self.blocks.drop_behind(request, request.num_computed)
+            if not (pool := self._pool(request)).whole:
+                pool.drop_behind(request, request.num_computed)
             request.last_step = step
             if samples and not request.delivered:
                 launched.firsts.append(entry)
@@ -610,18 +673,24 @@ class Scheduler:
     def _discard_cached(self, request: Request) -> None:
         """Its keys may be wrong: remove its blocks from the prefix cache."""
         request.cacheable = False
-        self.blocks.forget(request.hashes)
+        for pool in self.pools:  # it may have run in another one before
+            pool.forget(request.hashes)
 
     def _release(self, request: Request) -> None:
         """Release its row and blocks, now or when the steps in flight that use them are done."""
-        self.blocks.hash_blocks(request, request.num_computed)
+        pool = self._pool(request)
+        pool.hash_blocks(request, request.num_computed)
         if self.snapshots is not None:
             self.snapshots.leave(request)
         del self.running[request.id]
         self.reserved_blocks -= self._most_blocks(request)
         self.deferred_releases.append(
             DeferredRelease(
-                request.last_step, request.row, self.blocks.held(request), request.adapter_slot
+                request.last_step,
+                request.row,
+                request.kv_rank,
+                pool.held(request),
+                request.adapter_slot,
             )
         )
         request.row = request.adapter_slot = -1
@@ -635,7 +704,7 @@ class Scheduler:
             if release.step > self.done_step:
                 kept.append(release)
                 continue
-            self.blocks.free(release.blocks)
+            self.pools[release.kv_rank].free(release.blocks)
             self._free_rows.append(release.row)
             if release.adapter_slot >= 0:
                 self._adapters.unpin(release.adapter_slot)
@@ -659,12 +728,13 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert the invariants of requests, rows and blocks. Legal between steps."""
-        held = [(r.row, r.blocks) for r in self.running.values()]
-        held += [(release.row, release.blocks) for release in self.deferred_releases]
-        self.blocks.check_integrity([blocks for _, blocks in held])
+        held = [(r.row, r.kv_rank, r.blocks) for r in self.running.values()]
+        held += [(each.row, each.kv_rank, each.blocks) for each in self.deferred_releases]
+        for rank, pool in enumerate(self.pools):
+            pool.check_integrity([blocks for _, its, blocks in held if its == rank])
         if self.snapshots is not None:
             self.snapshots.check_integrity()
-        rows = [row for row, _ in held]
+        rows = [row for row, _, _ in held]
         assert sorted(rows + self._free_rows) == list(range(self._most_rows)), (
             "a row is lost or shared"
         )

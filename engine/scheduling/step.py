@@ -5,6 +5,7 @@ Be paranoid about adding lines to `build` and `accept`: they run for every reque
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -143,6 +144,7 @@ class DeferredRelease:
 
     step: int
     row: int
+    kv_rank: int  # that has the blocks
     blocks: list[int]
     adapter_slot: int = -1
 
@@ -174,7 +176,8 @@ class StepBuilder:
     chunk_tokens: int = 0
     scored_tokens: int = 0  # of these, those that prompt log-probabilities are computed for
     preempted: bool = False
-    owed: int = 0  # of the blocks that will be released, how many a request already waits for
+    # By rank: of the blocks that will be released, how many a request already waits for.
+    owed: Counter[int] = field(default_factory=Counter)
 
     def build(self, group: DecodeGroup) -> LaunchedStep:
         """Complete the batch: one token for each decode, then the chunks. Takes the group's

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from engine.config.model_config import LayerAttention, ModelConfig
 from engine.layers.attention.bidirectional import BidirectionalAttention
+from engine.layers.attention.by_requests import AttentionByRequests
 from engine.layers.attention.gated import GatedAttention, SoftplusGatedAttention
 from engine.layers.attention.latent import LatentAttention
 from engine.layers.attention.plain import Attention
@@ -26,6 +27,8 @@ from kernels.metadata import AttentionMeta
 def attention_block(build: Builder, tables: Tables) -> Block:
     """The plain block wherever it serves. Of a layer that attends or has a mixer."""
     layer = build.config.attention[build.layer or 0]
+    if build.by_requests and build.group.size > 1:
+        return AttentionByRequests(_attention(build.undivided(), tables, layer), build.group)
     if layer.mixer is None:
         return _attention(build, tables, layer)
     mixer = mixer_block(build)

@@ -4,6 +4,7 @@ not, goes through that memory too."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from engine.config.engine_config import EngineConfig
 from engine.parallel import opening, peers
 from engine.parallel.peers import PeerGroup
 from engine.parallel.ranks import Ranks
+from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.process.ranked import (
     add_adapters,
     config_of,
@@ -25,6 +27,7 @@ from tests.engine.process.ranked import (
     start,
     told,
 )
+from tests.engine.text import small_tokenizers
 
 ON_ONE_GPU = """
 import os
@@ -77,6 +80,43 @@ def test_texts_are_those_of_one_rank(one_gpu: None, tmp_path: Path) -> None:
             group.check()
             others.close()
         del core, runner
+    assert told(found[0]) == told(found[1])
+    for id, output in found[0].items():
+        assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=1e-3)
+
+
+LATENT = {
+    "kv_lora_rank": 128, "q_lora_rank": 96, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    "v_head_dim": 64, "num_key_value_heads": 4, "first_k_dense_replace": 2, "head_dim": 32,
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("llama", {"num_key_value_heads": 1, "head_dim": 16}), ("deepseek_v3", LATENT)],
+)
+def test_attention_by_requests(
+    one_gpu: None, tmp_path: Path, kind: str, sizes: dict[str, Any]
+) -> None:
+    """Bug: a rank's own requests are laid out in memory that the step in flight still reads."""
+    tokenizer = small_tokenizers.byte_level()
+    save_checkpoint(
+        tmp_path, kind, vocab_size=tokenizer.vocab_size + 6, max_position_embeddings=512,
+        eos_token_id=list(tokenizer.eos_token_ids), hidden_size=64, **sizes,
+    )  # fmt: skip
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    requests = [each for each in everything({"model": tmp_path}) if not each.adapter]
+    found = []
+    for size in (1, 2):
+        options = {"tensor_parallel": size, "attention_data_parallel": size > 1}
+        config = on_gpu(tmp_path, max_loras=0, num_blocks=9 - 2 * (size - 1), **options)
+        core, others = start(config, OnOneGpu)
+        found.append(serve(core, requests))
+        if others is not None:
+            core._runner._runner.model.group.check()
+            others.close()
+        del core
     assert told(found[0]) == told(found[1])
     for id, output in found[0].items():
         assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=1e-3)

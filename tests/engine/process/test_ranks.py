@@ -49,7 +49,8 @@ def test_texts_are_those_of_one_rank(
 ) -> None:  # fmt: skip
     """Bugs: a rank misses an adapter, or has all heads of a prefix; ranks that choose tokens of
     their own part ways; a preempted request's keys are another rank's; the prefix cache finds
-    what only one rank has."""
+    what only one rank has. Where attention is divided by requests: adapters and prefixes of one
+    rank's tokens are those of the step's."""
     if (kv_heads, size) != (2, 2):
         folder = tmp_path / "model"
         theirs = save_checkpoint(
@@ -63,23 +64,27 @@ def test_texts_are_those_of_one_rank(
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(size)))
     requests = [each for each in everything(model) if not each.adapter or each.adapter in model]
     found = []
-    for ranks in (1, size):
-        core, others = start(config_of(model["model"], tensor_parallel=ranks))
+    for ranks, by_requests in ((1, False), (size, False), (size, True)):
+        options = {"tensor_parallel": ranks, "attention_data_parallel": by_requests}
+        blocks = 7 if by_requests else 10  # of each rank's own requests, or of all
+        core, others = start(config_of(model["model"], num_blocks=blocks, **options))
         add_adapters(core, model)
         first = serve(core, requests)
-        assert core.stats().preemptions > 0
+        assert core.stats().preemptions > 0 or (by_requests and size > 2)
         again = serve(core, requests[-3:])
-        assert any(output.cached for output in again.values())
+        if not by_requests:  # where they may have gone: see test_attention_by_requests.py
+            assert any(output.cached for output in again.values())
         assert told(again).items() <= told(first).items()
         greedy = [each for each in requests if not each.params.temperature]
         assert told(serve(core, greedy)).items() <= told(first).items()
         found.append(first)
         if others is not None:
             others.close()
-    assert told(found[0]) == told(found[1])
-    for id, output in found[0].items():
-        close = pytest.approx(logprobs_of(output), abs=1e-4)
-        assert logprobs_of(found[1][id]) == close
+    for other in found[1:]:
+        assert told(found[0]) == told(other)
+        for id, output in found[0].items():
+            close = pytest.approx(logprobs_of(output), abs=1e-4)
+            assert logprobs_of(other[id]) == close
 
 
 def test_a_failed_step_costs_the_requests_that_are_to_blame(

@@ -97,7 +97,8 @@ class Driver:
             self.step()
             steps += 1
             assert steps < 20_000, "the engine never becomes idle"
-        assert self.scheduler.blocks.num_free == self.core.config.num_blocks
+        pools, each = self.scheduler.pools, self.core.config.num_blocks
+        assert all(pool.num_free == each for pool in pools)
         assert self.outputs.keys() == self.expected.keys(), "a request vanished"
         for request_id, output in self.outputs.items():
             finish = "abort" if request_id in self.aborted else self.expected[request_id][1]
@@ -113,18 +114,19 @@ class Driver:
     # ---- what is checked -----------------------------------------------------------------------
 
     def _check_batch(self, batch: Batch) -> None:
-        size = self.core.config.block_size
+        size, each = self.core.config.block_size, self.core.config.num_blocks
+        batch = self.runner.in_one(batch)
         by_row = {r.row: r for r in self.scheduler.running.values()}
         fresh = {new.row for new in batch.new_rows}
         for row in fresh:
             self._tables[row] = {}
         for row, index, block in batch.new_blocks:
             self._tables[row][index] = block
-        groups = self.scheduler.blocks.num_groups
+        groups = self.scheduler.pools[0].num_groups
         users: dict[int, list[Request]] = {}
         for request in by_row.values():
-            for block in self.scheduler.blocks.held(request):
-                users.setdefault(block, []).append(request)
+            for block in self.scheduler.pools[request.kv_rank].held(request):
+                users.setdefault(request.kv_rank * each + block, []).append(request)
         for prefix in batch.prefixes:
             for block in prefix.blocks:
                 self._owner[block] = self._scopes[users[block][0].id]
@@ -143,6 +145,7 @@ class Driver:
             request = by_row[row]
             for index, block in enumerate(request.blocks[: -(-(start + length) // size) * groups]):
                 if block >= 0:
+                    block += request.kv_rank * each
                     assert block == self._tables[row][index], "the device has another table"
                     assert self._owner[block] == self._scopes[request.id], "a tenant's block leaks"
         if fresh and self.scheduler.queue.waiting and not self._searching:

@@ -33,6 +33,7 @@ def suite() -> None:
     for seed in range(6):
         changes: dict[str, Any] = {"max_num_batched_tokens": 7} if seed % 3 == 2 else {}
         random_run(seed, num_blocks=34, **changes)
+    random_run(6, num_blocks=34, max_num_seqs=12, kv_ranks=2)
     test_block_manager.test_least_recently_used_goes_first_and_tails_before_heads()
     test_block_manager.test_sharing_makes_recently_used()
     test_scheduler.test_the_latest_of_the_lowest_priority_is_preempted(True)
@@ -289,6 +290,31 @@ def an_aborted_request_keeps_its_row(patch: pytest.MonkeyPatch) -> None:
 
 
 @fault
+def blocks_are_another_ranks(patch: pytest.MonkeyPatch) -> None:
+    class Wrong(DeferredRelease):
+        def __init__(self, step: int, row: int, kv_rank: int, *held: Any) -> None:
+            super().__init__(step, row, 0, *held)
+
+    patch.setattr(scheduler, "DeferredRelease", Wrong)
+
+
+@fault
+def a_prefix_is_found_on_another_rank(patch: pytest.MonkeyPatch) -> None:
+    find = Scheduler._find_start
+
+    def wrong(self: Scheduler, r: Request, memories: Any, lookup: bool) -> Any:
+        start = find(self, r, memories, lookup)
+        if start is None or not start.cached or len(self.pools) == 1:
+            return start
+        for block in start.cached:  # taken for one of the other's
+            if self.pools[1 - start.kv_rank]._refs[block] == 0:
+                return start
+        return start._replace(kv_rank=1 - start.kv_rank)
+
+    patch.setattr(Scheduler, "_find_start", wrong)
+
+
+@fault
 def one_row_is_given_to_two(patch: pytest.MonkeyPatch) -> None:
     start = Scheduler._start
 
@@ -308,7 +334,7 @@ def a_failed_requests_keys_stay_cached(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def a_reset_cache_goes_on_being_filled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "reset_prefix_cache", lambda self: self.blocks.reset())
+    patch.setattr(Scheduler, "reset_prefix_cache", lambda self: self.pools[0].reset())
 
 
 @fault
@@ -351,7 +377,7 @@ def the_peak_is_sorted_upside_down(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def a_careful_policy_forgets_who_runs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_footprints", lambda self: [])
+    patch.setattr(Scheduler, "_footprints", lambda self, rank: [])
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -106,9 +106,13 @@ EngineMachine.TestCase.settings = settings(
 TestEngineMachine = EngineMachine.TestCase
 
 
-@pytest.mark.parametrize("async_scheduling, lanes", [(True, 1), (False, 1), (False, 2), (False, 3)])
-def test_random_lives(async_scheduling: bool, lanes: int) -> None:
-    """Bug: a rare order of preemption, abort and late result that loses a block or a token."""
+@pytest.mark.parametrize(
+    "async_scheduling, lanes, kv_ranks",
+    [(True, 1, 1), (False, 1, 1), (False, 2, 1), (False, 3, 1), (True, 1, 2)],
+)
+def test_random_lives(async_scheduling: bool, lanes: int, kv_ranks: int) -> None:
+    """Bugs: a rare order of preemption, abort and late result that loses a block or a token; of
+    several ranks that keep keys, a request reads or frees another's blocks."""
     configs: list[dict[str, Any]] = [
         {},
         {"num_blocks": 24, "max_model_len": 64},
@@ -118,6 +122,9 @@ def test_random_lives(async_scheduling: bool, lanes: int) -> None:
     ]
     preemptions = 0
     for seed, changes in enumerate(configs * 4):
+        if kv_ranks > 1:  # which have about as many blocks together
+            changes = {**changes, "kv_ranks": kv_ranks, "max_model_len": 64}
+            changes["num_blocks"] = max(18, changes.get("num_blocks", 40) // kv_ranks)
         driver = random_run(seed, async_scheduling=async_scheduling, lanes=lanes, **changes)
         preemptions += driver.scheduler.counters.preemptions
     assert preemptions > 50, "these runs are meant to preempt"

@@ -1,0 +1,45 @@
+"""Attention divided by requests: each rank has it whole and computes it for its own requests."""
+
+from torch import Tensor
+
+from engine.layers.block import Block
+from engine.layers.norm import Norm
+from engine.parallel.group import TensorParallelGroup
+from kernels.kv.quantized import KV
+from kernels.metadata import AttentionMeta
+
+
+class AttentionByRequests:
+    """A rank adds nothing for the tokens of other ranks' requests to the sum that ends the layer,
+    so this is as large as where heads are divided, and no other message is needed."""
+
+    def __init__(self, attention: Block, group: TensorParallelGroup) -> None:
+        """attention: of one rank. group: that requests are divided among."""
+        self.attention, self.group = attention, group
+        self.linears, self.norms = attention.linears, attention.norms
+        self.others, self.stacks = attention.others, attention.stacks
+
+    @property
+    def activations(self) -> int:
+        # Where all of a step's tokens are this rank's, their inputs and outputs are there twice.
+        return self.attention.activations + 2 * self.linears[0].spec.in_features
+
+    def forward(
+        self,
+        x: Tensor,
+        kv: KV,
+        meta: AttentionMeta,
+        *,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See Attention. meta: with `own`."""
+        own = meta.own
+        assert own is not None
+        found = x.new_zeros(x.shape)
+        if own.meta is not None:
+            some = x.index_select(0, own.tokens)
+            found.index_copy_(0, own.tokens, self.attention.forward(some, kv, own.meta, norm=norm))
+        if residual is None:
+            return self.group.all_reduce(found)
+        return self.group.add_reduced(found, residual)
