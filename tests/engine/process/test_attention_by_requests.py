@@ -9,7 +9,7 @@ import torch
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
-from engine.resolve import decide, resolve
+from engine.resolve import decide
 from engine.runner.memory import MemoryPlan, outline, plan_memory
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.process.ranked import config_of, everything, logprobs_of, serve, start, told
@@ -113,11 +113,11 @@ def test_room_is_for_as_many_times_the_tokens(
         ({}, {"tensor_parallel": 1}, "ranks of tensor_parallel, which is 1; raise that"),
         ({}, {"pipeline_parallel": 2}, "together with pipeline_parallel 2; leave one of them out"),
         ({"model_type": "qwen3_next"}, {}, "layers that keep states.*leave it out"),
+        ({}, {"device": "cuda", "max_loras": 2}, "together with max_loras 2 on CUDA; leave it out"),
     ],
 )
 def test_what_is_not_combined_is_refused(
-    model: Path, two_cores: None, tmp_path: Path, changes: dict[str, Any],
-    options: dict[str, Any], why: str,
+    model: Path, tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], why: str,
 ) -> None:  # fmt: skip
     """Bug: an engine starts whose ranks mix up their requests, or does as if it had no such key."""
     folder = model
@@ -125,9 +125,8 @@ def test_what_is_not_combined_is_refused(
         folder = tmp_path
         sizes = {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1}
         save_checkpoint(folder, **changes, **sizes, head_dim=16)
-    given = {"tensor_parallel": 2, **options}
+    given = {"tensor_parallel": 2, "device": "cpu", **options}
     with pytest.raises(ConfigError, match=why) as caught:
-        resolve(
-            EngineConfig(model=str(folder), device="cpu", attention_data_parallel=True, **given)
-        )
+        config = EngineConfig(model=str(folder), attention_data_parallel=True, **given)
+        decide(config, ModelConfig.from_folder(folder), torch.device(given["device"]))
     assert caught.value.param == "attention_data_parallel"
