@@ -262,7 +262,7 @@ def _build_part(
     )
     phases.end("memory")
 
-    if _captures(resolved):
+    if resolved.captures:
         phases.start("graphs")
         with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
             capture_graphs(runner, _graph_sizes(resolved))
@@ -290,14 +290,6 @@ def _handed_on(resolved: Resolved) -> Activations:
         model.hidden_size,
         resolved.dtype if cuda else torch.float32,
     )
-
-
-def _captures(resolved: Resolved) -> bool:
-    """Whether steps become CUDA graphs. Those of a pipeline's stages, and those whose requests
-    ranks divide for attention, are launched one by one."""
-    wanted = resolved.device.type == "cuda" and resolved.config.cuda_graphs
-    one_launch = resolved.stages == 1 and resolved.kv_ranks == 1
-    return wanted and not resolved.model.whole_texts and one_launch
 
 
 def _tell(progress: Progress | None) -> Callable[[Loading], None]:

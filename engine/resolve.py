@@ -65,6 +65,14 @@ class Resolved:
         return self.config.pipeline_parallel
 
     @property
+    def captures(self) -> bool:
+        """Whether steps become CUDA graphs. Those of a pipeline's stages, and those whose requests
+        ranks divide for attention, are launched kernel by kernel."""
+        wanted = self.device.type == "cuda" and self.config.cuda_graphs
+        as_one = self.stages == 1 and self.kv_ranks == 1
+        return wanted and not self.model.whole_texts and as_one
+
+    @property
     def spread_experts(self) -> bool:
         return spreads_experts(self.model, self.ranks, self.config.expert_parallel)
 

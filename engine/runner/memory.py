@@ -136,7 +136,7 @@ def plan_memory(
     adapters = adapter_bytes(resolved, model)
     used += adapters
     used.append(("activations (largest step)", activations))
-    if cuda and config.cuda_graphs:
+    if resolved.captures:
         used.append(("graphs (reserved)", GRAPH_BYTES * (2 if config.max_loras else 1)))
     used = [(name, here * size) for name, size in used]
     used.insert(0, ("weights", sum(part.num_bytes for part in parts)))
