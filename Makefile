@@ -11,8 +11,12 @@ PYTHON ?= $(firstword $(foreach version,11 12 13 14,$(shell command -v python3.$
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# Packages of other versions than constraints.txt has: each of tests/*.txt is installed into a folder
+# of its name, beside the rest.
+BESIDE := openai-1 clients
+NEEDS := pyproject.toml constraints.txt $(BESIDE:%=tests/%.txt)
 # Installed once for each content of these files, so that a second `make` costs nothing.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt tests/openai-1.txt | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(shell cat $(NEEDS) | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all faults lint format hooks constraints clean
@@ -22,13 +26,16 @@ help: ## this list
 
 venv: $(STAMP) ## the virtual environment with Manta and its tools
 
-$(STAMP): pyproject.toml constraints.txt tests/openai-1.txt
+$(STAMP): $(NEEDS)
 	@echo "== Installing into $(VENV) (some minutes the first time)"
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 	  echo "error: $(PYTHON) with venv is needed: apt-get install python3-venv, or PYTHON=... make" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install $(PIP_ARGS) --upgrade --no-deps --target $(VENV)/openai-1 -r tests/openai-1.txt
+	for name in $(BESIDE); do \
+	  $(BIN)/python -m pip install $(PIP_ARGS) --upgrade --no-deps --no-compile --target $(VENV)/$$name -r tests/$$name.txt \
+	    || exit 1; \
+	done
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
