@@ -32,6 +32,7 @@ from typing import Any
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions
 from bench.report.result_file import commit as commit  # others ask for it here
+from bench.versus.vllm_weights import NOTE, check_forked, draw_as_manta
 from loadtest.scenario import workloads
 
 MAX_MODEL_LEN = 9216
@@ -117,6 +118,9 @@ def run_vllm(
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
+    drawn = load_format == "dummy"
+    if drawn:
+        draw_as_manta()
     began = time.perf_counter()
     config: dict[str, Any] = {
         "load_format": load_format,
@@ -129,6 +133,9 @@ def run_vllm(
     }
     llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
     ready_s = round(time.perf_counter() - began, 2)
+    if drawn:
+        check_forked()
+        config["weights"] = NOTE
     _print(side="vllm", ready_s=ready_s, config={**config, "versions": versions("vllm")})
     for name in names:
         requests = workloads.build(name)

@@ -607,6 +607,7 @@ def test_the_most_memory_while_a_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gguf", *SCHEMES])
 def test_a_layout_goes_with_its_last_reference(name: str) -> None:
+    """Bug: it held itself, and with it all that was read, until the collector ran."""
     part, device = whole(64, 128), torch.device("cpu")
     made = (
         GgufLayout(part, "Q4_0", device)
