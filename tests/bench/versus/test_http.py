@@ -170,19 +170,22 @@ def test_a_side_that_fails_a_request_is_none(
 
 
 class FakeLLM:
-    """Counts what is in flight."""
+    """Counts what is in flight; the first calls wait for as many as there should be."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: int) -> None:
         self.most = self.now = self.calls = 0
-        self.lock = threading.Lock()
+        self.wanted = wanted
+        self.changed = threading.Condition()
 
     def generate(self, prompts: list[list[int]], params: list[Any], **_: Any) -> list[Any]:
-        with self.lock:
+        with self.changed:
             self.calls += 1
             self.now += len(prompts)
             self.most = max(self.most, self.now)
-        time.sleep(0.01)
-        with self.lock:
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.most >= self.wanted, timeout=10)
+        time.sleep(0.001)
+        with self.changed:
             self.now -= len(prompts)
         return [
             SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * one.max_tokens)])
@@ -194,7 +197,7 @@ class FakeLLM:
 def test_offline_has_as_much_in_flight_as_the_load(streams: int, count: int, calls: int) -> None:
     """An engine of `streams` rows instead, which is not the server's and made the endpoint's share
     of it too large."""
-    llm = FakeLLM()
+    llm = FakeLLM(min(streams, count))
     requests = workloads.build("dialogue")[:count]
     assert generate(llm, requests, streams) == [num_out for _, num_out in requests]  # type: ignore[arg-type]
     assert (llm.most, llm.calls) == (min(streams, count), calls)
