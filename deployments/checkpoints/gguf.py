@@ -61,15 +61,7 @@ def convert(
     dtype = _weight_dtype(file)
     model = _model(file, config_of(file, dtype, special, {}))
     pieces = _pieces(file, model)
-    types = {}
-    if blocks:
-        types = {
-            piece.ours.removesuffix(".weight"): file.kind(piece.name)
-            for piece in pieces
-            if file.kind(piece.name) in GGUF_BLOCKS
-            and len(piece.shape) == 2
-            and piece.stem not in _DENSE
-        }
+    types = _types(file, pieces) if blocks else {}
     _write_json(target / "config.json", config_of(file, dtype, special, types))
     _write_json(target / "tokenizer.json", tokenizer)
     _write_json(target / "tokenizer_config.json", tokenizer_config_of(file))
@@ -79,6 +71,27 @@ def convert(
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")
     tensors = [_WrittenTensor.of(file, model, piece, dtype, types) for piece in pieces]
     _write_weights(tensors, target / "model.safetensors", progress)
+
+
+def write_outline(source: Path, target: Path) -> None:
+    """The config.json alone that `convert` writes with blocks: of the file it reads the header.
+    Raises ConfigError as convert does."""
+    file = GGUFFile(source)
+    dtype = _weight_dtype(file)
+    special, _ = tokenizer_of(file)
+    pieces = _pieces(file, _model(file, config_of(file, dtype, special, {})))
+    _write_json(target / "config.json", config_of(file, dtype, special, _types(file, pieces)))
+
+
+def _types(file: GGUFFile, pieces: "list[_Piece]") -> dict[str, str]:
+    """Of the matrices that keep their blocks: name -> type."""
+    return {
+        piece.ours.removesuffix(".weight"): file.kind(piece.name)
+        for piece in pieces
+        if file.kind(piece.name) in GGUF_BLOCKS
+        and len(piece.shape) == 2
+        and piece.stem not in _DENSE
+    }
 
 
 def _model(file: GGUFFile, config: dict[str, Any]) -> ModelConfig:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deployments.checkpoints.gguf import Progress, convert
+from deployments.checkpoints.gguf import Progress, convert, write_outline
 from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.environment import cache_dir
 from engine.config.model_config import weight_files
@@ -92,6 +92,21 @@ def resolve_model(
 
         return _cached(models, f"{path.stem}-{_fingerprint(path)}{kind}", build, progress)
     return _from_hub(spec, revision)
+
+
+def outlined(spec: str, progress: Progress | None = None, cache: Path | None = None) -> Path | None:
+    """The config.json of a GGUF file's model, in its blocks, without a copy of its weights; None
+    where spec is no such file. Raises ConfigError."""
+    path = Path(spec).expanduser()
+    if path.suffix != ".gguf" or not path.is_file():
+        return None
+
+    def build(target: Path, progress: Progress | None) -> None:
+        write_outline(path, target)
+
+    models = (cache or cache_dir()) / "models"
+    key = f"{path.stem}-{_fingerprint(path)}-outline"
+    return _cached(models, key, build, progress) / "config.json"
 
 
 def keeps_blocks(engine: Mapping[str, Any]) -> bool:

@@ -15,18 +15,25 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from deployments.checkpoints.resolve import check_model
+from deployments.checkpoints.resolve import check_model, outlined
 from deployments.cli.console import out
-from deployments.cli.plan import device_of, keys_and_values, parameters, plans
+from deployments.cli.plan import (
+    as_loaded,
+    device_of,
+    engines,
+    keys_and_values,
+    parameters,
+    plans,
+)
 from deployments.cli.ports import holder, listeners
 from deployments.cli.serving.processes import leftovers
 from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, named_config
 from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
-from deployments.plan.memory import GIB, Hardware
+from deployments.plan.memory import GIB, Hardware, check_files
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16
-from engine.config.model_config import ModelConfig
+from engine.config.model_config import ModelConfig, weight_files
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
 
@@ -96,11 +103,11 @@ def model_checks(
             for check in model_checks(one, None, device):
                 yield replace(check, name=f"model {name}")
         return
-    if file is None:
-        file = Path(config.model).expanduser() / "config.json"
-    if not file.is_file():
-        return
+    folder = Path(config.model).expanduser() if file is None else file.parent
     try:
+        file = file or outlined(config.model) or folder / "config.json"
+        if not file.is_file():
+            return
         model = ModelConfig.from_file(file)
         gpus = None
         if device is None:
@@ -114,8 +121,25 @@ def model_checks(
             for each in result.products:
                 yield DoctorCheck("weights", "ok", each)
     except ConfigError as error:
-        way_out = f"manta plan {file.parent} --gpu h200 plans for another device"
+        way_out = f"manta plan {config.model} --gpu h200 plans for another device"
         yield DoctorCheck("model", "MISSING", error.message, way_out)
+        return
+    if folder.is_dir() and weight_files(folder):
+        yield from _headers(config, model, device, folder)
+
+
+def _headers(
+    config: MantaConfig, model: ModelConfig, device: Hardware, folder: Path
+) -> Iterator[DoctorCheck]:
+    """Whether the files have what config.json says, as far as their headers tell."""
+    for _, engine in engines(config, device):
+        if engine.load_format == "dummy":
+            continue
+        try:
+            check_files(as_loaded(model, engine), engine, device, folder)
+        except ConfigError as error:
+            yield DoctorCheck("model files", "MISSING", error.message, "fetch that file again")
+            return
 
 
 def _model_files(spec: str | None, file: Path | None) -> Iterator[DoctorCheck]:

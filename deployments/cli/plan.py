@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from deployments.checkpoints.resolve import keeps_blocks, resolve_model
+from deployments.checkpoints.resolve import keeps_blocks, outlined, resolve_model
 from deployments.cli.console import model_progress
 from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, PoolConfig, PoolKind
@@ -51,6 +51,7 @@ def _print(
     priced: Prices,
 ) -> None:
     """The tables of one model. file: its config.json, if it is known."""
+    file = file or outlined(config.model)
     if file is None:
         with model_progress() as progress:
             # Weights are not read, and a GGUF file in its blocks is the quicker of its two folders.
@@ -59,7 +60,7 @@ def _print(
             )
         file = folder / "config.json"
     model = ModelConfig.from_file(file)
-    engines = dict(_engines(config, device))
+    found = dict(engines(config, device))
     for number, (name, result) in enumerate(plans(config, file, device, gpus)):
         if not number:
             print(f"Model    {config.name()} ({parameters(result)})")
@@ -69,7 +70,7 @@ def _print(
         for label, value in _rows(result):
             print(f"  {label:<28} {value}")
         if device.kind == "cpu" and device.cores:
-            for label, value in _nodes(engines[name]):
+            for label, value in _nodes(found[name]):
                 print(f"  {label:<28} {value}")
     for line in _costs(config, model, priced, gpu):
         print(line)
@@ -80,9 +81,9 @@ def plans(
 ) -> Iterator[tuple[str, EnginePlan]]:
     """Of each pool that would run on the device. file: the model's config.json. gpus: of a node;
     None = as many as a replica has. Raises ConfigError when something does not fit."""
-    for name, engine in _engines(config, device):
+    for name, engine in engines(config, device):
         model = ModelConfig.from_file(file, engine.rope_scaling)
-        yield name, plan(_as_loaded(model, engine), engine, device, devices_per_node=gpus)
+        yield name, plan(as_loaded(model, engine), engine, device, devices_per_node=gpus)
 
 
 def keys_and_values(result: EnginePlan) -> Iterator[str]:
@@ -110,7 +111,7 @@ def parameters(result: EnginePlan) -> str:
     return f"{found}, of which a token meets {result.active_parameters / 1e6:,.0f} M"
 
 
-def _as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
+def as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
     """The model as this engine would get it. model: in blocks, if it has any."""
     kept = model.quantized
     if kept is None or kept.method != "gguf" or keeps_blocks(asdict(engine)):
@@ -136,7 +137,7 @@ def _costs(
     }
     for kind, pool in pools.items():
         engine = _engine(config, kind, pool)
-        loaded = _as_loaded(model, engine)
+        loaded = as_loaded(model, engine)
         try:
             check_quantization(loaded, engine, "cuda" if kind == "gpu" else "cpu")
         except ConfigError as error:
@@ -183,7 +184,7 @@ def _offer(offer: NodeOffer) -> str:
     )
 
 
-def _engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, EngineConfig]]:
+def engines(config: MantaConfig, device: Hardware) -> Iterator[tuple[str, EngineConfig]]:
     """(pool, engine configuration) of each pool that would run on the device."""
     wanted: PoolKind = "gpu" if device.kind == "cuda" else "cpu"
     pools = {name: pool for name, pool in config.pools.items() if name == wanted}

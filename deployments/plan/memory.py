@@ -6,6 +6,7 @@ that takes no memory. What the engine measures at its start is estimated.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -199,15 +200,7 @@ def plan(
             param=key,
         )
     if ranks > 1:
-        alone = msgspec.structs.replace(
-            config,
-            tensor_parallel=1,
-            pipeline_parallel=1,
-            pipeline_nodes=1,
-            expert_parallel=None,
-            attention_data_parallel=False,
-        )
-        whole = _outline(replace(resolved, config=alone))
+        whole = _outline(replace(resolved, config=_on_one_rank(config)))
     dtype = str(resolved.dtype).removeprefix("torch.")
     weights_kind = dtype if config.quantization in ("auto", "none") else config.quantization
     return EnginePlan(
@@ -235,6 +228,29 @@ def plan(
 
 
 @lru_cache(maxsize=8)  # a price list has some dozens of node types for one configuration
+def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, folder: Path) -> None:
+    """Raises ConfigError, naming file and tensor, for weights in the folder that the engine would
+    refuse. It reads headers, not numbers: a NaN is found when they are loaded."""
+    import torch
+
+    from engine.resolve import decide
+    from engine.weights import check_headers
+
+    where, alone = torch.device(device.kind), _on_one_rank(config)
+    check_headers(_outline(decide(alone, model, where, device.name, device.capability)), folder)
+
+
+def _on_one_rank(config: EngineConfig) -> EngineConfig:
+    return msgspec.structs.replace(
+        config,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        pipeline_nodes=1,
+        expert_parallel=None,
+        attention_data_parallel=False,
+    )
+
+
 def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
     from engine.runner.memory import outline
 

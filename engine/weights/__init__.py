@@ -1,5 +1,5 @@
 """Reading checkpoints into a model's parameters."""
 
-from engine.weights.load import load_weights
+from engine.weights.load import check_headers, load_weights
 
-__all__ = ["load_weights"]
+__all__ = ["check_headers", "load_weights"]

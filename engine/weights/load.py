@@ -112,6 +112,13 @@ def each_parameter(
     run_jobs(_jobs(model, units, stored, folder), model.device, progress)
 
 
+def check_headers(model: Loadable, folder: Path) -> None:
+    """Raises ConfigError as load_weights does, for what the files' headers tell: a tensor or a file
+    that is missing, too many, cut short, of another shape or dtype. model: of any device, whole."""
+    if Manifest.read(folder) is None:
+        _match([list(model.parameters())], _named(model, read_index(folder)), folder)
+
+
 _Units = list[tuple[list[Parameter], Callable[[], None]]]
 
 

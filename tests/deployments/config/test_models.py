@@ -18,6 +18,10 @@ from deployments.checkpoints.gguf import convert
 from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.checkpoints.gguf_tokenizer import tokenizer_of
 from deployments.checkpoints.resolve import check_model, resolve_model
+from deployments.cli import doctor
+from deployments.cli.plan import run as run_plan
+from deployments.cli.target import read_planned
+from deployments.plan.memory import Hardware
 from engine.architectures import GGUFS
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
@@ -127,6 +131,42 @@ def converted(source: Path, target: Path) -> Path:
     target.mkdir()
     convert(source, target)
     return target
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("", ""), ("cut", "model.safetensors"), ("config", "config.json implies")],
+)
+def test_doctor_looks_at_the_headers(tmp_path: Path, fault: str, said: str) -> None:
+    """Bug: "This machine can run Manta" of a folder that no engine loads."""
+    folder = converted(tiny(tmp_path / "m.gguf"), tmp_path / "out")
+    weights = folder / "model.safetensors"
+    if fault == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    if fault == "config":
+        config = json.loads((folder / "config.json").read_text())
+        config["intermediate_size"] *= 2
+        (folder / "config.json").write_text(json.dumps(config))
+    *_, check = doctor.model_checks(*read_planned(str(folder)), Hardware("cpu", "cpu", 8 << 30))
+    assert (check.state == "MISSING") == bool(fault) and said in check.text
+
+
+def test_plan_reads_the_header_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a file of 40 GB is copied into the cache to say how large it is."""
+    monkeypatch.setenv("MANTA_CACHE", str(tmp_path / "cache"))
+    from gguf import GGMLQuantizationType
+
+    source = tiny(tmp_path / "m.gguf", quant=GGMLQuantizationType.Q8_0)
+    assert run_plan(str(source), "cpu", 1, None) == 0
+    assert "parameters" in capsys.readouterr().out
+    (outline,) = (tmp_path / "cache" / "models").glob("m-*")
+    assert [path.name for path in outline.iterdir()] == ["config.json"]
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", blocks=True)
+    whole = (tmp_path / "out" / "config.json").read_text()
+    assert (outline / "config.json").read_text() == whole
 
 
 @pytest.mark.parametrize(
