@@ -95,7 +95,10 @@ def compare(
     tasks: Sequence[Task],
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[Score, Score, Agreement | None]:
-    """One model after the other."""
+    """One model after the other. Raises ConfigError where the text has other tokens for one, before
+    either is loaded."""
+    if text and _tokens(config, text) != _tokens(against, text):
+        raise _other_tokens(config)
     with tempfile.TemporaryDirectory(prefix="manta-eval-") as kept:
         folder = Path(kept)
         exact, _ = score(against, text, tasks, progress, keep=folder)
@@ -108,11 +111,19 @@ def _beside(file: Path, config: EngineConfig, ids: Tensor, logprobs: Tensor) -> 
     """The other model's log-probabilities of the same piece."""
     exact = load_file(file) if file.exists() else {"ids": ids.new_empty(0)}
     if not torch.equal(exact["ids"], ids) or exact["logprobs"].shape != logprobs.shape:
-        raise ConfigError(
-            f"{config.model}: has other tokens than the model that it is compared with",
-            param="against",
-        )
+        raise _other_tokens(config)
     return exact["logprobs"]
+
+
+def _other_tokens(config: EngineConfig) -> ConfigError:
+    return ConfigError(
+        f"{config.model}: has other tokens than the model that it is compared with",
+        param="against",
+    )
+
+
+def _tokens(config: EngineConfig, text: str) -> list[int]:
+    return Tokenizer.load(config.model).encode(text, add_special_tokens=True)
 
 
 def _file(folder: Path, number: int) -> Path:

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from deployments.cli.main import cli
 from engine.errors import ConfigError
+from engine.evaluation import score
 from engine.evaluation.tasks import read_task
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.text.small_tokenizers import byte_level
@@ -55,6 +56,25 @@ def evaluate(*args: str | Path) -> tuple[int, dict[str, object]]:
     return done.exit_code, json.loads(done.stdout)
 
 
+def test_other_tokens_are_refused_before_a_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the first model is evaluated for minutes, and then the second cannot be compared."""
+    tokenizer = byte_level().backend
+    for name in ("model", "other"):
+        save_checkpoint(folder / name, "qwen3", vocab_size=tokenizer.get_vocab_size())
+        tokenizer.save(str(folder / name / "tokenizer.json"))
+    file = folder / "other" / "tokenizer.json"
+    changed = json.loads(file.read_text())
+    vocab = changed["model"]["vocab"]
+    vocab["t"], vocab["h"] = vocab["h"], vocab["t"]
+    file.write_text(json.dumps(changed))
+    (folder / "text.txt").write_text("the cat")
+    monkeypatch.setattr(score, "load_model", None)
+    with pytest.raises(ConfigError, match="has other tokens"):
+        evaluate(folder / "model", "--text", folder / "text.txt", "--against", folder / "other")
+
+
 @pytest.mark.slow
 def test_figures_and_thresholds(folder: Path) -> None:
     """A threshold that nothing can miss, a divergence of a model from itself."""
@@ -66,10 +86,10 @@ def test_figures_and_thresholds(folder: Path) -> None:
     tasks = ("--task", folder / "choice.yaml", "--task", folder / "answer.yaml")
     text = ("--text", folder / "text.txt", "--dtype", "float32")
     code, found = evaluate(model, *text, *tasks, "--min-accuracy", "1.0")
-    score = found["model"]
-    assert isinstance(score, dict) and score["perplexity"] > 1 and score["tokens"] > 10
+    figures = found["model"]
+    assert isinstance(figures, dict) and figures["perplexity"] > 1 and figures["tokens"] > 10
     assert code == 1 and found["problems"]
-    assert score["tasks"]["animals"]["questions"] == score["tasks"]["words"]["questions"] == 2
+    assert all(figures["tasks"][name]["questions"] == 2 for name in ("animals", "words"))
     code, found = evaluate(model, *text, "--against", model, "--max-kl", "1e-9")
     agreement = found["agreement"]
     assert code == 1 and isinstance(agreement, dict)  # the other's are of 16 bits
