@@ -109,14 +109,14 @@ def _packed_up_kernel(
     for start in range(0, WIDTH, WORDS * FIELDS):
         gate = add_step(
             gate, start, gate_at, x_at, WIDTH, has, exists, gate_groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
-            PRECISION,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False,
+            HOW0, HOW1, HOW2, HOW3, PRECISION,
         )  # fmt: skip
         if ACT != 4:
             up = add_step(
                 up, start, up_at, x_at, WIDTH, has, exists, up_groups, scale, offset, table,
-                BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
-                PRECISION,
+                BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False,
+                HOW0, HOW1, HOW2, HOW3, PRECISION,
             )  # fmt: skip
     if QUICK and BITS == 8:
         gate *= tl.load(scale + source, mask=has, other=0.0)[:, None]
@@ -200,8 +200,8 @@ def _packed_down_kernel(
     for start in range(0, SIZE, WORDS * FIELDS):
         acc = add_step(
             acc, start, at, x_at, SIZE, has, exists, groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
-            PRECISION,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False,
+            HOW0, HOW1, HOW2, HOW3, PRECISION,
         )  # fmt: skip
     if QUICK and BITS == 8:
         acc *= tl.load(scale + source, mask=has, other=0.0)[:, None]

@@ -30,6 +30,8 @@ from kernels.attention.decode import attention_decode  # noqa: E402
 from kernels.attention.decode_plan import plan  # noqa: E402
 from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
+from kernels.gemm.packed import dot as dot_module  # noqa: E402
+from kernels.gemm.packed.codes import four_nibbles  # noqa: E402
 from kernels.gemm.packed.dot import expand, packed_dot  # noqa: E402
 from kernels.gemm.packed.gemv import packed_gemv  # noqa: E402
 from kernels.gemm.packed.int8 import int8_linear  # noqa: E402
@@ -142,6 +144,22 @@ def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.Mon
         int8_linear(rows, scales, whole, torch.bfloat16)
     for name, compiled in launches.seen:
         assert compiled.metadata.shared <= 163 * 1024, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", ["none", "add"])
+def test_pairs_of_codes_compile(
+    offset: Any, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PTX, which the interpreter does not know: for a few tokens, and for many."""
+    monkeypatch.setattr(dot_module, "quick", lambda x, weight, width: four_nibbles(weight))
+    form = Format(4, 128, zero=0 if offset == "add" else 8, offset=offset)
+    weight = PackedWeight(form, 6144, 4096, None, torch.device("cpu"))
+    for tokens in (16, 64, 128, 256):
+        packed_dot(bf16(tokens, 4096), weight)
+    for name, compiled in launches.seen:
+        assert compiled.metadata.shared <= SHARED_MEMORY, name
+        assert compiled.asm["cubin"], name
 
 
 @pytest.mark.slow

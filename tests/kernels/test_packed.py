@@ -9,7 +9,7 @@ from kernels.cuda import ROUNDED_ROWS
 from kernels.dispatch import kernels_for
 from kernels.gemm.packed import dot as dot_module
 from kernels.gemm.packed import fp8, int8
-from kernels.gemm.packed.dot import expand, packed_dot, quick
+from kernels.gemm.packed.dot import early_fits, expand, packed_dot, quick
 from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
 from kernels.gemm.packed.round_rows import E4M3, TOP, round_rows
@@ -129,6 +129,12 @@ def test_several_tokens(name: str, dtype: torch.dtype) -> None:
     for split in (1, 2):
         got = packed_dot(x, weight, residual.clone(), (32, 16, width, 1, 2), split)
         assert row_error(got, plain) < 2 * BOUNDS[dtype]
+    step = weight.form.span  # of which its codes are in x's order
+    if early_fits(weight, step) and dtype != F32:
+        tile = (32, 16, step // 4, 1, 2)
+        for split in (1, 2):
+            got = packed_dot(x, weight, residual.clone(), tile, split, early=True)
+            assert row_error(got, plain) < 2 * BOUNDS[dtype]
 
 
 def test_floats_of_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +169,7 @@ def test_every_number_of_tokens_means_the_same(
 ) -> None:
     """The back end's own way for a number of tokens, against the reference's."""
     monkeypatch.setattr("kernels.cuda.PACKED_ROWS", 16)
-    monkeypatch.setattr(dot_module, "tile", lambda bits, tokens: (32, 16, 32, 1, 2))
+    monkeypatch.setattr(dot_module, "tile", lambda bits, tokens, early: (32, 16, 32, 1, 2))
     dtype = torch.float16
     for name in ("int4-128", "e4m3-row"):
         weight, _ = packed(name, 24, bias=True)

@@ -24,6 +24,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.packed import PackedWeight
 
 _FLOAT = torch.float32
+_WORDS = 32  # of a row of 4-bit codes that a program takes at a time
 
 
 @triton.jit
@@ -48,7 +49,7 @@ def add_step(
     acc,  # [ROWS, TOKENS] float32
     start,  # the first column
     at,  # [ROWS, WIDTH]: where the codes of column 0 are
-    x_at,  # [WIDTH, TOKENS]: the same of x
+    x_at,  # [WIDTH, TOKENS]: the same of x; EARLY: [4 * WIDTH, TOKENS], in order
     columns,
     row_mask,
     token_mask,
@@ -65,6 +66,7 @@ def add_step(
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
     QUICK: tl.constexpr,
+    EARLY: tl.constexpr,
     HOW0: tl.constexpr,
     HOW1: tl.constexpr,
     HOW2: tl.constexpr,
@@ -72,7 +74,7 @@ def add_step(
     PRECISION: tl.constexpr,
 ):
     """acc plus the product of WIDTH words, or codes, of each row with x. 8 bits that are QUICK come
-    without their scale."""
+    without their scale. EARLY: a step is one product, of numbers as `expand` has them."""
     FIELDS: tl.constexpr = 4 if BITS == 4 else 1
     RUN: tl.constexpr = SPAN // 4
     STEP: tl.constexpr = WIDTH * FIELDS
@@ -90,7 +92,22 @@ def add_step(
     else:
         group = groups[:, None] + ((start + element * FIELDS) // GROUP)[None, :]
         has = exists
-    if QUICK and BITS == 4:
+    if EARLY:
+        s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+        if QUICK:
+            even = tl.join(_pairs(w, HOW0), _pairs(w, HOW2))
+            odd = tl.join(_pairs(w, HOW1), _pairs(w, HOW3))
+        else:
+            even = tl.join(nibble(w, table, 0, CODE), nibble(w, table, 2, CODE))
+            odd = tl.join(nibble(w, table, 1, CODE), nibble(w, table, 3, CODE))
+        value = tl.reshape(tl.join(even, odd), (w.shape[0], WIDTH, 4))
+        value = tl.reshape(tl.permute(value, (0, 2, 1)), (w.shape[0], STEP)).to(tl.float32)
+        value *= s
+        if OFFSET != 0 or not QUICK:  # else codes come less their zero
+            value += added
+        other = tl.load(x_at + start, mask=token_mask[None, :], other=0.0)
+        acc = tl.dot(value.to(other.dtype), other, acc)
+    elif QUICK and BITS == 4:
         s, added = _scales(scale, offset, group, has, BASE, OFFSET)
         part = tl.zeros(acc.shape, tl.float32)
         total = tl.zeros(acc.shape, tl.float32)
@@ -159,6 +176,7 @@ def _packed_dot_kernel(
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,  # no column sticks out
     QUICK: tl.constexpr,  # PTX for pairs of codes: scales come to the sums of their groups
+    EARLY: tl.constexpr,  # or to the codes; each step in one product
     HOW0: tl.constexpr,
     HOW1: tl.constexpr,
     HOW2: tl.constexpr,
@@ -173,7 +191,9 @@ def _packed_dot_kernel(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     element = tl.arange(0, WIDTH)
-    if BITS == 4:
+    if EARLY:
+        column = tl.arange(0, STEP)
+    elif BITS == 4:
         column = element // RUN * SPAN + element % RUN
         column = tl.multiple_of(tl.max_contiguous(column, RUN), RUN)  # else x is read by twos
     else:
@@ -193,8 +213,8 @@ def _packed_dot_kernel(
     for start in range(begin, end, STEP):
         acc = add_step(
             acc, start, at, x_at, columns, row_mask, token_mask, groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WIDTH, EVEN, QUICK, HOW0, HOW1, HOW2, HOW3,
-            PRECISION,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WIDTH, EVEN, QUICK, EARLY,
+            HOW0, HOW1, HOW2, HOW3, PRECISION,
         )  # fmt: skip
     if QUICK and BITS == 8:
         acc *= tl.load(scale + row, mask=row_mask, other=0.0)[:, None]
@@ -298,15 +318,29 @@ def quick(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
     return [four_bytes(code_of(weight)), "", "", ""] if bytes_fit(weight) else []
 
 
-def tile(bits: int, tokens: int) -> tuple[int, int, int, int, int]:
-    """(ROWS, TOKENS, words or codes of a row, warps, stages): the best of a sweep over llama-8b's
-    matrices on one H200."""
+def early_fits(weight: PackedWeight, step: int) -> bool:
+    """Whether the codes of each step of these 4-bit weights are its columns, in x's order: nibble
+    0 of all words, then nibble 1, and so on."""
+    return weight.form.bits == 4 and weight.form.span == step and weight.shape[1] % step == 0
+
+
+def tile(bits: int, tokens: int, early: bool = False) -> tuple[int, int, int, int, int]:
+    """(ROWS, TOKENS, words or codes of a row, warps, stages): the best of sweeps over llama-8b's
+    matrices on one H200. early: as `packed_dot` has it."""
     if tokens <= 16:
         return (64, 16, 32, 2, 3) if bits == 4 else (64, 16, 128, 2, 4)
-    if tokens <= 64:
-        few = max(16, triton.next_power_of_2(tokens))
-        return (128, few, 32, 4, 3) if bits == 4 else (64, few, 128, 4, 3)
-    return (128, 128 if bits == 4 else 64, 32 if bits == 4 else 128, 8, 3)
+    few = triton.next_power_of_2(min(tokens, 256))
+    if bits == 8:
+        return (64, few, 128, 4, 3) if few <= 64 else (128, 64, 128, 8, 3)
+    if early:
+        return (64, few, 32, 4, 3) if few == 128 else (128, few, 32, 8, 3)
+    return 128, min(few, 128), 32, 4 if few <= 64 else 8, 3
+
+
+def early_pays(weight: PackedWeight, tokens: int) -> bool:
+    """Whether one product of a step, of scaled numbers, took less than a product for each nibble,
+    whose sums are scaled: an offset needs a product with ones beside each of these."""
+    return tokens > (128 if weight.form.offset == "none" else 32)
 
 
 def splits(programs: int, steps: int, sms: int) -> int:
@@ -323,13 +357,18 @@ def packed_dot(
     residual: Tensor | None = None,  # like the result, and overwritten by it
     config: tuple[int, int, int, int, int] | None = None,
     split: int = 0,  # 0: as many as there should be
+    early: bool | None = None,  # scales come to codes and not to sums; None: where that is faster
 ) -> Tensor:
     """x @ weight.T + bias + residual: [tokens, out], in x's dtype."""
     tokens = x.shape[0]
     rows, columns = weight.shape
-    num_rows, num_tokens, width, warps, stages = config or tile(weight.form.bits, tokens)
+    bits = weight.form.bits
+    if early is None:
+        early = early_pays(weight, tokens) and early_fits(weight, 4 * _WORDS)
+        early = early and bool(quick(x, weight, _WORDS))
+    num_rows, num_tokens, width, warps, stages = config or tile(bits, tokens, early)
     grid = (triton.cdiv(rows, num_rows), triton.cdiv(tokens, num_tokens))
-    step = width * (4 if weight.form.bits == 4 else 1)
+    step = width * (4 if bits == 4 else 1)
     steps = triton.cdiv(columns, step)
     split = split or splits(grid[0] * grid[1], steps, num_sms(x.device))
     out = x.new_empty((tokens, rows)) if residual is None else residual
@@ -339,10 +378,11 @@ def packed_dot(
     how = quick(x, weight, width)
     if not how and weight.form.group % step:
         stages = 2  # a scale and an offset for each code are on their way too
-    if how:
-        decode = {"QUICK": True, **{f"HOW{i}": ptx for i, ptx in enumerate(how)}}
-    else:
-        decode = {"QUICK": False, **{f"HOW{i}": "" for i in range(4)}}
+    decode = {
+        "QUICK": bool(how),
+        "EARLY": early,
+        **{f"HOW{i}": ptx for i, ptx in enumerate(how or [""] * 4)},
+    }
     extras = {"ADD": residual is not None, "BIAS": weight.bias is not None}
     alone = {"ADD": False, "BIAS": False}
     _packed_dot_kernel[(*grid, split)](
