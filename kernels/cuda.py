@@ -37,7 +37,9 @@ from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
 
-PACKED_ROWS = 256  # of x, up to which packed weights are decoded in the product
+# Of x, up to which packed weights are decoded in the product. At 256 rows the four of llama-8b's
+# layer in 4 bits with offsets took 305 microseconds so, and 342 expanded for cuBLAS, on one H200.
+PACKED_ROWS = 256
 ROUNDED_ROWS = 32  # of x, from which both sides have 8 bits where the format says so
 
 

@@ -157,6 +157,7 @@ def test_pairs_of_codes_compile(
     weight = PackedWeight(form, 6144, 4096, None, torch.device("cpu"))
     for tokens in (16, 64, 128, 256):
         packed_dot(bf16(tokens, 4096), weight)
+    expand(weight, bf16(1, 4096))
     for name, compiled in launches.seen:
         assert compiled.metadata.shared <= SHARED_MEMORY, name
         assert compiled.asm["cubin"], name
