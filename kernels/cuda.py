@@ -26,6 +26,7 @@ from kernels.gemm.packed import fp8, int8
 from kernels.gemm.packed.dot import expand, packed_dot
 from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.gemv8 import gemv8, gemv8_fits
 from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.kv.quantized import Cache
@@ -143,11 +144,12 @@ class Cuda(Kernels):
         residual: Tensor | None = None,
         x_gate: str | None = None,
     ) -> Tensor:
-        """Few tokens: by `packed_few` where it has the format. One token of other formats: all in
-        one kernel. Up to PACKED_ROWS: from the codes. More: the weight is expanded for a product of
-        the library, which costs less than decoding it for each tile. From ROUNDED_ROWS on, rows in
-        8 bits are multiplied by the codes themselves where the format has such activations, and
-        what makes them takes the norm or the gate before along."""
+        """One token: all in one kernel; but 4-bit integers and whole numbers of 8 bits, and few
+        tokens of these and of 8-bit floats, by `packed_few` where it has the format. Up to
+        PACKED_ROWS: from the codes. More: the weight is expanded for a product of the library,
+        which costs less than decoding it for each tile. From ROUNDED_ROWS on, rows in 8 bits are
+        multiplied by the codes themselves where the format has such activations, and what makes
+        them takes the norm or the gate before along."""
         to = self._rounded_to(x, weight)
         if to is not None:
             rows = round_rows(x, norm, eps, to, x_gate)
@@ -160,6 +162,8 @@ class Cuda(Kernels):
             return y if gate is None else self.GATES[gate](y)
         if x_gate is not None:
             x = self.GATES[x_gate](x)
+        if (gate is None or gate in GATES) and gemv8_fits(x, weight, norm):
+            return gemv8(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
         if few_fits(x, weight):
             if norm is not None:
                 x = self.rms_norm(x, norm, eps)

@@ -20,6 +20,18 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 
 @triton.jit
+def gated(y, ROWS: tl.constexpr, GELU: tl.constexpr):
+    """act(gate) * up of y [ROWS], where gates and ups alternate."""
+    gate, up = tl.split(tl.reshape(y, (ROWS // 2, 2)))
+    if GELU:
+        # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)
+        gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate *= tl.sigmoid(gate)
+    return gate * up
+
+
+@triton.jit
 def _gemv_kernel(
     x,  # [columns]
     weight,  # [rows, columns]; GATED: [2 * rows, columns]
@@ -89,13 +101,7 @@ def _gemv_kernel(
     if BIAS:
         y += tl.load(bias + source, mask=row_mask, other=0.0).to(tl.float32)
     if GATED:
-        gate, up = tl.split(tl.reshape(y, (ROWS // 2, 2)))
-        if GELU:
-            # 0.5 * (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3)
-            gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        else:
-            gate *= tl.sigmoid(gate)
-        y = gate * up
+        y = gated(y, ROWS, GELU)
         outs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     else:
         outs = mine

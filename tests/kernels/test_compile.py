@@ -31,6 +31,7 @@ from kernels.attention.decode_plan import plan  # noqa: E402
 from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.gemm.packed import dot as dot_module  # noqa: E402
+from kernels.gemm.packed import gemv8 as gemv8_module  # noqa: E402
 from kernels.gemm.packed.codes import four_nibbles  # noqa: E402
 from kernels.gemm.packed.dot import expand, packed_dot  # noqa: E402
 from kernels.gemm.packed.gemv import packed_gemv  # noqa: E402
@@ -160,6 +161,21 @@ def test_pairs_of_codes_compile(
     expand(weight, bf16(1, 4096))
     for name, compiled in launches.seen:
         assert compiled.metadata.shared <= SHARED_MEMORY, name
+        assert compiled.asm["cubin"], name
+
+
+@pytest.mark.slow
+def test_words_of_codes_compile(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PTX again: a token's products with 8-bit floats, each tile that there is."""
+    monkeypatch.setattr(gemv8_module, "decoder", lambda device: gemv8_module._FOUR)
+    device, x = torch.device("cpu"), bf16(1, 4096)
+    form = Format(8, 4096, torch.float32, code="e4m3", activations=8)
+    up, qkv, out = (PackedWeight(form, rows, 4096, None, device) for rows in (28672, 6144, 4096))
+    gemv8_module.gemv8(x, up, norm=bf16(4096), eps=1e-5, gate="silu")
+    gemv8_module.gemv8(x, qkv, norm=bf16(4096), eps=1e-5)
+    gemv8_module.gemv8(x, out, residual=bf16(1, 4096))
+    assert len(launches.seen) == 3
+    for name, compiled in launches.seen:
         assert compiled.asm["cubin"], name
 
 

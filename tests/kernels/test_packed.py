@@ -12,6 +12,7 @@ from kernels.gemm.packed import fp8, int8
 from kernels.gemm.packed.dot import early_fits, expand, packed_dot, quick
 from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.gemv8 import gemv8, gemv8_fits
 from kernels.gemm.packed.round_rows import E4M3, TOP, round_rows
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
@@ -114,6 +115,34 @@ def test_one_token(name: str, dtype: torch.dtype) -> None:
     for config in ((8, 8, 1), (16, 16, 2)):
         got = packed_gemv(x, weight, config=config)
         assert row_error(got, plain) < 2 * BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if each != F32], ids=str)
+@pytest.mark.parametrize("name", ["e4m3-row", "few-e4m3"])
+def test_one_token_of_floats(name: str, dtype: torch.dtype) -> None:
+    """Codes of a word or numbers of x in another's place, words and outputs that fill no tile, a
+    scale or a bias of the gate's that the up has; what norm, gate and residual make of it."""
+    weight, ref = packed(name, 22, bias=True)
+    width = weight.shape[1]
+    x, residual = random(1, width, dtype=dtype), random(1, 22, dtype=dtype)
+    norm = random(width, dtype=dtype)
+    assert weight.bias is not None
+    plain = x.double() @ ref.T + weight.bias.double()
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    gate, up = (normed @ ref.T + weight.bias.double()).chunk(2, -1)
+    even = [(2, 64, 1)] if DEVICE != "cpu" else []  # the interpreter takes no mask of one number
+    for config in (None, (4, 64, 1), (8, 32, 1), *even):
+        got = gemv8(x, weight, residual=residual, config=config)
+        assert row_error(got, plain + residual.double()) < 2 * BOUNDS[dtype]
+        got = gemv8(x, weight, norm=norm, eps=1e-5, gate="silu", config=config)
+        assert row_error(got, torch.nn.functional.silu(gate) * up) < 4 * BOUNDS[dtype]
+    assert gemv8_fits(x, weight, norm)
+    assert not gemv8_fits(x, weight, norm.float())
+    assert not gemv8_fits(random(2, width, dtype=dtype), weight, None)
+    assert not gemv8_fits(random(width + 1, dtype=dtype)[1:].view(1, -1), weight, None)
+    whole, _ = packed("int8-row", 22)
+    assert not gemv8_fits(random(1, 288, dtype=dtype), whole, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,207 @@
+"""The matrix products of one lone token with 8-bit floats that have a scale an output:
+`kernels.gemm.gemv` with words of four codes, for which x comes in words too, so that a thread has
+what belongs together and nothing is moved between threads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gemm.gemv import GATES, fits, gated
+from kernels.gemm.packed.codes import bytes_fit, converts, eight_bits
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.packed import PackedWeight
+
+# PTX, from compute capability 8.9 on: of four e4m3 codes in $4 the float32 numbers in $0 to $3.
+_FOUR = """{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q;
+mov.b32 {l, h}, $4; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
+mov.b32 {a, b}, p; mov.b32 {c, d}, q;
+cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"""
+
+
+@triton.jit
+def _of(words, AT: tl.constexpr, TYPE: tl.constexpr):
+    """The 16 bits at 16 * AT as a number of this type, in float32."""
+    return (words >> (16 * AT)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _gemv8_kernel(
+    x,  # [columns / 4] int64: four numbers each
+    codes,  # [rows, columns / 4] int32: four codes each; GATED: twice the rows
+    scale,  # a row
+    bias,
+    norm,  # [columns / 4] int64, as x
+    residual,  # [rows]
+    out,  # [rows]
+    eps,
+    rows,
+    words,  # columns / 4
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    HOW: tl.constexpr,  # of `decoder`
+    ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
+    WORDS: tl.constexpr,
+    EVEN: tl.constexpr,  # no row and no word sticks out
+    PDL: tl.constexpr,
+):
+    index = tl.arange(0, ROWS)
+    if GATED:
+        mine = tl.program_id(0) * (ROWS // 2) + index // 2
+        source = mine + (index % 2) * rows
+    else:
+        mine = tl.program_id(0) * ROWS + index
+        source = mine
+    row_mask = mine < rows
+    word = tl.max_contiguous(tl.arange(0, WORDS), 2)
+    at = codes + source.to(tl.int64)[:, None] * words + word[None, :]
+    acc = tl.zeros([ROWS, WORDS], tl.float32)
+    squares = tl.zeros([WORDS], tl.float32)
+    TYPE: tl.constexpr = out.dtype.element_ty  # x's and the norm's too
+    # The first codes depend on no earlier kernel: load them before waiting.
+    if EVEN:
+        w = tl.load(at, eviction_policy="evict_first")
+    else:
+        first_mask = row_mask[:, None] & (word < words)[None, :]
+        w = tl.load(at, mask=first_mask, other=0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for start in range(0, words, WORDS):
+        here = start + word
+        if EVEN:
+            value = tl.load(x + here)
+            if NORM:
+                n = tl.load(norm + here)
+        else:
+            value = tl.load(x + here, mask=here < words, other=0)
+            if NORM:
+                n = tl.load(norm + here, mask=here < words, other=0)
+        x0, x1 = _of(value, 0, TYPE), _of(value, 1, TYPE)
+        x2, x3 = _of(value, 2, TYPE), _of(value, 3, TYPE)
+        if NORM:
+            squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
+            x0 *= _of(n, 0, TYPE)
+            x1 *= _of(n, 1, TYPE)
+            x2 *= _of(n, 2, TYPE)
+            x3 *= _of(n, 3, TYPE)
+        at += WORDS
+        if EVEN:
+            ahead = tl.load(at, mask=start + WORDS < words, eviction_policy="evict_first")
+        else:
+            ahead_mask = row_mask[:, None] & (here + WORDS < words)[None, :]
+            ahead = tl.load(at, mask=ahead_mask, other=0, eviction_policy="evict_first")
+        if HOW != "":
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+                HOW,
+                "=f,=f,=f,=f,r",
+                [w],
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            w0 = eight_bits(w.to(tl.uint8), 3)
+            w1 = eight_bits((w >> 8).to(tl.uint8), 3)
+            w2 = eight_bits((w >> 16).to(tl.uint8), 3)
+            w3 = eight_bits((w >> 24).to(tl.uint8), 3)
+        acc += w0 * x0[None, :]
+        acc += w1 * x1[None, :]
+        acc += w2 * x2[None, :]
+        acc += w3 * x3[None, :]
+        w = ahead
+    y = tl.sum(acc, axis=1) * tl.load(scale + source, mask=row_mask, other=0.0)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares, axis=0) / (4 * words) + eps)
+    if BIAS:
+        y += tl.load(bias + source, mask=row_mask, other=0.0).to(tl.float32)
+    if GATED:
+        y = gated(y, ROWS, GELU)
+        outs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    else:
+        outs = mine
+    out_mask = outs < rows
+    if ADD:
+        y += tl.load(residual + outs, mask=out_mask, other=0.0).to(tl.float32)
+    tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
+
+
+def decoder(device: torch.device) -> str:
+    """PTX for four codes; nothing in the interpreter, which has none."""
+    return _FOUR if device.type == "cuda" else ""
+
+
+def tile(rows: int) -> tuple[int, int, int]:
+    """(ROWS, WORDS, warps): the best of a sweep over llama-8b's matrices on one H200."""
+    if rows >= 16384:
+        return 8, 128, 1
+    return (4, 256, 2) if rows > 4096 else (4, 512, 4)
+
+
+def gemv8_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
+    """Whether the kernel is made for these: one token of 16 bits, with a norm of the same type, and
+    8-bit floats with a float32 scale an output, which the device converts."""
+    form = weight.form
+    return (
+        fits(x)
+        and form.code == "e4m3"
+        and form.scale == torch.float32
+        and bytes_fit(weight)
+        and weight.shape[1] % 4 == 0
+        and converts(x.device)
+        and _in_words(x)
+        and (norm is None or (norm.dtype == x.dtype and _in_words(norm)))
+    )
+
+
+def _in_words(numbers: Tensor) -> bool:
+    """Whether 16-bit numbers can be read four at a time."""
+    return numbers.is_contiguous() and numbers.storage_offset() % 4 == 0
+
+
+def gemv8(
+    x: Tensor,  # [1, in]
+    weight: PackedWeight,  # [out, in]; with a gate [2 * out, in]
+    *,
+    norm: Tensor | None = None,  # [in], in x's dtype
+    eps: float = 0.0,
+    gate: str | None = None,  # of GATES
+    residual: Tensor | None = None,  # [1, out]
+    config: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """One pass over the codes. Returns [1, out] in x's dtype, accumulated in float32. Only what
+    `gemv8_fits` says."""
+    assert gate is None or gate in GATES
+    rows, columns = weight.shape
+    num_rows, words, warps = config or tile(rows)
+    outs = rows // 2 if gate else rows
+    per_program = num_rows // 2 if gate else num_rows
+    out = x.new_empty((1, outs))
+    _gemv8_kernel[(triton.cdiv(outs, per_program),)](
+        x.view(torch.int64),
+        weight.codes.view(torch.int32),
+        weight.scale,
+        weight.bias,
+        None if norm is None else norm.view(torch.int64),
+        residual,
+        out,
+        eps,
+        outs,
+        columns // 4,
+        NORM=norm is not None,
+        GATED=gate is not None,
+        GELU=gate == "gelu_pytorch_tanh",
+        ADD=residual is not None,
+        BIAS=weight.bias is not None,
+        HOW=decoder(x.device),
+        ROWS=num_rows,
+        WORDS=words,
+        EVEN=columns % (4 * words) == 0 and outs % per_program == 0,
+        num_warps=warps,
+        **pdl(x.device),
+    )
+    return out
