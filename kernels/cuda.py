@@ -147,16 +147,17 @@ class Cuda(Kernels):
         """One token: all in one kernel; but 4-bit integers and whole numbers of 8 bits, and few
         tokens of these and of 8-bit floats, by `packed_few` where it has the format. Up to
         PACKED_ROWS: from the codes. More: the weight is expanded for a product of the library,
-        which costs less than decoding it for each tile. From ROUNDED_ROWS on, rows in 8 bits are
-        multiplied by the codes themselves where the format has such activations, and what makes
-        them takes the norm or the gate before along."""
+        which costs less than decoding it for each tile. From ROUNDED_ROWS on, or above PACKED_ROWS
+        where weights have scales of blocks, rows in 8 bits are multiplied by the codes themselves
+        where the format has such activations, and what makes them takes the norm or the gate
+        before along."""
         to = self._rounded_to(x, weight)
         if to is not None:
-            rows = round_rows(x, norm, eps, to, x_gate)
+            rows = round_rows(x, norm, eps, to, x_gate, fp8.group_of(weight))
             if to == torch.int8:
                 y = int8.int8_linear(*rows, weight, x.dtype, residual)
             else:
-                y = fp8.scaled(*rows, weight, x.dtype)
+                y = fp8.scaled(*rows, weight, x.dtype)[: x.shape[0]]
                 if residual is not None:
                     return residual.add_(y)
             return y if gate is None else self.GATES[gate](y)
@@ -190,7 +191,7 @@ class Cuda(Kernels):
 
     def _rounded_to(self, x: Tensor, weight: PackedWeight) -> torch.dtype | None:
         """What x's rows become for their product; None: they stay as they are."""
-        if x.shape[0] < ROUNDED_ROWS:
+        if x.shape[0] < (ROUNDED_ROWS if weight.form.rows == 1 else PACKED_ROWS + 1):
             return None
         if fp8.scales_fit(x, weight):
             return E4M3

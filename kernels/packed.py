@@ -24,6 +24,8 @@ FLOAT8 = (8, 9)
 INT8_PRODUCTS = (8, 0)
 FLOAT8_PRODUCTS = 9  # the first number
 
+_SQUARE = 128  # outputs and inputs of a block with a scale that products of e4m3 know
+
 Code = Literal["int", "e4m3"]
 
 
@@ -72,7 +74,9 @@ class Format:
 
     def rounds(self, capability: tuple[int, int]) -> bool:
         """Whether a GPU of this compute capability multiplies rounded rows by a matrix's codes."""
-        if self.activations != 8 or self.bits != 8 or self.rows != 1 or self.offset != "none":
+        if self.activations != 8 or self.bits != 8 or self.offset != "none":
+            return False
+        if self.rows != 1 and not (self.code == "e4m3" and self.rows == self.group == _SQUARE):
             return False
         return (self.code == "e4m3" or self.zero == 128) and multiplies(self.code, capability)
 

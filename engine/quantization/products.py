@@ -32,13 +32,14 @@ def products(
     schemes = dict.fromkeys(scheme for _, scheme in quantized.rules if scheme is not None)
     for scheme in schemes:
         both = None
-        if scheme.activations == 8 and not scheme.group:
+        blocks = scheme.kind == "fp8" and scheme.rows == scheme.group == 128
+        if scheme.activations == 8 and (blocks or not scheme.group):
             both = "e4m3" if scheme.kind == "fp8" else "int"
-        measured = "fp8" if both == "e4m3" else ""
+        measured = "fp8" if both == "e4m3" and not blocks else ""
         if scheme.kind in _INTEGERS and scheme.bits == 4:
             measured = "int4"
         kept = not scheme.ordered and (cuda or scheme.kind not in ("fp8", "nf4"))
-        yield _line(scheme.name, both, measured, capability, cuda, kept)
+        yield _line(scheme.name, both, measured, capability, cuda, kept, 257 if blocks else 32)
 
 
 def _line(
@@ -48,6 +49,7 @@ def _line(
     capability: tuple[int, int] | None,
     cuda: bool,
     kept: bool,
+    first: int = 32,  # tokens of a step whose activations are rounded
 ) -> str:
     if not kept:
         return f"{name}: no product here; expanded to 16 bits at the start"
@@ -61,7 +63,7 @@ def _line(
         what = "8-bit integers" if integers else "8-bit floats"
         needs = f"{INT8_PRODUCTS[0]}.{INT8_PRODUCTS[1]}" if integers else f"{FLOAT8_PRODUCTS}.x"
         if capability is not None and multiplies(both, capability):
-            text = f"{name}: products of {what} from 32 tokens a step on; below, decoded"
+            text = f"{name}: products of {what} from {first} tokens a step on; below, decoded"
         else:
             text += f" (products of {what} take compute capability {needs})"
     ratios = MEASURED.get(measured, {}) if capability is not None and capability[0] == 9 else {}

@@ -143,6 +143,8 @@ def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.Mon
     for tokens in (64, 2048):
         rows, scales = round_rows(bf16(tokens, 4096), to=torch.int8)
         int8_linear(rows, scales, whole, torch.bfloat16)
+    for part in (None, "silu"):
+        round_rows(bf16(300, 4096), gate=part, to=torch.int8, group=128)
     for name, compiled in launches.seen:
         assert compiled.metadata.shared <= 163 * 1024, name
 

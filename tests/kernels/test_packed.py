@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import ROUNDED_ROWS
+from kernels.cuda import PACKED_ROWS, ROUNDED_ROWS
 from kernels.dispatch import kernels_for
 from kernels.gemm.packed import dot as dot_module
 from kernels.gemm.packed import fp8, int8
@@ -36,7 +36,7 @@ FORMS = {
     "int8-16-zero": (Format(8, 16, F32, zero=32), 160),
     "e4m3-row": (Format(8, 288, F32, code="e4m3", activations=8), 288),
     "int8-both": (Format(8, 288, F32, zero=128, activations=8), 288),
-    "e4m3-block": (Format(8, 128, F32, code="e4m3", rows=128), 256),
+    "e4m3-block": (Format(8, 128, F32, code="e4m3", rows=128, activations=8), 512),
 }
 # What `packed_few` is made for, and the shorter ways of `packed_dot`.
 FEW = {
@@ -223,25 +223,30 @@ def test_every_number_of_tokens_means_the_same(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [48, 300])
-def test_rows_are_rounded(size: int, dtype: torch.dtype) -> None:
-    """A scale of another row, a row of zeros, a norm that is left out."""
+@pytest.mark.parametrize(("size", "group"), [(48, 0), (300, 0), (96, 32)])
+def test_rows_are_rounded(size: int, group: int, dtype: torch.dtype) -> None:
+    """A scale of another row or group, a row of zeros, a norm that is left out; rows behind x's
+    that a product of groups needs."""
     x, norm = random(5, size, dtype=dtype), random(size, dtype=dtype)
     x[2] = 0
     wide = x.double()
     normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
     for weight, ref in ((None, wide), (norm, normed)):
-        rows, scales = round_rows(x, weight, 1e-5)
-        found = rows.double() * scales.double()
+        rows, scales = round_rows(x, weight, 1e-5, group=group)
+        assert len(rows) == len(scales) == (16 if group else 5)
+        assert scales.stride(0) == 1
+        rows, scales = rows[:5], scales[:5]
+        top = ref.abs().view(5, -1, group or size).amax(-1)
+        assert torch.allclose(scales.double(), top / 448, rtol=1e-3, atol=2e-12)
+        scale = scales.double().repeat_interleave(group or size, 1)
+        found = rows.double() * scale
         # Half of the last of three bits of mantissa, or of the smallest step.
-        bound = (ref.abs() / 16).maximum(scales.double() * 2**-10) * 1.01
+        bound = (ref.abs() / 16).maximum(scale * 2**-10) * 1.01
         near = (found - ref).abs() <= bound
         if DEVICE == "cpu":  # the interpreter loses a carry out of the mantissa
-            nearest = (ref / scales.double()).float().to(E4M3).float()
+            nearest = (ref / scale).float().to(E4M3).float()
             near |= torch.frexp(nearest).mantissa.abs() == 0.5
         assert near.all()
-        top = ref.abs().amax(-1, keepdim=True)
-        assert torch.allclose(scales.double(), top / 448, rtol=1e-3, atol=2e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -399,10 +404,12 @@ def test_inside_a_graph(name: str, tokens: int) -> None:
     x.copy_(random(tokens, width, dtype=torch.bfloat16))
     graph.replay()
     able = fp8.scales_fit(x, weight) or int8.fits(weight, x)
-    rounded = able and tokens >= ROUNDED_ROWS
+    rounded = able and tokens >= (ROUNDED_ROWS if weight.form.rows == 1 else PACKED_ROWS + 1)
     bound = 0.06 if rounded else 2 * BOUND[torch.bfloat16]
     assert row_error(out, x.double() @ ref.T) < bound
     if rounded:
-        rows, scales = round_rows(x, to=E4M3 if weight.form.code == "e4m3" else torch.int8)
+        to = E4M3 if weight.form.code == "e4m3" else torch.int8
+        rows, scales = (each[:tokens] for each in round_rows(x, to=to, group=fp8.group_of(weight)))
+        scales = scales.repeat_interleave(width // scales.shape[1], 1)
         exact = (rows.double() * scales.double()) @ ref.T
         assert row_error(out, exact) < 2 * BOUND[torch.bfloat16]

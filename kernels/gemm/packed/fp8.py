@@ -6,31 +6,45 @@ from torch import Tensor
 from kernels.gemm.packed.round_rows import E4M3
 from kernels.packed import PackedWeight
 
+_BLOCKS = (12, 9)  # CUDA's first release whose cuBLASLt has scales of blocks
+_FOUR = 4  # of the scales of a row or a column of blocks, that cuBLASLt reads at once
+
 
 def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """(rows * scales) @ weight.T + bias: [tokens, out] in dtype. rows, scales: of `round_rows`."""
+    """(rows * scales) @ weight.T + bias: [rows, out] in dtype. rows, scales: of `round_rows` with
+    `group_of(weight)`, whose padding is a part of the result."""
+    blocks = weight.form.rows > 1
     return torch._scaled_mm(
         rows,
         weight.codes.view(E4M3).t(),
         scale_a=scales,
-        scale_b=weight.scale.view(1, -1),
+        scale_b=weight.scale.t() if blocks else weight.scale.view(1, -1),
         bias=weight.bias,
         out_dtype=dtype,
-        use_fast_accum=True,
+        use_fast_accum=not blocks,
     )
+
+
+def group_of(weight: PackedWeight) -> int:
+    """Inputs of x that share a scale, as `round_rows` takes it; 0: a whole row."""
+    return weight.form.group if weight.form.rows > 1 else 0
 
 
 def scales_fit(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `scaled` is made for these: torch's product with scales of rows and outputs takes
-    bfloat16, sizes of multiples of 16 and a device of compute capability 9.0."""
+    """Whether `scaled` is made for these: torch's product takes bfloat16, a device of compute
+    capability 9.0, and scales of rows and outputs with sizes of multiples of 16, or scales of 128
+    inputs of x and of 128 x 128 weights with whole blocks, and no bias."""
     form, (outputs, width) = weight.form, weight.shape
-    return (
-        form.code == "e4m3"
-        and form.group == width
-        and form.scale == torch.float32
-        and x.dtype == torch.bfloat16
-        and outputs % 16 == 0
-        and width % 16 == 0
-        and x.is_cuda
-        and form.rounds(torch.cuda.get_device_capability(x.device))
-    )
+    if form.code != "e4m3" or form.scale != torch.float32 or x.dtype != torch.bfloat16:
+        return False
+    if form.rows == 1:
+        sizes = form.group == width and outputs % 16 == 0 and width % 16 == 0
+    else:
+        sizes = outputs % form.rows == 0 and width % (_FOUR * form.group) == 0
+        sizes = sizes and weight.bias is None and _has_blocks()
+    return sizes and x.is_cuda and form.rounds(torch.cuda.get_device_capability(x.device))
+
+
+def _has_blocks() -> bool:
+    major, _, minor = (torch.version.cuda or "0.0").partition(".")
+    return (int(major), int(minor)) >= _BLOCKS

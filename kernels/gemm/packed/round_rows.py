@@ -1,5 +1,5 @@
-"""Rows of x in 8 bits with a scale each, with the norm or the gate before it where there is one:
-what products take whose weights have 8 bits too."""
+"""Rows of x in 8 bits with a scale each, or one for each group of inputs, with the norm or the gate
+before it where there is one: what products take whose weights have 8 bits too."""
 
 import torch
 import triton
@@ -11,6 +11,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 E4M3 = torch.float8_e4m3fn
 TOP = {E4M3: 448.0, torch.int8: 127.0}  # the largest number that a row has
+_PADDED = 16  # rows, of a multiple of which cuBLASLt takes scales of groups; fours would do
 
 
 @triton.jit
@@ -18,13 +19,15 @@ def _round_rows_kernel(
     x,  # [tokens, size]; GATE: [tokens, 2 * size], the gate's half before the up's
     norm,  # [size]
     out,  # [tokens, size] e4m3 or int8
-    scales,  # [tokens] float32
+    scales,  # [tokens] float32; GROUP: [size / GROUP, pitch]
     eps,
+    pitch,
     size,
     NORM: tl.constexpr,
     GATE: tl.constexpr,  # an ACT of `kernels.activation`, or -1: there is none
     TOP: tl.constexpr,
     WHOLE: tl.constexpr,
+    GROUP: tl.constexpr,  # inputs of a scale; 0: all
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -47,13 +50,22 @@ def _round_rows_kernel(
     if NORM:
         value *= tl.rsqrt(tl.sum(value * value, axis=0) / size + eps) * weight.to(tl.float32)
     # Zeros alone have any scale.
-    scale = tl.maximum(tl.max(tl.abs(value), axis=0) / TOP, 1e-12)
-    rounded = tl.minimum(tl.maximum(value / scale, -TOP), TOP)
+    if GROUP == 0:
+        scale = tl.maximum(tl.max(tl.abs(value), axis=0) / TOP, 1e-12)
+        tl.store(scales + token, scale)
+        rounded = value / scale
+    else:
+        GROUPS: tl.constexpr = BLOCK // GROUP
+        parts = tl.reshape(value, (GROUPS, GROUP))
+        scale = tl.maximum(tl.max(tl.abs(parts), axis=1) / TOP, 1e-12)
+        group = tl.arange(0, GROUPS)
+        tl.store(scales + group * pitch + token, scale, mask=group * GROUP < size)
+        rounded = tl.reshape(parts / scale[:, None], (BLOCK,))
+    rounded = tl.minimum(tl.maximum(rounded, -TOP), TOP)
     if WHOLE:
         # 1.5 * 2^23 leaves no bit for what is behind the point.
         rounded = (rounded + 12582912.0) - 12582912.0
     tl.store(out + token * size + cols, rounded.to(out.dtype.element_ty), mask=mask)
-    tl.store(scales + token, scale)
 
 
 def round_rows(
@@ -62,16 +74,22 @@ def round_rows(
     eps: float = 0.0,
     to: torch.dtype = E4M3,
     gate: str | None = None,
+    group: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """rms_norm(x), or x, of x [tokens, size], or gate(x) of x [tokens, 2 * size], with a scale a
     row: the numbers in `to`, a key of TOP, and float32 [tokens, 1], which is the row's largest
-    magnitude / TOP. gate: a key of `Kernels.GATES`; not with a norm."""
+    magnitude / TOP. gate: a key of `Kernels.GATES`; not with a norm. group: a power of two that
+    divides size: scales of so many inputs each, float32 [tokens, size / group], a group's
+    together in memory; then rows of both come up to a multiple of 16, and what is in those behind
+    x's is not defined."""
     assert norm is None or gate is None
     tokens, size = x.shape
     if gate is not None:
         size //= 2
-    out = torch.empty(tokens, size, dtype=to, device=x.device)
-    scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    assert not group or size % group == 0
+    count, pitch = (size // group, -(-tokens // _PADDED) * _PADDED) if group else (1, tokens)
+    out = torch.empty(pitch, size, dtype=to, device=x.device)
+    scales = torch.empty(count, pitch, dtype=torch.float32, device=x.device).t()
     block = triton.next_power_of_2(size)
     _round_rows_kernel[(tokens,)](
         x,
@@ -79,11 +97,13 @@ def round_rows(
         out,
         scales,
         eps,
+        pitch if group else 0,  # a kernel for each number of tokens' divisors would be compiled
         size,
         NORM=norm is not None,
         GATE=-1 if gate is None else CODES[gate],
         TOP=TOP[to],
         WHOLE=to == torch.int8,
+        GROUP=group,
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
         **pdl(x.device),
