@@ -1,5 +1,6 @@
 """What measure.py times of latent attention and of recurrent layers: sizes of DeepSeek-V2-Lite, of
-Qwen3-Next, of Granite 4 H Small (Mamba-2) and of LFM2 2.6B (short convolutions)."""
+Qwen3-Next, of Kimi Linear, of Granite 4 H Small (Mamba-2) and of LFM2 2.6B (short
+convolutions)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -155,8 +156,36 @@ def delta(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     return KernelWork([call] * 4, moved)
 
 
+def kimi(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
+    """As of `delta`, with as many heads of keys as of values, as Kimi Linear has them."""
+    count, tokens = len(kv_len), sum(query_len)
+    meta = _with_rows(s, kv_len, query_len)
+    inner = VALUE_HEADS * SIZE
+    heads = DeltaHeads(
+        VALUE_HEADS,
+        VALUE_HEADS,
+        SIZE,
+        SIZE,
+        torch.randn(3 * inner, TAPS, device=s.device),
+        torch.randn(VALUE_HEADS, device=s.device),
+        torch.randn(inner, device=s.device),
+        torch.randn(SIZE, device=s.device),
+        1e-6,
+        by_key=True,
+    )
+    x, b = s.random(tokens, 3 * inner + VALUE_HEADS).split((3 * inner, VALUE_HEADS), dim=1)
+    z, a = s.random(tokens, inner), s.random(tokens, inner)
+    tail = torch.zeros(count, TAPS - 1, 3 * inner, device=s.device)
+    state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
+    moved = 2.0 * (state.nbytes + tail.nbytes)
+    moved += tokens * (6 * inner + VALUE_HEADS) * s.dtype.itemsize
+    call = partial(cuda.kimi_delta, x, z, a, b, heads, tail, state, meta)
+    return KernelWork([call] * 4, moved)
+
+
 RECURRENT = {
     "delta": delta,
+    "kimi": kimi,
     "mamba1": mamba1,
     "mamba2": mamba2,
     "short convolution": short_convolution,

@@ -11,7 +11,13 @@ T = (1 + tril(beta K K^T, decayed))^-1. States are float32 between chunks; what 
 what one launch leaves for the next, is of x's type.
 
 Sums begin with a chunk, and chunks with an entry: the numbers depend on where a prompt was cut.
+
+pass and read are those of Kimi Delta Attention too, whose decays are of each element of a key
+(`kimi_chunks_cuda`). Queries and keys have these in them by then, and products of queries with keys
+are made already.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -143,7 +149,7 @@ def _delta_pass_kernel(
     keys,
     weights,
     values,  # corrections take the place of U
-    totals,
+    totals,  # BY_KEY: [slots, VALUE_HEADS, CHUNK, KEYS]
     states,  # [slots, VALUE_HEADS, KEYS, VALUES]: before each chunk
     tail,
     state,
@@ -164,6 +170,7 @@ def _delta_pass_kernel(
     COLUMNS: tl.constexpr,  # of the state
     SLICE: tl.constexpr,  # channels whose tails a program keeps
     STAGES: tl.constexpr,
+    BY_KEY: tl.constexpr,  # Kimi Delta Attention
 ):
     head = tl.program_id(0)
     piece = tl.program_id(1)
@@ -197,15 +204,18 @@ def _delta_pass_kernel(
                 w = tl.load(weights + at * CHUNK * KEYS + key_tile)
                 u = tl.load(values + at * CHUNK * VALUES + value_tile)
                 k = tl.load(of_keys + turned_tile)
-                total = tl.load(totals + at * CHUNK + steps)
-                whole = tl.load(totals + at * CHUNK + CHUNK - 1)
                 known = kept.to(dtype)
                 tl.store(states + at * KEYS * VALUES + state_tile, known)
                 corrections = u.to(tl.float32) - tl.dot(w, known, input_precision="ieee")
                 tl.store(values + at * CHUNK * VALUES + value_tile, corrections.to(dtype))
-                corrections = (corrections * tl.exp(whole - total)[:, None]).to(dtype)
+                if BY_KEY:
+                    whole = tl.load(totals + (at * CHUNK + CHUNK - 1) * KEYS + dims)[:, None]
+                else:
+                    whole = tl.load(totals + at * CHUNK + CHUNK - 1)
+                    total = tl.load(totals + at * CHUNK + steps)
+                    corrections *= tl.exp(whole - total)[:, None]
                 kept = kept * tl.exp(whole)
-                kept = tl.dot(k, corrections, kept, input_precision="ieee")
+                kept = tl.dot(k, corrections.to(dtype), kept, input_precision="ieee")
             tl.store(own + own_tile, kept, mask=own_mask)
             keep_tail(
                 x, tail + row * (TAPS - 1) * CHANNELS, begin.to(tl.int64), end.to(tl.int64), before,
@@ -222,6 +232,7 @@ def _delta_read_kernel(
     keys,
     values,  # corrections
     totals,
+    overlaps,  # BY_KEY: [slots, VALUE_HEADS, CHUNK, CHUNK], of queries with keys
     states,
     z,
     norm,
@@ -237,6 +248,7 @@ def _delta_read_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     CHUNK: tl.constexpr,
+    BY_KEY: tl.constexpr,
 ):
     head = tl.program_id(0)
     slot = tl.program_id(1)
@@ -257,18 +269,46 @@ def _delta_read_kernel(
     of_keys = (slot.to(tl.int64) * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * CHUNK * KEYS
     key_tile = of_keys + steps[:, None] * KEYS + dims[None, :]
     q = tl.load(queries + key_tile)
-    k = tl.load(keys + key_tile)
     kept = tl.load(states + at * KEYS * VALUES + dims[:, None] * VALUES + columns[None, :])
-    total = tl.load(totals + at * CHUNK + steps)
-    found = tl.dot(q, kept, input_precision="ieee") * tl.exp(total)[:, None]
-    overlap = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(total, CHUNK)
+    found = tl.dot(q, kept, input_precision="ieee")
+    if BY_KEY:
+        square = steps[:, None] * CHUNK + steps[None, :]
+        overlap = tl.load(overlaps + at * CHUNK * CHUNK + square)
+    else:
+        k = tl.load(keys + key_tile)
+        total = tl.load(totals + at * CHUNK + steps)
+        found *= tl.exp(total)[:, None]
+        overlap = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(total, CHUNK)
+        overlap = overlap.to(dtype)
     corrections = tl.load(values + at * CHUNK * VALUES + steps[:, None] * VALUES + columns[None, :])
-    found = tl.dot(overlap.to(dtype), corrections, found, input_precision="ieee")
+    found = tl.dot(overlap, corrections, found, input_precision="ieee")
     found = found / tl.sqrt(tl.sum(found * found, axis=1) / VALUE + eps)[:, None]
     found *= tl.load(norm + columns, mask=columns < VALUE, other=0.0)[None, :]
     gate = z + (token * z_stride)[:, None] + head * VALUE + columns[None, :]
     gate = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
-    tl.store(into, (found * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=mask)
+    found *= tl.sigmoid(gate)
+    if not BY_KEY:
+        found *= gate
+    tl.store(into, found.to(out.dtype.element_ty), mask=mask)
+
+
+class Handed(NamedTuple):
+    """What pass and read are given; see their arguments."""
+
+    queries: Tensor
+    keys: Tensor
+    weights: Tensor
+    values: Tensor
+    totals: Tensor
+    overlaps: Tensor | None = None  # of heads by_key
+
+
+def tile_sizes(heads: DeltaHeads, element_size: int) -> dict[str, int]:
+    """KEYS and VALUES: what sizes are padded to."""
+    # In 16 bits Triton 3.6 reads beyond what a program has where a product of wgmma is narrower.
+    least = 16 if element_size > 2 else 64
+    padded = (triton.next_power_of_2(size) for size in (heads.key_size, heads.value_size))
+    return {name: max(least, size) for name, size in zip(("KEYS", "VALUES"), padded, strict=True)}
 
 
 def delta_chunks(
@@ -288,23 +328,18 @@ def delta_chunks(
     num_tokens, (channels, taps) = x.shape[0], heads.conv.shape
     key_heads, value_heads = heads.key_heads, heads.value_heads
     slots = num_slots(num_tokens, meta)
-    # In 16 bits Triton 3.6 reads beyond what a program has where a product of wgmma is narrower.
-    least = 16 if x.element_size() > 2 else 64
     sizes = {
         "KEY_HEADS": key_heads,
         "VALUE_HEADS": value_heads,
         "VALUE": heads.value_size,
-        "KEYS": max(least, triton.next_power_of_2(heads.key_size)),
-        "VALUES": max(least, triton.next_power_of_2(heads.value_size)),
         "CHUNK": CHUNK,
+        **tile_sizes(heads, x.element_size()),
     }
-    convolution = {"KEY": heads.key_size, "CHANNELS": channels, "TAPS": taps}
     queries = x.new_empty(slots, key_heads, CHUNK, sizes["KEYS"])
     keys = torch.empty_like(queries)
     weights = x.new_empty(slots, value_heads, CHUNK, sizes["KEYS"])
     values = x.new_empty(slots, value_heads, CHUNK, sizes["VALUES"])
     totals = state.new_empty(slots, value_heads, CHUNK)
-    states = x.new_empty(slots, value_heads, sizes["KEYS"], sizes["VALUES"])
     where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
     _delta_prepare_kernel[(value_heads, slots)](
         x,
@@ -324,14 +359,44 @@ def delta_chunks(
         a.stride(0),
         num_tokens,
         **sizes,
-        **convolution,
+        KEY=heads.key_size,
+        CHANNELS=channels,
+        TAPS=taps,
         MOST=heads.most,
         PRECISION="ieee" if x.element_size() > 2 else "tf32",
         num_warps=PREPARE.num_warps,
         num_stages=PREPARE.num_stages,
     )
-    columns = min(PASS.columns, sizes["VALUES"])
-    pieces = triton.cdiv(sizes["VALUES"], columns)
+    handed = Handed(queries, keys, weights, values, totals)
+    pass_and_read(x, z, heads, tail, state, out, meta, handed)
+
+
+def pass_and_read(
+    x: Tensor,
+    z: Tensor,
+    heads: DeltaHeads,
+    tail: Tensor,
+    state: Tensor,
+    out: Tensor,
+    meta: AttentionMeta,
+    handed: Handed,
+) -> None:
+    """The last two launches of a step's chunks."""
+    queries, keys, weights, values, totals, overlaps = handed
+    (slots, value_heads, _, padded), keys_padded = values.shape, keys.shape[3]
+    channels, taps = heads.conv.shape
+    states = x.new_empty(slots, value_heads, keys_padded, padded)
+    sizes = {
+        "KEY_HEADS": heads.key_heads,
+        "VALUE_HEADS": value_heads,
+        "VALUE": heads.value_size,
+        "KEYS": keys_padded,
+        "VALUES": padded,
+        "CHUNK": CHUNK,
+        "BY_KEY": heads.by_key,
+    }
+    columns = min(PASS.columns, padded)
+    pieces = triton.cdiv(padded, columns)
     _delta_pass_kernel[(value_heads, pieces, min(ENTRIES, num_chunked(meta)))](
         x,
         keys,
@@ -341,10 +406,15 @@ def delta_chunks(
         states,
         tail,
         state,
-        *where,
+        meta.rows,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
         x.stride(0),
         **sizes,
-        **convolution,
+        KEY=heads.key_size,
+        CHANNELS=channels,
+        TAPS=taps,
         COLUMNS=columns,
         SLICE=triton.next_power_of_2(triton.cdiv(channels, value_heads * pieces)),
         STAGES=PASS.num_stages,
@@ -355,6 +425,7 @@ def delta_chunks(
         keys,
         values,
         totals,
+        overlaps,
         states,
         z,
         heads.norm,
@@ -363,7 +434,7 @@ def delta_chunks(
         meta.counts,
         heads.eps,
         z.stride(0),
-        num_tokens,
+        x.shape[0],
         **sizes,
         num_warps=READ.num_warps,
         num_stages=READ.num_stages,

@@ -3,9 +3,9 @@
 Decodes: each program keeps a head's state in registers and walks the tokens of an entry, of which a
 decode has one. Convolution, gates, norms of queries and keys, norm and gate of the result and the
 next tail are made on the way: a decode step is one launch, which reads and writes each state once.
-Prompts go by chunks (`delta_chunks_cuda`), or are walked too where their numbers must not depend on
-the step: the entry alone decides what a walk computes, in which order. Those of Kimi Delta
-Attention, whose decays are of each element of a key, are always walked.
+Prompts go by chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi Delta Attention), or are
+walked too where their numbers must not depend on the step: the entry alone decides what a walk
+computes, in which order.
 """
 
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail, tickets
 from kernels.recurrent.delta_chunks_cuda import delta_chunks
 from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.kimi_chunks_cuda import kimi_chunks
 
 
 class WalkLaunch(NamedTuple):
@@ -217,8 +218,9 @@ def kimi_delta(
     """See `kernels.reference.Kernels.kimi_delta`; x, z, a and b may have rows of any stride. Tokens
     after the last entry's get zeros. deterministic: as in gated_delta."""
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    prompts = deterministic or x.shape[0] > meta.num_decodes
-    _walk(x, z, a, b, heads, tail, state, out, meta, prompts)
+    _walk(x, z, a, b, heads, tail, state, out, meta, deterministic)
+    if not deterministic and x.shape[0] > meta.num_decodes:
+        kimi_chunks(x, z, a, b, heads, tail, state, out, meta)
     return out
 
 

@@ -164,6 +164,39 @@ def test_decays_by_key(heads: int, sizes: tuple[int, int], back_end: str) -> Non
     assert row_error(state, want_state) < 1e-4
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(16, 24), (64, 64)], ids=str)
+def test_chunks_by_key(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Decays of single elements that add up to hundreds within a chunk, or within 16 tokens, beside
+    others that keep all: factors of pairs that overflow, or that vanish where their product does
+    not. Decodes, prompts of several chunks, one that goes on, and what a graph knows of them."""
+    torch.manual_seed(6)
+    lengths, kv_len = [1, 70, 64, 17], [7, 70, 100, 30]
+    how, given = by_key(1, sizes, sum(lengths))
+    given = [each.to(dtype) for each in given]
+    given[2][::7, ::3] += 40.0  # as if the state began again there
+    given[2][:, 1::3] -= 12.0
+    meta = step(kv_len, lengths, 1)
+    tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 1, *sizes)
+    before = tail.clone(), state.clone()
+    want_state, want, at = state.double(), [], 0
+    for row, length, count in zip([5, 2, 7, 0], kv_len, lengths, strict=True):
+        part = [each[at : at + count].double() for each in given]
+        at += count
+        if length == count:
+            want_state[row], before[0][row] = 0, 0
+        want.append(delta(*part, how, before[0][row].double(), want_state[row]))
+    found = BACK_ENDS["chunks"].kimi_delta(*given, how, tail, state, meta)
+    assert found.dtype == dtype and found.isfinite().all()
+    bound = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
+    assert row_error(found, torch.cat(want)) < bound
+    assert row_error(state.flatten(1), want_state.flatten(1)) < bound
+    assert torch.equal(tail[2], given[0][68:71].float())
+    graph = replace(meta, num_decodes=4, counts=torch.tensor([1, 4], device=DEVICE).int())
+    again = BACK_ENDS["chunks"].kimi_delta(*given, how, *before, graph)
+    assert torch.equal(again, found) and torch.equal(before[1], state)
+
+
 def test_equal_keys() -> None:
     """Powers of the triangular system grow as binomials where keys repeat and nothing decays: an
     inverse made of these is noise."""

@@ -11,7 +11,7 @@ from engine.architectures.experts import Experts
 from engine.architectures.latent import LATENT, ONE_KEY_HEAD, UNBIASED, latent_layer
 from engine.architectures.mixtures.families import deepseek, experts_at
 from engine.architectures.record import Architecture, CheckpointTensor
-from engine.architectures.recurrent.mixer import LINEAR, mixed_kinds, mixing
+from engine.architectures.recurrent.mixer import CHUNK, LINEAR, mixed_kinds, mixing, padded
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ class Kimi:
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        return 0, 0
+        """As `kernels.recurrent.kimi_chunks_cuda` allocates them in 16 bits, all by head: queries,
+        keys, weights, values, states and pairs of tokens; sums of decays, and pairs."""
+        size, pairs = max(64, padded(self.size)), CHUNK * CHUNK
+        each = 4 * CHUNK * size + size * size + pairs
+        return self.heads * each, self.heads * (CHUNK * size + pairs)
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:

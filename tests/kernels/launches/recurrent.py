@@ -62,6 +62,7 @@ def kimi(model: str) -> None:
     for decodes in (1, 20):  # with prompts, and without
         some = replace(_meta(20), num_decodes=decodes)
         kimi_delta(x, z, a, b, how, tail, state, some)
+    kimi_delta(x, z, a, b, how, tail, state, _meta(), deterministic=True)
 
 
 def mamba(model: str) -> None:
