@@ -174,11 +174,9 @@ texts. To compare texts with transformers', set `dtype: float32`, too; the CPU's
 bfloat16. [verify](verify.md) does both for the prompts that come with it.
 
 Values of MiMo-V2 are narrower than its keys (128 and 192 elements) and lie in the cache with zeros
-behind them, which takes 1.2 times the memory. The delta attention of Kimi Linear decays each
-element of a key on its own: on a GPU it goes through prompts token by token, in one launch a layer,
-where Gated DeltaNet has kernels for 64 tokens at a time; this has not run on a GPU yet. The code of
-Orion, EXAONE 3 and DeciLM (Nemotron Super) is only in their repositories; they are compared with
-what computes the same in transformers.
+behind them, which takes 1.2 times the memory. The code of Orion, EXAONE 3 and DeciLM
+(Nemotron Super) is only in their repositories; they are compared with what computes the same in
+transformers.
 
 This page is written by `python docs/generate.py` from `engine/architectures/`.
 """
