@@ -14,7 +14,8 @@ With --against FOLDER the other side is the Manta of another checkout, usually o
 
 vLLM has to be installed in the environment of this interpreter. A model is a folder and needs a
 config.json only: weights are random on both sides. Greedy, end
-tokens ignored, prefix cache off on both. Each run is a process of its own (both engines want the
+tokens ignored, prefix cache off on both, but for `conversations` and `second_turn`, whose ratio is
+of milliseconds and best below 1. Each run is a process of its own (both engines want the
 whole device), sides alternate, and the best run of each side counts. Every run's raw line is kept
 beside the table as soon as it is there: --resume takes up the day's lines in --out and does only
 the runs that are missing, so that the comparison fits where a command may not run for long.
@@ -32,8 +33,9 @@ from typing import Any
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions
 from bench.report.result_file import commit as commit  # others ask for it here
+from bench.versus import offline
 from bench.versus.vllm_weights import NOTE, check_forked, draw_as_manta
-from loadtest.scenario import workloads
+from loadtest.scenario.workloads import Request
 
 MAX_MODEL_LEN = 9216
 MAX_NUM_SEQS = 1024
@@ -46,12 +48,20 @@ TABLE = {  # of a small model's prompts nothing is wanted, nor of these
     "gpt-oss-20b": ALL[:2],
     "gemma-3-12b": ALL[:3],
     "deepseek-v2-lite": ["single", "uniform", "prefill"],
-    "qwen3-next-24": ["single", "uniform", "prefill"],  # 24 of its 48 layers: 75 GiB
+    "qwen3-next-24": [  # 24 of its 48 layers: 75 GiB
+        *("single", "uniform", "prefill"),
+        *offline.OURS,
+    ],
 }
 
 PLAIN = "manta-as-it-is"  # without the change
 BEFORE = "manta-before"  # of another checkout
 _FORMER = ("bench.versus_engine", "loadtest.versus_engine")  # this module in older checkouts
+
+
+def _needs(names: list[str]) -> dict[str, Any]:
+    """Of one engine: run_side starts one for each group of workloads that need the same."""
+    return {key: value for name in names for key, value in offline.NEEDS.get(name, {}).items()}
 
 
 def engine_fields(items: list[str]) -> dict[str, Any]:
@@ -84,6 +94,7 @@ def run_manta(
         "max_num_seqs": MAX_NUM_SEQS,
         "memory_fraction": MEMORY_FRACTION,
         "prefix_caching": False,
+        **_needs(names),
         **(change or {}),
     }
     with LLM(model, **config) as llm:
@@ -93,16 +104,19 @@ def run_manta(
             config={**config, "versions": versions("transformers")},
             phases=llm.ready.start_seconds,
         )
-        for name in names:
-            requests = workloads.build(name)
+
+        def generate(requests: list[Request]) -> tuple[list[list[int]], float]:
             params = [
                 SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_out)
                 for _, num_out in requests
             ]
             start = time.perf_counter()
-            outputs = llm.generate([ids for ids, _ in requests], params, detokenize=False)
+            found = llm.generate([ids for ids, _ in requests], params, detokenize=False)
             seconds = time.perf_counter() - start
-            _report(side, name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds)
+            return [list(one.outputs[0].token_ids) for one in found], seconds
+
+        for name in names:
+            _print(side=side, workload=name, **offline.measure(name, generate))
 
 
 def run_vllm(
@@ -122,13 +136,14 @@ def run_vllm(
     if drawn:
         draw_as_manta()
     began = time.perf_counter()
+    needs = _needs(names)
     config: dict[str, Any] = {
         "load_format": load_format,
         "dtype": "bfloat16",
-        "max_model_len": MAX_MODEL_LEN,
+        "max_model_len": needs.get("max_model_len", MAX_MODEL_LEN),
         "max_num_seqs": MAX_NUM_SEQS,
         "gpu_memory_utilization": MEMORY_FRACTION,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": needs.get("prefix_caching", False),
         **(change or {}),
     }
     llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
@@ -137,37 +152,20 @@ def run_vllm(
         check_forked()
         config["weights"] = NOTE
     _print(side="vllm", ready_s=ready_s, config={**config, "versions": versions("vllm")})
-    for name in names:
-        requests = workloads.build(name)
+
+    def generate(requests: list[Request]) -> tuple[list[list[int]], float]:
         params = [
             SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_out, detokenize=False)
             for _, num_out in requests
         ]
         prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
         start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        _report("vllm", name, requests, [len(o.outputs[0].token_ids) for o in outputs], seconds)
+        return [list(one.outputs[0].token_ids) for one in found], seconds
 
-
-def _report(
-    side: str,
-    name: str,
-    requests: list[workloads.Request],
-    counts: list[int],
-    seconds: float,
-) -> None:
-    num_in, num_out = sum(len(ids) for ids, _ in requests), sum(counts)
-    if counts != [wanted for _, wanted in requests]:
-        raise SystemExit(f"{side} {name}: a request did not give the tokens it was asked for")
-    _print(
-        side=side,
-        workload=name,
-        seconds=round(seconds, 3),
-        out_tok=num_out,
-        out_tok_s=round(num_out / seconds, 1),
-        total_tok_s=round((num_in + num_out) / seconds, 1),
-    )
+    for name in names:
+        _print(side="vllm", workload=name, **offline.measure(name, generate))
 
 
 def _print(**line: Any) -> None:
@@ -207,7 +205,8 @@ def run_side(
     against: Path | None,
     load_format: str = "dummy",
 ) -> Iterator[Line]:
-    """The lines of one run in a process of its own, each when it is there. No names: a start."""
+    """The lines of one run in a process of its own, each when it is there; in one for each group of
+    workloads that need the same of an engine. No names: a start."""
     module, folder = "bench.versus.engine", None
     if side == BEFORE:
         assert against is not None
@@ -220,9 +219,9 @@ def run_side(
         command += ["--change", *change]
     if load_format != "dummy":
         command += ["--load-format", load_format]
-    command += ["--workloads", *names]
-    for line in lines_of(command, folder):
-        yield {**line, "side": side}
+    for group in offline.by_engine(names):
+        for line in lines_of([*command, "--workloads", *group], folder):
+            yield {**line, "side": side}
 
 
 def _of(line: Line) -> tuple[str, int, str]:
@@ -239,9 +238,9 @@ def whole_runs(lines: list[Line], names: list[str]) -> list[Line]:
 
 
 def best(lines: list[dict[str, Any]], side: str, name: str) -> float:
-    """Output tokens/s; for prefill all tokens, because that is the work."""
-    key = "total_tok_s" if name == "prefill" else "out_tok_s"
-    return max(line[key] for line in lines if line["side"] == side and line.get("workload") == name)
+    """See `offline.best`."""
+    mine = (line for line in lines if line["side"] == side and line.get("workload") == name)
+    return offline.best(name, mine)
 
 
 def compare(
@@ -252,15 +251,16 @@ def compare(
     change: list[str],
     resume: bool,
     against: Path | None = None,
+    title: str = "versus-engine",
 ) -> None:
     """Alternate the sides and print the table: Manta and vLLM, or Manta changed and as it is, or
     Manta and an older one.
 
     models: label -> folder. names: of the workloads; none: those of the TABLE. against: another
-    checkout. Writes <out>/versus-engine-<date>.json (the table) and .jsonl (the raw lines); with a
+    checkout. Writes <out>/<title>-<date>.json (the table) and .jsonl (the raw lines); with a
     change, change-<change>-<date>; against another checkout, before-after-<its commit>-<date>.
     """
-    other, name = "vllm", "versus-engine"
+    other, name = "vllm", title
     if change:
         other, name = PLAIN, f"change-{'-'.join(change)}".replace("=", "-")
     elif against is not None:
@@ -300,7 +300,10 @@ def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str,
         for side in ("manta", other)
     ]
     names = [name for name in did[0] if name in did[1]]
-    found = [(name, "tok/s", best(mine, "manta", name), best(mine, other, name)) for name in names]
+    found = [
+        (name, offline.unit(name), best(mine, "manta", name), best(mine, other, name))
+        for name in names
+    ]
     ready = (
         min(line["ready_s"] for line in mine if line["side"] == side and "ready_s" in line)
         for side in ("manta", other)
@@ -326,6 +329,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", help="default: those of the docs' table")
     parser.add_argument("--runs", type=int, default=3, help="alternating runs of each side")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--title", default="versus-engine", help="of the result file, against vLLM")
     parser.add_argument("--resume", action="store_true", help="go on with the day's lines in --out")
     parser.add_argument(
         "--change", nargs="+", default=[], metavar="KEY=VALUE", help="compare Manta with itself"
@@ -359,6 +363,7 @@ def main() -> None:
             args.change,
             args.resume,
             args.against,
+            args.title,
         )
 
 

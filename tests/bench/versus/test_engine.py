@@ -106,7 +106,8 @@ def test_the_command_pairs_labels_and_models(
     monkeypatch.setattr("sys.argv", [*line, "--workloads", "single", "--out", "/nonexistent/x"])
     monkeypatch.setattr(versus_engine, "compare", lambda *given: asked.append(given))
     versus_engine.main()
-    assert asked == [({"a": "A", "b": "B"}, ["single"], 1, Path("/nonexistent/x"), [], False, None)]
+    where = (Path("/nonexistent/x"), [], False, None, "versus-engine")
+    assert asked == [({"a": "A", "b": "B"}, ["single"], 1, *where)]
     monkeypatch.setattr("sys.argv", [*line[:4], "--name", "a"])
     with pytest.raises(SystemExit):
         versus_engine.main()

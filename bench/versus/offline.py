@@ -1,0 +1,137 @@
+"""What engines are asked offline, and the figure of it that counts: the load tester's workloads,
+one request at the end of a long context, and conversations that go on from the prefix cache."""
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from loadtest.scenario import workloads
+from loadtest.scenario.workloads import Request
+
+# Requests -> the tokens of each, and the seconds that all took.
+Generate = Callable[[list[Request]], tuple[list[list[int]], float]]
+
+LONG_CONTEXT, DECODED = 131_072, 256
+CONVERSATIONS, TURNS, OPENING, MESSAGE, ANSWER = 64, 6, 1024, 128, 128
+HISTORY, NEXT, TIMES = 8192, 64, 5
+
+
+class Turned:
+    """Conversations of one generator's answers, and what was asked and said of them in all."""
+
+    def __init__(self, generate: Generate, count: int, opening: int, seed: int = 0) -> None:
+        self.generate, self.rng = generate, random.Random(seed)
+        self.history = [self._ids(opening) for _ in range(count)]
+        self.seconds, self.num_in, self.num_out = 0.0, 0, 0
+
+    def _ids(self, count: int) -> list[int]:
+        return [self.rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in range(count)]
+
+    def answer(self, tokens: int) -> float:
+        """A turn of all; its seconds."""
+        answers, seconds = _asked(self.generate, [(ids, tokens) for ids in self.history])
+        self.seconds += seconds
+        self.num_in += sum(map(len, self.history))
+        self.num_out += tokens * len(self.history)
+        for ids, answer in zip(self.history, answers, strict=True):
+            ids += answer
+        return seconds
+
+    def go_on(self, tokens: int) -> None:
+        for ids in self.history:
+            ids += self._ids(tokens)
+
+
+def _asked(generate: Generate, requests: list[Request]) -> tuple[list[list[int]], float]:
+    """Raises SystemExit if a request did not get the tokens that it is to have."""
+    found, seconds = generate(requests)
+    if [len(ids) for ids in found] != [wanted for _, wanted in requests]:
+        raise SystemExit("a request did not give the tokens it was asked for")
+    return found, seconds
+
+
+def _speeds(num_in: int, num_out: int, seconds: float) -> dict[str, Any]:
+    return {
+        "seconds": round(seconds, 3),
+        "out_tok": num_out,
+        "out_tok_s": round(num_out / seconds, 1),
+        "total_tok_s": round((num_in + num_out) / seconds, 1),
+    }
+
+
+def decode_128k(generate: Generate) -> dict[str, Any]:
+    """One request; its prompt's time, of the better of two runs, is taken off."""
+    rng = random.Random(0)
+    length = LONG_CONTEXT - DECODED - 1
+    ids = [rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in range(length)]
+    first = min(_asked(generate, [(ids, 1)])[1] for _ in range(2))
+    whole = _asked(generate, [(ids, 1 + DECODED)])[1]
+    return {**_speeds(0, DECODED, whole - first), "first_token_ms": round(first * 1e3, 1)}
+
+
+def conversations(generate: Generate) -> dict[str, Any]:
+    """All that the turns take, prompts too."""
+    turned = Turned(generate, CONVERSATIONS, OPENING)
+    for turn in range(TURNS):
+        if turn:
+            turned.go_on(MESSAGE)
+        turned.answer(ANSWER)
+    return _speeds(turned.num_in, turned.num_out, turned.seconds)
+
+
+def second_turn(generate: Generate) -> dict[str, Any]:
+    """One conversation after the other: the median of TIMES, the first left out."""
+    seconds = []
+    for seed in range(TIMES + 1):
+        turned = Turned(generate, 1, HISTORY, seed)
+        turned.answer(16)
+        turned.go_on(NEXT)
+        seconds.append(turned.answer(1))
+    middle = sorted(seconds[1:])[TIMES // 2]
+    return {"seconds": round(sum(seconds), 3), "first_token_ms": round(middle * 1e3, 2)}
+
+
+OURS: dict[str, Callable[[Generate], dict[str, Any]]] = {
+    f.__name__: f for f in (decode_128k, conversations, second_turn)
+}
+# Of the engine, where it is not as of every other workload.
+NEEDS: dict[str, dict[str, Any]] = {
+    "decode_128k": {"max_model_len": LONG_CONTEXT},
+    "conversations": {"prefix_caching": True},
+    "second_turn": {"prefix_caching": True},
+}
+FIGURES = {"prefill": "total_tok_s", "second_turn": "first_token_ms"}  # else out_tok_s
+
+
+def measure(name: str, generate: Generate) -> dict[str, Any]:
+    """Raises KeyError for a workload that there is not."""
+    if name in OURS:
+        return OURS[name](generate)
+    requests = workloads.build(name)
+    _, seconds = _asked(generate, requests)
+    return _speeds(sum(len(ids) for ids, _ in requests), sum(n for _, n in requests), seconds)
+
+
+def by_engine(names: Iterable[str]) -> list[list[str]]:
+    """Those that one start of an engine serves together; [[]] of none, a start is asked then."""
+    found: list[list[str]] = []
+    for name in names:
+        for group in found:
+            if NEEDS.get(group[0]) == NEEDS.get(name):
+                group.append(name)
+                break
+        else:
+            found.append([name])
+    return found or [[]]
+
+
+def best(name: str, lines: Iterable[dict[str, Any]]) -> float:
+    """Of several runs' lines of a workload: output tokens/s; for prefill all tokens, because that
+    is the work; for second_turn milliseconds."""
+    key = FIGURES.get(name, "out_tok_s")
+    some = [float(line[key]) for line in lines]
+    return min(some) if key.endswith("_ms") else max(some)
+
+
+def unit(name: str) -> str:
+    return "ms" if FIGURES.get(name, "").endswith("_ms") else "tok/s"
