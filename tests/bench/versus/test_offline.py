@@ -22,6 +22,7 @@ class Engine:
 
 
 def test_a_prompts_time_is_not_decoding() -> None:
+    """Tokens/s of one request that are those of its 131,072 tokens of prompt."""
     engine = Engine(cache=False)
     assert offline.measure("decode_128k", engine.generate)["out_tok_s"] == 100.0
     assert {len(ids) + wanted for ids, wanted in engine.asked} == {
@@ -47,6 +48,8 @@ def test_turns_go_on_from_their_own_answers() -> None:
 
 
 def test_engines_are_started_as_workloads_need_them() -> None:
+    """A throughput with the prefix cache on, or a conversation without it; the slowest first token
+    as the best one."""
     names = ["single", "conversations", "prefill", "decode_128k", "second_turn"]
     assert offline.by_engine(names) == [
         ["single", "prefill"], ["conversations", "second_turn"], ["decode_128k"]
