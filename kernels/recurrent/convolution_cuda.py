@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
-BLOCK = 512  # channels of a program
-PIECES = 16  # programs that share the tokens of an entry
+BLOCK = 512  # channels of a program that has one token
+TILE_TOKENS, TILE_CHANNELS = 32, 128  # of a program that has several tokens
 _TICKETS = 1 << 17  # made at once, before any graph is recorded
 
 
@@ -77,18 +78,19 @@ def convolved_rows(
     total = tl.zeros([ROWS, channels.shape[0]], tl.float32)
     if bias is not None:
         total += tl.load(bias + channels, mask=mask, other=0.0)[None, :]
-    for tap in tl.static_range(TAPS):
-        back = TAPS - 1 - tap
-        own = (there & (ago >= back))[:, None] & mask[None, :]
-        at = ((rows - back) * x_stride)[:, None] + channels[None, :]
-        seen = tl.load(base + at, mask=own, other=0.0).to(tl.float32)
-        total += seen * tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)[None, :]
+    # Oldest first, so that sums are those of `convolved`, wherever a chunk begins.
     if (first == 0) & (before > 0):
         for tap in tl.static_range(TAPS - 1):
             old = (there & (ago < TAPS - 1 - tap))[:, None] & mask[None, :]
             at = ((ago + tap) * CHANNELS)[:, None] + channels[None, :]
             kept = tl.load(tail + at, mask=old, other=0.0)
             total += kept * tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)[None, :]
+    for tap in tl.static_range(TAPS):
+        back = TAPS - 1 - tap
+        own = (there & (ago >= back))[:, None] & mask[None, :]
+        at = ((rows - back) * x_stride)[:, None] + channels[None, :]
+        seen = tl.load(base + at, mask=own, other=0.0).to(tl.float32)
+        total += seen * tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0)[None, :]
     return total
 
 
@@ -113,29 +115,63 @@ def keep_tail(
     do_not_specialize=["x_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
 )
-def _conv_kernel(
+def _conv_few_kernel(
     x, conv, bias, tail, out, rows, query_start, kv_len, counts, x_stride,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Token by token, where entries have about one each."""
     entry = tl.program_id(0)
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channels < CHANNELS
-    first = begin + tl.program_id(2)
     if entry >= tl.load(counts + 1):  # padding
-        for token in range(first, end, PIECES):
+        for token in range(begin, end):
             zeros = tl.zeros([BLOCK], tl.float32)
             tl.store(out + token * CHANNELS + channels, zeros, mask=mask)
         return
     before = tl.load(kv_len + entry) - (end - begin)  # 0: the request begins
     tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
-    for token in range(first, end, PIECES):
+    for token in range(begin, end):
         found = convolved(
             x, tail, conv, bias, token, token - begin, before, channels, mask, x_stride,
             CHANNELS, TAPS,
         )  # fmt: skip
         tl.store(out + token * CHANNELS + channels, found, mask=mask)
+
+
+# x_stride is one of a model's few: where 16 divides it, elements are read 16 bytes at once.
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
+)
+def _conv_kernel(
+    x, conv, bias, tail, out, rows, query_start, kv_len, counts, x_stride, num_tokens,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens of an entry, or of what pads behind the last."""
+    num_entries = tl.load(counts + 1)
+    entry, begin, first = entry_of(query_start, 0, num_entries, tl.program_id(1), ROWS)
+    length = num_tokens - begin
+    if entry < num_entries:
+        length = tl.load(query_start + entry + 1) - begin
+    if first >= length:
+        return
+    first_token = (begin + first).to(tl.int64)
+    channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = channels < CHANNELS
+    found = tl.zeros([ROWS, BLOCK], tl.float32)
+    if entry < num_entries:
+        before = tl.load(kv_len + entry) - length  # 0: the request begins
+        tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
+        found = convolved_rows(
+            x, tail, conv, bias, first_token, first, length, before, channels, mask, x_stride,
+            ROWS, CHANNELS, TAPS,
+        )  # fmt: skip
+    tokens = tl.arange(0, ROWS)
+    there = (first + tokens < length)[:, None] & mask[None, :]
+    into = out + first_token * CHANNELS + tokens[:, None] * CHANNELS + channels[None, :]
+    tl.store(into, found, mask=there)
 
 
 @triton.jit(
@@ -186,24 +222,39 @@ def causal_conv(
     channels, taps = conv.shape
     entries = meta.kv_len.shape[0]
     out = tail.new_empty(x.shape[0], channels)
-    # As many programs whatever the lengths are, which the host need not know.
-    pieces = 1 if x.shape[0] == entries else PIECES
-    _conv_kernel[(entries, triton.cdiv(channels, BLOCK), pieces)](
-        x,
-        conv,
-        bias,
-        tail,
-        out,
-        meta.rows,
-        meta.query_start,
-        meta.kv_len,
-        meta.counts,
-        x.stride(0),
-        CHANNELS=channels,
-        TAPS=taps,
-        BLOCK=BLOCK,
-        PIECES=pieces,
-        num_warps=4,
-    )
+    where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
+    if x.shape[0] == entries:
+        _conv_few_kernel[(entries, triton.cdiv(channels, BLOCK))](
+            x,
+            conv,
+            bias,
+            tail,
+            out,
+            *where,
+            x.stride(0),
+            CHANNELS=channels,
+            TAPS=taps,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    else:
+        # An upper bound whatever the lengths are, which the host need not know: each entry, and the
+        # padding behind the last, may leave its last tile part empty.
+        tiles = x.shape[0] // TILE_TOKENS + entries + 1
+        _conv_kernel[(triton.cdiv(channels, TILE_CHANNELS), tiles)](
+            x,
+            conv,
+            bias,
+            tail,
+            out,
+            *where,
+            x.stride(0),
+            x.shape[0],
+            CHANNELS=channels,
+            TAPS=taps,
+            BLOCK=TILE_CHANNELS,
+            ROWS=TILE_TOKENS,
+            num_warps=4,
+        )
     keep_tails(x, taps, tail, meta)
     return out
