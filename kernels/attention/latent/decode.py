@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.attention.decode import item_of, merge
 from kernels.attention.decode_plan import DecodeLaunch, DecodePlan, cut
-from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl, shared_memory
 
 MOST_HEADS = 64  # of a program
 
@@ -171,19 +171,26 @@ def few_heads(group: int, element_size: int) -> bool:
 
 
 def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> DecodeLaunch:
-    """What fits: a program's results are rows x rank in registers, its tiles in shared memory.
-
-    Two small programs on a multiprocessor hide each other's trips to memory: 64 entries of 4,096
-    latents and 16 heads take 113 us on an H200, and 201 with one of eight warps. With few entries
-    they would cut these into twice as many splits.
-    """
+    """A program's results are rows x rank in registers, its tiles in shared memory. As measured on
+    an H200, microseconds: 64 entries of 4,096 latents and 16 heads take 111 in two small programs
+    on a multiprocessor, which hide each other's trips to memory, and 202 in one of eight warps; one
+    entry of 32,768 takes 35 with four tiles on their way, and 50 with two. With 128 heads the two
+    take 390 and 83 with three tiles, and 477 and 94 with two."""
     if element_size > 2:
         return DecodeLaunch(16, 8, 2, 1)
-    if rows * rank <= 16 * 512 and 4 * entries > sms:
-        return DecodeLaunch(32, 4, 3, 2)
+    if rows * rank <= 16 * 512:
+        many = 4 * entries > sms
+        return DecodeLaunch(32, 4, 3, 2) if many else DecodeLaunch(32, 4, 4, 1)
     if rows * rank <= 32 * 512:
         return DecodeLaunch(64, 8, 2, 1)
-    return DecodeLaunch(32, 8, 2, 1)
+    return DecodeLaunch(32, 8, 3, 1)
+
+
+def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
+    """With as many tiles on their way as shared memory has room for beside the queries."""
+    row = cache.shape[3] * cache.element_size()
+    room = shared_memory(cache.device) - rows * row
+    return launch._replace(num_stages=max(1, min(launch.num_stages, room // (launch.keys * row))))
 
 
 def plan_latent(
@@ -198,7 +205,7 @@ def plan_latent(
     parts = head_parts(num_heads)
     rows = max(16, triton.next_power_of_2(num_heads // parts))
     entries, sms = kv_len.shape[0], num_sms(kv_len.device)
-    shape = _launch(entries, rows, rank, cache.element_size(), sms)
+    shape = _fitting(_launch(entries, rows, rank, cache.element_size(), sms), rows, cache)
     return cut(kv_len, (num_heads, parts, rank), shape, False, max_kv_len, decodes)
 
 
