@@ -56,7 +56,7 @@ MADE_BY = {
     "versus-engine": "`python -m bench.versus.engine`: Manta's engine against vLLM's, offline",
     "versus-http": "`python -m bench.versus.http`: Manta's server against another",
     "versus-lora": "`python -m bench.versus.lora`: many adapters, against none or a peer",
-    "versus-mixer-kernels": "`python -m bench.versus.mixer_kernels`: latents and deltas, against a peer",
+    "versus-mixer-kernels": "`python -m bench.versus.mixer_kernels`: latents, delta rules",
     "versus-models": "`python -m bench.versus.engine`: other models than Llama and Qwen, offline",
     "versus-quantised": "`python -m bench.versus.quantised`: weights in fewer bits, and 16 bits",
     "versus-structured": "`python -m bench.versus.structured`: a schema on every stream, and none",
