@@ -18,6 +18,7 @@ from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
 from kernels.gemm.packed.few import TOKENS as FEW
 from kernels.gemm.packed.few import packed_few
+from kernels.gemm.packed.gemv8 import gemv8
 from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.kv.format import FORMATS
 from kernels.kv.quantized import Cache, QuantizedKV
@@ -185,8 +186,10 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
     x = s.random(rows, width)
     dense = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
     # Without a device nothing says that it fits, and what a device does shall be tried here too.
-    few = rows <= FEW and to != "mxfp4"
-    ours = [partial(packed_few if few else cuda.packed_linear, x, weight) for weight in weights]
+    product = packed_few if rows <= FEW and to != "mxfp4" else cuda.packed_linear
+    if rows == 1 and to == "fp8":
+        product = gemv8
+    ours = [partial(product, x, weight) for weight in weights]
     library = [partial(torch.nn.functional.linear, x, weight) for weight in dense]
     return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})
 

@@ -8,6 +8,7 @@ from kernels.gemm.gemv import gemv
 from kernels.gemm.packed.dot import expand, packed_dot
 from kernels.gemm.packed.few import packed_few
 from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.gemv8 import gemv8
 from kernels.gemm.packed.int8 import FIXED, int8_linear
 from kernels.gemm.packed.round_rows import round_rows
 from kernels.gemm.small_m import few_rows
@@ -73,6 +74,11 @@ def packed(model: str) -> None:
     for form in few if d.hidden % 256 == 0 else ():
         packed_few(bf16(4, d.hidden), PackedWeight(form, qkv, d.hidden, bf16(qkv), device))
         packed_few(bf16(1, d.hidden), PackedWeight(form, qkv, d.hidden, None, device), bf16(1, qkv))
+    floats = PackedWeight(forms[-2], qkv, d.hidden, None, device)
+    gemv8(x, floats, norm=norm, eps=EPS)
+    gemv8(x, floats, residual=bf16(1, qkv))
+    floats = PackedWeight(forms[-2], 2 * d.intermediate, d.hidden, None, device)
+    gemv8(x, floats, norm=norm, eps=EPS, gate="silu")
     round_rows(bf16(64, d.hidden))
     round_rows(bf16(64, d.hidden), norm, EPS)
     round_rows(bf16(64, 2 * d.intermediate), to=torch.int8, gate="silu")
