@@ -58,9 +58,7 @@ def convert(
     """
     file = GGUFFile(source)
     special, tokenizer = tokenizer_of(file)
-    dtype = _weight_dtype(file)
-    model = _model(file, config_of(file, dtype, special, {}))
-    pieces = _pieces(file, model)
+    dtype, model, pieces = _described(file, special)
     types = _types(file, pieces) if blocks else {}
     _write_json(target / "config.json", config_of(file, dtype, special, types))
     _write_json(target / "tokenizer.json", tokenizer)
@@ -77,10 +75,16 @@ def write_outline(source: Path, target: Path) -> None:
     """The config.json alone that `convert` writes with blocks: of the file it reads the header.
     Raises ConfigError as convert does."""
     file = GGUFFile(source)
-    dtype = _weight_dtype(file)
     special, _ = tokenizer_of(file)
-    pieces = _pieces(file, _model(file, config_of(file, dtype, special, {})))
+    dtype, _, pieces = _described(file, special)
     _write_json(target / "config.json", config_of(file, dtype, special, _types(file, pieces)))
+
+
+def _described(file: GGUFFile, special: dict[str, Any]) -> "tuple[str, ModelConfig, list[_Piece]]":
+    """The dtype of what is expanded, the model, and its tensors."""
+    dtype = _weight_dtype(file)
+    model = _model(file, config_of(file, dtype, special, {}))
+    return dtype, model, _pieces(file, model)
 
 
 def _types(file: GGUFFile, pieces: "list[_Piece]") -> dict[str, str]:
