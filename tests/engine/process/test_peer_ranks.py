@@ -1,6 +1,6 @@
-"""Ranks whose sums go through the memory of GPUs. They are processes on one GPU here, so that a
-machine with one shows it: torch's symmetric memory takes them, and what NCCL would do, which does
-not, goes through that memory too."""
+"""Ranks whose sums go through the memory of GPUs. Where a machine has one GPU they are processes on
+it: torch's symmetric memory takes them, and what NCCL would do, which does not, goes through that
+memory too. Where it has two, the same tests run on both, with NCCL."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,12 +45,17 @@ class OnOneGpu(Ranks):
     PROGRAM = ("-c", ON_ONE_GPU)
 
 
-@pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    monkeypatch.setattr(resolve, "_device", lambda config, rank: torch.device("cuda", 0))
-    monkeypatch.setattr(opening, "BACKEND", "gloo")
-    yield
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(params=["one", pytest.param("two", marks=two_gpus)])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Ranks]]:
+    """Of ranks that share the first GPU, or have one each."""
+    if request.param == "one":
+        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        monkeypatch.setattr(resolve, "_device", lambda config, rank: torch.device("cuda", 0))
+        monkeypatch.setattr(opening, "BACKEND", "gloo")
+    yield OnOneGpu if request.param == "one" else Ranks
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -60,7 +65,7 @@ def on_gpu(folder: Path, **changes: object) -> EngineConfig:
 
 
 @pytest.mark.gpu
-def test_texts_are_those_of_one_rank(one_gpu: None, tmp_path: Path) -> None:
+def test_texts_are_those_of_one_rank(kind: type[Ranks], tmp_path: Path) -> None:
     """Bugs: a graph that is replayed on one rank reads what another brought to an earlier step; a
     norm that was made with the sum of another layer; a best token of the wrong part of the
     vocabulary."""
@@ -68,7 +73,7 @@ def test_texts_are_those_of_one_rank(one_gpu: None, tmp_path: Path) -> None:
     requests = everything(model)
     found = []
     for size in (1, 2):
-        core, others = start(on_gpu(model["model"], tensor_parallel=size), OnOneGpu)
+        core, others = start(on_gpu(model["model"], tensor_parallel=size), kind)
         add_adapters(core, model)
         found.append(serve(core, requests))
         runner = core._runner._runner if size > 1 else core._runner
@@ -93,16 +98,16 @@ LATENT = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
+    ("architecture", "sizes"),
     [("llama", {"num_key_value_heads": 1, "head_dim": 16}), ("deepseek_v3", LATENT)],
 )
 def test_attention_by_requests(
-    one_gpu: None, tmp_path: Path, kind: str, sizes: dict[str, Any]
+    kind: type[Ranks], tmp_path: Path, architecture: str, sizes: dict[str, Any]
 ) -> None:
     """Bug: a rank's own requests are laid out in memory that the step in flight still reads."""
     tokenizer = small_tokenizers.byte_level()
     save_checkpoint(
-        tmp_path, kind, vocab_size=tokenizer.vocab_size + 6, max_position_embeddings=512,
+        tmp_path, architecture, vocab_size=tokenizer.vocab_size + 6, max_position_embeddings=512,
         eos_token_id=list(tokenizer.eos_token_ids), hidden_size=64, **sizes,
     )  # fmt: skip
     tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
@@ -111,7 +116,7 @@ def test_attention_by_requests(
     for size in (1, 2):
         options = {"tensor_parallel": size, "attention_data_parallel": size > 1}
         config = on_gpu(tmp_path, max_loras=0, num_blocks=9 - 2 * (size - 1), **options)
-        core, others = start(config, OnOneGpu)
+        core, others = start(config, kind)
         found.append(serve(core, requests))
         if others is not None:
             core._runner._runner.model.group.check()
@@ -120,6 +125,27 @@ def test_attention_by_requests(
     assert told(found[0]) == told(found[1])
     for id, output in found[0].items():
         assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=1e-3)
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["plain", "deterministic"])
+def test_stages_on_two_gpus(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Bug: activations reach the next GPU before they are written, or are written over while they
+    are on their way."""
+    model = model_and_adapters(tmp_path, head_dim=16, hidden_size=64)
+    requests = everything(model)
+    found = []
+    for stages in (1, 2):
+        config = on_gpu(model["model"], pipeline_parallel=stages, **options)
+        core, others = start(config, Ranks)
+        add_adapters(core, model)
+        found.append(serve(core, requests))
+        if others is not None:
+            others.close()
+        del core
+    dist.destroy_process_group()
+    assert told(found[0]) == told(found[1])
 
 
 def test_crossings_are_of_as_many_ranks_or_the_next_more() -> None:
