@@ -66,11 +66,10 @@ class Resolved:
 
     @property
     def captures(self) -> bool:
-        """Whether steps become CUDA graphs. Those of a pipeline's stages, and those whose requests
-        ranks divide for attention, are launched kernel by kernel."""
+        """Whether steps become CUDA graphs. Those whose requests ranks divide for attention are
+        launched kernel by kernel."""
         wanted = self.device.type == "cuda" and self.config.cuda_graphs
-        as_one = self.stages == 1 and self.kv_ranks == 1
-        return wanted and not self.model.whole_texts and as_one
+        return wanted and not self.model.whole_texts and self.kv_ranks == 1
 
     @property
     def spread_experts(self) -> bool:

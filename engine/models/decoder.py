@@ -272,8 +272,11 @@ class Decoder:
 
     def _divide(self, outlines: "list[DecoderLayer]") -> range:
         """The layers of this stage, of outlines of all; and what only others have is noted. A layer
-        costs what it has to read."""
-        ends = self.table.num_parameters + sum(each.spec.num_parameters for each in self._ends())
+        costs what it has to read; so do the ends, and of an embedding that is not the head a step
+        reads a few rows."""
+        ends = sum(each.spec.num_parameters for each in self._ends())
+        if self.head is None:
+            ends += self.table.num_parameters
         own = self.stage.layers([each.num_parameters for each in outlines], ends)
         others = [each for each in outlines if each.number not in own]
         parameters = list(chain.from_iterable(each.parameters() for each in others))

@@ -29,6 +29,10 @@ class Stage:
         return self.number == 0
 
     @property
+    def alone(self) -> bool:
+        return self.count == 1
+
+    @property
     def last(self) -> bool:
         return self.number == self.count - 1
 

@@ -9,6 +9,10 @@ kernels one by one takes longer than the device takes for a few hundred tokens: 
 mixed steps, every short prompt would wait for the host. A size is (entries, tokens); decodes alone
 have as many of the one as of the other. Steps are padded to the next size: padding points at the
 padding row, writes no key, and its token goes nowhere.
+
+Of a pipeline's stage only the layers are recorded. They read what the stage before has handed on
+from one place and leave what they hand on in another. The choice of a token waits for the last
+stage while other steps are uploaded, so it is launched kernel by kernel.
 """
 
 import time
@@ -79,6 +83,9 @@ class StepGraphs:
         # By entries, and whether they are of a mixed step.
         self._choices: dict[tuple[int, bool, How], _Choice] = {}
         self._hidden: Tensor  # [most, hidden_size]: from the first graph to the second
+        # [tokens, hidden_size], of a stage: what its layers read and what they hand on.
+        self._entered: Tensor
+        self._handed_on: Tensor
         self._masks: Tensor  # [most, ceil(vocab / 32)] int32: what masked choices read
         self._pool: Any = None
 
@@ -139,6 +146,10 @@ class StepGraphs:
         most, vocab_size = max_entries(runner.rows.pad_row), runner.model.config.vocab_size
         self._hidden = lookup.new_zeros((most, lookup.shape[1]))
         self._masks = lookup.new_zeros((most, -(-vocab_size // 32)), dtype=torch.int32)
+        if not runner.model.stage.alone:
+            tokens = max(*self._decodes, *chain.from_iterable(self._mixed.values()))
+            shape = tokens, runner.model.config.hidden_size
+            self._entered, self._handed_on = lookup.new_zeros(2, *shape)
 
     def _variants(self) -> tuple[bool, ...]:
         """Of forwards: whether tokens may have adapters."""
@@ -146,6 +157,8 @@ class StepGraphs:
 
     def _each_choice(self) -> Iterator[tuple[int, bool, How]]:
         """Entries, whether they are of a mixed step, how tokens are chosen; largest first."""
+        if not self._runner.model.stage.alone:
+            return
         hows: tuple[How, ...] = ("greedy", "sampled", "masked")
         for mixed, counts in ((False, self._decodes), (True, list(self._mixed))):
             for count in reversed(counts):
@@ -196,6 +209,16 @@ class StepGraphs:
             lora.upload_step(slots, size[1])
         self._forwards[key].replay()
 
+    def through(self, batch: Batch, size: Size, entered: Tensor | None) -> Tensor:
+        """A stage's layers: what they hand on, [n, hidden_size], valid until the next call. n: all
+        tokens of the batch; of the last stage, those that are sampled from. entered: what the stage
+        before has handed on, [num_tokens, hidden_size]."""
+        if entered is not None:
+            self._entered[: len(entered)].copy_(entered)
+        self.forward(batch, size)
+        last = self._runner.model.stage.last
+        return self._handed_on[: sum(batch.samples) if last else batch.num_tokens]
+
     def choose(self, size: Size, plan: SamplePlan) -> Tensor:
         """The next token of each sampling entry, into its row as well: [entries] int64 (padded),
         valid until the next choice. plan: a simple one."""
@@ -233,12 +256,16 @@ class StepGraphs:
     def samples(self, entries: int, mixed: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Of this many sampling entries: hidden states [entries, hidden_size], rows [entries] int64
         and the positions of their new tokens [entries] int64."""
+        return self._hidden[:entries], *self.places(entries, mixed)
+
+    def places(self, entries: int, mixed: bool) -> tuple[Tensor, Tensor]:
+        """The last two of `samples`, in memory of their own."""
         inputs = self._runner.inputs
         rows, positions = inputs.rows, inputs.kv_len
         if mixed:
             which = inputs.which[:entries]
             rows, positions = rows.index_select(0, which), positions.index_select(0, which)
-        return self._hidden[:entries], rows[:entries].long(), positions[:entries].long()
+        return rows[:entries].long(), positions[:entries].long()
 
     def _logits(self, entries: int, mixed: bool, how: How) -> tuple[Tensor, Tensor, Tensor]:
         """Of what `samples` returns."""
@@ -299,8 +326,15 @@ class StepGraphs:
             assert runner.lora is not None
             for meta in metas:
                 meta.lora = runner.lora.graph_step(num_tokens)
-        hidden = runner.run(token_ids, metas)
-        if mixed:
-            torch.index_select(hidden, 0, runner.inputs.last[:entries], out=self._hidden[:entries])
+        stage = runner.model.stage
+        if stage.alone:
+            hidden, out = runner.run(token_ids, metas), self._hidden
         else:
-            self._hidden[:entries].copy_(hidden)
+            entered = self._entered[:num_tokens]
+            if stage.first:
+                entered = runner.model.enter(token_ids, metas[0].positions)
+            hidden, out = runner.run(token_ids, metas, entered), self._handed_on
+        if mixed and stage.last:
+            torch.index_select(hidden, 0, runner.inputs.last[:entries], out=out[:entries])
+        else:
+            out[: len(hidden)].copy_(hidden)

@@ -177,6 +177,10 @@ class ModelRunner:
         size = None
         if self.graphs is not None and (decodes_only or not self._wants_hidden(batch)):
             size = self.graphs.size_of(batch)
+        if self.graphs is not None and size is not None and self.link is not None:
+            return self._launch_recorded_stage(
+                self.link, self.graphs, batch, size, plan, sample_rows, entries
+            )
         if self.graphs is not None and size is not None:
             self.graphs.forward(batch, size)
             if plan.simple:
@@ -272,6 +276,35 @@ class ModelRunner:
         if last is not None:
             step.last, count = None, last.shape[0]
         return StagedResult(lambda: conclude(self.model.leave(link.receive(count))))
+
+    def _launch_recorded_stage(
+        self,
+        link: Link,
+        graphs: StepGraphs,
+        batch: Batch,
+        size: Size,
+        plan: SamplePlan,
+        sample_rows: list[int],
+        entries: list[int] | None,
+    ) -> "DeviceResult | StagedResult":
+        """As `_launch_stage`, where the layers are a graph."""
+        first, count = self.model.stage.first, len(sample_rows)
+        out = graphs.through(batch, size, None if first else link.receive(batch.num_tokens))
+        link.send(out.clone())  # the next step writes there
+        if not first:
+            return self._finish(batch.step, torch.empty(0, dtype=torch.int64), None)
+        rows, positions = graphs.places(count, entries is not None)
+
+        def conclude() -> DeviceResult:
+            hidden = self.model.leave(link.receive(count))
+            if not count:
+                return self._finish(batch.step, rows, None)
+            parts = self.by_parts(plan, batch.masked)
+            logits = self.model.logits(hidden, not parts)
+            samples = _Samples(logits, rows, positions, sample_rows, entries, plan, parts)
+            return self._sample_now_or_later(batch, samples, [], None)
+
+        return StagedResult(conclude)
 
     def _sample_now_or_later(
         self,

@@ -142,6 +142,8 @@ def test_stages_on_two_gpus(tmp_path: Path, options: dict[str, Any]) -> None:
         add_adapters(core, model)
         found.append(serve(core, requests))
         if others is not None:
+            graphs = core._runner._runner.graphs
+            assert graphs is not None and graphs._forwards and not graphs._choices
             others.close()
         del core
     dist.destroy_process_group()
