@@ -105,7 +105,8 @@ class StepGraphs:
         """Record all, largest first so that smaller ones reuse its memory.
 
         A mixed step that keeps the device busy for longer than the host takes to launch it gains
-        nothing from a graph and loses what it is padded with: that size is left out.
+        nothing from a graph and loses what it is padded with: that size is left out, on all ranks
+        or on none, as they add up what is padded alike.
         """
         runner = self._runner
         tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
@@ -119,7 +120,8 @@ class StepGraphs:
             launch = self._launch_seconds((entries, sizes[0])) if sizes else 0.0
             for at, num_tokens in enumerate(sizes):
                 self._capture_forward((entries, num_tokens), adapters=False)
-                if self._device_seconds((entries, num_tokens)) > launch:
+                gains = self._device_seconds((entries, num_tokens)) <= launch
+                if not runner.model.group.least(gains):
                     del self._forwards[(entries, num_tokens), False]
                     del sizes[at:]
                     break
@@ -141,15 +143,19 @@ class StepGraphs:
             self._sample(*self._logits(count, is_mixed, how), how)
 
     def _allocate(self) -> None:
-        runner = self._runner
-        lookup = runner.model.lookup
-        most, vocab_size = max_entries(runner.rows.pad_row), runner.model.config.vocab_size
-        self._hidden = lookup.new_zeros((most, lookup.shape[1]))
-        self._masks = lookup.new_zeros((most, -(-vocab_size // 32)), dtype=torch.int32)
-        if not runner.model.stage.alone:
+        runner, model = self._runner, self._runner.model
+
+        def zeros(rows: int) -> Tensor:
+            size = model.config.hidden_size
+            return torch.zeros(rows, size, dtype=model.dtype, device=runner.device)
+
+        if not model.stage.alone:
             tokens = max(*self._decodes, *chain.from_iterable(self._mixed.values()))
-            shape = tokens, runner.model.config.hidden_size
-            self._entered, self._handed_on = lookup.new_zeros(2, *shape)
+            self._entered, self._handed_on = zeros(tokens), zeros(tokens)
+            return
+        most, words = max_entries(runner.rows.pad_row), -(-model.config.vocab_size // 32)
+        self._hidden = zeros(most)
+        self._masks = torch.zeros(most, words, dtype=torch.int32, device=runner.device)
 
     def _variants(self) -> tuple[bool, ...]:
         """Of forwards: whether tokens may have adapters."""
