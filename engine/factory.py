@@ -431,7 +431,7 @@ def _build_runner(
             prompts=None if device_adapters is None else device_adapters.prompts,
             pooling=pooling,
             link=place.link,
-            steps=resolved.stages,
+            steps=resolved.stages + resolved.async_scheduling,
             by_requests=config.attention_data_parallel,
         )
 

@@ -169,9 +169,7 @@ def decide(
         max_num_batched_tokens=max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
         num_threads=config.num_threads or _threads(config, cuda),
-        # With stages there are other steps to launch than the next of the same requests.
-        async_scheduling=config.pipeline_parallel == 1
-        and (cuda if config.async_scheduling is None else config.async_scheduling),
+        async_scheduling=cuda if config.async_scheduling is None else config.async_scheduling,
     )
 
 

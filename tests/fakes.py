@@ -97,7 +97,14 @@ class _Step:
     resumed: list[tuple[int, int]]
     masked: list[int]
     masks: Any = None  # as of engine.scheduling.core.PendingResult.sample
+    concluded: bool = False
     done: bool = False
+
+    def conclude(self) -> None:
+        assert not self.masked or self.masks is not None, "concluded what was not sampled"
+        before = self.runner.in_flight[: self.runner.in_flight.index(self)]
+        assert all(step.concluded for step in before), "concluded out of order"
+        self.concluded = True
 
     def sample(self, masks: Any) -> None:
         assert self.masked and self.masks is None and len(masks) == len(self.masked)
@@ -196,7 +203,10 @@ class FakeRunner:
         busy = {row for step in self.in_flight for row, *_ in step.entries}
         if config.lanes > 1:
             unknown = {
-                row for step in self.in_flight for row, _, _, samples in step.entries if samples
+                row
+                for step in self.in_flight
+                for row, _, _, samples in step.entries
+                if samples and not step.concluded
             }
             assert unknown.isdisjoint(batch.rows), "the last token is not known where it is needed"
         for new in batch.new_rows:

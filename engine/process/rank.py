@@ -62,13 +62,21 @@ class RankLoop:
         with self._failing():
             self._launched[-1] = self._runner.launch(batch)
             # At most two are in flight, as on rank 0; those that `conclude` ends are more.
-            if len(self._launched) > 1 and not self._concludes:
+            over = getattr(self._launched[0], "concluded", not self._concludes)
+            if len(self._launched) > 1 and over:
                 self._wait_for_oldest()
 
     def conclude(self) -> None:
-        """The end of the oldest step, on the first of several stages of several ranks."""
-        with self._failing():
-            self._wait_for_oldest()
+        """The end of the oldest step that has none, on the first of several stages of several
+        ranks."""
+        for at, launched in enumerate(self._launched):
+            if launched is None:
+                del self._launched[at]
+                return
+            if not getattr(launched, "concluded", True):
+                with self._failing():
+                    launched.conclude()
+                return
 
     @property
     def _concludes(self) -> bool:

@@ -23,14 +23,8 @@ class RankedRunner:
             self._runner.link.begin()
         launched = self._runner.launch(batch)
         if isinstance(launched, StagedResult) and self._place.group.size > 1:
-            conclude = launched.conclude
-
-            def together() -> DeviceResult:
-                """The head is divided among the ranks of this stage."""
-                self._ranks.order("conclude", below=self._place.group.size)
-                return conclude()
-
-            launched.conclude = together
+            # The head is divided among the ranks of this stage.
+            launched.ask = lambda: self._ranks.order("conclude", below=self._place.group.size)
         return launched
 
     def recover(self) -> bool:

@@ -34,6 +34,9 @@ class DeviceResult:
         launch, self.unsampled = self.unsampled, None
         launch(masks)
 
+    def conclude(self) -> None:
+        """Nothing is left to do."""
+
     def wait(self) -> StepResult:
         """Block until the step is done on the device and return what it produced. Raises RankFailed
         where a sum of several ranks failed."""
@@ -110,26 +113,44 @@ class HostLogprobs:
 
 @dataclass(slots=True)
 class StagedResult:
-    """A step that is on its way through the stages of a pipeline. conclude: takes what comes back,
-    and samples."""
+    """A step that is on its way through the stages of a pipeline. take_back: receives what the last
+    stage hands back, and samples. ask: lets the other ranks of the first stage do that too."""
 
-    conclude: Callable[[], DeviceResult]
+    take_back: Callable[[], DeviceResult]
+    ask: Callable[[], None] | None = None
     masks: "NDArray[np.int32] | None" = None
+    _pending: DeviceResult | None = None
+    _failure: Exception | None = None
+
+    @property
+    def concluded(self) -> bool:
+        return self._pending is not None or self._failure is not None
 
     def sample(self, masks: NDArray[np.int32]) -> None:
         """Once there is something to sample from."""
         self.masks = masks
 
+    def conclude(self) -> None:
+        """As of `engine.scheduling.core.PendingResult`. Raises as `wait` does."""
+        if self._pending is None and self._failure is None:
+            if self.ask is not None:
+                self.ask()
+            try:
+                with torch.inference_mode():
+                    pending = self.take_back()
+                    if self.masks is not None:
+                        pending.sample(self.masks)
+                self._pending = pending
+            except torch.OutOfMemoryError as error:
+                self._failure = OutOfMemory(str(error))  # torch's own holds the step's tensors
+            except Exception as error:
+                self._failure = error
+        if self._failure is not None:
+            raise self._failure
+
     def wait(self) -> StepResult:
         """As of DeviceResult. Raises OutOfMemory; and RankFailed where another stage's part of the
         step has failed."""
-        try:
-            with torch.inference_mode():
-                pending = self.conclude()
-                if self.masks is not None:
-                    pending.sample(self.masks)
-        except torch.OutOfMemoryError as error:
-            message = str(error)
-        else:
-            return pending.wait()
-        raise OutOfMemory(message)
+        self.conclude()
+        assert self._pending is not None
+        return self._pending.wait()

@@ -5,8 +5,8 @@ One step, one batch ahead (async_scheduling):
     schedule n + 1 -> launch n + 1 -> wait for n -> update with n -> deltas of n
 
 so the device has the next step before the host has seen the last one. Otherwise: schedule, launch,
-wait, update, all of one step. With several lanes as many steps are in flight, each of other
-requests, and the oldest is waited for.
+wait, update, all of one step. With several lanes there is a step of each in flight besides, and the
+oldest is waited for.
 
 A grammar has to see a token before it can tell what may follow. So if a request with one has its
 last token in flight, the step's forward pass is launched without its sampling:
@@ -81,14 +81,19 @@ class PendingResult(Protocol):
         `wait`. Raises OutOfMemory."""
         ...
 
+    def conclude(self) -> None:
+        """With several lanes: launch what is left to do for the step, without waiting for it where
+        the device allows that. The next step launched may need the tokens. Raises as `wait`."""
+        ...
+
     def wait(self) -> StepResult:
         """Block until the step is done. Called once, in the order of launches."""
         ...
 
 
 class Runner(Protocol):
-    """Runs batches on a device, in order. At most two, or `CoreConfig.lanes`, are launched and not
-    waited for."""
+    """Runs batches on a device, in order. At most `CoreConfig.depth` are launched and not waited
+    for."""
 
     def launch(self, batch: Batch) -> PendingResult:
         """Start a step, and take all it needs from `batch` before returning. Raises OutOfMemory."""
@@ -124,9 +129,8 @@ class EngineCore:
         """memory: of an engine that may sleep. mask_memory: what the device copies masks from."""
         self.config = replace(config, max_model_len=_longest(config))
         self._adapters = adapters or AdapterStore.disabled()
-        self._depth = max(config.lanes, 1 + config.async_scheduling)  # steps in flight
         threads = min(_MOST_MASK_THREADS, len(os.sched_getaffinity(0)))
-        self._step_grammars = StepGrammars(threads, self._depth, mask_memory)
+        self._step_grammars = StepGrammars(threads, config.depth, mask_memory)
         self.scheduler = Scheduler(self.config, self._adapters, free_blocks)
         self.draining = False
         self._sleep = EngineSleep(memory)
@@ -139,6 +143,7 @@ class EngineCore:
         # Of the newest step, if it waits for masks that are being made.
         self._filling: tuple[LaunchedStep, Callable[[], Filled]] | None = None
         self._timer = StepTimer()
+        self._results_at = [0.0] * config.lanes  # time.perf_counter() of each lane's last result
         self._shortages = 0  # of memory, since a step succeeded
         self._good_steps = 0
         self._patience = _PATIENCE // 2  # the first shortage doubles it
@@ -228,7 +233,7 @@ class EngineCore:
         batch = self.scheduler.schedule()
         deltas, self._outbox = self._outbox + self.scheduler.take_failed(), []
         pending = self._pending
-        depth = 1 if self._bisection is not None else self._depth
+        depth = 1 if self._bisection is not None else self.config.depth
         result: StepResult | None = None
         done: LaunchedStep | None = None  # whose result that is
         failure: Exception | None = None
@@ -241,6 +246,13 @@ class EngineCore:
         except Exception as error:
             failure, suspect = error, -1 if batch is None else -2
             pending.pop()
+        try:
+            if batch is not None and failure is None and len(pending) >= self.config.lanes > 1:
+                pending[0].conclude()
+        except AssertionError:
+            raise
+        except Exception as error:
+            failure, suspect = error, 0
         try:
             if failure is not None:
                 pass  # what was scheduled behind it is not launched
@@ -291,9 +303,11 @@ class EngineCore:
             deltas += self._continue_bisection(self._bisection, succeeded=result is not None)
         self._timer.stepped(began, result=result is not None, more=self.has_work())
         if done is not None:
-            # With several lanes a request waits from the launch to the result.
-            waited = time.perf_counter() - done.began
-            seconds = waited if self.config.lanes > 1 else self._timer.between
+            seconds = self._timer.between
+            if self.config.lanes > 1:  # what the lane's requests have waited, other lanes' included
+                now = time.perf_counter()
+                seconds = now - max(done.began, self._results_at[done.lane])
+                self._results_at[done.lane] = now
             self.scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
         return deltas
 

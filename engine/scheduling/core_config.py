@@ -15,9 +15,9 @@ class CoreConfig:
         request, prompt and output; the core lowers it to what num_blocks can hold.
     num_blocks, block_size: the KV cache, and tokens a block.
     kv_ranks: that have so many blocks each, for other requests than the others.
-    async_scheduling: launch step n + 1 before the tokens of n are known.
-    lanes: steps in flight at once, each of other requests; more than 1 where a model is divided
-        into stages, and then without async_scheduling.
+    async_scheduling: launch a lane's next step before the tokens of its last one are known.
+    lanes: groups of requests that take turns, each in a step of its own; as many as a model has
+        stages, which compute steps of different lanes at once.
     target_tpot: seconds between a request's tokens that steps are kept within; 0 = any.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
     kinds: what each group of layers keeps, the order of a request's tables.
@@ -48,3 +48,9 @@ class CoreConfig:
     pooling: PoolingHead | None = None
     generates: bool = True
     whole_texts: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight at once, the one included that is launched before the oldest one's result
+        is waited for."""
+        return self.lanes + self.async_scheduling

@@ -1,7 +1,7 @@
 """DecodeGroup: the requests that get exactly one token in each of the group's turns.
 
-There is one group, and each step is a turn of it; or, where a model is divided into stages, a group
-for each step that may be in flight at once, and they take turns (`next_turn`).
+There is one group, and each step is a turn of it; or, where a model is divided into stages, one for
+each stage, and they take turns (`next_turn`).
 
 A thousand of them must cost the host well under a millisecond a step, so nothing here is written
 per request and step. The group is five parallel lists that batches are copied from, positions are a
@@ -118,11 +118,11 @@ class DecodeGroup:
         self._block_due.setdefault(turn, []).append(request)
 
 
-def next_turn(groups: Sequence[DecodeGroup], in_flight: Collection[int]) -> DecodeGroup:
-    """The group whose turn it is: of those without a step in flight (there is one) the one that has
-    waited longest, and of these one with members. in_flight: lanes that have a step. What it has
-    more than its share goes to the smallest group, so that stages have equally much to do."""
-    free = [group for group in groups if group.lane not in in_flight]
+def next_turn(groups: Sequence[DecodeGroup], busy: Collection[int]) -> DecodeGroup:
+    """The group whose turn it is: of those that may take it (there is one) the one that has waited
+    longest, and of these one with members. busy: lanes that may not. What it has more than its
+    share goes to the smallest group, so that stages have equally much to do."""
+    free = [group for group in groups if group.lane not in busy]
     found = min(free, key=lambda group: (not group, group.step))
     share = -(-sum(map(len, groups)) // len(groups))
     while len(found) > share:

@@ -12,8 +12,9 @@ have one. Three rules follow. A result for a request that has ended is dropped. 
 released when the last launched step that uses them is done. A preempted request waits until its
 last result has arrived.
 
-With several lanes, `schedule` has those requests that decode in no step in flight, so it knows all
-their tokens; the rules are the same.
+With several lanes, `schedule` has a lane that is in none of the steps launched last, of which there
+are one fewer than lanes. Its requests' last tokens have then come back to the first stage, or will
+have when the step is computed; the rules are the same.
 
 One token budget a step is spent in this order:
 
@@ -29,6 +30,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from engine.batch import Batch, PrefixCopy, StepResult
@@ -230,7 +232,8 @@ class Scheduler:
         """Decide the next step and count it as launched. None if nothing can run now."""
         builder = StepBuilder(Batch(self.step + 1))
         if len(self.lanes) > 1:
-            self.decoding = next_turn(self.lanes, {launched.lane for launched in self.in_flight})
+            newest = islice(reversed(self.in_flight), len(self.lanes) - 1)
+            self.decoding = next_turn(self.lanes, {launched.lane for launched in newest})
         self._grow_decodes(builder)
         if self.computing or self.queue.waiting:
             builder.prompt_limit = self._prompt_limit()

@@ -38,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "each"), [(2, 1), (2, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+    ("stages", "each", "ahead"),
+    [(2, 1, True), (2, 2, False), (2, 2, True), pytest.param(3, 1, False, marks=pytest.mark.slow)],
 )
 def test_texts_are_those_of_one_rank(
     model: dict[str, Path],
@@ -46,6 +47,7 @@ def test_texts_are_those_of_one_rank(
     monkeypatch: pytest.MonkeyPatch,
     stages: int,
     each: int,
+    ahead: bool,
 ) -> None:
     """Bugs: a stage computes with the keys of another step's requests; an adapter, or a prefix, is
     on one stage's layers only; a token is read before it is there; a preempted request's blocks
@@ -56,7 +58,8 @@ def test_texts_are_those_of_one_rank(
     requests = everything(model)
     found = []
     for count, divided in ((1, 1), (stages, each)):
-        options = {"pipeline_parallel": count, "tensor_parallel": divided}
+        options: dict[str, Any] = {"pipeline_parallel": count, "tensor_parallel": divided}
+        options["async_scheduling"] = ahead and count > 1  # as on GPUs
         core, others = start(config_of(model["model"], **options))
         add_adapters(core, model)
         sizes: list[int] = []
@@ -69,7 +72,7 @@ def test_texts_are_those_of_one_rank(
         core.scheduler.schedule = watched  # type: ignore[method-assign]
         first = serve(core, requests)
         assert core.stats().preemptions > 0
-        assert max(sizes) == count - 1, "as many others are in flight when a step is launched"
+        assert max(sizes) == core.config.depth - 1, "fewer are in flight than may be"
         again = serve(core, requests[-3:])
         assert any(output.cached for output in again.values())
         assert told(again).items() <= told(first).items()
@@ -132,7 +135,7 @@ def test_a_failed_step_costs_the_requests_that_are_to_blame(
             runner.link.send = fail if poisoned and moment == "send" else send
             launched = launch(batch)
             if poisoned and moment == "conclude":
-                launched.conclude = fail
+                launched.take_back = fail
             return launched
 
         runner.launch = launch_or_fail

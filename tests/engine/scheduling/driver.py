@@ -72,7 +72,7 @@ class Driver:
         collect(deltas, self.outputs)
         self.core.check_integrity()
         config = self.core.config
-        assert self.runner.max_in_flight <= max(config.lanes, 1 + config.async_scheduling)
+        assert self.runner.max_in_flight <= config.depth
         for request_id in {delta.id for delta in deltas}:
             output = self.outputs[request_id]
             tokens, finish = self.expected[request_id]
