@@ -55,13 +55,13 @@ def measure(args: argparse.Namespace) -> None:
         for line in lines:
             key = line.get("model"), line.get("run"), line["way"]
             done.setdefault(key, set()).add(line.get("workload", ""))
-        kept = [key for key in wanted if done.get(key, set()) >= set(wanted[key][3])]
+        cut_off = {key for key in wanted if not done.get(key, set()) >= set(wanted[key][3])}
         summed = any("crossings" in line for line in lines)
         return [
             line
             for line in lines
-            if (line.get("model"), line.get("run"), line["way"]) in kept
-            or (line["way"] == "sums" and summed)
+            if (line.get("model"), line.get("run"), line["way"]) not in cut_off
+            and (line["way"] != "sums" or summed)
         ]
 
     raw = RawLines(args.out, "versus-parallel", whole if args.resume else None)
