@@ -34,7 +34,7 @@ from typing import Any
 from bench.report.result_file import Line, RawLines, print_ratios, versions
 from bench.report.result_file import commit as commit  # others ask for it here
 from bench.versus import offline
-from bench.versus.vllm_weights import NOTE, check_forked, draw_as_manta
+from bench.versus.vllm_weights import NOTE, WORKER, check_drawn
 from loadtest.scenario.workloads import Request
 
 MAX_MODEL_LEN = 9216
@@ -133,8 +133,6 @@ def run_vllm(
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     drawn = load_format == "dummy"
-    if drawn:
-        draw_as_manta()
     began = time.perf_counter()
     needs = _needs(names)
     config: dict[str, Any] = {
@@ -144,12 +142,13 @@ def run_vllm(
         "max_num_seqs": MAX_NUM_SEQS,
         "gpu_memory_utilization": MEMORY_FRACTION,
         "enable_prefix_caching": needs.get("prefix_caching", False),
+        **({"worker_cls": WORKER} if drawn else {}),
         **(change or {}),
     }
     llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=True, **config)
     ready_s = round(time.perf_counter() - began, 2)
     if drawn:
-        check_forked()
+        check_drawn(llm)
         config["weights"] = NOTE
     _print(side="vllm", ready_s=ready_s, config={**config, "versions": versions("vllm")})
 

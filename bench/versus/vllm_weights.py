@@ -1,50 +1,77 @@
 """Random weights for vLLM that make it do the same work as Manta.
 
 vLLM's own (`--load-format dummy`) are between -0.001 and 0.001, norms and biases among them, and
-equal in all layers. A router with a bias (gpt-oss) then gives every token the same few experts, as
-its bias is a hundred times what its weight makes of so small an input: a step reads 4 of 32 experts
-where a real model, and Manta's random one, read nearly all.
+equal in all layers; codes of fewer bits are zeros, or what was in memory. A router with a bias
+(gpt-oss) then gives every token the same few experts, as its bias is a hundred times what its
+weight makes of so small an input: a step reads 4 of 32 experts where a real model, and Manta's
+random one, read nearly all.
 """
 
-import os
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 STD = 0.02  # of a matrix, as `engine.weights.parameter.Parameter.std`
-NOTE = "normal(0, 0.02), norms 1, biases 0, drawn for each layer"
+NOTE = "normal(0, 0.02), weights of norms 1, biases 0, codes of all values, drawn for each layer"
+WORKER = "bench.versus.vllm_worker.Worker"
+
+_SCALES = ("weight_scale", "weight_scale_inv")
+_ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Of codes of all values, the root of their mean square: MXFP4 two a byte, 8-bit and 4-bit integers.
+_SIZES = {torch.uint8: 2.93, torch.int8: 73.9, torch.int32: 4.64}
 
 
-def draw_as_manta() -> None:
-    """Before an LLM is made. vLLM's engine process has to be a fork of this one."""
-    from vllm.model_executor.model_loader import dummy_loader  # type: ignore[import-not-found]
-
-    own = dummy_loader.initialize_dummy_weights
-
-    def draw(module: torch.nn.Module, model_config: Any, *args: Any, **kwargs: Any) -> None:
-        own(module, model_config, *args, **kwargs)  # scales, and what is in fewer bits
-        redraw(module)
-
-    dummy_loader.initialize_dummy_weights = draw
-
-
-def check_forked() -> None:
-    """Raises RuntimeError where vLLM has chosen to start its engine in a new interpreter."""
-    if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn":
-        raise RuntimeError("vLLM's engine process does not know the weights that were asked for")
+def check_drawn(llm: Any) -> None:
+    """Raises RuntimeError where vLLM has other weights than these, but for a few: an LLM with
+    WORKER that fills some in another way."""
+    for drawn, numbers in llm.collective_rpc("count_drawn"):
+        if drawn < 0.99 * numbers or not drawn:
+            raise RuntimeError(f"vLLM has {drawn} of {numbers} weights as they were asked for")
 
 
 @torch.no_grad()
-def redraw(module: torch.nn.Module) -> None:
-    """Weights and biases in 16 or 32 bits, in place; those of modules inside have their own turn,
-    which vLLM gives to every module of a model."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if not parameter.is_floating_point() or parameter.itemsize < 2 or parameter.is_meta:
-            continue
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif name.endswith("weight"):
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(0.0, STD)
+def draw(model: nn.Module) -> tuple[int, int]:
+    """Weights, biases and scales of all its modules, in place: how many numbers were drawn, and how
+    many parameters have. To be called when vLLM has filled all modules in its way, as a module's
+    turn there fills those inside it once more."""
+    drawn = numbers = 0
+    for module in model.modules():
+        mine = dict(module.named_parameters(recurse=False))
+        for name, parameter in mine.items():
+            numbers += parameter.numel()
+            if not parameter.is_meta and _draw(name, parameter.data, mine):
+                drawn += parameter.numel()
+    return drawn, numbers
+
+
+def _draw(name: str, tensor: Tensor, beside: dict[str, nn.Parameter]) -> bool:
+    """False: it is left as it was. beside: the module's parameters."""
+    if name.endswith("bias"):
+        tensor.zero_()
+    elif name.endswith(_SCALES):
+        tensor.fill_(_scale(tensor.dtype, _codes(name, beside)))
+    elif not name.endswith(("weight", "weight_packed")):
+        return False
+    elif tensor.dtype in _ONE_BYTE:
+        tensor.copy_(torch.randn(tensor.shape, dtype=torch.bfloat16, device=tensor.device))
+    elif not tensor.is_floating_point():
+        tensor.view(torch.uint8).random_(0, 256)
+    elif tensor.ndim == 1:
+        tensor.fill_(1.0)
+    else:
+        tensor.normal_(0.0, STD)
+    return True
+
+
+def _codes(name: str, beside: dict[str, nn.Parameter]) -> torch.dtype | None:
+    """Of the weight that these are the scales of."""
+    stem = name[: name.rindex("weight") + len("weight")]
+    found = beside.get(stem, beside.get(f"{stem}_packed"))
+    return None if found is None else found.dtype
+
+
+def _scale(dtype: torch.dtype, codes: torch.dtype | None) -> float:
+    """What makes weights of about STD of codes; where scales are exponents, the nearest one."""
+    wanted = STD if codes is None else STD / _SIZES.get(codes, 1.0)
+    return wanted if dtype.is_floating_point else 127 + round(torch.tensor(wanted).log2().item())
