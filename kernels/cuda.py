@@ -18,6 +18,7 @@ from kernels.experts.few_route import few_route, few_route_fits
 from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.experts.router import TILE, norm_router
 from kernels.experts.routing import Routing
 from kernels.gemm import cublaslt
 from kernels.gemm.cublaslt_tune import tune
@@ -385,11 +386,15 @@ class Cuda(Kernels):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if few_route_fits(x, routing):
             return few_route(x, norm, eps, router, bias, routing, correction)
-        if bias is not None and topk.fits(routing):  # added in the kernel that chooses
+        if not topk.fits(routing):
+            return super().norm_route(x, norm, eps, router, bias, routing, correction)
+        if x.shape[0] <= TILE.most:
+            normed, logits = norm_router(x, norm, eps, router)
+        else:
             normed = self.rms_norm(x, norm, eps)
             logits = self.router_logits(normed, router, None)
-            return normed, *topk.topk(logits, routing, correction, bias)
-        return super().norm_route(x, norm, eps, router, bias, routing, correction)
+        # A bias is added in the kernel that chooses.
+        return normed, *topk.topk(logits, routing, correction, bias)
 
     def experts(
         self,

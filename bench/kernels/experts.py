@@ -3,40 +3,52 @@
     python -m bench.kernels.experts
     python -m bench.kernels.experts --model gpt-oss-20b --tokens 1 256
     python -m bench.kernels.experts --sweep few --tokens 1
-    python -m bench.kernels.experts --sweep grouped --tokens 256
+    python -m bench.kernels.experts --sweep router grouped packed --tokens 64 256 --seconds 120
 
 A row has microseconds and the rate at which the weights of the experts that are met were read, as a
 share of a copy's bandwidth; from 1,024 tokens on operations, as a share of a large product's rate.
-A sweep tries the tiles of one launch after the other and prints the best.
+A sweep tries the tiles of one launch after the other, then the best of them in all launches
+together, and prints the best beside today's. Its kernels are compiled in several processes before
+they are timed, and what gives another result than today's launch is told and not timed.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.kernels.measure import copy_bandwidth, matmul_rate, time_us
+from bench.kernels.measure import Calls, copy_bandwidth, matmul_rate, time_us
 from kernels.dispatch import kernels_for
-from kernels.experts.few import MOST, few_down, few_up
+from kernels.experts import packed as packed_moe
+from kernels.experts import router as router_moe
+from kernels.experts.few import DOWN, MOST, UP, few_down, few_up
 from kernels.experts.grouped import (
     Tile,
+    Tiles,
+    grouped,
     grouped_down,
     grouped_up,
     sort,
     sum_experts,
     tiles_for,
 )
-from kernels.experts.packed import packed_experts
+from kernels.experts.packed import packed_down, packed_experts, packed_up
 from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.experts.router import norm_router
 from kernels.experts.routing import CLAMPED, Routing
+from kernels.launch.compiling import Compilers
 from kernels.packed import E2M1, Format, PackedWeight
 
 COPIES = 8  # routings that a graph walks over, so that none finds its weights in the cache
-_BEST = 8  # of a sweep, that are printed
+_BEST = 4  # of a sweep, that are printed
+_SAME = 0.03  # of the largest number of a result, by which two launches may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +101,7 @@ def make_packed(stack: ExpertWeights) -> PackedExperts:
         form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
         made = PackedWeight(form, *weight.flatten(0, 1).shape, None, weight.device)
         made.codes.view(torch.uint8).random_(0, 256)
-        made.scale.fill_(2.0**-12)
+        made.scale.fill_(2.0**-7)
         return made
 
     gate_up, down = packed(stack.gate_up), packed(stack.down)
@@ -101,6 +113,7 @@ def make_packed(stack: ExpertWeights) -> PackedExperts:
 class Step:
     """One layer's work on so many tokens, COPIES times with other choices."""
 
+    model: str
     layer: Layer
     stack: ExpertWeights
     x: Tensor
@@ -109,16 +122,19 @@ class Step:
     met: float  # experts, on average
 
     @classmethod
-    def make(cls, layer: Layer, stack: ExpertWeights, tokens: int) -> "Step":
+    def make(cls, model: str, layer: Layer, stack: ExpertWeights, tokens: int) -> "Step":
         kernels = kernels_for("cuda")
         logits = [random(tokens, layer.experts) * 20 for _ in range(COPIES)]
         routing = Routing(layer.chosen)
         routed = [kernels.route(each, routing, None) for each in logits]
         met = sum(len(ids.unique()) for _, ids in routed) / COPIES
-        return cls(layer, stack, random(tokens, layer.hidden), logits, routed, met)
+        return cls(model, layer, stack, random(tokens, layer.hidden), logits, routed, met)
+
+    def __str__(self) -> str:
+        return f"{self.model}, {len(self.x)} tokens, {self.met:.1f} experts met"
 
 
-def launches(step: Step) -> Iterator[tuple[str, float, list[Callable[[], object]]]]:
+def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:
     """(name, bytes of weights, the calls to be timed) of each launch, and of all together."""
     kernels, layer, stack, x = kernels_for("cuda"), step.layer, step.stack, step.x
     router = random(layer.experts, layer.hidden)
@@ -127,7 +143,8 @@ def launches(step: Step) -> Iterator[tuple[str, float, list[Callable[[], object]
     norm = random(layer.hidden)
     routed = partial(kernels.norm_route, x, norm, 1e-6, router, None, routing, None)
     yield "norm, router, choice", router.nbytes, [routed] * COPIES
-    yield "router", router.nbytes, [partial(kernels.linear, x, router, None)] * COPIES
+    yield "router", router.nbytes, [partial(kernels.router_logits, x, router, None)] * COPIES
+    yield "norm, router", router.nbytes, [partial(norm_router, x, norm, 1e-6, router)] * COPIES
     yield "choice", 0, [partial(kernels.route, each, routing, None) for each in step.logits]
     if len(x) <= MOST:
         inners = [few_up(x, *each, stack) for each in step.routed]
@@ -156,9 +173,20 @@ def launches(step: Step) -> Iterator[tuple[str, float, list[Callable[[], object]
         yield "sum", 0, calls
     calls = [partial(kernels.experts, x, *each, stack, residual) for each in step.routed]
     yield "experts, whole", up_bytes + down_bytes, calls
-    packed = make_packed(stack)
+    packed, few_bits = make_packed(stack), 4.5 / 16
+    tile = packed_moe.tile_for(len(x) * layer.chosen, layer.experts)
+    pairs = [sort(ids, layer.experts) for _, ids in step.routed]
+    both = list(zip(step.routed, pairs, strict=True))
+    inners = [packed_up(x, *each, packed, mine, tile) for each, mine in both]
+    calls = [partial(packed_up, x, *each, packed, mine, tile) for each, mine in both]
+    yield "up in MXFP4", up_bytes * few_bits, calls
+    calls = [
+        partial(packed_down, inner, *each, packed, mine, tile)
+        for inner, (each, mine) in zip(inners, both, strict=True)
+    ]
+    yield "down in MXFP4", down_bytes * few_bits, calls
     calls = [partial(packed_experts, x, *each, packed, residual) for each in step.routed]
-    yield "experts in MXFP4, whole", (up_bytes + down_bytes) * 4.5 / 16, calls
+    yield "experts in MXFP4, whole", (up_bytes + down_bytes) * few_bits, calls
 
 
 def few_tiles() -> Iterator[tuple[int, int, int]]:
@@ -173,67 +201,237 @@ def down_tiles(places: int) -> Iterator[tuple[int, int, int]]:
             yield rows, columns, warps
 
 
-def grouped_tiles(rows: int) -> Iterator[Tile]:
-    """For so many pairs an expert: tiles of about that many rows."""
-    near = [size for size in (16, 32, 64, 128) if rows / 2 <= size <= max(16, 2 * rows)] or [128]
-    for size, outs, depth, warps, stages in product(
-        near, (32, 64, 128), (64, 128), (4, 8), (3, 4, 5)
-    ):
-        if warps == 8 and size * outs < 64 * 64:
-            continue
-        if stages * depth * (size + 2 * outs) * 2 <= 200 * 1024:
-            yield Tile(size, outs, depth, warps, stages)
+def near(pairs: float) -> list[int]:
+    """Rows of a tile for so many pairs an expert."""
+    return [size for size in (16, 32, 64, 128) if pairs / 2 <= size <= max(16, 3 * pairs)] or [128]
 
 
-def best_of(
-    name: str, tiles: list[object], calls: Callable[[object], list[Callable[[], object]]]
-) -> None:
-    """Time the launch with each tile, and print the best."""
-    found = []
-    for tile in tiles:
-        try:
-            found.append((time_us(calls(tile), 5), tile))
-        except Exception as error:  # one that does not fit the device
-            print(f"  {name} {tile}: {str(error)[:80]}")
-    for us, tile in sorted(found, key=lambda each: each[0])[:_BEST]:
-        print(f"  {name} {us:8.2f} us  {tile}", flush=True)
+def grouped_tiles(pairs: float) -> Iterator[Tile]:
+    """For so many pairs an expert."""
+    for size, outs, depth, stages in product(near(pairs), (32, 64, 128), (64, 128), (3, 4, 5)):
+        for swap, tma in ((False, False), (True, False), (True, True)):
+            if swap and outs == 32:  # of 64 rows are the units' tiles
+                continue
+            if 64 * 1024 <= stages * depth * (size + 2 * outs) * 2 <= 200 * 1024:
+                yield Tile(size, outs, depth, 8 if size * outs > 8192 else 4, stages, tma, swap)
 
 
-def sweep(step: Step, what: str) -> None:
+def packed_tiles(pairs: float) -> Iterator[packed_moe.Tile]:
+    for size, outs, warps, stages in product(near(pairs), (32, 64, 128), (2, 4, 8), (2, 3, 4)):
+        if 512 <= size * outs // warps <= 2048:
+            yield packed_moe.Tile(size, outs, warps, stages)
+
+
+def router_tiles() -> Iterator[router_moe.Tile]:
+    for rows, outs, depth, warps in product((16, 32), (16, 32), (256, 512, 1024), (4, 8)):
+        if (rows + outs) * depth <= 32 * 1024:
+            yield router_moe.Tile(0, rows, outs, depth, warps)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A launch that may have other tiles. today: the first of `tiles`."""
+
+    name: str
+    tiles: list[Any]
+    calls: Callable[[Any], Calls]
+    num_bytes: float = 0.0
+
+
+class Sweep:
+    """Times launches until its time is up. copy: bytes a second."""
+
+    def __init__(self, seconds: float, copy: float) -> None:
+        self.until, self.copy = time.monotonic() + seconds, copy
+        self.compilers = Compilers()
+
+    def compile(self, choices: Iterable[Choice]) -> None:
+        """Hands over what has not been; nothing is launched."""
+        with self.compilers.collecting():
+            for choice in choices:
+                for tile in choice.tiles:
+                    with suppress(Exception):  # told when it is timed
+                        choice.calls(tile)[0]()
+
+    def best(self, choice: Choice) -> list[Any]:
+        """The best tiles, which are printed with today's."""
+        today = choice.tiles[0]
+        found: list[tuple[float, Any]] = []
+        want = _numbers(choice.calls(today)[0]())
+        for tile in dict.fromkeys(choice.tiles):
+            if time.monotonic() > self.until:
+                print(f"  {choice.name}: out of time after {len(found)} tiles", flush=True)
+                break
+            try:
+                calls = choice.calls(tile)
+                apart = float((_numbers(calls[0]()) - want).abs().max() / want.abs().max())
+                if not apart < _SAME:
+                    print(f"  {choice.name} WRONG by {apart:.3f}: {tile}", flush=True)
+                    continue
+                found.append((time_us(calls, 5), tile))
+            except Exception as error:  # one that does not fit the device
+                print(f"  {choice.name} {tile}: {str(error)[:80]}", flush=True)
+        found.sort(key=lambda each: each[0])
+        shown = found[:_BEST] + [each for each in found[_BEST:] if each[1] == today]
+        for us, tile in shown:
+            rate = f" {choice.num_bytes / us * 1e6 / self.copy:5.2f} of a copy"
+            mark = "   <- today" if tile == today else ""
+            print(
+                f"  {choice.name} {us:8.2f} us{rate if choice.num_bytes else ''}  "
+                f"{tuple(tile)}{mark}",
+                flush=True,
+            )
+        return [tile for _, tile in found[:2]] or [today]
+
+
+def _numbers(result: object) -> Tensor:
+    """What a launch gives, the last of several."""
+    found = result[-1] if isinstance(result, tuple) else result
+    assert isinstance(found, Tensor)
+    return found.float()
+
+
+def few_choices(step: Step) -> list[Choice]:
     layer, stack, x = step.layer, step.stack, step.x
-    if what == "few":
-        inners = [few_up(x, *each, stack) for each in step.routed]
-        best_of(
+    inners = [few_up(x, *each, stack) for each in step.routed]
+    both = list(zip(inners, step.routed, strict=True))
+    places = 1 << (layer.chosen - 1).bit_length()
+    return [
+        Choice(
             "up",
-            [*few_tiles()],
+            [UP, *few_tiles()],
             lambda tile: [partial(few_up, x, *each, stack, tile) for each in step.routed],
-        )
-        places = 1 << (layer.chosen - 1).bit_length()
-        both = list(zip(inners, step.routed, strict=True))
-        best_of(
+            step.met * layer.up_bytes,
+        ),
+        Choice(
             "down",
-            [*down_tiles(places)],
+            [DOWN, *down_tiles(places)],
             lambda tile: [partial(few_down, y, *each, stack, None, tile) for y, each in both],
+            step.met * layer.down_bytes,
+        ),
+    ]
+
+
+def router_choices(step: Step) -> list[Choice]:
+    x, layer = step.x, step.layer
+    norm, router = random(layer.hidden) + 1, random(layer.experts, layer.hidden)
+    return [
+        Choice(
+            "norm, router",
+            [router_moe.TILE, *router_tiles()],
+            lambda tile: [partial(norm_router, x, norm, 1e-6, router, tile)] * COPIES,
+            router.nbytes,
         )
-        return
+    ]
+
+
+def grouped_choices(step: Step) -> list[Choice]:
+    layer, stack, x = step.layer, step.stack, step.x
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
     tiles = tiles_for(len(x) * layer.chosen, layer.experts, x.dtype)
     routed = list(zip(step.routed, pairs, strict=True))
     inners = [grouped_up(x, *each, stack, mine, tiles.up) for each, mine in routed]
-    candidates: list[object] = [*grouped_tiles(len(x) * layer.chosen // layer.experts)]
-    best_of(
-        "up",
-        candidates,
-        lambda tile: [partial(grouped_up, x, *each, stack, mine, tile) for each, mine in routed],
+    others = [*grouped_tiles(len(x) * layer.chosen / layer.experts)]
+    return [
+        Choice(
+            "up",
+            [tiles.up, *others],
+            lambda tile: [
+                partial(grouped_up, x, *each, stack, mine, tile) for each, mine in routed
+            ],
+            step.met * layer.up_bytes,
+        ),
+        Choice(
+            "down",
+            [tiles.down, *others],
+            lambda tile: [
+                partial(grouped_down, y, *each, stack, mine, tile)
+                for y, (each, mine) in zip(inners, routed, strict=True)
+            ],
+            step.met * layer.down_bytes,
+        ),
+    ]
+
+
+def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
+    """Sort, products and sum with these, and with weights that come ahead."""
+    layer, stack, x = step.layer, step.stack, step.x
+    today = tiles_for(len(x) * layer.chosen, layer.experts, x.dtype)
+    ups, downs = [*dict.fromkeys([*ups, today.up])], [*dict.fromkeys([*downs, today.down])]
+    pairs = [Tiles(up, down) for up, down in product(ups, downs)]
+    ahead = (256, 0), (1024, 0), (0, 256), (0, 512), (256, 256), (1024, 512)
+    for (up, down), (one, other) in product([Tiles(ups[0], downs[0]), today], ahead):
+        pairs.append(Tiles(up._replace(ahead=one), down._replace(ahead=other)))
+    return Choice(
+        "whole",
+        [today, *pairs],
+        lambda tiles: [partial(grouped, x, *each, stack, None, tiles) for each in step.routed],
+        step.met * (layer.up_bytes + layer.down_bytes),
     )
-    best_of(
-        "down",
-        candidates,
-        lambda tile: [
-            partial(grouped_down, y, *each, stack, mine, tile)
-            for y, (each, mine) in zip(inners, routed, strict=True)
-        ],
-    )
+
+
+def packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
+    layer, x = step.layer, step.x
+    tile = packed_moe.tile_for(len(x) * layer.chosen, layer.experts)
+    pairs = [sort(ids, layer.experts) for _, ids in step.routed]
+    routed = list(zip(step.routed, pairs, strict=True))
+    inners = [packed_up(x, *each, packed, mine, tile) for each, mine in routed]
+    others = [*packed_tiles(len(x) * layer.chosen / layer.experts)]
+    return [
+        Choice(
+            "up in MXFP4",
+            [tile, *others],
+            lambda tile: [
+                partial(packed_up, x, *each, packed, mine, tile) for each, mine in routed
+            ],
+            step.met * layer.up_bytes * 4.5 / 16,
+        ),
+        Choice(
+            "down in MXFP4",
+            [tile, *others],
+            lambda tile: [
+                partial(packed_down, y, *each, packed, mine, tile)
+                for y, (each, mine) in zip(inners, routed, strict=True)
+            ],
+            step.met * layer.down_bytes * 4.5 / 16,
+        ),
+    ]
+
+
+def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
+    """Of each step in turn; all are handed to the compilers first."""
+    made: list[tuple[Step, str, list[Choice]]] = []
+    for step in steps:
+        small = len(step.x) <= MOST
+        if "few" in what and small:
+            made.append((step, "few", few_choices(step)))
+        if "router" in what and not small:
+            made.append((step, "router", router_choices(step)))
+        if "grouped" in what and not small:
+            made.append((step, "grouped", grouped_choices(step)))
+        if "packed" in what:
+            made.append((step, "packed", packed_choices(step, make_packed(step.stack))))
+    sweep.compile(choice for *_, choices in made for choice in choices)
+    for step, name, choices in made:
+        print(f"{step}: {name}", flush=True)
+        best = [sweep.best(choice) for choice in choices]
+        if name == "grouped":
+            together = whole(step, *best)
+            sweep.compile([together])
+            sweep.best(together)
+
+
+def tell(step: Step, copy: float, rate: float) -> None:
+    """A line for each launch."""
+    for launch, num_bytes, calls in launches(step):
+        us = time_us(calls)
+        line = f"  {launch:<22}{us:9.2f} us"
+        if num_bytes:
+            line += f"  {num_bytes / us * 1e6 / copy:6.2f} of a copy"
+        if launch == "experts, whole" and len(step.x) >= 1024:
+            work = 6.0 * len(step.x) * step.layer.chosen * step.layer.size * step.layer.hidden
+            line += f"  {work / us * 1e6 / rate:6.2f} of a product"
+        print(line, flush=True)
 
 
 def main() -> None:
@@ -244,30 +442,31 @@ def main() -> None:
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192]
     )
-    parser.add_argument("--sweep", choices=["few", "grouped"])
+    parser.add_argument("--sweep", nargs="+", choices=["few", "router", "grouped", "packed"])
+    parser.add_argument("--seconds", type=float, default=600, help="of a sweep, at most")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device here")
     copy, rate = copy_bandwidth(), matmul_rate()
     print(f"copy {copy / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s", flush=True)
-    for name in args.model:
-        layer = LAYERS[name]
-        stack = make_stack(layer)
-        for tokens in args.tokens:
-            step = Step.make(layer, stack, tokens)
-            print(f"{name}, {tokens} tokens, {step.met:.1f} experts met", flush=True)
-            if args.sweep:
-                sweep(step, args.sweep)
-                continue
-            for launch, num_bytes, calls in launches(step):
-                us = time_us(calls)
-                line = f"  {launch:<22}{us:9.2f} us"
-                if num_bytes:
-                    line += f"  {num_bytes / us * 1e6 / copy:6.2f} of a copy"
-                if launch == "experts, whole" and tokens >= 1024:
-                    work = 6.0 * tokens * layer.chosen * layer.size * layer.hidden
-                    line += f"  {work / us * 1e6 / rate:6.2f} of a product"
-                print(line, flush=True)
+    found = Sweep(args.seconds, copy)
+    stacks = {name: make_stack(LAYERS[name]) for name in args.model}
+    steps = [
+        Step.make(name, LAYERS[name], stack, tokens)
+        for name, stack in stacks.items()
+        for tokens in args.tokens
+    ]
+    if args.sweep:
+        sweep(steps, args.sweep, found)
+    else:
+        with found.compilers.collecting():
+            for step in steps:
+                for *_, calls in launches(step):
+                    calls[0]()
+        for step in steps:
+            print(step, flush=True)
+            tell(step, copy, rate)
+    found.compilers.close()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.experts.gate import code, gated
 from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.launch.fetch import fetch
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl, shared_memory
 
 
@@ -29,6 +30,8 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool = False  # where the device has it
+    swap: bool = False  # the weight is the left operand, so that few pairs fill the short side
+    ahead: int = 0  # columns of the weight, a power of two: see `fetch`. 0: none
 
 
 class Tiles(NamedTuple):
@@ -99,6 +102,49 @@ def _find(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
+def _nothing(ROWS: tl.constexpr, OUTS: tl.constexpr, SWAP: tl.constexpr):
+    """What `_add` adds to, zeros."""
+    return tl.zeros([OUTS, ROWS] if SWAP else [ROWS, OUTS], tl.float32)
+
+
+@triton.jit
+def _add(xs, ws, acc, SWAP: tl.constexpr):
+    """xs [ROWS, DEPTH], ws [OUTS, DEPTH]: acc + xs @ ws^T; SWAP: that transposed."""
+    if SWAP:
+        acc = tl.dot(ws, tl.trans(xs), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _find_first(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """As `_find`, but the first block of each expert is that of its number, whether the expert is
+    met or not, and further ones come behind those: which weights most programs read is known before
+    anything is sorted."""
+    found = block
+    place = 0
+    behind = 0
+    if block < EXPERTS:
+        place = tl.load(starts + block)
+        behind = tl.load(starts + block + 1)
+        found = tl.where(place == behind, EXPERTS, block)
+    else:
+        expert = tl.arange(0, BLOCK)
+        exists = expert < EXPERTS
+        first = tl.load(starts + expert, mask=exists, other=0)
+        last = tl.load(starts + expert + 1, mask=exists, other=0)
+        blocks = tl.maximum((last - first + ROWS - 1) // ROWS - 1, 0)
+        before = (tl.cumsum(blocks, axis=0) <= block - EXPERTS) & exists
+        found = tl.sum(before.to(tl.int32), axis=0)
+        skipped = tl.sum(tl.where(before, blocks, 0), axis=0)
+        here = expert == found
+        place = tl.sum(tl.where(here, first, 0), axis=0) + (block - EXPERTS - skipped + 1) * ROWS
+        behind = tl.sum(tl.where(here, last, 0), axis=0)
+    return found, place, behind
+
+
+@triton.jit
 def _grouped_up_kernel(
     x,  # [tokens, WIDTH]
     weights,  # [pairs]
@@ -121,26 +167,37 @@ def _grouped_up_kernel(
     OUTS: tl.constexpr,
     DEPTH: tl.constexpr,
     TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = (SIZE + OUTS - 1) // OUTS
+    HALVES: tl.constexpr = 1 if ACT == 4 else 2  # 4: without gates
+    block = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * OUTS
+    column = first + tl.arange(0, OUTS)
     if PDL:
+        if AHEAD:
+            mine = block.to(tl.int64) * (HALVES * SIZE) + tl.minimum(column, SIZE - 1)
+            mine = tl.where(block < EXPERTS, mine, 0)  # of further blocks little
+            for half in tl.static_range(HALVES):
+                fetch(gate_up + (mine + half * SIZE) * WIDTH, WIDTH, AHEAD)
         gdc_wait()
         gdc_launch_dependents()
-    expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, ROWS)
+    if AHEAD:
+        expert, place, behind = _find_first(starts, block, EXPERTS, BLOCK, ROWS)
+    else:
+        expert, place, behind = _find(starts, block, EXPERTS, BLOCK, ROWS)
     if expert == EXPERTS:
         return
     row = place + tl.arange(0, ROWS)
     exists = row < behind
     pair = tl.load(order + row, mask=exists, other=0)
-    first = tl.program_id(0) % tiles * OUTS
-    column = first + tl.arange(0, OUTS)
     depth = tl.arange(0, DEPTH)
     x_at = x + (pair // CHOSEN).to(tl.int64)[:, None] * WIDTH + depth[None, :]
-    HALVES: tl.constexpr = 1 if ACT == 4 else 2  # 4: without gates
     source = expert.to(tl.int64) * (HALVES * SIZE) + column
     if TMA:
-        both = tl.zeros([ROWS, HALVES * OUTS], tl.float32)
+        both = _nothing(ROWS, HALVES * OUTS, SWAP)
         for start in range(0, WIDTH, DEPTH):
             # Rows that do not exist read the token of pair 0: nobody looks at what becomes of them.
             if WIDTH % DEPTH == 0:
@@ -148,7 +205,9 @@ def _grouped_up_kernel(
             else:
                 xs = tl.load(x_at + start, mask=(start + depth < WIDTH)[None, :], other=0.0)
             ws = tl.reshape(described.load([expert * HALVES, first, start]), (HALVES * OUTS, DEPTH))
-            both = tl.dot(xs, tl.trans(ws), both)
+            both = _add(xs, ws, both, SWAP)
+        if SWAP:
+            both = tl.trans(both)
         if ACT == 4:
             gate = both
             up = both
@@ -157,17 +216,20 @@ def _grouped_up_kernel(
     else:
         gate_at = gate_up + source[:, None] * WIDTH + depth[None, :]
         up_at = gate_at + SIZE * WIDTH
-        gate = tl.zeros([ROWS, OUTS], tl.float32)
-        up = tl.zeros([ROWS, OUTS], tl.float32)
+        gate = _nothing(ROWS, OUTS, SWAP)
+        up = _nothing(ROWS, OUTS, SWAP)
         for start in range(0, WIDTH, DEPTH):
             inside = (start + depth < WIDTH)[None, :]
             mask = inside if SIZE % OUTS == 0 else (column < SIZE)[:, None] & inside
             xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
             gates = tl.load(gate_at + start, mask=mask, other=0.0)
-            gate = tl.dot(xs, tl.trans(gates), gate, input_precision="ieee")
+            gate = _add(xs, gates, gate, SWAP)
             if ACT != 4:
                 ups = tl.load(up_at + start, mask=mask, other=0.0)
-                up = tl.dot(xs, tl.trans(ups), up, input_precision="ieee")
+                up = _add(xs, ups, up, SWAP)
+        if SWAP:
+            gate = tl.trans(gate)
+            up = tl.trans(up)
     if WEIGH:
         weight = tl.load(weights + pair, mask=exists, other=0.0)[:, None]
         gate *= weight
@@ -203,38 +265,45 @@ def _grouped_down_kernel(
     OUTS: tl.constexpr,
     DEPTH: tl.constexpr,
     TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
     # Sorted before the launch before this one.
     expert, place, behind = _find(starts, tl.program_id(0) // tiles, EXPERTS, BLOCK, ROWS)
+    first = tl.program_id(0) % tiles * OUTS
+    column = first + tl.arange(0, OUTS)
+    source = expert.to(tl.int64) * WIDTH + column
     if PDL:
+        if AHEAD:
+            mine = tl.where((expert < EXPERTS) & (column < WIDTH), source, 0)
+            fetch(down + mine * SIZE, SIZE, AHEAD)
         gdc_wait()
         gdc_launch_dependents()
     if expert == EXPERTS:
         return
     row = place + tl.arange(0, ROWS)
     exists = row < behind
-    first = tl.program_id(0) % tiles * OUTS
-    column = first + tl.arange(0, OUTS)
     depth = tl.arange(0, DEPTH)
     x_at = inner + row.to(tl.int64)[:, None] * SIZE + depth[None, :]
-    source = expert.to(tl.int64) * WIDTH + column
     w_at = down + source[:, None] * SIZE + depth[None, :]
-    acc = tl.zeros([ROWS, OUTS], tl.float32)
+    acc = _nothing(ROWS, OUTS, SWAP)
     if TMA:
         for start in range(0, SIZE, DEPTH):
             # Rows behind the expert's are another's, or of no number: nobody looks at theirs.
             xs = inner_described.load([place, start])
             ws = tl.reshape(down_described.load([expert, first, start]), (OUTS, DEPTH))
-            acc = tl.dot(xs, tl.trans(ws), acc)
+            acc = _add(xs, ws, acc, SWAP)
     else:
         for start in range(0, SIZE, DEPTH):
             inside = (start + depth < SIZE)[None, :]
             mask = inside if WIDTH % OUTS == 0 else (column < WIDTH)[:, None] & inside
             xs = tl.load(x_at + start, mask=exists[:, None] & inside, other=0.0)
             ws = tl.load(w_at + start, mask=mask, other=0.0)
-            acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+            acc = _add(xs, ws, acc, SWAP)
+    if SWAP:
+        acc = tl.trans(acc)
     if BIAS:
         acc += tl.load(bias + source, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order + row, mask=exists, other=0)
@@ -302,10 +371,12 @@ def sort(ids: Tensor, experts: int) -> Sorted:
     return Sorted(order, starts)
 
 
-def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
-    """An expert that is met has at most one block that is not full."""
+def _grid(ids: Tensor, experts: int, tile: Tile, outs: int, first: bool = False) -> tuple[int]:
+    """An expert that is met has at most one block that is not full. first: there is one for each
+    expert, see `_find_first`."""
     pairs = ids.numel()
-    return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
+    most = experts if first else min(pairs, experts)
+    return ((most + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
 
 
 def tma_fits(x: Tensor, size: int) -> bool:
@@ -332,6 +403,8 @@ def _shape(tile: Tile, experts: int, rows: int, x: Tensor) -> dict[str, Any]:
         "ROWS": tile.rows,
         "OUTS": tile.outs,
         "DEPTH": tile.depth,
+        "SWAP": tile.swap,
+        "AHEAD": tile.ahead,
         "num_warps": tile.num_warps,
         "num_stages": max(1, min(tile.num_stages, shared_memory(x.device) // stage)),
     }
@@ -345,7 +418,7 @@ def grouped_up(
     inner = x.new_empty((ids.numel(), size))
     tma = tile.tma and tma_fits(x, size)
     halves = stack.gate_up.shape[1] // size
-    _grouped_up_kernel[_grid(ids, experts, tile, size)](
+    _grouped_up_kernel[_grid(ids, experts, tile, size, tile.ahead > 0)](
         x,
         weights,
         pairs.order,

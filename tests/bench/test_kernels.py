@@ -126,7 +126,8 @@ def test_every_launch_of_a_mixture_is_timed(monkeypatch: pytest.MonkeyPatch) -> 
             empty(tokens, layer.chosen, dtype=torch.int32),
         )
         logits = [empty(tokens, layer.experts)]
-        step = experts.Step(layer, stack, empty(tokens, layer.hidden), logits, [routed], 8.0)
+        x = empty(tokens, layer.hidden)
+        step = experts.Step("qwen3-30b-a3b", layer, stack, x, logits, [routed], 8.0)
         for _, _, calls in experts.launches(step):
             for call in calls:
                 call()

@@ -7,6 +7,7 @@ from kernels.experts import packed as packed_moe
 from kernels.experts.few import few
 from kernels.experts.few_route import few_route
 from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.experts.router import norm_router
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.experts.topk import topk
 from kernels.packed import E2M1, Format, PackedWeight
@@ -30,6 +31,7 @@ def experts(model: str) -> None:
         routing = Routing(chosen, score)
         topk(bf16(3, count), routing, correction, bias)
         few_route(bf16(2, hidden), bf16(hidden), EPS, router, bias, routing, correction)
+    norm_router(bf16(64, hidden), bf16(hidden), EPS, router)
 
     def stack(dtype: torch.dtype) -> ExpertWeights:
         # Never touched, so that they take no memory.
@@ -50,6 +52,9 @@ def experts(model: str) -> None:
     x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
     for tiles in (*(tiles for _, tiles in moe.TILES), moe.FIXED):
         moe.grouped(x, scale, ids, weights, x, tiles)
+    for tma in (False, True):
+        other = moe.Tile(32, 64, 64, 4, 4, tma, swap=True, ahead=512)
+        moe.grouped(x, scale, ids, weights, x, moe.Tiles(other, other))
     weights.total = 2 * count  # of which another rank has the others
     few(x[:2], scale[:2], ids[:2], weights, None)
     moe.grouped(x, scale, ids, weights, None)
