@@ -191,7 +191,8 @@ def render_models() -> str:
     """The page's text."""
     names: dict[str, list[str]] = {}
     for gguf in GGUFS:
-        names.setdefault(gguf.record, []).append(f"`{gguf.name}`")
+        mine = names.setdefault(gguf.record, [])
+        mine += [] if f"`{gguf.name}`" in mine else [f"`{gguf.name}`"]
     rows = [
         f"| {each.models} | `{each.name.split(',')[0]}` | {', '.join(names.get(each.name, []))} |"
         for each in ARCHITECTURES.values()

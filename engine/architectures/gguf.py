@@ -227,6 +227,12 @@ def _gemma_scale(layers: int) -> Make:
     return scalar
 
 
+def _mpt(file: Metadata) -> dict[str, Any]:
+    most = float(file.own("attention.max_alibi_bias", 0.0))  # 0 is none
+    clip = file.own("attention.clamp_kqv")
+    return {"alibi": most > 0, "alibi_bias_max": most or 8.0, "clip_qkv": clip}
+
+
 def _with(stem: str) -> Make:
     """Whether the first layer has it."""
     return lambda file: file.has(f"blk.0.{stem}.weight")
@@ -423,6 +429,14 @@ GGUFS: tuple[Gguf, ...] = (
         },
     ),
     Gguf("XverseForCausalLM", "xverse", rows=_PERMUTED),
+    # Of all sizes: the number of heads tells the 13B, and the vocabulary the second ones.
+    Gguf(
+        "BaichuanForCausalLM",
+        "baichuan",
+        rows=_PERMUTED,
+        pieces={"qkv": CheckpointTensor(tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkv"))},
+    ),
+    Gguf("ExaoneForCausalLM", "exaone"),
     Gguf(
         "GPT2LMHeadModel",
         "gpt2",
@@ -465,6 +479,7 @@ GGUFS: tuple[Gguf, ...] = (
         says={"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
         eps="layer_norm_epsilon",
     ),
+    Gguf("MptForCausalLM", "mpt", made={"attn_config": _mpt}, eps="layer_norm_epsilon"),
     Gguf(
         "BloomForCausalLM",
         "bloom",

@@ -16,15 +16,15 @@ from torch import Tensor
 # Families whose queries and keys turn as neighbours in llama.cpp, and not in transformers.
 _PERMUTED = (
     *("llama", "mistral3", "granite", "granitemoe", "smollm3", "arcee", "olmo", "internlm2"),
-    *("minicpm", "xverse"),
+    *("minicpm", "xverse", "baichuan"),
 )
 _PLUS_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 _SIZES = {
-    "context_length": ("max_position_embeddings", "n_positions", "seq_length"),
-    "embedding_length": ("hidden_size", "n_embd"),
-    "block_count": ("num_hidden_layers", "n_layer", "num_layers"),
+    "context_length": ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
+    "embedding_length": ("hidden_size", "n_embd", "d_model"),
+    "block_count": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "feed_forward_length": ("intermediate_size", "ffn_hidden_size", "n_inner"),
-    "attention.head_count": ("num_attention_heads", "n_head"),
+    "attention.head_count": ("num_attention_heads", "n_head", "n_heads"),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num"),
     "attention.key_length": ("head_dim", "kv_channels"),
     "attention.sliding_window": ("sliding_window",),
@@ -232,6 +232,12 @@ def _transformed(
             yield f"{layer}wq.weight", _permuted(q, heads)
             yield f"{layer}wk.weight", _permuted(k, kv_heads)
             yield f"{layer}wv.weight", v
+        elif arch == "baichuan" and "W_pack" in name:
+            q, k, v = tensor.chunk(3)
+            layer = name.removesuffix("W_pack.weight")
+            yield f"{layer}q_proj.weight", _permuted(q, heads)
+            yield f"{layer}k_proj.weight", _permuted(k, heads)
+            yield f"{layer}v_proj.weight", v
         elif arch == "granitemoe" and "input_linear" in name:
             gate, up = tensor.chunk(2, dim=-2)
             layer = name.split("block_sparse_moe")[0].split("shared_mlp")[0]

@@ -47,6 +47,7 @@ def test_every_key_with_other_values(name: str, tmp_path: Path) -> None:
 
 # Case -> changes of config.json, and what the error says of them.
 CONTRADICTIONS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "mpt": [({"attn_config": {"alibi": False}}, "alibi: must be true")],
     "mimo v2, hub": [
         ({"hybrid_layer_pattern": [0, 1]}, "hybrid_layer_pattern: has 2 layers, the model 3"),
         ({"v_head_dim": 32}, "v_head_dim: 32 is more than a key's 24 elements"),

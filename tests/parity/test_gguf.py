@@ -75,6 +75,9 @@ FAMILIES: dict[str, Written] = {
     "internlm 2": Written("internlm2"),
     "minicpm": Written("minicpm"),
     "xverse": Written("xverse"),
+    "baichuan 7b": Written("baichuan"),
+    "baichuan 13b": Written("baichuan"),
+    "exaone 3": Written("exaone"),
     "gpt-2": Written("gpt2"),
     "starcoder": Written("starcoder", more={"attention.head_count_kv": 1}),
     "gpt-neox": Written("gptneox"),
@@ -83,6 +86,11 @@ FAMILIES: dict[str, Written] = {
     "falcon 11b": Written("falcon"),
     "falcon 40b": Written("falcon"),
     "bloom": Written("bloom"),
+    "mpt": Written(
+        "mpt",
+        {"attn_config": {"clip_qkv": 0.7, "alibi_bias_max": 4}},
+        more={"attention.max_alibi_bias": 4.0, "attention.clamp_kqv": 0.7},
+    ),
 }
 # One of each kind of change between the formats; the others differ in names.
 _QUICK = ("llama", "gemma 2", "phi 4 mini", "qwen 3 moe", "gpt-oss", "falcon 40b", "gpt-2")
