@@ -46,8 +46,11 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("KimiK25ForConditionalGeneration", "Kimi K2.5 and K2.6"),
         _wrapper("LlavaForConditionalGeneration", "LLaVA, Pixtral"),
         _wrapper("LlavaNextForConditionalGeneration", "LLaVA-NeXT"),
+        _wrapper("LlavaNextVideoForConditionalGeneration", "LLaVA-NeXT-Video"),
         _wrapper("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision"),
+        _wrapper("VipLlavaForConditionalGeneration", "ViP-LLaVA"),
         _wrapper("InternVLForConditionalGeneration", "InternVL 3"),
+        _wrapper("Idefics2ForConditionalGeneration", "Idefics 2"),
         _wrapper("Idefics3ForConditionalGeneration", "Idefics 3"),
         _wrapper("SmolVLMForConditionalGeneration", "SmolVLM"),
         _wrapper("Qwen2VLForConditionalGeneration", "Qwen2-VL", "qwen2"),
@@ -55,6 +58,10 @@ WRAPPERS: dict[str, Wrapper] = {
         _wrapper("Qwen3_5ForConditionalGeneration", "Qwen 3.5 and 3.6 (dense)"),
         _wrapper("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 and 3.6 (mixtures)"),
         _wrapper("Qwen3VLForConditionalGeneration", "Qwen3-VL (dense)"),
+        _wrapper("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL (30B-A3B, 235B-A22B)"),
+        _wrapper("Lfm2VlForConditionalGeneration", "LFM2-VL"),
+        _wrapper("AyaVisionForConditionalGeneration", "Aya Vision"),
+        _wrapper("Cohere2VisionForConditionalGeneration", "Command A Vision"),
     )
 }
 # What a text_config may call itself beside a record's model_type.

@@ -248,6 +248,23 @@ ARCHITECTURES = (
         only=_ONE_STREAM,
         experts=qwen,
     ),
+    # In its wrapper alone: all experts of a layer in one tensor, inputs first.
+    Architecture(
+        "Qwen3MoeForCausalLM, in Qwen3-VL",
+        {
+            **_QWEN,
+            **QK_NORM,
+            "experts_gate_up": CheckpointTensor(
+                (f"{LAYER}mlp.experts.gate_up_proj",), transposed=True
+            ),
+            "experts_down": CheckpointTensor((f"{LAYER}mlp.experts.down_proj",), transposed=True),
+        },
+        model_type="qwen3_vl_moe_text",
+        switches={"qk_norm": always("head")},
+        keys=_LOCAL,
+        defaults={"head_dim": 128, "norm_topk_prob": True},
+        experts=qwen,
+    ),
     Architecture(
         "GptOssForCausalLM",
         {

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.parity.cases.case import Case, Tensors
-from tests.parity.cases.rewriting import wrapped
+from tests.parity.cases.rewriting import qwen3_vl_moe, wrapped
 from tests.parity.cases.settings import CHOSEN, GRANITE, HALF, LOCAL, ROUTED, SEVEN, SHORT, YARN
 
 _LLAMA4 = {
@@ -94,6 +94,12 @@ EXPERTS: dict[str, Case] = {
     "qwen 3 moe": Case(
         "qwen3_moe",
         {**CHOSEN, "moe_intermediate_size": 24, "head_dim": 24, "norm_topk_prob": True},
+    ),
+    "qwen 3 vl moe": Case(
+        "qwen3_moe",
+        {**CHOSEN, "moe_intermediate_size": 24, "head_dim": 24, "norm_topk_prob": True},
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        rewrite=qwen3_vl_moe,
     ),
     "gpt-oss": Case("gpt_oss", {**LOCAL, **SEVEN, "head_dim": 16}),
     "glm 4.5": Case("glm4_moe", {**ROUTED, "attention_bias": True, "routed_scaling_factor": 1.5}),

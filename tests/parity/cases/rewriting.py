@@ -206,6 +206,16 @@ def stacked(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return wrapped("model.language_model.")(found, config)
 
 
+def qwen3_vl_moe(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """The same with inputs first, as Qwen3-VL's mixtures have them."""
+    config["model_type"] = "qwen3_vl_moe_text"
+    config["num_experts"] = config.pop("num_local_experts", config.get("num_experts"))
+    return {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in stacked(tensors, config).items()
+    }
+
+
 def orion(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     config["rms_norm_eps"] = config.pop("layer_norm_eps")
     for key in ("partial_rotary_factor", "use_qkv_bias", "use_parallel_residual"):

@@ -24,6 +24,12 @@ WINDOWS: dict[str, Case] = {
     "olmo 3": Case("olmo3", {**SEVEN, "layer_types": TURNS}),
     "exaone 4": Case("exaone4", {**SEVEN, "layer_types": TURNS}),
     "cohere 2": Case("cohere2", {**SEVEN, "logit_scale": 0.25, "layer_types": TURNS}),
+    "command a vision": Case(
+        "cohere2",
+        {**SEVEN, "logit_scale": 0.25, "layer_types": TURNS},
+        architecture="Cohere2VisionForConditionalGeneration",
+        rewrite=wrapped("language_model."),
+    ),
     "granite swa": Case(
         "granite_swa",
         {**GRANITE, **SEVEN, "layer_types": TURNS, "layer_rope_theta": [1e4, 0, 1e5]},
