@@ -22,8 +22,9 @@ def find(config: Reader) -> tuple[Architecture, str, Reader]:
     elif name in REFUSED:
         raise config.error("architectures", f"{name!r} is not supported: {REFUSED[name]}")
     else:
-        known = [each.name for each in ARCHITECTURES.values() if each.models] + [*WRAPPERS]
-        near = get_close_matches(name, known, 1, cutoff=0.0)[0]
+        known = [*WRAPPERS, *(each.name for each in ARCHITECTURES.values() if each.models)]
+        families = {_family(each): each for each in known}
+        near = families[get_close_matches(_family(name), families, 1, cutoff=0.0)[0]]
         raise config.error(
             "architectures",
             f"{name!r} is not supported, and code of a model folder is never run; the nearest that "
@@ -32,6 +33,13 @@ def find(config: Reader) -> tuple[Architecture, str, Reader]:
     if found.variant is not None:
         found = ARCHITECTURES[found.variant(config.renamed(found.keys, found.defaults))]
     return found, "" if wrapper is None else wrapper.name, config
+
+
+def _family(name: str) -> str:
+    """Of a name its own part: that two are ForConditionalGeneration makes them no relatives."""
+    for ending in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model"):
+        name = name.removesuffix(ending)
+    return name
 
 
 def _record_of(name: str) -> Architecture | None:

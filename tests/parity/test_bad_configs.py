@@ -98,3 +98,18 @@ def test_contradictions(name: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             ModelConfig.from_folder(tmp_path)
         assert str(file) in caught.value.message and message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("Glm4vMoeForConditionalGeneration", "Glm4MoeForCausalLM"),
+        ("Qwen3MoEForCausalLM", "Qwen3MoeForCausalLM"),
+        ("MllamaForConditionalGeneration", "LlamaForCausalLM"),
+    ],
+)
+def test_the_nearest_is_of_the_family(name: str, nearest: str, tmp_path: Path) -> None:
+    """Bug: GLM-4.5V is told that Llama 4 is near, as both names end alike."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    with pytest.raises(ConfigError, match=f"the nearest that is: {nearest}"):
+        ModelConfig.from_folder(tmp_path)

@@ -7,12 +7,11 @@ import transformers
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Wrapper
 from engine.architectures.record import renamed
 
-# Whose configuration without arguments makes no model in transformers 5.23, or has no text_config.
-_UNMADE = ("AyaVision", "KimiK25")
 MADE = [
     each
     for each in WRAPPERS.values()
-    if hasattr(transformers, each.name) and not each.name.startswith(_UNMADE)
+    # Aya Vision's configuration without arguments makes no model in transformers 5.23.
+    if hasattr(transformers, each.name) and not each.name.startswith("AyaVision")
 ]
 
 
