@@ -138,7 +138,7 @@ class ModelApplication:
 def _of_arguments(config: Any) -> MantaConfig:
     """A part of a configuration that was checked as a whole."""
     found = config["config"] if isinstance(config, Mapping) and "config" in config else config
-    return parse_config(found, {}, check_model=False)
+    return parse_config(found, {}, check_files=False)
 
 
 def _routers(

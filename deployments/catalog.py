@@ -7,10 +7,12 @@ would restart every engine.
 """
 
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from deployments.config.load import parse_config
@@ -63,11 +65,17 @@ def entry(application: Any) -> CatalogEntry | None:
         if deployment.get("name") == MODEL:
             told = deployment.get("user_config") or {}
             try:
-                config = parse_config(told["config"], {}, check_model=False)
+                config = _config(json.dumps(told["config"]))
             except (ConfigError, KeyError, TypeError):
                 return None
             return CatalogEntry(str(application["name"]), config, bool(told.get("added")))
     return None
+
+
+@lru_cache(maxsize=1024)
+def _config(text: str) -> MantaConfig:
+    """Of JSON. Routers look at all models every few seconds, and few have changed."""
+    return parse_config(json.loads(text), {}, check_files=False)
 
 
 def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry]:

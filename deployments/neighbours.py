@@ -121,7 +121,7 @@ def config_of(application: Any) -> MantaConfig | None:
     if not ours or not isinstance(given, Mapping):
         return None
     with suppress(ConfigError):
-        return parse_config(given, {}, check_model=False)  # it may be on another machine
+        return parse_config(given, {}, check_files=False)  # it may be on another machine
     return None
 
 

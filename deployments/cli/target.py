@@ -32,7 +32,7 @@ def read_planned(spec: str) -> tuple[MantaConfig, Path | None]:
     path = Path(spec).expanduser()
     file = path if path.suffix == ".json" else path / "config.json"
     if file.is_file():
-        return parse_config({"model": str(file.parent)}, check_model=False), file
+        return parse_config({"model": str(file.parent)}, check_files=False), file
     return read_target(spec), None
 
 

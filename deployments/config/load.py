@@ -72,18 +72,20 @@ def load_config(path: str | Path, environment: Mapping[str, str] | None = None) 
     if parsed.data is None:  # cut short, or not the file that was meant
         message = f"{path}: there is nothing in it; the least is `model: default`"
         raise ConfigError(message, param=str(path))
-    return _build(parsed, str(path), path.parent, environment, check_model=True)
+    return _build(parsed, str(path), path.parent, environment, check_files=True)
 
 
 def parse_config(
     data: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     *,
-    check_model: bool = True,
+    check_files: bool = True,
 ) -> MantaConfig:
-    """The same for a mapping, e.g. a Serve config file's `args`; {} is all defaults."""
+    """The same for a mapping, e.g. a Serve config file's `args`; {} is all defaults. check_files:
+    look at the files that it names; not for what was checked when it was deployed, as they may have
+    changed since, or be on another machine."""
     parsed = yaml_lines.YamlDocument(dict(data or {}))
-    return _build(parsed, "configuration", Path.cwd(), environment, check_model=check_model)
+    return _build(parsed, "configuration", Path.cwd(), environment, check_files=check_files)
 
 
 def named_config() -> MantaConfig | None:
@@ -103,7 +105,7 @@ def _build(
     folder: Path,
     environment: Mapping[str, str] | None,
     *,
-    check_model: bool,
+    check_files: bool,
 ) -> MantaConfig:
     data = {} if parsed.data is None else parsed.data
     if not isinstance(data, dict):
@@ -132,22 +134,27 @@ def _build(
         problems = [_describe(item, parsed, source) for item in errors]
         raise ConfigError("\n".join(problems)) from None
     try:
-        if check_model:
-            for name, one in config.each().items():
-                with _under(f"models.{name}." if config.models else ""):
-                    _check_model(one)
-                    one.adapters.check_folders()
-        for name in ("api_keys_file", "admin_keys_file"):
-            if (file := getattr(config.http, name)) is not None:
-                read_api_keys(file, f"http.{name}")
-        if config.http.tls.certificate and config.http.tls.key:
-            check_certificate(config.http.tls.certificate, config.http.tls.key)
+        if check_files:
+            _check_files(config)
     except ConfigError as error:
         key = tuple((error.param or "").split("."))
         line = parsed.line(key)
         where = f"{source}:{line}" if line else source
         raise ConfigError(f"{where}: {error.param}: {error.message}", param=error.param) from None
     return config
+
+
+def _check_files(config: MantaConfig) -> None:
+    """Models, folders of adapters, keys and the certificate. Raises ConfigError."""
+    for name, one in config.each().items():
+        with _under(f"models.{name}." if config.models else ""):
+            _check_model(one)
+            one.adapters.check_folders()
+    for name in ("api_keys_file", "admin_keys_file"):
+        if (file := getattr(config.http, name)) is not None:
+            read_api_keys(file, f"http.{name}")
+    if config.http.tls.certificate and config.http.tls.key:
+        check_certificate(config.http.tls.certificate, config.http.tls.key)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from engine.errors import ConfigError, MantaError
 
 
 def config(**fields: Any) -> MantaConfig:
-    return parse_config({"model": "/models/a", **fields}, {}, check_model=False)
+    return parse_config({"model": "/models/a", **fields}, {}, check_files=False)
 
 
 A = config(grpc={"port": 9000}, batch={"folder": "/batches"})

@@ -99,7 +99,7 @@ def test_a_model_has_what_the_top_level_says_unless_it_says_otherwise() -> None:
             },
         },
         {},
-        check_model=False,
+        check_files=False,
     )
     a, b = config.each().values()
     assert (a.name(), b.name(), b.revision) == ("a", "b", "v1")
@@ -112,7 +112,7 @@ def test_a_model_has_what_the_top_level_says_unless_it_says_otherwise() -> None:
 def applications(**models: Any) -> dict[str, dict[str, Any]]:
     """By name, for models whose folders are not there."""
     data = {"app_name": APP, "models": {n: {"model": "/m", **m} for n, m in models.items()}}
-    schema = serve_config(parse_config(data, {}, check_model=False))
+    schema = serve_config(parse_config(data, {}, check_files=False))
     return {app["name"]: app for app in schema["applications"]}
 
 
@@ -141,6 +141,23 @@ def test_each_model_is_an_application_that_others_do_not_change() -> None:
     assert model_app("m", "a/b") != model_app("m", "a-b") == "m.a-b"
 
 
+def test_a_slip_in_a_keys_file_takes_no_model_away(tmp_path: Path) -> None:
+    """Every model gone from the routers, which look at Serve's list every few seconds, while a keys
+    file has a line that is not understood or is being replaced."""
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text(f"{ADMIN}\n")
+    data = {"app_name": APP, "models": {"a": {"model": "/m"}}, "http": {"api_keys_file": str(keys)}}
+    schema = serve_config(parse_config(data, {}, check_files=False))
+    there = {app["name"]: app for app in schema["applications"]}
+    keys.write_text(f"{ADMIN} reqests=5\n")
+    assert list(entries(APP, there)) == ["a"]
+    keys.unlink()  # and another model, as what was read once is not read again
+    again = serve_config(parse_config({**data, "models": {"b": {}}}, {}, check_files=False))
+    found = entries(APP, {app["name"]: app for app in again["applications"]} | there)
+    assert sorted(found) == ["a", "b"]
+
+
 def test_deploying_a_file_leaves_what_is_not_its_own() -> None:
     """A model that was added by hand goes with the next update of the file; one that left the file
     stays for ever; one model's application is replaced by several models'."""
@@ -150,7 +167,7 @@ def test_deploying_a_file_leaves_what_is_not_its_own() -> None:
     wanted = list(applications(c={}).values())
     check(wanted, there)
     assert left_out(wanted, there) == {"several.a"}
-    single = serve_config(parse_config({"model": "/m", "app_name": APP}, {}, check_model=False))
+    single = serve_config(parse_config({"model": "/m", "app_name": APP}, {}, check_files=False))
     assert left_out(single["applications"], there) == set()
     with pytest.raises(ConfigError, match=r"serves several models .* configuration of one model"):
         check(single["applications"], there)
@@ -162,7 +179,7 @@ def test_deploying_a_file_leaves_what_is_not_its_own() -> None:
 
 def test_what_takes_one_model_says_so() -> None:
     """The first of several models converted or verified without a word."""
-    config = parse_config({"models": {"a": {}, "b": {}}}, {}, check_model=False)
+    config = parse_config({"models": {"a": {}, "b": {}}}, {}, check_files=False)
     for call in (build, engine_config):
         with pytest.raises(ConfigError, match="models: "):
             call(config)
