@@ -10,6 +10,7 @@ keep their lines of the same day, and without a case the table is made of these.
 """
 
 import argparse
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -54,8 +55,9 @@ def main() -> int:
     raw = RawLines(
         args.out, "operate", lambda kept: [line for line in kept if case(line) not in args.cases]
     )
-    here = versions("transformers")
+    there = versions("transformers")
     for name in args.cases:
+        here = there if name in ON_GPU else {**there, "device": f"{os.cpu_count()} CPU cores"}
         module = import_module(f"bench.operate.{CASES[name]}")
         model = (args.model, args.name or Path(args.model).name) if name in ON_GPU else ()
         for line in module.lines(args.rounds, *model):
@@ -67,7 +69,7 @@ def main() -> int:
             rows += import_module(f"bench.operate.{file}").rows(found)
             peers[PEERS[name]] = {}
     config: dict[str, object] = {"ours": {"model": "default"}, "peers": peers}
-    ran = {case(line): line.get("versions", here) for line in raw.all}
+    ran = {case(line): line.get("versions", there) for line in raw.all}
     config["versions"] = ran
     devices = dict.fromkeys(str(each["device"]) for each in ran.values())
     raw.finish(config, rows, ", ".join(devices))

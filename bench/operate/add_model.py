@@ -5,9 +5,10 @@ their chunks for some seconds, then while a model is added over HTTP and until i
 removes it again. Ours is the p99 of the second, the peer that of the first; failed streams are
 counted, and there may be none. What streams has half of the cores to itself (the first model's
 engine, routers, HAProxy, and the client), Ray and what is added the other half: on shared cores a
-start takes time from whatever runs beside it, and that is the machine's doing. With fewer than
-four cores nothing is pinned, because all that streams does not fit on one. A round takes half a
-minute.
+start takes time from whatever runs beside it, and that is the machine's doing. The two threads of a
+core are in one half. With fewer than four cores nothing is pinned, because all that streams does
+not fit on one. A round takes half a minute. `longest` are the longest gaps while the model was
+added: when, in seconds since it was asked for, and milliseconds.
 MANTA_TEST_MODEL: the default model's file, on a machine that cannot fetch it.
 """
 
@@ -86,6 +87,11 @@ class Streams:
             raise SystemExit(f"no token came in {ended - began:.0f} s: {self.failed[-3:]}")
         return round(found[int(0.99 * len(found))] * 1e3, 2), len(found)
 
+    def longest(self, began: float, ended: float) -> list[list[float]]:
+        """Seconds since then at which the five longest gaps ended, and their milliseconds."""
+        found = sorted((gap, when) for when, gap in list(self.gaps) if began < when <= ended)
+        return [[round(when - began, 2), round(gap * 1e3, 1)] for gap, when in found[-5:]]
+
     def stop(self) -> None:
         self._stop.set()
         for thread in self._threads:
@@ -141,31 +147,47 @@ def serving(folder: Path) -> Iterator[tuple[int, int]]:
             process.kill()
 
 
-def _pin(server: int) -> None:
+# In the command lines of what carries streams: engines' actors and routers; HAProxy and the actor
+# that starts it again when something changes; Serve's own proxy where there is no HAProxy.
+_STREAM = (b"ray::servereplica", b"haproxy", b"ray::proxyactor")
+
+
+def _half(cores: list[int]) -> set[int]:
+    """The logical cores of half of the cores."""
+    whole: dict[str, list[int]] = {}
+    for core in cores:
+        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        whole.setdefault(path.read_text() if path.exists() else str(core), []).append(core)
+    first = list(whole.values())[: len(whole) // 2]
+    return {core for threads in first for core in threads}
+
+
+def _pin(server: int) -> int:
     """What streams now gets half of the cores, all other processes of the server the rest, and so
-    what they start later."""
+    what they start later. How many cores a half has; 0: nothing was pinned."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 4:
-        return
-    half = set(cores[: len(cores) // 2])
+    half = _half(sorted(os.sched_getaffinity(0)))
+    rest = os.sched_getaffinity(0) - half
+    if len(half) < 2:
+        return 0
 
     def pin(pid: int, streams: bool) -> None:
         with suppress(OSError):  # it has ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes().lower()
-            streams |= b"ray::servereplica" in command or b"haproxy" in command
+            streams |= any(name in command for name in _STREAM)
             for task in Path(f"/proc/{pid}/task").iterdir():
-                os.sched_setaffinity(int(task.name), half if streams else set(cores) - half)
+                os.sched_setaffinity(int(task.name), half if streams else rest)
         for child in children.get(pid, ()):
             pin(child, streams)
 
     pin(server, False)
     for task in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(task.name), half)
+    return len(half)
 
 
 def _wait(port: int, status: str | None) -> None:
@@ -186,7 +208,7 @@ def _wait(port: int, status: str | None) -> None:
 def lines(rounds: int) -> Iterator[Line]:
     """A line a round."""
     with tempfile.TemporaryDirectory(prefix="op") as text, serving(Path(text)) as (port, server):
-        _pin(server)
+        pinned = _pin(server)
         streams = Streams(port)
         time.sleep(BEFORE_S / 2)
         for _ in range(rounds):
@@ -197,7 +219,8 @@ def lines(rounds: int) -> Iterator[Line]:
             _ask(port, "POST", "/v1/models", {"name": "two", **MODEL}).close()
             _wait(port, "ready")
             ready = time.monotonic() - began
-            adding, meanwhile = streams.p99(began, time.monotonic())
+            ended = time.monotonic()
+            adding, meanwhile = streams.p99(began, ended)
             _ask(port, "DELETE", "/v1/models/two").close()
             _wait(port, None)
             time.sleep(BEFORE_S / 2)
@@ -207,7 +230,9 @@ def lines(rounds: int) -> Iterator[Line]:
                 "adding_ms": adding,
                 "gaps": [count, meanwhile],
                 "ready_s": round(ready, 1),
+                "longest": streams.longest(began, ended),
                 "failed": len(streams.failed) - failed,
+                "pinned": pinned,
             }
         streams.stop()
 
