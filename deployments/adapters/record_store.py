@@ -82,13 +82,28 @@ class LocalRecordStore:
         self._mark += 1
 
 
+def mark_of_all(app: str) -> bytes:
+    """Changes with each change of the adapters of any model behind a router's application. Blocks;
+    raises OSError."""
+    found: bytes = store("get", _mark(app)) or b""
+    return found
+
+
+def _mark(app: str) -> str:
+    return f"{prefix(app)}adapters/mark"
+
+
 class RayRecordStore:
     """In Ray's own key-value store, which lives as long as the cluster: replicas and routers come
-    and go, and so may Serve's controller."""
+    and go, and so may Serve's controller.
 
-    def __init__(self, app: str) -> None:
+    app: the model's. routers: the application of its routers, "" if it is the same."""
+
+    def __init__(self, app: str, routers: str = "") -> None:
         self._folder = f"{prefix(app)}adapters/name/"
-        self._mark = f"{prefix(app)}adapters/mark"
+        self._mark = _mark(app)
+        # The routers' last: who sees it has to find the model's.
+        self._marks = dict.fromkeys((self._mark, _mark(routers or app)))
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
         # The mark first: a change while the records are read makes the next look find another one.
@@ -108,12 +123,16 @@ class RayRecordStore:
         existed = store("put", self._folder + record.name, value, overwrite=not fresh)
         if fresh and existed:
             return False
-        store("put", self._mark, secrets.token_bytes(8))
+        self._note_change()
         return True
 
     def delete(self, name: str) -> None:
         store("del", self._folder + name)
-        store("put", self._mark, secrets.token_bytes(8))
+        self._note_change()
+
+    def _note_change(self) -> None:
+        for mark in self._marks:
+            store("put", mark, secrets.token_bytes(8))
 
 
 def newer(before: AdapterRecord | None, now: int) -> int:

@@ -40,7 +40,7 @@ from engine.messages import AdapterInfo
 
 logger = logging.getLogger("manta.router")
 
-LOOK_SECONDS = 1.0  # between looks into the record store and the watched folder
+LOOK_SECONDS = 1.0  # between looks into the watched folder
 FAILED_SECONDS = 5.0  # how long a failure to read an adapter is remembered
 
 
@@ -93,12 +93,12 @@ class AdapterRegistry:
         self.records = self._view()
 
     async def start(self) -> None:
-        """From now on the changes of other routers are noticed."""
-        try:
-            await self._look(first=True)
-        except OSError as error:
-            logger.warning("adapters: %s: %s", self._settings.watch, error.strerror or error)
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        """Know what there is, and from now on what changes in the watched folder. Changes by other
+        routers are noticed with each `refresh`."""
+        await self.refresh()
+        if self._settings.watch is not None:
+            await self._look(self._settings.watch, first=True)
+            self._task = asyncio.get_running_loop().create_task(self._watch(self._settings.watch))
 
     def close(self) -> None:
         for task in (self._task, self._soon, *self._pins.values()):
@@ -234,21 +234,20 @@ class AdapterRegistry:
 
     # -- the record store and the folder
 
-    async def _watch(self) -> None:
+    async def _watch(self, folder: str) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            try:
-                await self._look()
-            except OSError as error:
-                logger.warning("adapters: %s: %s", self._settings.watch, error.strerror or error)
+            await self._look(folder)
 
-    async def _look(self, *, first: bool = False) -> None:
-        """Raises OSError if the watched folder cannot be read."""
-        await self.refresh()
-        watch = self._settings.watch
-        if watch is None:
-            return
-        found = await asyncio.to_thread(scan, watch)
+    async def _look(self, watched: str, *, first: bool = False) -> None:
+        try:
+            await self._scan(watched, first)
+        except (OSError, MantaError) as error:  # of the folder, or of the record store
+            told = getattr(error, "strerror", None) or error
+            logger.warning("adapters: %s: %s", watched, told)
+
+    async def _scan(self, watched: str, first: bool) -> None:
+        found = await asyncio.to_thread(scan, watched)
         # What was the same twice is not being written to.
         steady = {
             name: one for name, one in found.items() if first or self._scanned.get(name) == one

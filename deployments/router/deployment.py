@@ -119,8 +119,7 @@ class Router:
         self._models = ModelKeeper(front, app, settings.stream_seconds)
         for model in settings.models or ():
             await self._models.serve(model, self._engines)
-        if settings.find_models is not None:
-            await self._models.follow(settings.find_models)
+        await self._models.follow(settings.find_models)
         self._export = ServeExport(front.figures)
         self._application_metrics = ApplicationMetrics(
             name,

@@ -1,5 +1,6 @@
-"""ModelKeeper: loads the models that a router serves, connects it to their replicas, and, where
-models come and go, looks for what has changed."""
+"""ModelKeeper: loads the models that a router serves, connects it to their replicas, and looks for
+what other routers have changed: adapters, and models where these come and go. One look is for all
+models, so that one which nobody asks costs a router nothing."""
 
 import asyncio
 import logging
@@ -15,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments import catalog
-from deployments.adapters.record_store import RayRecordStore
+from deployments.adapters.record_store import RayRecordStore, mark_of_all
 from deployments.backend import ModelCard
 from deployments.checkpoints.resolve import ModelIdentity
 from deployments.router.admission.waking import Waking
@@ -32,7 +33,7 @@ from engine.text.tokenizer import Tokenizer
 logger = logging.getLogger("manta.router")
 
 _LOOK = 1.0  # seconds between looks at whether something was changed by our own commands
-_LOOK_AT_ALL = 10.0  # the same at what Serve has, whoever changed it
+_LOOK_AT_ALL = 10.0  # the same at what Serve and the store have, whoever changed it
 
 FindModels = Callable[[str], dict[str, ServedModel]]
 Engines = Sequence["DeploymentHandle[Any]"]
@@ -70,9 +71,11 @@ class ModelKeeper:
         self._failed: dict[str, ServedModel] = {}  # which could not be loaded
         self._mark = b""
         self._looked = 0.0
+        self._adapters_mark = b""
+        self._refreshed = 0.0
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()  # no other reference keeps them alive
-        self._find: FindModels = lambda app: {}
+        self._find: FindModels | None = None
         self._looking = asyncio.Lock()
 
     async def serve(self, model: ServedModel, engines: Engines) -> None:
@@ -86,7 +89,7 @@ class ModelKeeper:
             self._front.name,
             identity,
             model.adapters,
-            RayRecordStore(model.app or self._app),
+            RayRecordStore(model.app or self._app, self._app),
             Waking(model.name, model.start_seconds, partial(_ask, engines)),
         )
         await dispatcher.adapters.start()
@@ -114,8 +117,9 @@ class ModelKeeper:
         if before is not None:
             self._disconnect(before, same=model)
 
-    async def follow(self, find: FindModels) -> None:
-        """Serve the models that `find` gives, and look for changes from now on. find: blocks."""
+    async def follow(self, find: FindModels | None) -> None:
+        """Look for changes from now on. find: gives the models to serve, and blocks; None: those
+        that are served stay."""
         self._find = find
         await self.look()
         self._task = asyncio.get_running_loop().create_task(self._watch())
@@ -132,26 +136,38 @@ class ModelKeeper:
         while True:
             await asyncio.sleep(_LOOK)
             try:
-                mark = await asyncio.to_thread(catalog.mark, self._app)
-                if mark != self._mark or time.monotonic() - self._looked > _LOOK_AT_ALL:
+                adapters, models = await asyncio.to_thread(self._marks)
+                now = time.monotonic()
+                if adapters != self._adapters_mark or now - self._refreshed > _LOOK_AT_ALL:
+                    self._adapters_mark, self._refreshed = adapters, now
+                    served = self._connected.values()
+                    await asyncio.gather(*(one.dispatcher.adapters.refresh() for one in served))
+                if models != self._mark or now - self._looked > _LOOK_AT_ALL:
                     await self.look()
                 told = True
             except (OSError, RayError, RayServeException) as error:
                 if told:
-                    logger.warning("changes of the models cannot be seen: %s", error)
+                    logger.warning("changes by other routers cannot be seen: %s", error)
                 told = False
             except Exception:
                 logger.exception("the look at the models failed")
 
+    def _marks(self) -> tuple[bytes, bytes]:
+        """Of the adapters and of the models. Blocks."""
+        models = self._mark if self._find is None else catalog.mark(self._app)
+        return mark_of_all(self._app), models
+
     async def look(self) -> None:
         """Serve what there is now. Raises OSError, and what Ray does."""
         async with self._looking:
-            await self._look()
+            if self._find is not None:
+                await self._look(self._find)
+            self._looked = time.monotonic()
 
-    async def _look(self) -> None:
+    async def _look(self, find: FindModels) -> None:
         # The mark first: a change while the models are read makes the next look find another one.
         mark = await asyncio.to_thread(catalog.mark, self._app)
-        wanted = await asyncio.to_thread(self._find, self._app)
+        wanted = await asyncio.to_thread(find, self._app)
         for name in self._connected.keys() - wanted.keys():
             logger.info("the model %s is not served any more", name)
             self._front.take_out(name, self._seconds)
@@ -170,7 +186,7 @@ class ModelKeeper:
                 logger.info("the model %s is served", name)
                 self._failed.pop(name, None)
         self._front.sort([name for name in wanted if name in self._connected])
-        self._mark, self._looked = mark, time.monotonic()
+        self._mark = mark
 
     @staticmethod
     def _engines(model: ServedModel, now: "_Connected | None") -> Engines:

@@ -15,7 +15,7 @@ import pytest
 
 from deployments import store as shared
 from deployments.adapters.paths import allowed_path, scan, without_paths
-from deployments.adapters.record_store import LocalRecordStore, RayRecordStore
+from deployments.adapters.record_store import LocalRecordStore, RayRecordStore, mark_of_all
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import GenerationRequest
 from deployments.router.dispatcher import Dispatcher
@@ -189,11 +189,10 @@ def test_replicas_that_come_later_and_deaths(tmp_path):
     run(case())
 
 
-def test_many_changes_under_load(tmp_path, monkeypatch):
+def test_many_changes_under_load(tmp_path):
     """500 requests over 40 adapters through two routers, while adapters are added, replaced and
     removed and replicas die and come: the text of a revision that was meant at some time of the
     request, or an error that says why not; and nothing is left."""
-    monkeypatch.setattr("deployments.adapters.registry.LOOK_SECONDS", 0.02)
     late = 0.3  # seconds that a replica which has just come may not have heard of a change
 
     async def case():
@@ -258,8 +257,15 @@ def test_many_changes_under_load(tmp_path, monkeypatch):
                         for each in (router, other):
                             each.set_replicas(fleet.published())
 
+            async def look(router: Dispatcher) -> None:
+                """As ModelKeeper does for all models of a router."""
+                while True:
+                    await asyncio.sleep(0.02)
+                    await router.adapters.refresh()
+
             async with second_router(fleet) as other:
                 await other.adapters.start()
+                looks = asyncio.create_task(look(other))
                 for name in names[:30]:
                     await change(name)
                 work = asyncio.create_task(changes())
@@ -271,6 +277,7 @@ def test_many_changes_under_load(tmp_path, monkeypatch):
 
                 await asyncio.gather(*(in_turn() for _ in range(500)))
                 await work
+                looks.cancel()
                 for name, outcome, begin, end in checks:  # now what an add brought is known
                     assert outcome in allowed(name, begin - late, end), (name, outcome)
                 good = [outcome for _, outcome, *_ in checks if "@" in outcome]
@@ -479,6 +486,11 @@ def test_the_book_is_shared(monkeypatch):
         assert records == {"a": record}
         record_store.delete("a")
         assert other.changed(mark)[1] == {}
+    before, of_model = mark_of_all("x"), RayRecordStore("x.m", "x")
+    of_model.put(record)
+    assert before != (added := mark_of_all("x")), "routers look when any model's have changed"
+    of_model.delete("a")
+    assert mark_of_all("x") != added
     assert RayRecordStore("y").changed(b"") == (b"none", {})
 
 

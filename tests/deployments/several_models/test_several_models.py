@@ -1,16 +1,17 @@
 """Several models behind one endpoint: their configuration, the front of a router, and all of it on
 a real Ray and Serve with real engines, where what happens to one changes nothing of another."""
 
+import asyncio
 import os
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from deployments.adapters.record_store import AdapterRecord
+from deployments.adapters.record_store import AdapterRecord, RayRecordStore
 from deployments.app import build, deploy, put_model, serve_config
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.catalog import entries, model_app, statuses, trouble
@@ -23,6 +24,7 @@ from deployments.observe.metrics import render
 from deployments.parts import served_models
 from deployments.router.admission.limits import DispatchLimits
 from deployments.router.dispatcher import Dispatcher
+from deployments.router.models import keeper
 from deployments.router.models.front import ModelFront
 from engine.errors import AdapterError, ConfigError, InvalidRequest, MantaError, Overloaded
 from engine.sampling_params import SamplingParams
@@ -241,6 +243,53 @@ async def test_what_a_model_answers_goes_on_when_it_is_taken_out() -> None:
     for stream in streams:
         stream.abort()
     assert front.held()["requests"] == 0
+    front.close()
+
+
+async def test_models_that_nobody_asks_share_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question a second to Ray's store for each model, whose thread and answer cost a router as
+    much as dozens of chunks; or an adapter that another router added, and that is never seen."""
+    from ray.experimental import internal_kv
+
+    kept: dict[str, bytes] = {}
+    asked: list[str] = []
+
+    def get(key: str | bytes) -> bytes | None:
+        name = key if isinstance(key, str) else key.decode()
+        asked.append(name)
+        return kept.get(name)
+
+    def put(key: str, value: bytes, overwrite: bool = True) -> bool:
+        kept[key] = value
+        return True
+
+    def listed(prefix: str) -> list[bytes]:
+        return [key.encode() for key in kept if key.startswith(prefix)]
+
+    for name, fake in (("get", get), ("put", put), ("list", listed)):
+        monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", fake)
+    monkeypatch.setattr(keeper, "_LOOK", 0.01)
+    front = ModelFront("router", several=True)
+    looks = keeper.ModelKeeper(front, APP, 1.0)
+    for name in ("a", "b", "c"):
+        store = RayRecordStore(model_app(APP, name), APP)
+        card = ModelCard(name, 8192, 250, (2,), 0)
+        one = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router", record_store=store)
+        front.put(name, one, 1.0)
+        looks._connected[name] = keeper._Connected(cast(Any, None), one, ())
+    await looks.follow(None)
+    while len(asked) < 4:  # the first look is at all that there is
+        await asyncio.sleep(0.01)
+    asked.clear()
+    while len(asked) < 10:
+        await asyncio.sleep(0.01)
+    assert set(asked) == {f"manta/{APP}/adapters/mark"}
+    RayRecordStore(model_app(APP, "b"), APP).put(AdapterRecord(name="x", path="/x"))
+    async with asyncio.timeout(10):
+        while "x" not in front.adapters.records:
+            await asyncio.sleep(0.01)
+    assert list(front.dispatchers["b"].adapters.records) == ["x"]
+    looks.close()
     front.close()
 
 
