@@ -23,7 +23,11 @@ def rows(lines: list[Line]) -> list[Line]:
         ("us", "two-models/path", "us"),
     ):
         least = best(lines, figure)
-        for way, name in (("two", case), ("beside", f"{case}, the other idle")):
+        for way, name in (
+            ("two", case),
+            ("beside", f"{case}, the other idle"),
+            ("again", f"{case}, another router of one"),
+        ):
             ratio = round(least[way] / least["alone"], 3)
             told = {"ours": least[way], "peer": least["alone"], "unit": unit, "ratio": ratio}
             found.append({"case": name, **told})

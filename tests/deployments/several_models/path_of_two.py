@@ -2,11 +2,12 @@
 
     python -m tests.deployments.several_models.path_of_two
 
-Processes as in tests/deployments/path_cost.py. `alone`: one model and so many streams; `two`: two
-models, each with as many; `beside`: two models, of which one is asked. Microseconds of the router's
-CPU a chunk, the least of the rounds, in each of which all three take turns: other work on the
-machine only ever adds to them. And calls of functions a chunk, which are the same in each run but
-for what the window cuts off, 2 of 41.
+Processes as in tests/deployments/path_cost.py. `alone`: one model and so many streams; `again`: the
+same at another router, so that one sees what two processes of the same program differ by; `two`:
+two models, each with as many; `beside`: two models, of which one is asked. Microseconds of the
+router's CPU a chunk, the least of the rounds, in each of which all take turns and another one is
+the first: other work on the machine only ever adds to them. And calls of functions a chunk, which
+are the same in each run but for what the window cuts off, 2 of 41.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 
 from tests.deployments.path_cost import STEP, Spent, process, spend
 
-WAYS = ("alone", "two", "beside")
+WAYS = ("alone", "again", "two", "beside")
 
 
 def measure(streams: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
@@ -26,10 +27,11 @@ def measure(streams: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
     lines = []
     with ExitStack() as stack:
         first, second = (stack.enter_context(process("replica", STEP)) for _ in range(2))
-        alone = stack.enter_context(process("router", {"a": first}))
+        alone, again = (stack.enter_context(process("router", {"a": first})) for _ in range(2))
         both = stack.enter_context(process("router", {"a": first, "b": second}))
         ways = {
             "alone": (alone, streams, ("a",)),
+            "again": (again, streams, ("a",)),
             "two": (both, 2 * streams, ("a", "b")),
             "beside": (both, streams, ("a",)),
         }
@@ -50,8 +52,9 @@ def measure(streams: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
             time.sleep(0.3)  # until the aborted streams are gone
             return found
 
-        for count in (True, True, *[False, True] * rounds):
-            for way in WAYS:
+        for number, count in enumerate((True, True, *[False, True] * rounds)):
+            turn = number // 2 % len(WAYS)
+            for way in WAYS[turn:] + WAYS[:turn]:
                 found = run(way, count)
                 told = (
                     {"calls": round(found.calls[0] / found.chunks, 2)}
