@@ -105,10 +105,11 @@ class StepGraphs:
         """Record all, largest first so that smaller ones reuse its memory.
 
         A mixed step that keeps the device busy for longer than the host takes to launch it gains
-        nothing from a graph and loses what it is padded with: that size is left out, on all ranks
-        or on none, as they add up what is padded alike.
+        nothing from a graph and loses what it is padded with: that size is left out. Ranks leave
+        out the same, as what they add up has the size of the padded step.
         """
         runner = self._runner
+        group = runner.model.group
         tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
         runner.model.tune(sorted(tokens), [*self._decodes, *self._mixed])
         self._allocate()
@@ -120,8 +121,7 @@ class StepGraphs:
             launch = self._launch_seconds((entries, sizes[0])) if sizes else 0.0
             for at, num_tokens in enumerate(sizes):
                 self._capture_forward((entries, num_tokens), adapters=False)
-                gains = self._device_seconds((entries, num_tokens)) <= launch
-                if not runner.model.group.least(gains):
+                if not group.least(self._device_seconds((entries, num_tokens)) <= launch):
                     del self._forwards[(entries, num_tokens), False]
                     del sizes[at:]
                     break

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,6 +296,56 @@ def test_mixed_graphs_cover_every_row_up_to_256(most: int) -> None:
         assert size is not None
         entries, tokens = size
         assert count < entries <= max_entries(most) and batch.num_tokens <= tokens
+
+
+def test_ranks_record_the_same_sizes() -> None:
+    """Bug: each rank times mixed steps for itself, and leaves out others than the rest: they bring
+    a sum of 512 tokens, where one has 384, and wait for each other for good."""
+    meet, said = threading.Barrier(2, timeout=20), [0, 0]
+
+    class Rank:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def least(self, number: int) -> int:
+            said[self.number] = number
+            meet.wait()
+            found = min(said)
+            meet.wait()
+            return found
+
+    class Timed(StepGraphs):
+        """slow: sizes that take the device too long."""
+
+        slow: set[tuple[int, int]]
+
+        def _allocate(self) -> None: ...
+
+        def _launch_seconds(self, size: tuple[int, int]) -> float:
+            return 1.0
+
+        def _device_seconds(self, size: tuple[int, int]) -> float:
+            return 1.0 + (size in self.slow)
+
+        def _capture_forward(self, size: tuple[int, int], adapters: bool) -> None:
+            self._forwards[size, adapters] = None  # type: ignore[assignment]
+
+        def _capture_choice(self, entries: int, mixed: bool, how: str) -> None: ...
+
+    rows = RequestRows.allocate(64, 4096, 16, torch.device("cpu"))
+
+    def captured(number: int) -> Timed:
+        model = SimpleNamespace(group=Rank(number), tune=lambda *sizes: None)
+        runner = SimpleNamespace(rows=rows, model=model, lora=None)
+        graphs = Timed(runner, [1, 2], 2048)  # type: ignore[arg-type]
+        graphs.slow = [{(16, 384), (72, 512)}, {(16, 768), (72, 192)}][number]
+        graphs.capture()
+        return graphs
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(captured, range(2))
+    assert one._mixed == other._mixed and one._forwards.keys() == other._forwards.keys()
+    assert one._mixed[16][-1] == 256 and one._mixed[72][-1] == 160
 
 
 def test_too_few_blocks_name_the_ways_out() -> None:
