@@ -66,10 +66,9 @@ class Resolved:
 
     @property
     def captures(self) -> bool:
-        """Whether steps become CUDA graphs. Those whose requests ranks divide for attention are
-        launched kernel by kernel."""
+        """Whether steps become CUDA graphs."""
         wanted = self.device.type == "cuda" and self.config.cuda_graphs
-        return wanted and not self.model.whole_texts and self.kv_ranks == 1
+        return wanted and not self.model.whole_texts
 
     @property
     def spread_experts(self) -> bool:
@@ -125,7 +124,7 @@ def decide(
 
     by_requests = config.attention_data_parallel
     if by_requests:
-        _check_by_requests(config, model, cuda)
+        _check_by_requests(model)
     check_ranks(model, config.tensor_parallel, config.expert_parallel, by_requests)
     check_stages(model, config.pipeline_parallel)
     if cuda and config.deterministic and any(layer.latent for layer in model.attention):
@@ -244,15 +243,13 @@ def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
     return count % ranks == 0 and bool(thin or size % ranks or cut)
 
 
-def _check_by_requests(config: EngineConfig, model: ModelConfig, cuda: bool) -> None:
+def _check_by_requests(model: ModelConfig) -> None:
     """Raises ConfigError for what attention_data_parallel is not combined with."""
     why = ""
     if model.recurrent:
         why = f"{model.architecture} has layers that keep states, which are divided by heads alone"
     elif model.whole_texts:
         why = f"{model.architecture} keeps no keys of a text, so there is nothing to gain"
-    elif cuda and config.max_loras:
-        why = f"is not supported together with max_loras {config.max_loras} on CUDA"
     if why:
         raise ConfigError(
             f"attention_data_parallel: {why}; leave it out", param="attention_data_parallel"

@@ -67,10 +67,14 @@ class OwnTokens:
 
     tokens: [num_own] int64, ascending, their indices in the step's. meta: their layout, as a step
     of their own, with their adapters; None = there are none.
+
+    others: [num_tokens, 1] bool, in the place of tokens. meta is then of all tokens of the step,
+    and those of other ranks, which are true here, are padding in it.
     """
 
-    tokens: Tensor
+    tokens: Tensor | None
     meta: AttentionMeta | None
+    others: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

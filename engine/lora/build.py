@@ -70,6 +70,7 @@ class DeviceAdapters:
             max_tokens=resolved.max_num_batched_tokens,
             deterministic=config.deterministic,
             steps=resolved.stages,
+            layouts=2 if resolved.kv_ranks > 1 else 1,
         )
         disk = DiskCache(config.lora_disk_folder, config.lora_disk_bytes)
         renamed, elsewhere = resolved.model.tensor_name, model.modules_elsewhere

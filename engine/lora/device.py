@@ -4,6 +4,7 @@ Slots have fixed addresses and the metadata of decode steps too, so that graphs 
 metadata is small and made on the host: one upload a step, and none for a step without adapters.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,35 @@ def slot_sizes(
     return slots * slot_elements, slots * num_parts * 4, partial
 
 
+@dataclass(slots=True)
+class _Layout:
+    """Where the metadata of steps is, on CUDA."""
+
+    meta: Tensor  # int32 on the device
+    # Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and n has ended by then.
+    staging: list[Tensor]
+    turn: int = 0
+
+    @classmethod
+    def allocate(cls, capacity: int, device: torch.device, steps: int) -> "_Layout":
+        """steps: in flight at once."""
+        return cls(
+            torch.zeros(capacity, dtype=torch.int32, device=device),
+            [
+                torch.empty(capacity, dtype=torch.int32, pin_memory=True)
+                for _ in range(max(2, steps))
+            ],
+        )
+
+    def next_staging(self) -> Tensor:
+        self.turn = (self.turn + 1) % len(self.staging)
+        return self.staging[self.turn]
+
+
 class LoraDevice:
     """slots: how many; slot_elements: of the largest adapter; num_parts: of the layout.
-    deterministic: see LoraStep. steps: in flight at once."""
+    deterministic: see LoraStep. steps: in flight at once. layouts: of a step: 2, where one of some
+    of its tokens lies beside that of all."""
 
     def __init__(
         self,
@@ -46,6 +73,7 @@ class LoraDevice:
         max_tokens: int,
         deterministic: bool = False,
         steps: int = 2,
+        layouts: int = 1,
     ) -> None:
         self.max_rank = max_rank
         self._deterministic = deterministic
@@ -66,13 +94,7 @@ class LoraDevice:
         self._partial = torch.empty(sizes[2], dtype=torch.float32, device=device)
         if self._cuda:
             capacity = tokens + 3 * self._max_tiles(tokens, 16)
-            self._meta = torch.zeros(capacity, dtype=torch.int32, device=device)
-            # Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and n has ended by then.
-            self._staging = [
-                torch.empty(capacity, dtype=torch.int32, pin_memory=True)
-                for _ in range(max(2, steps))
-            ]
-            self._turn = 0
+            self._layouts = [_Layout.allocate(capacity, device, steps) for _ in range(layouts)]
 
     @property
     def num_bytes(self) -> int:
@@ -113,15 +135,18 @@ class LoraDevice:
             return None
         return slots if batch.num_decodes == len(slots) else np.repeat(slots, batch.lengths)
 
-    def step(self, batch: Batch) -> LoraStep | None:
-        """Of an eager step; None if none of its tokens has an adapter."""
+    def step(self, batch: Batch, *, beside: bool = False) -> LoraStep | None:
+        """Of an eager step; None if none of its tokens has an adapter. beside: of some tokens of
+        the step that was laid out last, which stays."""
         slots = self.slots_of(batch)
-        return None if slots is None else self.lay_out(slots)
+        return None if slots is None else self.lay_out(slots, beside=beside)
 
-    def lay_out(self, slots: "np.ndarray[Any, np.dtype[np.int16]]") -> LoraStep:
-        """slots: of each token of an eager step; -1 = none."""
+    def lay_out(
+        self, slots: "np.ndarray[Any, np.dtype[np.int16]]", *, beside: bool = False
+    ) -> LoraStep:
+        """slots: of each token of an eager step; -1 = none. beside: as of `step`."""
         if self._cuda:
-            return self._upload(slots)
+            return self._upload(slots, self._layouts[beside])
         order = np.argsort(slots, kind="stable")
         starts = np.flatnonzero(np.diff(slots[order], prepend=-2))
         segments = [
@@ -135,11 +160,11 @@ class LoraDevice:
         """What a graph of num_tokens reads. slots: of the batch's tokens, which come first."""
         padded_slots = np.full(num_tokens, -1, dtype=np.int16)
         padded_slots[: len(slots)] = slots
-        self._upload(padded_slots)
+        self._upload(padded_slots, self._layouts[0])
 
     def graph_step(self, num_tokens: int) -> LoraStep:
         """What such a graph is captured with: the place that `upload_step` writes."""
-        return self._view(num_tokens)
+        return self._view(num_tokens, self._layouts[0])
 
     def _tile_rows(self, tokens: int) -> int:
         from kernels.lora import tile_rows
@@ -150,12 +175,11 @@ class LoraDevice:
         """Every group of equal slots has at most one tile that is not full."""
         return tokens // block + min(self.num_slots + 1, tokens)
 
-    def _upload(self, slots: "np.ndarray[Any, Any]") -> LoraStep:
+    def _upload(self, slots: "np.ndarray[Any, Any]", layout: "_Layout") -> LoraStep:
         count, block = len(slots), self._tile_rows(len(slots))
         tiles = self._max_tiles(count, block)
         order = np.argsort(slots, kind="stable")
-        self._turn = (self._turn + 1) % len(self._staging)
-        staging = self._staging[self._turn]
+        staging = layout.next_staging()
         array = staging.numpy()
         array[:count] = order
         table = array[count : count + 3 * tiles].reshape(tiles, 3)
@@ -163,14 +187,14 @@ class LoraDevice:
         table[: len(made)] = made
         table[len(made) :] = (-1, 0, 0)
         used = count + 3 * tiles
-        self._meta[:used].copy_(staging[:used], non_blocking=True)
-        return self._view(count)
+        layout.meta[:used].copy_(staging[:used], non_blocking=True)
+        return self._view(count, layout)
 
-    def _view(self, count: int) -> LoraStep:
+    def _view(self, count: int, layout: "_Layout") -> LoraStep:
         block = self._tile_rows(count)
         tiles = self._max_tiles(count, block)
-        table = self._meta[count : count + 3 * tiles].view(tiles, 3)
-        return self._make(self._meta[:count], table, block, ())
+        table = layout.meta[count : count + 3 * tiles].view(tiles, 3)
+        return self._make(layout.meta[:count], table, block, ())
 
     def _make(self, order: Tensor, tiles: Tensor, block: int, segments: Any) -> LoraStep:
         return LoraStep(

@@ -13,6 +13,9 @@ padding row, writes no key, and its token goes nowhere.
 Of a pipeline's stage only the layers are recorded. They read what the stage before has handed on
 from one place and leave what they hand on in another. The choice of a token waits for the last
 stage while other steps are uploaded, so it is launched kernel by kernel.
+
+Where ranks divide attention by requests, how many of a step are this rank's is no size of a graph.
+A recorded step's attention has all of its tokens, and those of other ranks are padding there.
 """
 
 import time
@@ -31,12 +34,15 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.runner.inputs import max_entries
 from engine.sampling.sampler import Masked, Sampled, SamplePlan
+from kernels.metadata import AttentionMeta
 
 if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
 
 Size = tuple[int, int]  # entries, tokens
 How = Literal["greedy", "sampled", "masked"]  # tokens are chosen; masked: sampled, under masks
+
+_FEW = 64  # tokens, whose products take as long as their weights are read
 
 # Entries -> tokens. One entry is for padding, and batches like to be powers of two.
 MIXED_SIZES: dict[int, tuple[int, ...]] = {
@@ -107,6 +113,9 @@ class StepGraphs:
         A mixed step that keeps the device busy for longer than the host takes to launch it gains
         nothing from a graph and loses what it is padded with: that size is left out. Ranks leave
         out the same, as what they add up has the size of the padded step.
+
+        Steps of many decodes whose attention has the tokens of all ranks, where it could have its
+        own alone, are left out if they take longer.
         """
         runner = self._runner
         group = runner.model.group
@@ -114,9 +123,18 @@ class StepGraphs:
         runner.model.tune(sorted(tokens), [*self._decodes, *self._mixed])
         self._allocate()
         variants = self._variants()
+        pays = runner.own_inputs is None
         for count in reversed(self._decodes):
-            for adapters in variants:
-                self._capture_forward((count, count), adapters)
+            self._capture_forward((count, count), adapters=False)
+            pays = pays or count <= _FEW
+            if not pays:
+                device = self._device_seconds((count, count))
+                pays = bool(group.least(device <= self._divided_seconds(count)))
+            if not pays:
+                del self._forwards[(count, count), False]
+                self._decodes.remove(count)
+            elif len(variants) > 1:
+                self._capture_forward((count, count), adapters=True)
         for entries, sizes in self._mixed.items():
             launch = self._launch_seconds((entries, sizes[0])) if sizes else 0.0
             for at, num_tokens in enumerate(sizes):
@@ -136,7 +154,7 @@ class StepGraphs:
         self._allocate()
         mixed = ((entries, size) for entries, sizes in self._mixed.items() for size in sizes)
         for size in chain(((count, count) for count in reversed(self._decodes)), mixed):
-            self._runner.inputs.all_padding(*size)
+            self._all_padding(size)
             for adapters in self._variants():
                 self._forward(size, adapters)
         for count, is_mixed, how in self._each_choice():
@@ -171,28 +189,49 @@ class StepGraphs:
                 for how in hows:
                     yield count, mixed, how
 
-    @torch.inference_mode()
     def _launch_seconds(self, size: Size) -> float:
         """What launching such a step kernel by kernel costs the host."""
-        self._runner.inputs.all_padding(*size)
-        self._forward(size, adapters=False)
+        self._all_padding(size)
+        return self._seconds(lambda: self._forward(size, adapters=False), whole=False)
+
+    def _device_seconds(self, size: Size) -> float:
+        """What its graph costs the device, without attention to what is not there yet."""
+        self._all_padding(size)
+        return self._seconds(self._forwards[size, False].replay)
+
+    def _divided_seconds(self, count: int) -> float:
+        """What a step of so many decodes costs kernel by kernel, host and device together, where
+        this rank's attention has its share of them alone."""
+        runner = self._runner
+        share = -(-count // runner.model.group.size)
+        runner.inputs.all_padding(count, count)
+        runner.own_inputs.all_padding(share, share)
+        longest = runner.rows.tokens.shape[1] - 1
+
+        def launch() -> None:
+            token_ids, metas = runner.inputs.lay_out(count, count, count, 1, longest)
+            _, own = runner.own_inputs.lay_out(share, share, share, 1, longest)
+            runner.run(token_ids, metas, own=(torch.arange(share, device=runner.device), own))
+
+        return self._seconds(launch)
+
+    @torch.inference_mode()
+    def _seconds(self, launch: Callable[[], None], *, whole: bool = True) -> float:
+        """Until it is done; or else until it is launched."""
+        launch()  # the first time kernels are loaded and graphs uploaded
         torch.cuda.synchronize()
         start = time.perf_counter()
-        self._forward(size, adapters=False)
+        launch()
+        if whole:
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         torch.cuda.synchronize()
         return seconds
 
-    def _device_seconds(self, size: Size) -> float:
-        """What its graph costs the device, without attention to what is not there yet."""
-        self._runner.inputs.all_padding(*size)
-        graph = self._forwards[size, False]
-        graph.replay()  # the first one uploads it
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
+    def _all_padding(self, size: Size) -> None:
+        for inputs in (self._runner.inputs, self._runner.own_inputs):
+            if inputs is not None:
+                inputs.all_padding(*size)
 
     def forget(self) -> None:
         """Each is captured again when it is first needed."""
@@ -211,6 +250,8 @@ class StepGraphs:
         if key not in self._forwards:
             self._capture_forward(*key)
         runner.inputs.upload(batch, *size)
+        if runner.own_inputs is not None:
+            runner.own_inputs.upload(runner.padded_to_own(batch), *size)
         if lora is not None and slots is not None:
             lora.upload_step(slots, size[1])
         self._forwards[key].replay()
@@ -325,21 +366,24 @@ class StepGraphs:
         entries, num_tokens = size
         mixed = num_tokens > entries
         max_kv_len = runner.rows.tokens.shape[1] - 1
-        token_ids, metas = runner.inputs.lay_out(
-            entries, num_tokens, entries, num_tokens if mixed else 1, max_kv_len
-        )
+        layout = entries, num_tokens, entries, num_tokens if mixed else 1, max_kv_len
+        token_ids, metas = runner.inputs.lay_out(*layout)
+        own: list[AttentionMeta] = []
+        if runner.own_inputs is not None:
+            _, own = runner.own_inputs.lay_out(*layout)
         if adapters:
             assert runner.lora is not None
-            for meta in metas:
+            for meta in (*metas, *own):
                 meta.lora = runner.lora.graph_step(num_tokens)
+        divided = (None, own) if own else None
         stage = runner.model.stage
         if stage.alone:
-            hidden, out = runner.run(token_ids, metas), self._hidden
+            hidden, out = runner.run(token_ids, metas, own=divided), self._hidden
         else:
             entered = self._entered[:num_tokens]
             if stage.first:
                 entered = runner.model.enter(token_ids, metas[0].positions)
-            hidden, out = runner.run(token_ids, metas, entered), self._handed_on
+            hidden, out = runner.run(token_ids, metas, entered, own=divided), self._handed_on
         if mixed and stage.last:
             torch.index_select(hidden, 0, runner.inputs.last[:entries], out=out[:entries])
         else:

@@ -41,8 +41,9 @@ class DeviceStep:
     sample_rows: Tensor  # [num_samples] int64
     sample_positions: Tensor  # [num_samples] int64: position of the new token
     # Of the tokens whose keys this rank has, where ranks divide attention by requests: their
-    # indices [num_own] int64, and their metas, of each group; no metas where there are none.
-    own: tuple[Tensor, list[AttentionMeta]] | None = None
+    # indices [num_own] int64, and their metas, of each group; no metas where there are none. No
+    # indices: the metas are of all tokens, and those of other ranks are padding in them.
+    own: "tuple[Tensor | None, list[AttentionMeta]] | None" = None
 
     def adapt(self, lora: LoraStep | None) -> None:
         """Which adapter each token has."""

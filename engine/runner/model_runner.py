@@ -100,11 +100,11 @@ class ModelRunner:
             ]
         else:
             self.inputs = CpuInputs(rows, kv.block_size)
-        self._own_inputs: Any = None  # of the step's entries whose keys are here
+        self.own_inputs: Any = None  # of the step's entries whose keys are here
         if by_requests:
-            self._own_inputs = self.inputs
+            self.own_inputs = self.inputs
             if self.cuda:  # whose buffers each hold one step
-                self._own_inputs = CudaInputs(
+                self.own_inputs = CudaInputs(
                     rows, kv.block_size, max_num_batched_tokens, device, steps
                 )
         self._kv_rank = np.zeros(rows.pad_row, dtype=np.int64)  # of each row
@@ -154,7 +154,7 @@ class ModelRunner:
                 assert self._prompts is not None
                 self._prompts.name(new)
         prefixes = batch.prefixes
-        if self._own_inputs is not None:
+        if self.own_inputs is not None:
             prefixes = [each for each in prefixes if each.kv_rank == self.model.group.rank]
         if prefixes:
             assert self._prompts is not None
@@ -193,7 +193,7 @@ class ModelRunner:
         step = self.inputs.assemble(batch)
         if self.lora is not None:
             step.adapt(self.lora.step(batch))
-        if self._own_inputs is not None:
+        if self.own_inputs is not None:
             step.own = self._own(batch)
 
         def conclude(hidden: Tensor) -> DeviceResult:
@@ -398,6 +398,13 @@ class ModelRunner:
         """The model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
         return self.run(step.token_ids, step.metas, own=step.own)
 
+    def padded_to_own(self, batch: Batch) -> Batch:
+        """The layout of a step in which entries whose keys another rank has are padding."""
+        here, pad = self._kv_rank[batch.rows] == self.model.group.rank, self.rows.pad_row
+        rows = [row if own else pad for row, own in zip(batch.rows, here, strict=True)]
+        starts = [start if own else 0 for start, own in zip(batch.starts, here, strict=True)]
+        return Batch(batch.step, rows, starts, batch.lengths, batch.samples, batch.num_decodes)
+
     def _own(self, batch: Batch) -> tuple[Tensor, list[AttentionMeta]]:
         """As `DeviceStep.own` has it."""
         here = self._kv_rank[batch.rows] == self.model.group.rank
@@ -414,9 +421,9 @@ class ModelRunner:
             [batch.samples[entry] for entry in entries],
             int(here[: batch.num_decodes].sum()),
         )
-        step: DeviceStep = self._own_inputs.assemble(own)
+        step: DeviceStep = self.own_inputs.assemble(own)
         if self.lora is not None:
-            step.adapt(self.lora.step(own))
+            step.adapt(self.lora.step(own, beside=True))
         return tokens, step.metas
 
     def run(
@@ -424,20 +431,21 @@ class ModelRunner:
         token_ids: Tensor,
         metas: Sequence[AttentionMeta],
         entered: Tensor | None = None,
-        own: tuple[Tensor, list[AttentionMeta]] | None = None,
+        own: tuple[Tensor | None, list[AttentionMeta]] | None = None,
     ) -> Tensor:
         """The same. metas: of each group of layers; they are planned here. entered: what the first
         of this stage's layers sees; the result is then what comes out of the last. own: as of
         DeviceStep."""
         layers, groups = self.kv.layers, self.kv.groups
         views = attending = in_views(groups, metas, self.kv.block_size)
-        if self._own_inputs is not None:
+        if self.own_inputs is not None:
             if own is None:  # a warm-up, as if all requests were this rank's
                 own = torch.arange(len(token_ids), device=self.device), list(metas)
             tokens, metas = own
+            others = metas[0].slots[:, None] < 0 if tokens is None else None
             attending = in_views(groups, metas, self.kv.block_size) if metas else []
             for at, meta in enumerate(views):
-                meta.own = OwnTokens(tokens, attending[at] if metas else None)
+                meta.own = OwnTokens(tokens, attending[at] if metas else None, others)
         for view, meta in zip(groups.views, attending, strict=bool(groups.views and attending)):
             attention = groups.groups[view.group].attention
             if not attention.bidirectional:

@@ -22,6 +22,7 @@ from engine.config_reader import Reader
 from engine.errors import ConfigError
 from engine.messages import EngineRequest
 from engine.models.registry import build_model
+from engine.parallel.group import TensorParallelGroup
 from engine.resolve import resolve
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.graphs import StepGraphs, default_sizes
@@ -336,7 +337,7 @@ def test_ranks_record_the_same_sizes() -> None:
 
     def captured(number: int) -> Timed:
         model = SimpleNamespace(group=Rank(number), tune=lambda *sizes: None)
-        runner = SimpleNamespace(rows=rows, model=model, lora=None)
+        runner = SimpleNamespace(rows=rows, model=model, lora=None, own_inputs=None)
         graphs = Timed(runner, [1, 2], 2048)  # type: ignore[arg-type]
         graphs.slow = [{(16, 384), (72, 512)}, {(16, 768), (72, 192)}][number]
         graphs.capture()
@@ -346,6 +347,44 @@ def test_ranks_record_the_same_sizes() -> None:
         one, other = threads.map(captured, range(2))
     assert one._mixed == other._mixed and one._forwards.keys() == other._forwards.keys()
     assert one._mixed[16][-1] == 256 and one._mixed[72][-1] == 160
+
+
+def test_decodes_of_all_ranks_are_recorded_where_that_pays() -> None:
+    """Bug: where ranks divide attention by requests, a graph's attention has the requests of all
+    ranks, and steps of a thousand decodes are slower with graphs than without."""
+
+    class Timed(StepGraphs):
+        timed: tuple[int, ...] = ()
+
+        def _allocate(self) -> None: ...
+
+        def _device_seconds(self, size: tuple[int, int]) -> float:
+            self.timed += size[:1]
+            return size[0] / 1000
+
+        def _divided_seconds(self, count: int) -> float:
+            return 0.2 + count / 4000
+
+        def _capture_forward(self, size: tuple[int, int], adapters: bool) -> None:
+            self._forwards[size, adapters] = None  # type: ignore[assignment]
+
+        def _capture_choice(self, entries: int, mixed: bool, how: str) -> None:
+            assert mixed or entries in self._decodes
+
+    rows = RequestRows.allocate(1024, 32, 16, torch.device("cpu"))
+    model = SimpleNamespace(group=TensorParallelGroup(), tune=lambda *sizes: None)
+    fields = {"rows": rows, "model": model, "lora": object()}
+    sizes = default_sizes(1024)
+    graphs = Timed(SimpleNamespace(**fields, own_inputs=object()), sizes, 31)  # type: ignore[arg-type]
+    graphs.capture()
+    kept = [size for size in sizes if size <= 256]
+    assert graphs._decodes == kept and set(graphs.timed) == set(sizes) - set(kept) | {kept[-1]}
+    assert set(graphs._forwards) == {((n, n), adapters) for n in kept for adapters in (False, True)}
+    for count, size in ((3, (4, 4)), (256, (256, 256)), (257, None)):
+        assert graphs.size_of(Batch(0, [0] * count, num_decodes=count)) == size
+    graphs = Timed(SimpleNamespace(**fields, own_inputs=None), sizes, 31)  # type: ignore[arg-type]
+    graphs.capture()
+    assert graphs._decodes == sizes and not graphs.timed
 
 
 def test_too_few_blocks_name_the_ways_out() -> None:

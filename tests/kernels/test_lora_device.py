@@ -62,7 +62,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LoraDevice:
 
     elements = padded(MAX_RANK) * sum(a + b for a, b in SIZES)
     uploader: Any = SimpleNamespace(device=torch.device("cuda"), copy=copy)
-    rows = {"max_rows": 8, "max_tokens": TOKENS}
+    rows = {"max_rows": 8, "max_tokens": TOKENS, "layouts": 2}
     return LoraDevice(SLOTS, elements, len(SIZES), MAX_RANK, torch.float32, uploader, **rows)
 
 
@@ -107,6 +107,20 @@ def test_one_graph_for_every_step(device: LoraDevice) -> None:
             assert row_error(got, want) < 2 * BOUND[torch.float32]
             same = [i for i in range(count) if i >= used or slots[i] < 0]
             assert torch.equal(got[same], y[same])
+
+
+def test_a_layout_of_some_tokens_lies_beside_that_of_all(device: LoraDevice) -> None:
+    """Bugs: attention of a rank's own requests has laid out their adapters where those of all of
+    the step's tokens are, which MLPs read behind it; two layouts a step write into the pinned
+    memory that the step before is still copied from."""
+    all_slots = np.asarray([0, -1, 2, 1, 0, 3, -1, 2], dtype=np.int16)
+    whole = device.lay_out(all_slots)
+    before = whole.order.clone(), whole.tiles.clone()
+    own = device.lay_out(all_slots[[2, 5]], beside=True)
+    assert torch.equal(whole.order, before[0]) and torch.equal(whole.tiles, before[1])
+    assert sorted(own.tiles[own.tiles[:, 0] >= 0][:, 0].tolist()) == [2, 3]
+    pinned = [layout.next_staging().data_ptr() for _ in range(2) for layout in device._layouts]
+    assert len(set(pinned)) == 4
 
 
 def test_warm_up_is_of_the_largest_rank(device: LoraDevice) -> None:

@@ -6,7 +6,7 @@ from engine.layers.block import Block
 from engine.layers.norm import Norm
 from engine.parallel.group import TensorParallelGroup
 from kernels.kv.quantized import KV
-from kernels.metadata import AttentionMeta
+from kernels.metadata import AttentionMeta, OwnTokens
 
 
 class AttentionByRequests:
@@ -34,12 +34,20 @@ class AttentionByRequests:
         residual: Tensor | None = None,
     ) -> Tensor:
         """See Attention. meta: with `own`."""
-        own = meta.own
-        assert own is not None
-        found = x.new_zeros(x.shape)
-        if own.meta is not None:
-            some = x.index_select(0, own.tokens)
-            found.index_copy_(0, own.tokens, self.attention.forward(some, kv, own.meta, norm=norm))
+        assert meta.own is not None
+        found = self._found(x, kv, meta.own, norm)
         if residual is None:
             return self.group.all_reduce(found)
         return self.group.add_reduced(found, residual)
+
+    def _found(self, x: Tensor, kv: KV, own: OwnTokens, norm: Norm | None) -> Tensor:
+        """What was attended from this rank's tokens, and zeros for the others: of x's shape."""
+        if own.others is not None:
+            assert own.meta is not None
+            return self.attention.forward(x, kv, own.meta, norm=norm).masked_fill_(own.others, 0)
+        found = x.new_zeros(x.shape)
+        if own.meta is not None:
+            assert own.tokens is not None
+            some = x.index_select(0, own.tokens)
+            found.index_copy_(0, own.tokens, self.attention.forward(some, kv, own.meta, norm=norm))
+        return found
