@@ -16,6 +16,8 @@ from engine.errors import ConfigError, EngineDead
 from engine.messages import Abort, EngineRequest, Failed, StepFrame
 from engine.sampling_params import SamplingParams
 from tests.deployments.router.fleet import FAST, PROMPT, Fleet, read, text, until
+from tests.engine.process.ranked import children, model_and_adapters
+from tests.engine.process.test_process import running
 
 
 def run(coroutine):
@@ -248,6 +250,36 @@ def test_a_real_engine_process_that_is_stuck(how):
             await replica_server.stop()
 
     run(case())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks on the CPU need two cores")
+def test_a_rank_that_is_stopped(tmp_path):
+    """Bugs: the first rank gives signs of life while it waits for another one for ever, and seems
+    to compute; the other, which takes no signal but one, stays behind with its memory."""
+    folder = model_and_adapters(tmp_path)["model"]
+    parts = {"tensor_parallel": 2, "num_threads": 1, "num_blocks": 64, "max_num_seqs": 1}
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", **parts)
+
+    async def case():
+        replica_server = ReplicaServer(FAST, StallLimits(tick=0.5, silent=20.0, hung=2.0))
+        await replica_server.start(config, "127.0.0.1")
+        engine = replica_server._engine.pid
+        (rank,) = children(engine)
+        try:
+            router = await Router().connect(replica_server)
+            for id in range(40):
+                router.submit(id, max_tokens=400)
+            await until(lambda: bool(router.tokens(0)))
+            os.kill(rank, signal.SIGSTOP)
+            await until(lambda: router.failed is not None, seconds=20)
+            assert router.failed.code == "engine_stalled"
+            assert "a step in which nothing moves" in router.failed.message
+        finally:
+            await replica_server.stop()
+        await until(lambda: not running(rank) and not running(engine), seconds=5)
+
+    asyncio.run(asyncio.wait_for(case(), 150))
 
 
 def test_a_poisoned_device_ends_its_engine_and_the_requests_move():

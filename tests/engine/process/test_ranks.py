@@ -87,6 +87,28 @@ def test_texts_are_those_of_one_rank(
             assert logprobs_of(other[id]) == close
 
 
+def test_deterministic_numbers_are_a_request_s_own(model: dict[str, Path], two_cores: None) -> None:
+    """Bug: what ranks add up depends on how large the step is, so a request has other bits beside
+    others, or where its prompt was cut elsewhere, than alone."""
+    requests = [
+        msgspec.structs.replace(
+            each, params=msgspec.structs.replace(each.params, logprobs=1, prompt_logprobs=0)
+        )
+        for each in everything(model)
+        if not each.adapter and each.params.structured is None
+    ]
+    options = {"tensor_parallel": 2, "dtype": "bfloat16", "deterministic": True, "max_loras": 0}
+    core, ranks = start(config_of(model["model"], num_blocks=24, **options))
+    together = serve(core, requests)
+    for each in requests:
+        core.reset_prefix_cache()
+        alone = serve(core, [each])
+        assert told(alone).items() <= told(together).items()
+        assert logprobs_of(alone[each.id]) == logprobs_of(together[each.id])
+    assert ranks is not None
+    ranks.close()
+
+
 def test_a_failed_step_costs_the_requests_that_are_to_blame(
     model: dict[str, Path], two_cores: None
 ) -> None:
