@@ -15,10 +15,12 @@ from deployments.config.load import MantaConfig, PoolConfig, PoolKind
 from deployments.plan.memory import (
     GIB,
     GPUS,
+    DoesNotFit,
     EnginePlan,
     Hardware,
     check_quantization,
     plan,
+    ranks_that_fit,
 )
 from deployments.plan.prices import NodeOffer, Prices, offers
 from engine.config.engine_config import EngineConfig
@@ -34,7 +36,7 @@ def run(
     spec: str, gpu: str | None, gpus: int | None, memory: float | None, prices: Path | None = None
 ) -> int:
     """Print the tables. Raises ConfigError when something does not fit."""
-    config, file = read_planned(spec)
+    config, file = read_planned(spec, complete=False)
     priced = Prices.load(prices)
     device = device_of(gpu, memory)
     for one in config.each().values():
@@ -51,7 +53,8 @@ def _print(
     priced: Prices,
 ) -> None:
     """The tables of one model. file: its config.json, if it is known."""
-    file = file or outlined(config.model)
+    alone = Path(config.model).expanduser() / "config.json"
+    file = file or outlined(config.model) or (alone if alone.is_file() else None)
     if file is None:
         with model_progress() as progress:
             # Weights are not read, and a GGUF file in its blocks is the quicker of its two folders.
@@ -82,8 +85,18 @@ def plans(
     """Of each pool that would run on the device. file: the model's config.json. gpus: of a node;
     None = as many as a replica has. Raises ConfigError when something does not fit."""
     for name, engine in engines(config, device):
-        model = ModelConfig.from_file(file, engine.rope_scaling)
-        yield name, plan(as_loaded(model, engine), engine, device, devices_per_node=gpus)
+        model = as_loaded(ModelConfig.from_file(file, engine.rope_scaling), engine)
+        try:
+            yield name, plan(model, engine, device, devices_per_node=gpus)
+        except DoesNotFit as error:
+            ranks = None if device.kind == "cpu" else ranks_that_fit(model, engine, device)
+            if ranks is None:  # on a CPU they share the memory
+                raise
+            raise DoesNotFit(
+                f"{error.message}; or set engine.tensor_parallel: {ranks}, with which it fits on "
+                f"{ranks * engine.pipeline_parallel} GPUs",
+                param=error.param,
+            ) from None
 
 
 def keys_and_values(result: EnginePlan) -> Iterator[str]:

@@ -11,8 +11,9 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError
 
 
-def read_target(spec: str) -> MantaConfig:
-    """A validated configuration from a file, or the defaults for a model.
+def read_target(spec: str, *, complete: bool = True) -> MantaConfig:
+    """A validated configuration from a file, or the defaults for a model. complete: as of
+    `load_config`.
 
     Raises ConfigError with all problems, before anything is downloaded or loaded.
     """
@@ -20,20 +21,21 @@ def read_target(spec: str) -> MantaConfig:
     if path.suffix in (".yaml", ".yml"):
         if not path.exists():
             raise ConfigError(f"{spec}: no such configuration file")
-        return load_config(path)
+        return load_config(path, complete=complete)
     if path.is_file() and path.suffix != ".gguf":
         raise ConfigError(f"{spec}: neither a .yaml configuration nor a .gguf model")
     return parse_config({"model": spec})
 
 
-def read_planned(spec: str) -> tuple[MantaConfig, Path | None]:
+def read_planned(spec: str, *, complete: bool = True) -> tuple[MantaConfig, Path | None]:
     """As read_target; a folder may be without weights and tokenizer, and its config.json may be
-    given alone. The path is that config.json's; None where the model has to be resolved."""
+    given alone. The path is that config.json's; None where the model has to be resolved. complete:
+    the folder that a .yaml file names is with them."""
     path = Path(spec).expanduser()
     file = path if path.suffix == ".json" else path / "config.json"
     if file.is_file():
         return parse_config({"model": str(file.parent)}, check_files=False), file
-    return read_target(spec), None
+    return read_target(spec, complete=complete), None
 
 
 def engine_config(target: MantaConfig, **instead: Any) -> EngineConfig:

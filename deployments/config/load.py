@@ -49,12 +49,15 @@ logger = logging.getLogger("manta.config")
 _OTHER_VARIABLES = ("MANTA_CACHE", "MANTA_CONFIG", "MANTA_EDGE")
 
 
-def load_config(path: str | Path, environment: Mapping[str, str] | None = None) -> MantaConfig:
+def load_config(
+    path: str | Path, environment: Mapping[str, str] | None = None, *, complete: bool = True
+) -> MantaConfig:
     """Read, validate and check a configuration file, the model's folder included.
 
-    environment: variables MANTA_<KEY> override single values, e.g. MANTA_HTTP_PORT; default
-    os.environ. A relative `model` or `api_keys_file` is looked for beside the file, then in the
-    working directory. Raises ConfigError listing all problems.
+    complete: that folder has to have a tokenizer and weights. environment: variables MANTA_<KEY>
+    override single values, e.g. MANTA_HTTP_PORT; default os.environ. A relative
+    `model` or `api_keys_file` is looked for beside the file, then in the working directory. Raises
+    ConfigError listing all problems.
     """
     path = Path(path).expanduser()
     try:
@@ -72,7 +75,8 @@ def load_config(path: str | Path, environment: Mapping[str, str] | None = None) 
     if parsed.data is None:  # cut short, or not the file that was meant
         message = f"{path}: there is nothing in it; the least is `model: default`"
         raise ConfigError(message, param=str(path))
-    return _build(parsed, str(path), path.parent, environment, check_files=True)
+    given = str(path), path.parent, environment
+    return _build(parsed, *given, check_files=True, complete=complete)
 
 
 def parse_config(
@@ -106,6 +110,7 @@ def _build(
     environment: Mapping[str, str] | None,
     *,
     check_files: bool,
+    complete: bool = True,
 ) -> MantaConfig:
     data = {} if parsed.data is None else parsed.data
     if not isinstance(data, dict):
@@ -135,7 +140,7 @@ def _build(
         raise ConfigError("\n".join(problems)) from None
     try:
         if check_files:
-            _check_files(config)
+            _check_files(config, complete)
     except ConfigError as error:
         key = tuple((error.param or "").split("."))
         line = parsed.line(key)
@@ -144,11 +149,12 @@ def _build(
     return config
 
 
-def _check_files(config: MantaConfig) -> None:
-    """Models, folders of adapters, keys and the certificate. Raises ConfigError."""
+def _check_files(config: MantaConfig, complete: bool) -> None:
+    """Models, folders of adapters, keys and the certificate. complete: as of `load_config`. Raises
+    ConfigError."""
     for name, one in config.each().items():
         with _under(f"models.{name}." if config.models else ""):
-            _check_model(one)
+            _check_model(one, complete)
             one.adapters.check_folders()
     for name in ("api_keys_file", "admin_keys_file"):
         if (file := getattr(config.http, name)) is not None:
@@ -167,14 +173,16 @@ def _under(prefix: str) -> Iterator[None]:
         raise
 
 
-def _check_model(config: MantaConfig) -> None:
-    """What can be told of the model without loading it. Raises ConfigError (param model)."""
+def _check_model(config: MantaConfig, complete: bool) -> None:
+    """What can be told of the model without loading it. complete: as of `load_config`. Raises
+    ConfigError (param model)."""
     from deployments.checkpoints import resolve as models
     from engine.config.model_config import ModelConfig
 
     options = [config.engine_options(pool) for pool in config.pools.values()] or [config.engine]
     dummy = all(option.get("load_format") == "dummy" for option in options)
-    models.check_model(config.model, weights=not dummy)
+    if complete or not (Path(config.model) / "config.json").is_file():
+        models.check_model(config.model, weights=not dummy)
     if Path(config.model).is_dir():
         try:
             ModelConfig.from_folder(config.model)

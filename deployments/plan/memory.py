@@ -68,6 +68,10 @@ class Hardware:
         return cls(name.upper(), "cuda", GPUS[name], capability=_CAPABILITIES[name])
 
 
+class DoesNotFit(ConfigError):
+    """A device has less memory than a model, or one request of full length, needs."""
+
+
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized.
@@ -154,8 +158,8 @@ def plan(
     *,
     devices_per_node: int | None = None,
 ) -> EnginePlan:
-    """devices_per_node: None = as many as a replica has. Raises ConfigError, with the bytes needed
-    and the ways out, when the model does not fit; and for what the engine would refuse there."""
+    """devices_per_node: None = as many as a replica has. Raises DoesNotFit, with the bytes needed
+    and the ways out, and ConfigError for what the engine would refuse there."""
     import torch
 
     from engine.quantization.products import products
@@ -180,7 +184,7 @@ def plan(
         memory, part = min(found, key=lambda each: each[0].num_blocks)
         groups = part.kv if cuda else kv_groups(resolved.model)
     except ConfigError as error:
-        raise ConfigError(
+        raise DoesNotFit(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None
     ranks, whole, key, said = config.num_ranks, part, config.ranks_key, config.ranks_said
@@ -227,7 +231,19 @@ def plan(
     )
 
 
-@lru_cache(maxsize=8)  # a price list has some dozens of node types for one configuration
+def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -> int | None:
+    """The least tensor_parallel, of 2 to 8 times as many ranks as there are, with which a model
+    fits that does not as it is; None: none does."""
+    for factor in (2, 4, 8):
+        ranks = factor * config.tensor_parallel
+        try:
+            plan(model, msgspec.structs.replace(config, tensor_parallel=ranks), device)
+        except ConfigError:
+            continue
+        return ranks
+    return None
+
+
 def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, folder: Path) -> None:
     """Raises ConfigError, naming file and tensor, for weights in the folder that the engine would
     refuse. It reads headers, not numbers: a NaN is found when they are loaded."""
@@ -251,6 +267,7 @@ def _on_one_rank(config: EngineConfig) -> EngineConfig:
     )
 
 
+@lru_cache(maxsize=8)  # a price list has some dozens of node types for one configuration
 def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
     from engine.runner.memory import outline
 

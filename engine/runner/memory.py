@@ -36,7 +36,7 @@ KV_WAYS_OUT = (
 )
 WEIGHTS_TOO_LARGE = (
     "Ways out: a smaller model or one in fewer bits (dtype, quantization), a device with more "
-    "memory, or free what other processes hold of it"
+    "memory or several (tensor_parallel), or free what other processes hold of it"
 )
 ADAPTERS_TOO_LARGE = (
     "Ways out: lower max_loras, lower max_lora_rank or max_virtual_tokens, or a device with more "

@@ -23,7 +23,7 @@ from deployments.cli import chat, doctor, ports, serve
 from deployments.cli.main import cli
 from deployments.cli.plan import run as run_plan
 from deployments.cli.serving.processes import descendants
-from deployments.cli.target import read_planned
+from deployments.cli.target import read_planned, read_target
 from deployments.config.load import load_config
 from deployments.environment import make_auth_token
 from deployments.plan.memory import GIB, GPUS, Hardware, plan
@@ -420,6 +420,46 @@ def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert check.state == "MISSING" and "weights need" in check.text
     (check,) = doctor.model_checks(*planned, Hardware("H200", "cuda", GPUS["h200"]))
     assert check.state == "ok" and "880.0 KiB of keys and values a token" in check.text
+
+
+def test_plan_of_a_model_in_parts_that_is_yet_to_be_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bugs: a model that is too large for a GPU is "too large", and nothing says that two would
+    hold it; how many would can be planned for a config.json alone, whose ranks nobody can set, or
+    for a folder with 130 GiB of weights; such a folder is then served, too."""
+    llama = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+    folder, file = tmp_path / "llama", tmp_path / "manta.yaml"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(llama))
+    file.write_text("model: llama\npools: {gpu: {replicas: 1}}\n")
+    for device, enough in (("h200", "2"), ("h100", "2"), ("l40s", "4"), ("16", "")):
+        with pytest.raises(ConfigError, match="does not fit on") as caught:
+            run_plan(str(file), device, None, None)
+        said = f"; or set engine.tensor_parallel: {enough}, with which it fits on {enough} GPUs"
+        assert caught.value.message.endswith(said if enough else "hold of it")
+    file.write_text("model: llama\nengine: {tensor_parallel: 4}\npools: {gpu: {replicas: 2}}\n")
+    assert run_plan(str(file), "l40s", 4, None) == 0
+    assert "L40S, 44.4 GiB, each of 4 for a replica" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json, no \*\.safetensors"):
+        read_target(str(file))
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        doctor.run(str(file))
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        run_plan(str(file), "l40s", 4, None)
 
 
 # -- doctor
