@@ -9,6 +9,9 @@ A stage's failed tests are run once more, alone and in one process, and both out
 tests look at clocks, on cores that they share with the load that they make. A test that fails twice
 fails the stage. So does whatever is not a failed test: a crash, a stage in which nothing was
 collected, a process that a test has left behind. Later stages run all the same.
+
+Tests that start Ray wait more than they compute: two thirds of two cores are idle. Stages that look
+at no clock run beside them, in that time (`Beside`).
 """
 
 import argparse
@@ -20,19 +23,21 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import xml.etree.ElementTree as xml
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from deployments.cli.serving.processes import adopt_orphans, descendants, kill, reap
+from deployments.cli.serving.processes import adopt_orphans, descendants, kill, reap, table
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".pytest_cache" / "stages"
 MOST_AGAIN = 10  # failed tests: more are no accident of the clock
 ENDS_S = 15.0  # for processes to end that were told to
+BESIDE_S = 900  # for a test that has to wait until others leave it a core
 
 # What pytest-xdist says of a test in which one of its processes died: to pytest it has failed.
 CRASHED = re.compile(r"worker 'gw\d+' crashed while running '?([^'\s\"]*)")
@@ -40,7 +45,9 @@ CRASHED = re.compile(r"worker 'gw\d+' crashed while running '?([^'\s\"]*)")
 
 @dataclass(frozen=True)
 class Stage:
-    """name: of its cache. where: pytest's -m. processes: that share its tests.
+    """name: of its cache. where: pytest's -m. processes: that share its tests. paths: where its
+    tests are, all folders if empty, but for `without`. beside: the stage in whose idle time it runs
+    if both are run.
 
     Two have a core each, four half of one: tests that wait, such as those of clients and servers,
     leave it to others. One for tests that start Ray, whose processes look at the clock and for each
@@ -51,6 +58,8 @@ class Stage:
     where: str
     processes: int = 1
     paths: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    beside: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,6 +67,16 @@ INTERPRETER: dict[str, Any] = {
     "paths": ("tests/kernels",),
     "environment": {"TRITON_INTERPRET": "1"},
 }
+# Folders of tests that look at numbers and at no clock.
+NUMBERS = (
+    "tests/kernels",
+    "tests/parity",
+    "tests/engine/lora",
+    "tests/engine/models",
+    "tests/engine/text",
+    "tests/engine/weights",
+)
+SLOW = "slow and not triton and not serve and not timed"
 STAGES = {
     "test": (
         Stage(
@@ -77,23 +96,30 @@ STAGES = {
     ),
     "rest": (
         Stage(
+            "slow",
+            "What takes longer and starts no Ray",
+            SLOW,
+            processes=2,
+            without=NUMBERS,
+        ),
+        Stage(
+            "numbers",
+            "What takes longer and looks at no clock",
+            SLOW,
+            processes=2,
+            paths=NUMBERS,
+            beside="ray",
+        ),
+        Stage(
             "grids",
             "Every pair of what Triton kernels take, in the interpreter",
             "triton and slow",
             processes=2,
+            beside="ray",
             **INTERPRETER,
         ),
-        Stage(
-            "slow",
-            "What takes longer and starts no Ray",
-            "slow and not triton and not serve and not timed",
-            processes=2,
-        ),
-        Stage(
-            "ray",
-            "What starts Ray or looks at costs",
-            "(serve or timed) and not smoke and not triton",
-        ),
+        Stage("ray", "What starts Ray", "serve and not timed and not smoke and not triton"),
+        Stage("costs", "What looks at costs", "timed and not smoke and not triton"),
     ),
 }
 
@@ -116,6 +142,7 @@ class Outcome:
 
 
 _interrupted = False
+_beside: "Beside | None" = None
 
 
 def _report(cache: Path) -> Path:
@@ -129,6 +156,7 @@ def _pytest(stage: Stage, root: Path, cache: Path, *arguments: str, where: str) 
     report = _report(cache)
     report.unlink(missing_ok=True)
     command += [f"--junitxml={report}", *arguments, *stage.paths]
+    command += [f"--ignore={path}" for path in stage.without]
     environment = {**os.environ, **stage.environment}
     # Asserts are rewritten and modules compiled once for all stages: without what is kept, each
     # stage does it anew for 10 s, and each of the hundreds of processes that tests start for some.
@@ -160,10 +188,20 @@ def _last_failed(cache: Path) -> list[str]:
     return sorted(json.loads(path.read_text())) if path.exists() else []
 
 
+def _started() -> list[int]:
+    """Live processes of the tests, but for those of the stages beside them."""
+    processes = table()
+    found = descendants(os.getpid(), processes)
+    if _beside is None:
+        return found
+    others = {_beside.pid, *descendants(_beside.pid, processes)}
+    return [pid for pid in found if pid not in others]
+
+
 def _left() -> list[str]:
     """Command lines of the processes that are still there after a while; they are ended."""
     limit = time.monotonic() + ENDS_S
-    while (pids := descendants(os.getpid())) and time.monotonic() < limit:
+    while (pids := _started()) and time.monotonic() < limit:
         time.sleep(0.1)
         reap()
     found = []
@@ -171,57 +209,143 @@ def _left() -> list[str]:
         with contextlib.suppress(OSError):  # it has just ended
             line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
             found.append(f"{pid} {line[:120]}")
-    kill(lambda: descendants(os.getpid()))
+    kill(_started)
     reap()
     return found
 
 
 def run(stage: Stage, root: Path = ROOT, cache: Path = CACHE, long: bool = False) -> Outcome:
     """The stage, then its failed tests once more. cache: a folder for what failed."""
+    outcome = first_time(stage, root, cache, long)
+    once_more(outcome, root, cache, long)
+    return outcome
+
+
+def first_time(stage: Stage, root: Path, cache: Path, long: bool, *more: str) -> Outcome:
+    """The stage without second tries; more: arguments of pytest."""
     began = time.monotonic()
     outcome = Outcome(stage)
-    where = f"({stage.where}) and not gpu" + ("" if long else " and not long")
     folder = cache / stage.name
     cache.mkdir(parents=True, exist_ok=True)
     shared = ("-n", str(stage.processes), "--dist", "worksteal") if stage.processes > 1 else ()
     print(f"== {stage.title}", flush=True)
-    code = _pytest(stage, root, folder, "--cache-clear", "--durations=30", *shared, where=where)
+    arguments = ("--cache-clear", "--durations=30", *shared, *more)
+    code = _pytest(stage, root, folder, *arguments, where=_where(stage, long))
     if why := _why(code, folder):
         outcome.broken.append(why)
     else:
         outcome.counts = _counted(folder)
-        first = _last_failed(folder) if code else []
-        if code and not first:
+        outcome.failed = _last_failed(folder) if code else []
+        if code and not outcome.failed:
             outcome.broken.append("pytest failed and names no test that did")
-        elif len(first) > MOST_AGAIN:
-            print(f"== {len(first)} tests failed, too many to try them again", flush=True)
-            outcome.failed = first
-        elif first:
-            print(f"== Once more, alone: {len(first)} of '{stage.title}' that failed", flush=True)
-            _again(stage, root, folder, where, first, outcome)
     outcome.broken += [f"left behind: {process}" for process in _left()]
     outcome.seconds = time.monotonic() - began
     return outcome
 
 
-def _again(
-    stage: Stage, root: Path, folder: Path, where: str, first: list[str], outcome: Outcome
-) -> None:
+def once_more(outcome: Outcome, root: Path, cache: Path, long: bool) -> None:
+    """The failed tests of a stage, alone and in one process."""
+    began = time.monotonic()
+    stage, first = outcome.stage, outcome.failed
+    folder = cache / stage.name
+    if not first:
+        return
+    if len(first) > MOST_AGAIN:
+        print(f"== {len(first)} tests failed, too many to try them again", flush=True)
+        return
+    print(f"== Once more, alone: {len(first)} of '{stage.title}' that failed", flush=True)
     only = ("--last-failed", "--last-failed-no-failures", "none")
-    code = _pytest(stage, root, folder, *only, where=where)
+    code = _pytest(stage, root, folder, *only, where=_where(stage, long))
     if why := _why(code, folder):
-        outcome.failed = first
         outcome.broken.append(f"once more: {why}")
+    else:
+        failed = _last_failed(folder) if code else []
+        passed = [test for test in first if test not in failed]
+        if _counted(folder)["passed"] < len(passed):
+            outcome.broken.append("not all that had failed ran once more")
+        else:
+            outcome.failed, outcome.again = failed, passed
+            outcome.counts["failed"] = len(failed)
+            outcome.counts["passed"] += len(passed)
+    outcome.broken += [f"left behind: {process}" for process in _left()]
+    outcome.seconds += time.monotonic() - began
+
+
+def _where(stage: Stage, long: bool) -> str:
+    return f"({stage.where}) and not gpu" + ("" if long else " and not long")
+
+
+class Beside:
+    """Stages in the time that others leave of the cores: a process of its own, which the system
+    runs where nothing else wants to. Second tries are at its end, when it has the cores."""
+
+    def __init__(self, stages: Sequence[Stage], root: Path, cache: Path, long: bool) -> None:
+        self._stages = stages
+        self._root = root
+        self._cache = cache
+        self._long = long
+        cache.mkdir(parents=True, exist_ok=True)
+        self._printed, self._found = cache / "beside.log", cache / "beside.json"
+        self._found.unlink(missing_ok=True)
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            self._run()
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGINT)
+
+    def end(self) -> list[Outcome]:
+        """Waits for it, and prints what it did."""
+        with contextlib.suppress(ChildProcessError):  # taken with the orphans
+            os.waitpid(self.pid, 0)
+        print(self._printed.read_text("utf-8", "replace"), end="", flush=True)
+        if not self._found.exists():
+            why = "its process ended before it said how it went"
+            return [Outcome(stage, broken=[why]) for stage in self._stages]
+        outcomes = []
+        for stage, found in zip(self._stages, json.loads(self._found.read_text()), strict=True):
+            found |= {"stage": stage, "counts": Counter(found["counts"])}
+            outcome = Outcome(**found)
+            once_more(outcome, self._root, self._cache, self._long)
+            outcomes.append(outcome)
+        return outcomes
+
+    def _run(self) -> NoReturn:
+        code = 1
+        try:
+            take_what_is_left()
+            adopt_orphans()
+            output = os.open(self._printed, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            found = []
+            for stage in self._stages:
+                if not _interrupted:
+                    patience = f"--timeout={BESIDE_S}"
+                    outcome = first_time(stage, self._root, self._cache, self._long, patience)
+                    found.append({**vars(outcome), "stage": stage.name})
+            if not _interrupted:
+                self._found.write_text(json.dumps(found))
+                code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+
+def take_what_is_left() -> None:
+    """Of the cores, for this process and all that it starts, in a session of its own: Linux may
+    give each session an equal part, and a process what it takes of its session's."""
+    os.setsid()
+    if not hasattr(os, "SCHED_IDLE"):  # not Linux
+        os.nice(19)
         return
-    outcome.failed = _last_failed(folder) if code else []
-    passed = [test for test in first if test not in outcome.failed]
-    if _counted(folder)["passed"] < len(passed):
-        outcome.failed = first
-        outcome.broken.append("not all that had failed ran once more")
-        return
-    outcome.again = passed
-    outcome.counts["failed"] = len(outcome.failed)
-    outcome.counts["passed"] += len(passed)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
 
 
 def _why(code: int, cache: Path) -> str:
@@ -239,11 +363,13 @@ def _why(code: int, cache: Path) -> str:
     return ""
 
 
-def told(outcomes: list[Outcome]) -> list[str]:
-    """Lines for the end; the last is of pytest's form."""
+def told(outcomes: list[Outcome], seconds: float) -> list[str]:
+    """Lines for the end; the last is of pytest's form. seconds: of all, some beside others."""
     lines = []
     for outcome in outcomes:
         title = outcome.stage.title
+        if outcome.stage.beside in [other.stage.name for other in outcomes]:
+            title += ", beside others"
         state = "passed" if outcome.good else "FAILED"
         lines.append(f"{state}  {outcome.seconds:6.0f} s  {title}")
         lines += [f"  failed at first, passed alone: {test}" for test in outcome.again]
@@ -251,8 +377,28 @@ def told(outcomes: list[Outcome]) -> list[str]:
         lines += [f"  {why}" for why in outcome.broken]
     counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
     said = [f"{counts[kind]} {kind}" for kind in ("failed", "passed", "skipped") if counts[kind]]
-    seconds = sum(outcome.seconds for outcome in outcomes)
     return [*lines, f"{', '.join(said) or 'nothing ran'} in {seconds:.2f}s"]
+
+
+def in_turns(
+    chosen: Sequence[Stage], root: Path = ROOT, cache: Path = CACHE, long: bool = False
+) -> list[Outcome]:
+    """One stage after the other, and beside each those that want to be."""
+    global _beside
+    names = {stage.name for stage in chosen}
+    outcomes = []
+    for stage in chosen:
+        if stage.beside in names:
+            continue
+        if others := [other for other in chosen if other.beside == stage.name]:
+            _beside = Beside(others, root, cache, long)
+        outcomes.append(run(stage, root, cache, long))
+        if _beside is not None:
+            outcomes += _beside.end()
+            _beside = None
+        if _interrupted:
+            break
+    return outcomes
 
 
 def main() -> int:
@@ -261,6 +407,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="+", choices=stages)
     parser.add_argument("--long", action="store_true", help="with the tests marked long, too")
     args = parser.parse_args()
+    began = time.monotonic()
     if "MANTA_TEST_MODEL" not in os.environ:  # as of tests/conftest.py
         for quantization in ("none", "auto"):  # as tests' engines take it, and as it is served
             fetch = [
@@ -276,14 +423,13 @@ def main() -> int:
     def interrupt(*_: object) -> None:  # pytest has it too, and ends what its tests have started
         global _interrupted
         _interrupted = True
+        if _beside is not None:
+            _beside.interrupt()
 
     signal.signal(signal.SIGINT, interrupt)
-    outcomes = []
-    for stage in (stage for part in args.parts for stage in stages[part]):
-        outcomes.append(run(stage, long=args.long))
-        if _interrupted:
-            break
-    print("\n".join(["==", *told(outcomes)]), flush=True)
+    chosen = [stage for part in args.parts for stage in stages[part]]
+    outcomes = in_turns(chosen, long=args.long)
+    print("\n".join(["==", *told(outcomes, time.monotonic() - began)]), flush=True)
     if _interrupted:
         return 130
     return 0 if all(outcome.good for outcome in outcomes) else 1

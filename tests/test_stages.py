@@ -10,40 +10,52 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages import MOST_AGAIN, ROOT, STAGES, Outcome, told
+from tests.stages import MOST_AGAIN, NUMBERS, ROOT, STAGES, Outcome, told
 
 RUN = """
-import pickle, sys
+import os, pickle, sys
 from pathlib import Path
 from deployments.cli.serving.processes import adopt_orphans
 from tests import stages
 
 adopt_orphans()
 stages.ENDS_S = 1.0
-stage = stages.Stage("made", "Made", "not serve", processes=int(sys.argv[2]))
-outcome = stages.run(stage, Path(sys.argv[1]), Path(sys.argv[1], "cache"))
-Path(sys.argv[1], "outcome").write_bytes(pickle.dumps(outcome))
+made = [stages.Stage("made", "Made", "not serve", processes=int(sys.argv[2]))]
+if sys.argv[3:]:
+    made.insert(0, stages.Stage("beside", "Beside", "serve", beside="made"))
+    stages.take_what_is_left = lambda: os.environ.update(LEFT="")  # the cores may be full
+outcomes = stages.in_turns(made, Path(sys.argv[1]), Path(sys.argv[1], "cache"))
+Path(sys.argv[1], "outcomes").write_bytes(pickle.dumps(outcomes))
 """
 
 
 def outcome_of(folder: Path, code: str, processes: int = 1) -> tuple[Outcome, str]:
-    """Of a stage that has this file of tests, and what was printed. In a process of its own, which
-    may adopt and end what the tests leave behind."""
+    """Of a stage that has this file of tests, and what was printed."""
+    (outcome,), printed = outcomes_of(folder, code, processes)
+    return outcome, printed
+
+
+def outcomes_of(
+    folder: Path, code: str, processes: int = 1, *beside: str
+) -> tuple[list[Outcome], str]:
+    """beside: if there is one, tests marked `serve` are a stage that runs beside. In a process of
+    its own, which may adopt and end what the tests leave behind."""
     import pickle
 
-    (folder / "test_made.py").write_text("import os, pathlib, signal, subprocess, sys\n" + code)
+    imports = "import os, pathlib, pytest, signal, subprocess, sys, time\n"
+    (folder / "test_made.py").write_text(imports + code)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n long\n serve\n" + PLUGINS)
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder), str(processes)],
+        [sys.executable, "-c", RUN, str(folder), str(processes), *beside],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    outcome = pickle.loads((folder / "outcome").read_bytes())
-    assert isinstance(outcome, Outcome)
-    return outcome, done.stdout
+    outcomes = pickle.loads((folder / "outcomes").read_bytes())
+    assert all(isinstance(outcome, Outcome) for outcome in outcomes)
+    return outcomes, done.stdout
 
 
 PLUGINS = "addopts = -p no:schemathesis -p no:anyio -p no:hypothesispytest\n"  # seconds each run
@@ -64,8 +76,8 @@ def test_a_test_that_passes_alone_is_told_of(tmp_path: Path) -> None:
     assert outcome.good and outcome.again == ["test_made.py::test_once"]
     assert outcome.counts == {"passed": 2, "failed": 0, "skipped": 0}
     assert "1 failed, 1 passed" in printed and "Once more, alone: 1 of 'Made'" in printed
-    assert "  failed at first, passed alone: test_made.py::test_once" in told([outcome])
-    assert told([outcome])[-1].startswith("2 passed in ")
+    assert "  failed at first, passed alone: test_made.py::test_once" in told([outcome], 1.0)
+    assert told([outcome], 1.0)[-1].startswith("2 passed in ")
 
 
 def test_a_test_that_fails_twice_fails_the_stage(tmp_path: Path) -> None:
@@ -73,7 +85,7 @@ def test_a_test_that_fails_twice_fails_the_stage(tmp_path: Path) -> None:
     outcome, _ = outcome_of(tmp_path, FINE + ONCE + NEVER)
     assert not outcome.good and outcome.failed == ["test_made.py::test_never"]
     assert outcome.again == ["test_made.py::test_once"] and not outcome.broken
-    assert told([outcome])[-1].startswith("1 failed, 2 passed in ")
+    assert told([outcome], 1.0)[-1].startswith("1 failed, 2 passed in ")
 
 
 def test_many_failures_are_not_tried_again(tmp_path: Path) -> None:
@@ -121,20 +133,87 @@ def test_what_is_left_behind_fails_the_stage(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+MET = """
+HERE = pathlib.Path(__file__).parent
+
+def meet(mine, other):
+    (HERE / mine).touch()
+    deadline = time.monotonic() + 60
+    while not (HERE / other).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+def test_front():
+    meet("front", "beside")
+    assert "LEFT" not in os.environ
+
+@pytest.mark.serve
+def test_beside():
+    meet("beside", "front")
+    assert "LEFT" in os.environ
+    # The stage in front ends, and looks for what is left behind, while this one runs.
+    while not (HERE / "cache" / "made.xml").exists():
+        time.sleep(0.01)
+
+@pytest.mark.serve
+def test_once():
+    path = HERE / "been"
+    there, _ = path.exists(), path.touch()
+    assert there and "LEFT" not in os.environ
+"""
+
+
+def test_a_stage_runs_beside_another(tmp_path: Path) -> None:
+    """Stages that wait for each other; one that is ended with what the other has left behind;
+    failures beside others that nobody is told of, or that are tried again beside others."""
+    (front, beside), printed = outcomes_of(tmp_path, MET, 1, "beside")
+    assert front.good and front.counts["passed"] == 1, printed
+    assert beside.good and beside.counts == {"passed": 2, "failed": 0, "skipped": 0}, printed
+    assert beside.again == ["test_made.py::test_once"]
+    assert printed.index("== Made") < printed.index("== Beside") < printed.index("Once more, alone")
+
+
+def test_what_is_left_of_the_cores() -> None:
+    """Stages that take cores from tests that look at clocks."""
+    code = "import os; from tests.stages import take_what_is_left as take; take(); "
+    code += "idle = hasattr(os, 'SCHED_IDLE') and os.sched_getscheduler(0) == os.SCHED_IDLE; "
+    code += "os.write(1, b'left' if idle or os.nice(0) == 19 else b'all'); os._exit(0)"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"left"
+
+
+def test_a_stage_beside_another_that_dies_fails(tmp_path: Path) -> None:
+    """A stage of which nothing was heard counts as one in which all is well."""
+    code = FINE + "@pytest.mark.serve\ndef test_ends(): os.kill(os.getppid(), signal.SIGKILL)\n"
+    (front, beside), _ = outcomes_of(tmp_path, code, 1, "beside")
+    assert front.counts["passed"] == 1
+    assert not beside.good and "before it said" in beside.broken[0]
+
+
 def test_each_test_is_in_one_stage() -> None:
     """A test that no stage has proves nothing; one that two have is waited for twice."""
     stages = [stage for part in STAGES.values() for stage in part]
     names = ("triton", "serve", "timed", "slow", "smoke")
-    for values in product((False, True), repeat=len(names)):
+    for folder, *values in product(("tests/kernels", "tests"), *[(False, True)] * len(names)):
         marks = dict(zip(names, values, strict=True))
         if marks["smoke"] and (not marks["serve"] or marks["triton"]):
             continue
-        found = [stage.name for stage in stages if eval(stage.where, {}, marks)]
-        assert len(found) == 1, (marks, found)
+        if marks["triton"] and folder == "tests":  # nowhere: see below
+            continue
+        found = [
+            stage.name
+            for stage in stages
+            if eval(stage.where, {}, marks)
+            and folder not in stage.without
+            and (not stage.paths or folder in stage.paths)
+        ]
+        assert len(found) == 1, (folder, marks, found)
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text("utf-8")
         if "mark.triton" in text and path.name != Path(__file__).name:
             assert path.parent == ROOT / "tests" / "kernels", path
-    triton = [stage for stage in stages if stage.name in ("interpreter", "grids")]
-    assert [stage for stage in stages if stage.paths] == triton
-    assert {stage.paths for stage in triton} == {("tests/kernels",)}
+    paths = {stage.name: stage.paths for stage in stages if stage.paths}
+    triton = ("tests/kernels",)
+    assert paths == {"interpreter": triton, "grids": triton, "numbers": NUMBERS}
+    assert [stage.without for stage in stages if stage.without] == [NUMBERS]
+    assert all((ROOT / folder).is_dir() for folder in NUMBERS)
+    assert {stage.beside for stage in stages} == {"", "ray"}
