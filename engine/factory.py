@@ -476,9 +476,8 @@ def _hand_over(
     a model of one layer. What fails here fails again where it is needed, or is not."""
     try:
         runner = make_runner()
-        graphs = resolved.config.cuda_graphs and not resolved.model.whole_texts
         with compilers.collecting():
-            launch_everything(runner, _graph_sizes(resolved) if graphs else ())
+            launch_everything(runner, _graph_sizes(resolved) if resolved.captures else ())
     except Exception as error:
         logger.warning("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
 
