@@ -43,14 +43,14 @@ NO_RULE = KeyRule()
 class Caller:
     """id: names the key, however its header was spelt; "" for all callers where keys are not used.
     admin: may change what is served and see the requests of all keys. least_priority: of its
-    requests. rule: of its key. turn: what its requests take turns as, if not as the operator says.
+    requests. rule: of its key. tenant: whose its requests are, if not whose `limits.share_by` says.
     """
 
     id: str = ""
     admin: bool = False
     least_priority: int = LEAST_PRIORITY
     rule: KeyRule = field(default=NO_RULE)
-    turn: str = ""
+    tenant: str = ""
 
     @property
     def name(self) -> str:

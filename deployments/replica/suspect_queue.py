@@ -40,11 +40,11 @@ class SuspectQueue:
 
     def submit(self, submitted: SubmittedRequest) -> None:
         """Start the request when it is its turn."""
-        turn = submitted.message.turn
-        if turn == "alone":
+        start = submitted.message.start
+        if start == "alone":
             self._suspects.append(submitted)
             self.advance()
-        elif turn == "after":
+        elif start == "after":
             if new := set(submitted.message.deaths) - self._known:
                 self._known |= new
                 self._expected += 1

@@ -59,7 +59,7 @@ def asker(app: AsgiApp, options: Callable[[], ApiOptions]) -> Ask:
         if caller is None:
             return 401, {}, ApiError(401, "invalid_api_key", "the batch's key is gone").body()
         # Its key's other requests take turns beside its batches, and not behind them.
-        caller = replace(caller, turn=f"{owner}/batch")
+        caller = replace(caller, tenant=f"{owner}/batch")
         priority = max(PRIORITY, caller.least_priority)
         payload = msgspec.json.encode({**body, "priority": priority})
         return await post(app, path, payload, caller, id, seconds)

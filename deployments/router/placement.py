@@ -151,7 +151,7 @@ class Placement:
                 choice.as_request(),
                 prefix_hashes=pack_hashes(wanted.prefix_hashes),
                 adapter=adapter,
-                turn=choice.suspicion.turn,
+                start=choice.suspicion.start,
                 deaths=choice.suspicion.deaths,
                 stream=request.stream,
             )

@@ -24,7 +24,7 @@ however many tokens it had given.
     killed from outside                they move; given up only if it repeats: losses, doubts
 """
 
-from deployments.transport.channel import Turn
+from deployments.transport.channel import Start
 from engine.messages import Failed
 
 PROBATION = 3  # tokens: an engine may have computed two more than it has told when it died
@@ -56,7 +56,7 @@ class Suspicion:
         self.passed = False
 
     @property
-    def turn(self) -> Turn:
+    def start(self) -> Start:
         """When its next replica may start it: now, alone among the suspects, or after them."""
         return "alone" if self.tokens else "after" if self.passed else ""
 

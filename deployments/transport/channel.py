@@ -48,7 +48,7 @@ _MAX_HANDSHAKE_FRAME = 1024  # bytes: the most that an unproven peer can make us
 
 
 # When a replica may start a choice: at once; alone among the suspects of a death; or after them.
-Turn = Literal["", "alone", "after"]
+Start = Literal["", "alone", "after"]
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
@@ -89,7 +89,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     """Start one choice. request.id is the router's own number, unique on its connection.
 
     prefix_hashes: of the prompt (prefix_index.py), joined; the replica passes them on to its
-    other routers. adapter: of the request, if it has one. turn: when to start the choice. deaths:
+    other routers. adapter: of the request, if it has one. start: when the choice does. deaths:
     replicas that it may have killed (replica/suspect_queue.py). stream: keep its tokens under this
     name (replica/stream_memory.py); "": no client will ask for them.
     """
@@ -97,7 +97,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     request: EngineRequest
     prefix_hashes: bytes = b""
     adapter: AdapterRef | None = None
-    turn: Turn = ""
+    start: Start = ""
     deaths: list[str] = []
     stream: str = ""
 

@@ -20,8 +20,8 @@ _MAX_KEY = 256  # bytes of a name that goes into the key
 
 def key_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOptions) -> str:
     """The tenant of a request, by `options.share_by`; "" for requests that name none."""
-    if exchange.caller.turn:
-        return exchange.caller.turn
+    if exchange.caller.tenant:
+        return exchange.caller.tenant
     if options.share_by == "api_key":
         return exchange.caller.id
     if options.share_by == "user":

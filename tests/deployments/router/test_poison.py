@@ -69,15 +69,15 @@ def test_who_is_on_trial_at_a_death_is_to_blame_and_nobody_else():
     suspect, waiting, passed, bystander, new = (Suspicion() for _ in range(5))
     for suspicion in (suspect, waiting, passed):
         assert not suspicion.lost("r0", 1, PROOF - 1, OWN, 1)
-        assert (suspicion.turn, suspicion.tokens, suspicion.deaths) == ("alone", PROBATION, ["r0"])
+        assert (suspicion.start, suspicion.tokens, suspicion.deaths) == ("alone", PROBATION, ["r0"])
     passed.passes()
-    assert passed.turn == "after"
+    assert passed.start == "after"
     told = Failed("engine_dead", "", suspects=[1], deaths=["r0"])
     assert suspect.lost("r1", 1, 0, told, 1)
-    assert not waiting.lost("r1", 2, 0, told, 1) and waiting.turn == "alone"
-    assert not passed.lost("r1", 3, 0, told, 1) and passed.turn == "after"
-    assert not bystander.lost("r1", 4, 5, told, 1) and not bystander.turn
-    assert not new.lost("r1", 5, 0, told, 1) and new.turn == "alone"  # it may as well be this one
+    assert not waiting.lost("r1", 2, 0, told, 1) and waiting.start == "alone"
+    assert not passed.lost("r1", 3, 0, told, 1) and passed.start == "after"
+    assert not bystander.lost("r1", 4, 5, told, 1) and not bystander.start
+    assert not new.lost("r1", 5, 0, told, 1) and new.start == "alone"  # it may as well be this one
     for suspicion in (waiting, passed, new):
         suspicion.acquit(["r0"])
     assert (waiting.deaths, passed.deaths, new.deaths) == ([], [], ["r1"])
@@ -88,9 +88,9 @@ def test_a_death_of_which_no_trial_tells():
     """A poison that is slower than the trials, which kills engines for ever."""
     slow = Suspicion()
     assert not slow.lost("r0", 1, PROOF, OWN, 1)
-    assert (slow.turn, slow.tokens) == ("after", 0), "those that had hardly begun are tried first"
+    assert (slow.start, slow.tokens) == ("after", 0), "those that had hardly begun are tried first"
     assert not slow.lost("r1", 1, 10, OWN, 1)
-    assert (slow.turn, slow.tokens) == ("alone", 10 + PROBATION)
+    assert (slow.start, slow.tokens) == ("alone", 10 + PROBATION)
     slow.passes()
     assert slow.lost("r2", 1, 100, OWN, 1)
     bystander = Suspicion()
@@ -108,7 +108,7 @@ def test_deaths_from_outside_are_nobodys_fault_unless_they_go_on(failed):
     """Twenty kills that fail a stream; a request that makes the kernel kill engines for ever."""
     suspicion = Suspicion()
     assert not any(suspicion.lost("r0", 1, PROOF, failed, 1) for _ in range(100))
-    assert not suspicion.turn
+    assert not suspicion.start
     assert not suspicion.lost("r0", 1, 0, failed, 1)
     assert suspicion.lost("r0", 1, 0, failed, 1)
     suspicion = Suspicion()
@@ -232,7 +232,7 @@ def test_suspects_are_tried_in_the_order_of_the_engine():
                 request = EngineRequest(id, [5, 6, 7], prompt, SamplingParams(), 0)
                 request.priority = priority
                 router.live.add(id)
-                suspects.submit(SubmittedRequest(router, Submit(request, turn="alone")))
+                suspects.submit(SubmittedRequest(router, Submit(request, start="alone")))
 
             for id, priority, begun in ((1, 0, True), (2, 1, True), (3, 0, False), (4, 0, True)):
                 suspect(id, priority, begun)
@@ -258,10 +258,11 @@ def test_those_that_wait_for_suspects_wait_for_those_on_their_way():
                 lambda seconds, call: timers.append(call),
             )
 
-            def submit(id: int, turn: str, deaths: list[str]) -> None:
+            def submit(id: int, start: str, deaths: list[str]) -> None:
                 request = EngineRequest(id, [5, 6, 7], 3, SamplingParams(), 0)
                 router.live.add(id)
-                suspects.submit(SubmittedRequest(router, Submit(request, turn=turn, deaths=deaths)))
+                message = Submit(request, start=start, deaths=deaths)
+                suspects.submit(SubmittedRequest(router, message))
 
             submit(1, "after", ["dead"])
             submit(2, "", [])

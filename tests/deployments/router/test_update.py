@@ -40,7 +40,7 @@ def test_who_is_handed_over_is_not_to_blame():
             choices = [inflight.choices[0] for inflight in all_inflight]
             assert {choice.place for choice in choices} == {"r2"}
             suspicions = [choice.suspicion for choice in choices]
-            assert {(one.losses, one.doubts, one.turn) for one in suspicions} == {(0, 0, "")}
+            assert {(one.losses, one.doubts, one.start) for one in suspicions} == {(0, 0, "")}
             assert max(inflight.migrations for inflight in all_inflight) >= 1
             assert (
                 await asyncio.gather(*map(read, all_inflight)) == [{0: text(len(PROMPT), 3)}] * 12
