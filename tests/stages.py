@@ -10,8 +10,8 @@ tests look at clocks, on cores that they share with the load that they make. A t
 fails the stage. So does whatever is not a failed test: a crash, a stage in which nothing was
 collected, a process that a test has left behind. Later stages run all the same.
 
-Tests that start Ray wait more than they compute: two thirds of two cores are idle. Stages that look
-at no clock run beside them, in that time (`Beside`).
+Tests that start Ray wait more than they compute: more than half of two cores is idle. Stages that
+look at no clock run beside them, in that time (`Beside`).
 """
 
 import argparse

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from engine.errors import AdapterError, ConfigError
 from engine.lora.peft_config import WEIGHTS_FILE, file_in
-from engine.weights.index import read_header
+from engine.weights.index import read_safetensors
 from engine.weights.stored import StoredTensor
 
 
 def list_tensors(folder: Path) -> list[StoredTensor]:
     """What the adapter's file holds, in the order of the file. Raises AdapterError."""
     try:
-        return read_header(file_in(folder, WEIGHTS_FILE))
+        return read_safetensors(file_in(folder, WEIGHTS_FILE))
     except ConfigError as error:
         raise AdapterError(error.message) from None
 

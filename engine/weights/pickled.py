@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.weights.stored import StoredTensor, file_error
+from engine.shards import file_error
+from engine.weights.stored import StoredTensor
 
 
 def read_pickled(file: Path) -> list[StoredTensor]:

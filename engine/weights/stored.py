@@ -5,8 +5,6 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import ConfigError
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -25,7 +23,3 @@ class StoredTensor:
         each = self.num_bytes // shape[0]
         offset = self.offset + index * each
         return replace(self, shape=shape[1:], offset=offset, num_bytes=each)
-
-
-def file_error(file: Path, message: str) -> ConfigError:
-    return ConfigError(f"{file}: {message}", param="model")

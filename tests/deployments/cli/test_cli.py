@@ -611,6 +611,18 @@ def test_port_in_use_says_who() -> None:
     assert ports.why_not_bindable("127.0.0.1", port) is None
 
 
+def test_a_shard_that_is_cut_short_is_told_before_ray_is_started(tmp_path: Path) -> None:
+    """A minute until replicas had been started three times, over a download that was broken off."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    model = tiny_model(tmp_path / "tiny")
+    (model / "model.safetensors").write_bytes((500).to_bytes(8, "little") + b'{"a":')
+    done = manta("serve", str(model), "--port", str(port), "--address", "local")
+    assert done.returncode == 2 and "Starting Ray" not in done.stdout + done.stderr
+    told = " ".join(done.stderr.split())
+    assert "model.safetensors: truncated or not safetensors: 13 bytes, header 500" in told, told
+
+
 def test_addresses_that_are_not_ours() -> None:
     """A wrong http.host must not be found out after the model is loaded."""
     reason = ports.why_not_bindable("192.0.2.77", 8000)

@@ -1,0 +1,155 @@
+"""The files of a checkpoint, from their headers alone and without torch: which there are, and what
+safetensors hold. Damaged files are refused by name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from engine.errors import ConfigError
+
+MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def file(self) -> Path: ...
+
+
+T = TypeVar("T", bound=Named)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor by a safetensors header: bytes [offset, offset + num_bytes) of the file. code: of
+    its type, as safetensors has it."""
+
+    name: str
+    file: Path
+    code: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def file_error(file: Path, message: str) -> ConfigError:
+    return ConfigError(f"{file}: {message}", param="model")
+
+
+def check_shards(folder: Path) -> None:
+    """Raises ConfigError for a safetensors file that is missing, cut short or none, naming it."""
+    read_shards(folder, "model", ".safetensors", read_header)
+
+
+def read_shards(
+    folder: Path, stem: str, suffix: str, read: Callable[[Path], list[T]]
+) -> dict[str, T] | None:
+    """The tensors of a folder's files of that kind by name; None where there are none.
+
+    STEM.SUFFIX.index.json decides which files count if it is there, else STEM.SUFFIX, else every
+    *.safetensors, or STEM*.SUFFIX. Raises ConfigError naming the file, and the tensor where there
+    is one.
+    """
+    listed: dict[str, str] | None = None
+    index_file = folder / f"{stem}{suffix}.index.json"
+    if index_file.exists():
+        listed = _read_weight_map(index_file)
+        files = [folder / name for name in sorted(set(listed.values()))]
+    elif (folder / f"{stem}{suffix}").exists():
+        files = [folder / f"{stem}{suffix}"]
+    else:
+        pattern = f"*{suffix}" if suffix == ".safetensors" else f"{stem}*{suffix}"
+        files = sorted(folder.glob(pattern))
+    if not files:
+        return None
+    tensors: dict[str, T] = {}
+    for file in files:
+        if listed is not None and not file.exists():
+            raise file_error(file, f"is missing, {index_file.name} lists it")
+        for tensor in read(file):
+            if tensor.name in tensors:
+                other = tensors[tensor.name].file.name
+                raise file_error(file, f"tensor {tensor.name} is also in {other}")
+            tensors[tensor.name] = tensor
+    if listed is None:
+        return tensors
+    for name, file_name in listed.items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise file_error(
+                folder / file_name, f"tensor {name} is missing, {index_file.name} lists it"
+            )
+    return {name: tensors[name] for name in tensors if name in listed}
+
+
+def read_header(file: Path) -> list[Entry]:
+    """The tensors of one file, in file order. Raises ConfigError if header and size disagree."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise file_error(
+                    file, f"truncated or not safetensors: {size} bytes, header {length}"
+                )
+            header = json.loads(stream.read(length), object_pairs_hook=_once)
+    except OSError as error:
+        raise file_error(file, f"cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise file_error(file, f"the header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise file_error(file, "the header is not a JSON object")
+    header.pop("__metadata__", None)
+    tensors = [_entry(file, name, value, 8 + length) for name, value in header.items()]
+    tensors.sort(key=lambda tensor: tensor.offset)
+    end = 8 + length
+    for tensor in tensors:
+        if tensor.offset != end:
+            what = "overlaps the one before" if tensor.offset < end else "leaves a hole before it"
+            raise file_error(file, f"tensor {tensor.name} {what}")
+        end = tensor.offset + tensor.num_bytes
+        if end > size:
+            raise file_error(
+                file, f"truncated: tensor {tensor.name} ends at byte {end}, the file at {size}"
+            )
+    if end != size:
+        raise file_error(file, f"{size - end} bytes after the last tensor")
+    return tensors
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a JSON object. Raises ValueError for a name that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in found if names.count(name) > 1)} is there twice")
+    return found
+
+
+def _entry(file: Path, name: str, value: Any, data_start: int) -> Entry:
+    try:
+        code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        sizes_are_ints = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        raise file_error(file, f"tensor {name}: malformed header entry") from None
+    if not sizes_are_ints:
+        raise file_error(file, f"tensor {name}: malformed shape or offsets")
+    return Entry(name, file, code, shape, data_start + begin, end - begin)
+
+
+def _read_weight_map(index_file: Path) -> dict[str, str]:
+    try:
+        listed = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise file_error(index_file, f"cannot be read: {error!r}") from None
+    if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
+        raise file_error(index_file, "weight_map must map tensor names to file names")
+    for name in set(listed.values()):
+        if Path(name).name != name:
+            raise file_error(index_file, f"{name!r} is not a file name of this folder")
+    return listed
