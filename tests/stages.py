@@ -297,7 +297,8 @@ class Beside:
             os.killpg(self.pid, signal.SIGINT)
 
     def end(self) -> list[Outcome]:
-        """Waits for it, and prints what it did."""
+        """Waits for it, with its part of the cores, and prints what it did."""
+        take_a_part(self.pid)
         with contextlib.suppress(ChildProcessError):  # taken with the orphans
             os.waitpid(self.pid, 0)
         print(self._printed.read_text("utf-8", "replace"), end="", flush=True)
@@ -346,6 +347,17 @@ def take_what_is_left() -> None:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("19")
+
+
+def take_a_part(pid: int) -> None:
+    """This process and all below it count as others again, where the user may say so: else they
+    would wait for what other users of a machine leave."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text("0")
+    for one in (pid, *descendants(pid)):
+        with contextlib.suppress(OSError, AttributeError):  # it has ended; not root; not Linux
+            for thread in Path(f"/proc/{one}/task").iterdir():
+                os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
 
 
 def _why(code: int, cache: Path) -> str:
