@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(120)]
 
 LENGTH = 200  # tokens: a fifth of a second of the tiny model
 ENDLESS = 30_000
-DRAIN = 10.0  # seconds
+DRAIN = 6.0  # seconds
 BODY = {"model": "tiny", "prompt": "the answer", "ignore_eos": True, "seed": 3}
 
 
