@@ -28,7 +28,6 @@ class AttentionMeta:
     block_table: Tensor  # [num_entries, max_blocks] int32
     # leading entries with exactly one query token; in a graph of a mixed step, how many at most
     num_decodes: int
-    max_query_len: int
     max_kv_len: int
     # the same on the host; the CPU back end loops over them. Steps that graphs replay have none.
     query_start_host: list[int] | None = None

@@ -258,7 +258,7 @@ def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
     blocks = torch.arange(-(-(before + tokens) // BLOCK), dtype=torch.int32)
     meta = AttentionMeta(
         positions=positions, slots=positions.long(), query_start=start, kv_len=start[1:] + before,
-        block_table=blocks[None], num_decodes=int(tokens == 1), max_query_len=tokens,
+        block_table=blocks[None], num_decodes=int(tokens == 1),
         max_kv_len=tokens + before, query_start_host=[0, tokens], kv_len_host=[tokens + before],
         rows=torch.zeros(1, dtype=torch.int64),
     )  # fmt: skip

@@ -51,7 +51,6 @@ def meta_of(
         kv_len=s.ints(kv_len),
         block_table=table.to(s.device),
         num_decodes=num_decodes,
-        max_query_len=max(query_len),
         max_kv_len=max(kv_len),
     )
     return meta, sum(blocks)

@@ -37,7 +37,7 @@ def fa3() -> dict[str, Callable[..., Callable[[], object]]]:
             q,
             key,
             value,
-            max_seqlen_q=meta.max_query_len,
+            max_seqlen_q=meta.max_kv_len,  # prompts, from their first tokens on
             cu_seqlens_q=meta.query_start,
             max_seqlen_k=meta.max_kv_len,
             causal=True,

@@ -49,7 +49,6 @@ def lay_out(
         kv_len=torch.tensor(kv_len, dtype=torch.int32),
         block_table=table,
         num_decodes=num_decodes,
-        max_query_len=max(lengths),
         max_kv_len=max(kv_len),
     )
 

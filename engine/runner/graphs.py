@@ -366,7 +366,7 @@ class StepGraphs:
         entries, num_tokens = size
         mixed = num_tokens > entries
         max_kv_len = runner.rows.tokens.shape[1] - 1
-        layout = entries, num_tokens, entries, num_tokens if mixed else 1, max_kv_len
+        layout = entries, num_tokens, entries, max_kv_len
         token_ids, metas = runner.inputs.lay_out(*layout)
         own: list[AttentionMeta] = []
         if runner.own_inputs is not None:

@@ -74,7 +74,7 @@ class CpuInputs:
         samples = None
         if batch.num_decodes == len(batch.rows):  # each brings one token, and samples
             query_start = np.arange(len(rows) + 1, dtype=np.int32)
-            token_rows, positions, ends, longest = rows, starts, starts + 1, 1
+            token_rows, positions, ends = rows, starts, starts + 1
         else:
             lengths = np.asarray(batch.lengths, dtype=np.int64)
             samples = np.asarray(batch.samples, dtype=bool)
@@ -82,7 +82,7 @@ class CpuInputs:
             np.cumsum(lengths, out=query_start[1:])
             entry = np.repeat(np.arange(len(rows)), lengths)
             positions = starts[entry] + np.arange(query_start[-1]) - query_start[entry]
-            token_rows, ends, longest = rows[entry], starts + lengths, int(lengths.max())
+            token_rows, ends = rows[entry], starts + lengths
         kv_len = ends.astype(np.int32)
         max_kv_len = int(kv_len.max())
         metas: list[AttentionMeta] = []
@@ -100,7 +100,6 @@ class CpuInputs:
                 kv_len=torch.from_numpy(kv_len),
                 block_table=table,
                 num_decodes=batch.num_decodes,
-                max_query_len=longest,
                 max_kv_len=max_kv_len,
                 query_start_host=query_start.tolist(),
                 kv_len_host=kv_len.tolist(),
@@ -282,7 +281,6 @@ class CudaInputs:
         num_entries: int,
         num_tokens: int,
         num_decodes: int,
-        max_query_len: int,
         max_kv_len: int,
     ) -> tuple[Tensor, list[AttentionMeta]]:
         """Launch the assembly of what `upload` brought: token ids, and where each group of layers
@@ -313,7 +311,6 @@ class CudaInputs:
             kv_len=self.kv_len[:num_entries],
             block_table=self.block_table[0, :num_entries],
             num_decodes=num_decodes,
-            max_query_len=max_query_len,
             max_kv_len=max_kv_len,
             counts=self.counts,
             rows=self.rows[:num_entries],
@@ -331,9 +328,7 @@ class CudaInputs:
         decodes_only = batch.num_decodes == count
         lengths = batch.lengths
         kv_len = [start + length for start, length in zip(batch.starts, lengths, strict=True)]
-        token_ids, metas = self.lay_out(
-            count, batch.num_tokens, batch.num_decodes, max(lengths), max(kv_len)
-        )
+        token_ids, metas = self.lay_out(count, batch.num_tokens, batch.num_decodes, max(kv_len))
         for meta in metas:
             meta.query_start_host = [0, *accumulate(lengths)]
             meta.kv_len_host = kv_len

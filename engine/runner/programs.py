@@ -135,7 +135,6 @@ class StepPrograms:
                     kv_len=self._kv_len[:count],
                     block_table=self._tables[group, :count],
                     num_decodes=count,
-                    max_query_len=1,
                     max_kv_len=self._max_kv_len,
                     query_start_host=list(range(count + 1)),
                     kv_len_host=meta.kv_len_host,

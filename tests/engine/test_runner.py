@@ -125,7 +125,6 @@ def test_layout_equals_a_plain_loop(seed: int, groups: int) -> None:
         assert meta.query_start.tolist() == meta.query_start_host == want.query_start
         assert meta.kv_len.tolist() == meta.kv_len_host == want.kv_len
         assert meta.max_kv_len == max(want.kv_len)
-        assert meta.max_query_len == max(batch.lengths)
         for each, tables in zip(found.metas, want.tables, strict=True):
             for own, blocks in zip(each.block_table.tolist(), tables, strict=True):
                 assert own[: len(blocks)] == blocks

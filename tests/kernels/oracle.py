@@ -92,7 +92,6 @@ def paged(
         kv_len=torch.tensor(kv_len, dtype=torch.int32, device=DEVICE),
         block_table=table,
         num_decodes=num_decodes,
-        max_query_len=max(query_len),
         max_kv_len=max(kv_len),
     )
     return caches[0], caches[1], meta

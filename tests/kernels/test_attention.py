@@ -167,7 +167,6 @@ def rows_of(
         kv_len=torch.tensor(kv_len, dtype=torch.int32, device=DEVICE),
         block_table=tables,
         num_decodes=num_decodes,
-        max_query_len=max(query_len),
         max_kv_len=max(kv_len),
     )
 

@@ -58,7 +58,7 @@ def same(step: DeviceStep, want: DeviceStep) -> None:
     for found, meta in zip(step.metas, want.metas, strict=True):
         for name in ("positions", "slots", "query_start", "kv_len"):
             assert getattr(found, name).tolist() == getattr(meta, name).tolist(), name
-        for name in ("num_decodes", "max_query_len", "max_kv_len"):
+        for name in ("num_decodes", "max_kv_len"):
             assert getattr(found, name) == getattr(meta, name), name
     same_tables(step.metas, want)
 
@@ -95,7 +95,7 @@ def test_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
         want = pair.cpu.assemble(batch)
         count = len(batch.rows)
         pair.cuda.upload(batch, NUM_ROWS, NUM_ROWS)
-        token_ids, metas = pair.cuda.lay_out(NUM_ROWS, NUM_ROWS, NUM_ROWS, 1, MAX_LEN)
+        token_ids, metas = pair.cuda.lay_out(NUM_ROWS, NUM_ROWS, NUM_ROWS, MAX_LEN)
         (meta,) = metas
         assert token_ids.tolist()[:count] == layout.token_ids
         assert meta.positions.tolist() == layout.positions + [0] * (NUM_ROWS - count)
@@ -123,7 +123,7 @@ def test_mixed_padding_writes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
         mixed += 1
         size = batch.num_tokens + MAX_LEN // 2
         pair.cuda.upload(batch, NUM_ROWS, size)
-        token_ids, metas = pair.cuda.lay_out(NUM_ROWS, size, NUM_ROWS, size, MAX_LEN)
+        token_ids, metas = pair.cuda.lay_out(NUM_ROWS, size, NUM_ROWS, MAX_LEN)
         (meta,) = metas
         assert token_ids.tolist()[: batch.num_tokens] == layout.token_ids
         assert meta.slots.tolist() == layout.slots[0] + [-1] * (size - batch.num_tokens)

@@ -54,7 +54,7 @@ def test_chunks_are_counted(mixer: Mixer, monkeypatch: pytest.MonkeyPatch) -> No
     starts = torch.tensor([0, 70, 170, 300], dtype=torch.int32)
     meta = AttentionMeta(
         positions=starts, slots=starts, query_start=starts, kv_len=starts[1:], block_table=starts,
-        num_decodes=0, max_query_len=130, max_kv_len=300, rows=torch.arange(3),
+        num_decodes=0, max_kv_len=300, rows=torch.arange(3),
         counts=torch.tensor([0, 3]),
     )  # fmt: skip
     ones = [torch.ones(1)] * 5

@@ -194,7 +194,7 @@ def test_heads_of_512_fit(launches: Launches) -> None:
         bf16(20, 32, 512),
     )
     meta = AttentionMeta(
-        int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2)
+        int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 600, counts=int32(2)
     )
     rope_kv_write(
         bf16(20, 40 * 512), torch.empty(1024, 512), None, None, EPS, k_cache, v_cache, 32, meta

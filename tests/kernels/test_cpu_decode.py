@@ -59,7 +59,7 @@ def check(
         positions=lengths - 1, slots=torch.empty(0), query_start=torch.empty(0),
         kv_len=torch.cat((lengths, torch.zeros(1, dtype=torch.int32))),
         block_table=torch.zeros(len(LENGTHS) + 1, width, dtype=torch.int32),
-        num_decodes=len(LENGTHS) + 1, max_query_len=1, max_kv_len=max(LENGTHS),
+        num_decodes=len(LENGTHS) + 1, max_kv_len=max(LENGTHS),
         window=sees[0], chunk=sees[1],
     )  # fmt: skip
     for entry, length in enumerate(LENGTHS):

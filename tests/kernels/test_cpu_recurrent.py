@@ -137,7 +137,7 @@ def step(rows: list[int], kv_len: list[int], query_len: list[int]) -> AttentionM
     return AttentionMeta(
         positions=nothing, slots=nothing, query_start=starts,
         kv_len=torch.tensor(kv_len, dtype=torch.int32), block_table=nothing, num_decodes=decodes,
-        max_query_len=max(query_len), max_kv_len=max(kv_len), rows=torch.tensor(rows),
+        max_kv_len=max(kv_len), rows=torch.tensor(rows),
     )  # fmt: skip
 
 

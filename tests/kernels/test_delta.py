@@ -33,7 +33,6 @@ def step(kv_len: list[int], query_len: list[int], decodes: int) -> AttentionMeta
         kv_len=torch.tensor(kv_len, dtype=torch.int32, device=DEVICE),
         block_table=nothing,
         num_decodes=decodes,
-        max_query_len=max(query_len),
         max_kv_len=max(kv_len),
         rows=torch.tensor([5, 2, 7, 0, 3, 6], device=DEVICE)[: len(kv_len)],
     )

@@ -52,7 +52,7 @@ def test_against_float64(shape: tuple[int, ...], norm: bool, dtype: torch.dtype)
     slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:num_tokens]
     slots[[2, 7]] = -1
     positions = torch.randint(0, 64, (num_tokens,), device=DEVICE).int()
-    meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1, 1)
+    meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1)
     q = rope_kv_write(qkv, cos_sin, *weights, eps, *caches, num_heads, meta)
 
     heads = qkv.view(num_tokens, -1, head_dim)
@@ -80,6 +80,6 @@ def test_slots_beyond_int32_offsets() -> None:
     slots = torch.full((600,), -1, device="cuda")
     slots[599] = num_blocks * 16 - 1
     positions = torch.arange(600, device="cuda").int()
-    meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1, 1)
+    meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1)
     rope_kv_write(qkv, random(600, 128), None, None, 1e-6, *caches, 32, meta)
     assert torch.equal(caches[1][-1, :, -1], qkv.view(600, 48, 128)[-1, 40:])

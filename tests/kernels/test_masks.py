@@ -112,7 +112,7 @@ def test_a_window_reads_what_it_needs() -> None:
     k_cache = random(1, 2, 16, 64)
     kv_len = torch.tensor([32768, 20000, 5], dtype=torch.int32, device=DEVICE)
     meta = AttentionMeta(
-        torch.empty(0), torch.empty(0), torch.empty(0), kv_len, torch.empty(0), 3, 1, 32768,
+        torch.empty(0), torch.empty(0), torch.empty(0), kv_len, torch.empty(0), 3, 32768,
         window=1024,
     )  # fmt: skip
     BACK_ENDS["cuda"].prepare(meta, 8, k_cache)

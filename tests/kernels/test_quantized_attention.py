@@ -204,7 +204,7 @@ def test_keys_and_values_are_written(
             QuantizedKV.empty(form, (num_blocks, kv_heads, block_size, dim), DEVICE)
             for _ in range(2)
         ]
-        meta = AttentionMeta(positions, slots, starts, positions + 1, tables, count, 1, 64)
+        meta = AttentionMeta(positions, slots, starts, positions + 1, tables, count, 64)
         q = back_end.rope_kv_write(*inputs, 1e-6, *caches, num_heads, meta)
         queries.append(q)
         found.append(caches)
@@ -246,7 +246,7 @@ def test_deterministic_rows_ignore_the_rest(name: str, monkeypatch: pytest.Monke
                 meta,
                 query_start=torch.tensor([0, end - begin], device=DEVICE).int(),
                 kv_len=torch.tensor([end], device=DEVICE).int(),
-                num_decodes=int(end - begin == 1), max_query_len=end - begin, max_kv_len=end,
+                num_decodes=int(end - begin == 1), max_kv_len=end,
                 plan=None, counts=None,
             )  # fmt: skip
             chunk = q[begin:end].contiguous()

@@ -206,7 +206,7 @@ def test_smaller_layers_share_a_place_and_no_element() -> None:
     assert kv.layers[3] is kv.layers[2]
     slots = torch.tensor([2 * SIZE + 1, -1])
     meta = AttentionMeta(
-        slots.int(), slots, slots, slots, torch.tensor([[2, 5]], dtype=torch.int32), 1, 1, 1
+        slots.int(), slots, slots, slots, torch.tensor([[2, 5]], dtype=torch.int32), 1, 1
     )
     for view, each in zip(groups.views, in_views(groups, [meta, meta], SIZE), strict=True):
         assert each.slots[1] == -1

@@ -34,7 +34,6 @@ def attention(model: str) -> None:
             kv_len=int32(2),
             block_table=int32(2, 40),
             num_decodes=0,
-            max_query_len=num_tokens,
             max_kv_len=600,
             counts=int32(2),
         )
@@ -85,7 +84,7 @@ def quantized_attention(model: str) -> None:
         shape = (NUM_BLOCKS, d.num_kv_heads, BLOCK_SIZE, dim)
         k_cache, v_cache = (QuantizedKV.empty(form, shape) for _ in range(2))
         meta = AttentionMeta(
-            int32(5), int64(5), int32(3), int32(2), int32(2, 40), 0, 5, 600, counts=int32(2)
+            int32(5), int64(5), int32(3), int32(2), int32(2, 40), 0, 600, counts=int32(2)
         )
         qkv, cos_sin = bf16(5, heads * dim), torch.empty(1024, dim)
         q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
@@ -114,7 +113,7 @@ def latent(model: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         cache = torch.empty(NUM_BLOCKS, 1, BLOCK_SIZE, rank + rope, dtype=dtype)
         meta = AttentionMeta(
-            int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 20, 600, counts=int32(2)
+            int32(20), int64(20), int32(3), int32(2), int32(2, 40), 0, 600, counts=int32(2)
         )
         down = torch.empty(20, heads * (nope + rope) + rank + rope, dtype=dtype)
         q = down[:, : -(rank + rope)].unflatten(1, (heads, nope + rope))

@@ -26,7 +26,7 @@ _MAMBAS = {
 
 def _meta(entries: int = 2) -> AttentionMeta:
     return AttentionMeta(
-        int32(20), int64(20), int32(entries + 1), int32(entries), int32(entries, 40), 0, 20, 600,
+        int32(20), int64(20), int32(entries + 1), int32(entries), int32(entries, 40), 0, 600,
         counts=int32(2), rows=int32(entries),
     )  # fmt: skip
 
