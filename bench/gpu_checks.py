@@ -12,9 +12,9 @@ model.
 
 Each part is a process of its own, so that one that fails, dies or waits for ever costs the others
 nothing. Where there are several devices each runs parts of its own, --at-once of them side by side:
-most need few GB. Those that need a device for themselves come last. --seconds ends it all in time,
-and --resume runs the parts that are missing from the day's lines in --out. The exit code is 1
-unless all has run and passed.
+most need few GB. Those that need a device for themselves come last, and then those that need all.
+--seconds ends it all in time, and --resume runs the parts that are missing from the day's lines in
+--out. The exit code is 1 unless all has run and passed.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from bench.report.result_file import Line, RawLines, versions
 FIRST = ("tests/parity/test_gpu_default_model.py", "tests/parity/test_gpu.py")
 SPLIT = FIRST[1]  # takes longest: a part for each of its tests, which several devices share
 ALONE = "tests/engine/scheduling/test_out_of_memory.py"  # takes all memory that there is
+TOGETHER = "tests/engine/process/test_two_gpus.py"  # ranks on devices of their own
 GPU = "gpu and not long"
 LONG = ("32768", "131072")  # tokens
 # Of each part. References are small models on the CPU: with a thread for each of 64 cores they take
@@ -49,6 +50,7 @@ class CheckPart(NamedTuple):
     name: str
     command: list[str]
     alone: bool = False  # on its device
+    together: bool = False  # on all devices
 
 
 def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[CheckPart]:
@@ -58,7 +60,7 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     marked = [file for file in files if re.search(r"\bmark\.gpu\b", texts[file])]
     others: dict[str, list[str]] = {}  # by folder: a process takes seconds to start
     for file in marked:
-        if file not in (*FIRST, ALONE):
+        if file not in (*FIRST, ALONE, TOGETHER):
             others.setdefault(str(Path(file).parent), []).append(file)
     # These run on the device where there is one, so that they bear no mark.
     plain = [file for file in files if "tests.kernels.oracle" in texts[file]]
@@ -74,6 +76,9 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     found += [CheckPart(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
     if ALONE in marked:
         found.append(CheckPart(ALONE, [*pytest, "-m", GPU, ALONE], alone=True))
+    if TOGETHER in marked:
+        command = [*pytest, "-m", GPU, TOGETHER]
+        found.append(CheckPart(TOGETHER, command, together=True))
     if model:
         command = [sys.executable, "-m", "bench.long_context", "--model", model]
         command += ["--name", name, "--tokens", *LONG]
@@ -219,8 +224,10 @@ def check(args: argparse.Namespace, until: float, devices: Sequence[str]) -> int
             for part in parts(Path(), args.model, args.name, args.pytest)
             if part.name not in there
         ]
-        run_all([part for part in todo if not part.alone], [*devices] * args.at_once)
+        apart = [part for part in todo if not part.alone and not part.together]
+        run_all(apart, [*devices] * args.at_once)
         run_all([part for part in todo if part.alone], devices)
+        run_all([part for part in todo if part.together], [",".join(devices)])
         rows = rows_of(raw.all)
         parts_run = {
             line["part"]: line["outcome"] for line in raw.all if line["case"] == line["part"]

@@ -108,7 +108,7 @@ def test_parts_that_need_a_device_have_it_alone(
     at_once: int, devices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts that want a device alone meet others on it; more run beside each other than was said,
-    or fewer."""
+    or fewer; one that wants all devices sees one."""
     monkeypatch.setattr(gpu_checks, "versions", lambda *_: {})
     code = (
         "import json, os, sys, time; began = time.time(); time.sleep(0.4);"
@@ -117,6 +117,7 @@ def test_parts_that_need_a_device_have_it_alone(
     )
     alone = {"a": True, "b": False, "c": False, "d": False, "e": False, "f": True}
     found = [CheckPart(name, [sys.executable, "-c", code, name], alone[name]) for name in alone]
+    found.append(CheckPart("all", [sys.executable, "-c", code, "all"], together=True))
     monkeypatch.setattr(gpu_checks, "parts", lambda *_: found)
     args = argparse.Namespace(
         model=None, name="m", out=tmp_path, pytest=[], resume=False, seconds=0.0, at_once=at_once
@@ -124,6 +125,9 @@ def test_parts_that_need_a_device_have_it_alone(
     assert check(args, time.monotonic() + 30, devices) == 0
     (table,) = tmp_path.glob("gpu-checks-*.json")
     ran = {row["case"]: row for row in json.loads(table.read_text())["rows"] if "began" in row}
+    last = ran.pop("all")
+    assert last["device"] == ",".join(devices)
+    assert last["began"] >= max(row["ended"] for row in ran.values())
     assert ran.keys() == alone.keys()
     assert {row["device"] for row in ran.values()} == set(devices)
     met = dict.fromkeys(ran, 1)
@@ -145,6 +149,7 @@ def test_the_order() -> None:
     assert split == {name for name in functions if name.startswith("test_")}
     assert found[-1].name == "long contexts" and "131072" in found[-1].command
     assert [part.name for part in found if part.alone] == [gpu_checks.ALONE, "long contexts"]
+    assert [part.name for part in found if part.together] == [gpu_checks.TOGETHER]
     files = [file for part in found for file in part.command if file.endswith(".py")]
     assert files.count("tests/kernels/test_attention.py") == 2  # with and without the mark
     assert files.count("tests/engine/scheduling/test_token_pool.py") == 1
