@@ -58,7 +58,7 @@ MADE_BY = {
     "versus-lora": "`python -m bench.versus.lora`: many adapters, against none or a peer",
     "versus-mixer-kernels": "`python -m bench.versus.mixer_kernels`: latents, delta rules",
     "versus-models": "`python -m bench.versus.engine`: other models than Llama and Qwen, offline",
-    "versus-parallel": "`python -m bench.versus.parallel`: several GPUs against vLLM there, and one",
+    "versus-parallel": "`python -m bench.versus.parallel`: several GPUs against vLLM and one",
     "versus-quantised": "`python -m bench.versus.quantised`: weights in fewer bits, and 16 bits",
     "versus-structured": "`python -m bench.versus.structured`: a schema on every stream, and none",
     "versus-tools": "`python -m bench.versus.tools`: the load tester against two others",
