@@ -23,6 +23,7 @@ from engine.errors import ConfigError
 from engine.messages import EngineRequest
 from engine.models.registry import build_model
 from engine.parallel.group import TensorParallelGroup
+from engine.parallel.stages import Stage
 from engine.resolve import resolve
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.graphs import StepGraphs, default_sizes
@@ -335,7 +336,7 @@ def test_ranks_record_the_same_sizes() -> None:
     rows = RequestRows.allocate(64, 4096, 16, torch.device("cpu"))
 
     def captured(number: int) -> Timed:
-        model = SimpleNamespace(group=Rank(number), tune=lambda *sizes: None)
+        model = SimpleNamespace(group=Rank(number), stage=Stage(), tune=lambda *sizes: None)
         runner = SimpleNamespace(rows=rows, model=model, lora=None, own_inputs=None)
         graphs = Timed(runner, [1, 2], 2048)  # type: ignore[arg-type]
         graphs.slow = [{(16, 384), (72, 512)}, {(16, 768), (72, 192)}][number]
@@ -371,7 +372,7 @@ def test_decodes_of_all_ranks_are_recorded_where_that_pays() -> None:
             assert mixed or entries in self._decodes
 
     rows = RequestRows.allocate(1024, 32, 16, torch.device("cpu"))
-    model = SimpleNamespace(group=TensorParallelGroup(), tune=lambda *sizes: None)
+    model = SimpleNamespace(group=TensorParallelGroup(), stage=Stage(), tune=lambda *_: None)
     fields = {"rows": rows, "model": model, "lora": object()}
     sizes = default_sizes(1024)
     graphs = Timed(SimpleNamespace(**fields, own_inputs=object()), sizes, 31)  # type: ignore[arg-type]
