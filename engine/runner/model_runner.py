@@ -13,7 +13,7 @@ not need the host to know what step n sampled.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -211,21 +211,28 @@ class ModelRunner:
             if step.last is not None:
                 hidden = hidden.index_select(0, step.last)
             parts = self.by_parts(plan, batch.masked)
-            samples = _Samples(
-                self.model.logits(hidden, not parts),
-                step.sample_rows,
-                step.sample_positions,
-                sample_rows,
-                entries,
-                plan,
-                parts,
-            )
-            return self._sample_now_or_later(batch, samples, prompt_logprobs, pooled)
+            logits = self.model.logits(hidden, not parts)
+            return choose(logits, parts, prompt_logprobs, pooled)
+
+        def choose(
+            logits: Tensor,
+            parts: bool = False,
+            prompt_logprobs: Sequence[tuple[int, HostLogprobs]] = (),
+            pooled: tuple[list[int], Tensor] | None = None,
+        ) -> DeviceResult:
+            rows, positions = step.sample_rows, step.sample_positions
+            samples = _Samples(logits, rows, positions, sample_rows, entries, plan, parts)
+            return self._sample_now_or_later(batch, samples, [*prompt_logprobs], pooled)
 
         if self.link is not None:
             return self._launch_stage(self.link, batch, step, conclude)
         replayed = self._replayed(step) if decodes_only else None
-        return conclude(self.forward(step) if replayed is None else self.model.leave(replayed))
+        if replayed is None:
+            return conclude(self.forward(step))
+        assert self.programs is not None
+        if self.programs.gives_logits:
+            return choose(replayed)
+        return conclude(self.model.leave(replayed))
 
     def _launch_choice(
         self,
@@ -456,12 +463,12 @@ class ModelRunner:
         return self.model.forward(token_ids, views, layers)
 
     def _replayed(self, step: DeviceStep, entered: Tensor | None = None) -> Tensor | None:
-        """What comes out of the last layer in a step of decodes, by a program; None where there is
-        none. entered: as of `run`."""
+        """What `StepPrograms.through` gives of a step of decodes; None where there is no program.
+        entered: as of `run`."""
         if self.programs is None:
             return None
         views = in_views(self.kv.groups, step.metas, self.kv.block_size)
-        return self.programs.through(replace(step, metas=views), entered)
+        return self.programs.through(step.token_ids, views, entered)
 
     def by_parts(self, plan: SamplePlan, masked: Sequence[int] = ()) -> bool:
         """Whether ranks bring the best token of their part of the vocabulary, not its logits.

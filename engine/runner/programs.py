@@ -1,8 +1,12 @@
 """StepPrograms: steps of decodes on the CPU as programs of generated kernels, one for each number
-of decodes, recorded when that number first comes (`kernels.cpu.codegen.program`)."""
+of decodes, recorded when that number first comes (`kernels.cpu.codegen.program`).
+
+A program is the model's layers, and where these can be recorded too, what is before and behind
+them: the embedding; the last norm and the head. Of a step of a small model they take as long to
+launch as a few layers take to compute."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +14,6 @@ from torch import Tensor
 
 from engine.models.decoder import Decoder
 from engine.runner.caches.kv_cache import KVCache
-from engine.runner.inputs import DeviceStep
 from engine.runner.rows import RequestRows
 from kernels.cpu.codegen.program import Buffers, NotRecordable, Program, can_record
 from kernels.metadata import AttentionMeta
@@ -35,6 +38,7 @@ class StepPrograms:
         self._slots = torch.zeros(groups, most, dtype=torch.int64)
         self._tables = torch.zeros(groups, most, width, dtype=torch.int32)
         self._rows = torch.zeros(most, dtype=torch.int64)
+        self._ids = torch.zeros(most, dtype=torch.int64)
         self._max_kv_len = width * kv.block_size
         self._arrays = (
             self._positions.numpy(),
@@ -42,23 +46,35 @@ class StepPrograms:
             self._slots.numpy(),
             self._tables.numpy(),
             self._rows.numpy(),
+            self._ids.numpy(),
         )
         self._residual = torch.empty(0)
         self._buffers = Buffers(most)
         self._programs: dict[int, Program] = {}
         self._able = can_record() and model.layer_inputs is None
         self._known = False  # whether it is: no step was recorded yet
+        # Whether programs begin with the embedding and end with logits, once `_known`. Ranks and
+        # stages have these in common with others.
+        self._enters = self._leaves = model.group.size == model.stage.count == 1
         self._tried = model.group.size == 1
 
     def forget(self) -> None:
         """The KV cache has moved."""
         self._programs.clear()
 
-    def through(self, step: DeviceStep, entered: Tensor | None = None) -> Tensor | None:
-        """The model's layers over the step; None: they have to be computed as usual. entered: what
-        the first of them sees; None: what `Decoder.enter` makes."""
-        first = step.metas[0]
-        count = step.token_ids.shape[0]
+    @property
+    def gives_logits(self) -> bool:
+        """Whether `through` gives those of the step's tokens, until it is called again."""
+        return self._leaves
+
+    def through(
+        self, token_ids: Tensor, metas: Sequence[AttentionMeta], entered: Tensor | None = None
+    ) -> Tensor | None:
+        """The model's layers over a step, or with `gives_logits` the whole model; None: they have
+        to be computed as usual. metas: of each view. entered: what the first layer sees; None: what
+        `Decoder.enter` makes."""
+        first = metas[0]
+        count = token_ids.shape[0]
         if not self._able or first.num_decodes != count or count > self._most:
             return None
         if first.lora is not None:
@@ -66,18 +82,20 @@ class StepPrograms:
         states = None if self._known else self._kv.states
         if states is not None and count * states.row_bytes > _MOST_COPIED:
             return None
-        residual = self._enter(step, entered)
+        residual = self._enter(token_ids, metas, entered)
         program = self._programs.get(count)
         if not self._tried:
             # A rank that finds only in the middle of a step that it cannot would leave the others.
             self._tried = True
             kept = None if states is None else states.copied(self._rows[:count])
-            self._able = self._model.group.all_can(lambda: self._can_record(step.metas, residual))
+            self._able = self._model.group.all_can(
+                lambda: _recordable(lambda: self._record(metas, residual))
+            )
             if states is not None and kept is not None:
                 states.put_back(self._rows[:count], kept)
             if not self._able:
                 return None
-            residual = self._enter(step, entered)
+            residual = self._enter(token_ids, metas, entered)
         if program is not None:
             out = program.play()
             self._model.group.check()
@@ -85,7 +103,7 @@ class StepPrograms:
         # Keys are written again as they were; states that a part of a step has changed are not.
         kept = None if states is None else states.copied(self._rows[:count])
         try:
-            program = self._record(step.metas, residual)
+            program = self._record(metas, residual)
         except NotRecordable as error:
             logger.debug("steps are not recorded: %s", error)
             self._able = False
@@ -96,28 +114,27 @@ class StepPrograms:
         self._programs[count] = program
         return program.out
 
-    def _can_record(self, metas: Sequence[AttentionMeta], residual: Tensor) -> bool:
-        try:
-            self._record(metas, residual)
-        except NotRecordable:
-            return False
-        return True
-
-    def _enter(self, step: DeviceStep, entered: Tensor | None) -> Tensor:
+    def _enter(
+        self, token_ids: Tensor, metas: Sequence[AttentionMeta], entered: Tensor | None
+    ) -> Tensor:
         """The step's inputs, in their places."""
-        count = step.token_ids.shape[0]
-        positions, kv_len, slots, tables, rows = self._arrays
-        first = step.metas[0]
+        count = token_ids.shape[0]
+        positions, kv_len, slots, tables, rows, ids = self._arrays
+        first = metas[0]
         if first.rows is not None:
             rows[:count] = first.rows.numpy()
         positions[:count] = first.positions.numpy()
         kv_len[:count] = first.kv_len.numpy()
-        for group, meta in enumerate(step.metas):
+        for group, meta in enumerate(metas):
             slots[group, :count] = meta.slots.numpy()
             table: np.ndarray = meta.block_table.numpy()
             tables[group, :count, : table.shape[1]] = table
+        if self._known and self._enters:
+            ids[:count] = token_ids.numpy()
+            return self._residual[:count]
         if entered is None:
-            entered = self._model.enter(step.token_ids, first.positions)
+            ids[:count] = token_ids.numpy()
+            entered = self._model.enter(self._ids[:count], first.positions)
         if self._residual.shape[1:] != entered.shape[1:]:
             self._residual = entered.new_empty(self._most, entered.shape[1])
         return self._residual[:count].copy_(entered)
@@ -143,7 +160,27 @@ class StepPrograms:
                     rows=self._rows[:count],
                 )
             )
-        layers = self._kv.layers
-        return Program(
-            lambda: self._model.through(residual, ours, layers), self._buffers, count, threads
-        )
+        model, layers = self._model, self._kv.layers
+        ids, positions = self._ids[:count], self._positions[:count]
+
+        def record(body: Callable[[], Tensor]) -> Program:
+            return Program(body, self._buffers, count, threads)
+
+        def enter() -> Tensor:
+            return model.enter(ids, positions) if self._enters else residual
+
+        def leave(out: Tensor) -> Tensor:
+            return model.logits(model.leave(out)) if self._leaves else out
+
+        if not self._known:  # what runs here changes nothing that lasts
+            self._enters = self._enters and _recordable(lambda: record(enter))
+            self._leaves = self._leaves and _recordable(lambda: record(lambda: leave(residual)))
+        return record(lambda: leave(model.through(enter(), ours, layers)))
+
+
+def _recordable(record: Callable[[], object]) -> bool:
+    try:
+        record()
+    except NotRecordable:
+        return False
+    return True

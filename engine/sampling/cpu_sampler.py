@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling.rows import BANNED, BIASED, FILTERED, PENALISED, SAMPLED, ParameterRows
+from kernels.cpu.argmax import argmax
 from kernels.sampling import layout as word
 from kernels.sampling import philox
 
@@ -63,15 +64,11 @@ def choose(
 
     Overwrites the logits of rows with filters.
     """
-    tokens = np.zeros(len(rows), np.int64)
-    best = np.empty(len(rows), np.float32)
-    sampled = []
-    for s, row in enumerate(rows):
-        if params.needs[row] & SAMPLED:
-            sampled.append(s)
-        else:
-            tokens[s] = x[s].argmax()
-            best[s] = x[s, tokens[s]]
+    sampled = [s for s, row in enumerate(rows) if params.needs[row] & SAMPLED]
+    if len(sampled) < len(rows):
+        tokens, best = argmax(x)
+    else:
+        tokens, best = np.zeros(len(rows), np.int64), np.empty(len(rows), np.float32)
     if sampled:
         group_best = np.stack([_group_max(x[s]) for s in sampled])
         best[sampled] = group_best.max(1)

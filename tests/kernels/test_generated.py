@@ -5,10 +5,12 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu.argmax import argmax
 from kernels.cpu.attention import attention_for
 from kernels.cpu.codegen import compiler
 from kernels.cpu.codegen.compiler import CompilerUnavailable, compile_ir, has_int8, lanes
@@ -55,6 +57,30 @@ def test_one_thread_compiles_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(compile_ir, modules))
     assert most == 1 and sorted(compiled) == sorted(set(modules))
+
+
+@pytest.mark.parametrize("width", [1, 15, 64, 65, 127, 1000, 49152])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_argmax(width: int, threads: int) -> None:
+    """The last of equals, or one of another lane; numbers behind the last whole vector unseen, or
+    the next row's seen; a NaN that a number after it hides."""
+    generator = np.random.default_rng(width)
+    x = generator.standard_normal((7, width + 3)).astype(np.float32)[:, :width]
+    x[1] = np.round(x[1])
+    x[2] = -np.inf
+    x[3, width // 2] = np.nan
+    x[4, -1] = np.inf
+    x[5] = np.where(x[5] > 0, np.float32(0), np.float32(-0.0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        places, best = argmax(x)
+    finally:
+        torch.set_num_threads(before)
+    assert np.isnan(best[3])
+    rows = [0, 1, 2, 4, 5, 6]
+    assert places[rows].tolist() == x.argmax(1)[rows].tolist()
+    assert best[rows].tolist() == x.max(1)[rows].tolist()
 
 
 def products(linear: PackedLinear, rows: int, weight: Tensor, bias: Tensor) -> list[float]:
