@@ -7,6 +7,7 @@ order: a row of the result is the same whatever other rows stand beside it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -16,9 +17,11 @@ from kernels.cpu.codegen import compiler
 from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
+    EXPANDED,
     NUM_ROWS,
     OUT,
     WIDTH,
+    Expansion,
     Panels,
     RoundedRows,
     RowNorm,
@@ -33,6 +36,9 @@ from kernels.cpu.panels import (
 from kernels.packed import BLOCK, Format
 
 _ROWS = {16: 6, 8: 2}  # by lanes: rows of a tile
+# From so many rows on a panel's 4-bit codes become bytes once, and not in each tile. Six tiles save
+# as much by it as it takes.
+_MANY = 48
 _AHEAD = 4096  # bytes from here that are asked for now
 _NAMES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 
@@ -92,8 +98,78 @@ def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> 
     return total
 
 
-def _tile(writer: IRWriter, rows: int, form: Format) -> None:
-    """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, x rounded."""
+def _expanded(form: Format) -> Format | None:
+    """What a panel of many rows is expanded to; None: nothing is gained. Without VNNI a product
+    with bytes takes twice the instructions."""
+    if form.bits == 8 or not compiler.vnni():
+        return None
+    return replace(form, bits=8, scale=torch.float32, table=())
+
+
+def _table(writer: IRWriter, form: Format) -> Value:
+    if not form.table:
+        return ""
+    return f"<{', '.join(f'i8 {value}' for value in form.table * (writer.lanes // 4))}>"
+
+
+def _nibbles(writer: IRWriter, raw: Value, table: Value) -> tuple[Value, Value]:
+    """The low and the high halves of bytes, as bytes; what they stand for, if there is a table."""
+    integers, kind = writer.integers, _bytes(writer)
+    mask = writer.whole(0x0F0F0F0F)
+    low = writer.op(f"and {integers} {raw}, {mask}")
+    high = writer.op(f"lshr {integers} {raw}, {writer.whole(4)}")
+    high = writer.op(f"and {integers} {high}, {mask}")
+    if not table:
+        return low, high
+    name = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}[writer.lanes]
+
+    def looked_up(value: Value) -> Value:
+        given = [(kind, table), (kind, _as(writer, value, integers, kind))]
+        return _as(writer, writer.call(kind, name, given), kind, integers)
+
+    return looked_up(low), looked_up(high)
+
+
+def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks: Value) -> None:
+    """A panel as one of `_expanded(form)`."""
+    wide, size = _expanded(form), writer.lanes
+    assert wide is not None
+    table = _table(writer, form)
+    heads = 2 * form.units * (1 if form.offset == "none" else 2)
+    form_bytes, wide_bytes = form.chunk_bytes(2 * size), wide.chunk_bytes(2 * size)
+
+    def chunk(index: Value) -> list[Value]:
+        base = writer.at(panel, writer.mul(index, form_bytes), "i8")
+        place = writer.at(target, writer.mul(index, wide_bytes), "i8")
+        for each in range(heads):
+            at = writer.at(base, each * size * form.scale.itemsize, "i8")
+            writer.store(
+                writer.load_as_float(at, _NAMES[form.scale]), writer.at(place, each * size)
+            )
+        codes = writer.at(base, heads * size * form.scale.itemsize, "i8")
+        found = writer.at(place, heads * size)
+
+        def block(number: Value) -> list[Value]:
+            source = writer.at(codes, writer.mul(number, 32 * size), "i8")
+            into = writer.at(found, writer.mul(number, 64 * size), "i8")
+            for word in range(4):
+                for half in (0, 1):
+                    at = writer.at(source, (2 * word + half) * 4 * size, "i8")
+                    both = _nibbles(writer, writer.load(at, writer.integers), table)
+                    for to, value in zip((word, word + 4), both, strict=True):
+                        at = writer.at(into, (2 * to + half) * 4 * size, "i8")
+                        writer.store(value, at, writer.integers)
+            return []
+
+        writer.loop(0, form.chunk // BLOCK, [], block)
+        return []
+
+    writer.loop(0, chunks, [], chunk)
+
+
+def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None:
+    """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, x rounded. ahead: memory is
+    asked for before it is needed."""
     size, integers = writer.lanes, writer.integers
     bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
     blocks, chunk_bytes = form.chunk // BLOCK, form.chunk_bytes(2 * size)
@@ -102,13 +178,10 @@ def _tile(writer: IRWriter, rows: int, form: Format) -> None:
     x_blocks = writer.op(f"lshr i64 %width, {BLOCK.bit_length() - 1}")
     row_bytes = writer.mul(x_blocks, form.x_bytes)
     x_rows = [writer.at("%x", writer.mul(row_bytes, row), "i8") for row in range(rows)]
-    table = ""
-    if form.table:
-        entries = ", ".join(f"i8 {value}" for value in form.table * (size // 4))
-        table = f"<{entries}>"
+    table = _table(writer, form)
 
     def ask(begin: Value, length: int) -> None:
-        for line in range(0, length, 64):
+        for line in range(0, length if ahead else 0, 64):
             writer.prefetch(writer.at(begin, _AHEAD + line, "i8"))
 
     def vector(base: Value, index: int) -> Value:
@@ -126,19 +199,9 @@ def _tile(writer: IRWriter, rows: int, form: Format) -> None:
                 if form.bits == 8:
                     found.append((word, half, raw))
                     continue
-                nibbles = writer.whole(0x0F0F0F0F)
-                low = writer.op(f"and {integers} {raw}, {nibbles}")
-                high = writer.op(f"lshr {integers} {raw}, {writer.whole(4)}")
-                high = writer.op(f"and {integers} {high}, {nibbles}")
-                for place, value in ((word, low), (word + 4, high)):
-                    found.append((place, half, looked_up(value) if table else value))
+                low, high = _nibbles(writer, raw, table)
+                found += [(word, half, low), (word + 4, half, high)]
         return found
-
-    def looked_up(value: Value) -> Value:
-        kind = _bytes(writer)
-        name = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}[size]
-        given = [(kind, table), (kind, _as(writer, value, integers, kind))]
-        return _as(writer, writer.call(kind, name, given), kind, integers)
 
     def chunk(index: Value, *totals: Value) -> list[Value]:
         base = writer.at("%w", writer.mul(index, chunk_bytes), "i8")
@@ -298,7 +361,21 @@ def _driver(
     x = rows.all()
     chunks = writer.op(f"udiv i64 {writer.argument(WIDTH)}, {form.chunk}")
     w_bytes = writer.mul(chunks, form.chunk_bytes(2 * writer.lanes))
-    products(writer, most, x, rows.bytes, w_bytes, add=add, gate=gate, buffer=buffer)
+    expansion, wide = None, _expanded(form)
+    if wide is not None:
+        num_bytes = writer.mul(chunks, wide.chunk_bytes(2 * writer.lanes))
+        first = writer.argument(EXPANDED, "ptr")
+        own = writer.at(first, writer.mul(rows.slot, writer.mul(num_bytes, 2)), "i8")
+        none = writer.op(f"icmp eq ptr {first}, null")
+        expansion = Expansion(
+            lambda writer, panel, target: _expand(writer, form, panel, target, chunks),
+            num_bytes,
+            writer.op(f"select i1 {none}, ptr null, ptr {own}"),
+        )
+    products(
+        writer, most, x, rows.bytes, w_bytes,
+        add=add, gate=gate, buffer=buffer, expansion=expansion,
+    )  # fmt: skip
 
 
 def _unpack(writer: IRWriter, form: Format) -> None:
@@ -396,7 +473,16 @@ def _functions(form: Format) -> dict[str, NativeFunction]:
         ("round_norm", lambda writer: _rounded(writer, form, norm=True).together()),
         ("unpack", lambda writer: _unpack(writer, form)),
     ]
-    return product_functions(most, tile, driver, others)
+    wide, expanded = _expanded(form), None
+    if wide is not None:
+        # As `panels._all_rows` divides them.
+        sizes = {rows // -(-rows // most) for rows in range(_MANY, 4 * _MANY)} | {most}
+
+        def expanded_tile(writer: IRWriter, rows: int) -> None:
+            _tile(writer, rows, wide, ahead=False)
+
+        expanded = (expanded_tile, sorted(sizes))
+    return product_functions(most, tile, driver, others, expanded)
 
 
 # ---- What others see -----------------------------------------------------------------------------
@@ -471,4 +557,8 @@ class PackedBlocks(Panels):
         return self._run("plain", x, out, self._panels, column=column)
 
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
-        self._round(rows, threads, norm, self._width // BLOCK * self.form.x_bytes)
+        expanded, wide = 0, _expanded(self.form)
+        if wide is not None and rows >= _MANY:  # a panel of the gate, and of the up
+            panel = self._width // wide.chunk * wide.chunk_bytes(self._panel)
+            expanded = 2 * threads * panel
+        self._round(rows, threads, norm, self._width // BLOCK * self.form.x_bytes, expanded)

@@ -4,7 +4,8 @@ of outputs, and a tile takes a few rows of x through one; bias, gate and residua
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ TOGETHER = 8
 
 # Words of args, after the two counters.
 X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, THREADS, STRIDE = range(2, 11)
-NORM, EPS, SCRATCH, WIDTH, READY, WORDS = range(11, 17)
+NORM, EPS, SCRATCH, WIDTH, READY, EXPANDED, WORDS = range(11, 18)
 
 _ARGUMENTS = ("ptr %x", "ptr %w", "ptr %out", "i64 %stride", "ptr %bias", "i64 %add", "i64 %width")
 TILE = ", ".join(_ARGUMENTS)  # of tile<rows>; stride: out's, in floats
@@ -47,13 +48,13 @@ def put(writer: IRWriter, rows: int, values: list[Value]) -> None:
             writer.store(value, address)
 
 
-def tiles(writer: IRWriter, most: int) -> None:
-    """tile1..tile<most>, chosen at run time."""
-    choices = " ".join(f"i64 {rows}, label %rows{rows}" for rows in range(1, most + 1))
+def tiles(writer: IRWriter, name: str, sizes: Sequence[int]) -> None:
+    """<name><rows>, chosen at run time."""
+    choices = " ".join(f"i64 {rows}, label %rows{rows}" for rows in sizes)
     writer.do(f"switch i64 %rows, label %done [{choices}]")
-    for rows in range(1, most + 1):
+    for rows in sizes:
         writer.label(f"rows{rows}")
-        writer.do(f"call void @tile{rows}({TILE})")
+        writer.do(f"call void @{name}{rows}({TILE})")
         writer.do("br label %done")
     writer.label("done")
 
@@ -61,6 +62,20 @@ def tiles(writer: IRWriter, most: int) -> None:
 def gate_buffer(writer: IRWriter, most: int) -> Value:
     """For `products` with a gate; in the entry block."""
     return writer.op(f"alloca [{2 * most * 2 * writer.lanes} x float], align 64")
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A panel's codes as bytes, beside their scales as float32, for products of many rows: each
+    tile of them would unpack the codes again.
+
+    write(writer, panel, target): code that makes it. num_bytes: that it takes. memory: for two of
+    them, this thread's; 0: not in this call.
+    """
+
+    write: Callable[[IRWriter, Value, Value], None]
+    num_bytes: Value
+    memory: Value
 
 
 def products(
@@ -73,6 +88,7 @@ def products(
     add: bool,
     gate: str | None,
     buffer: Value = "",
+    expansion: Expansion | None = None,
 ) -> None:
     """This thread's share of all rows (x_bytes each) times all panels (w_bytes each)."""
     size = writer.lanes
@@ -82,27 +98,59 @@ def products(
         writer.argument(word) for word in (NUM_PANELS, THREADS, BIAS_STEP)
     )
 
-    def tile(panel: Value, first: Value, rows: Value, target: Value, step: Value | int) -> None:
-        given = ", ".join(
-            (
-                f"i64 {rows}",
-                f"ptr {writer.at(x, writer.mul(first, x_bytes), 'i8')}",
-                f"ptr {writer.at(w, writer.mul(panel, w_bytes), 'i8')}",
-                f"ptr {target}",
-                f"i64 {step}",
-                f"ptr {writer.at(bias, writer.mul(panel, bias_step))}",
-                f"i64 {int(add)}",
-                f"i64 {width}",
+    Tile = Callable[[Value, Value, Value, Value | int], None]  # first, rows, target, step
+
+    def tile_of(panel: Value, place: Value, tiles: str) -> Tile:
+        def tile(first: Value, rows: Value, target: Value, step: Value | int) -> None:
+            given = ", ".join(
+                (
+                    f"i64 {rows}",
+                    f"ptr {writer.at(x, writer.mul(first, x_bytes), 'i8')}",
+                    f"ptr {place}",
+                    f"ptr {target}",
+                    f"i64 {step}",
+                    f"ptr {writer.at(bias, writer.mul(panel, bias_step))}",
+                    f"i64 {int(add)}",
+                    f"i64 {width}",
+                )
             )
-        )
-        writer.do(f"call void @tiles({given})")
+            writer.do(f"call void @{tiles}({given})")
+
+        return tile
+
+    def with_tiles(chosen: Sequence[Value], body: Callable[..., None]) -> None:
+        """body(a tile of each of these panels), as they are or expanded."""
+        places = [writer.at(w, writer.mul(panel, w_bytes), "i8") for panel in chosen]
+
+        def packed() -> None:
+            tiles = zip(chosen, places, strict=True)
+            body(*(tile_of(panel, place, "tiles") for panel, place in tiles))
+
+        if expansion is None:
+            packed()
+            return
+
+        def expanded() -> None:
+            memory, tiles = expansion.memory, []
+            for panel, place in zip(chosen, places, strict=True):
+                expansion.write(writer, place, memory)
+                tiles.append(tile_of(panel, memory, "expanded_tiles"))
+                memory = writer.at(memory, expansion.num_bytes, "i8")
+            body(*tiles)
+
+        none = writer.op(f"icmp eq ptr {expansion.memory}, null")
+        writer.when(none, packed)
+        writer.when(writer.op(f"xor i1 {none}, true"), expanded)
 
     def plain(panel: Value) -> None:
-        def rows_of(first: Value, rows: Value) -> None:
-            place = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
-            tile(panel, first, rows, writer.at(out, place), stride)
+        def all_rows(tile: Tile) -> None:
+            def rows_of(first: Value, rows: Value) -> None:
+                place = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
+                tile(first, rows, writer.at(out, place), stride)
 
-        _all_rows(writer, num_rows, most, rows_of)
+            _all_rows(writer, num_rows, most, rows_of)
+
+        with_tiles([panel], all_rows)
 
     def gated(panel: Value) -> None:
         """A panel of the gate, the same of the up, and their product."""
@@ -110,29 +158,32 @@ def products(
         upper = writer.at(buffer, most * 2 * size)
         scale, cubic = GATES[gate]
 
-        def rows_of(first: Value, rows: Value) -> None:
-            tile(panel, first, rows, buffer, 2 * size)
-            tile(writer.add(panel, panels), first, rows, upper, 2 * size)
-            target = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
+        def all_rows(gate_tile: Tile, up_tile: Tile) -> None:
+            def rows_of(first: Value, rows: Value) -> None:
+                gate_tile(first, rows, buffer, 2 * size)
+                up_tile(first, rows, upper, 2 * size)
+                target = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
 
-            def row(index: Value) -> list[Value]:
-                for half in (0, size):
-                    at = writer.add(writer.mul(index, 2 * size), half)
-                    g, u = (writer.load(writer.at(part, at)) for part in (buffer, upper))
-                    t = g
-                    if cubic:
-                        t = writer.binary("fmul", g, writer.binary("fmul", g, g))
-                        t = writer.fma(t, writer.all(cubic), g)
-                        t = writer.binary("fmul", t, writer.all(scale))
-                    value = writer.binary("fmul", g, writer.sigmoid(t))
-                    value = writer.binary("fmul", value, u)
-                    place = writer.add(writer.mul(index, stride), half)
-                    writer.store(value, writer.at(writer.at(out, target), place))
-                return []
+                def row(index: Value) -> list[Value]:
+                    for half in (0, size):
+                        at = writer.add(writer.mul(index, 2 * size), half)
+                        g, u = (writer.load(writer.at(part, at)) for part in (buffer, upper))
+                        t = g
+                        if cubic:
+                            t = writer.binary("fmul", g, writer.binary("fmul", g, g))
+                            t = writer.fma(t, writer.all(cubic), g)
+                            t = writer.binary("fmul", t, writer.all(scale))
+                        value = writer.binary("fmul", g, writer.sigmoid(t))
+                        value = writer.binary("fmul", value, u)
+                        place = writer.add(writer.mul(index, stride), half)
+                        writer.store(value, writer.at(writer.at(out, target), place))
+                    return []
 
-            writer.loop(0, rows, [], row)
+                writer.loop(0, rows, [], row)
 
-        _all_rows(writer, num_rows, most, rows_of)
+            _all_rows(writer, num_rows, most, rows_of)
+
+        with_tiles([panel, writer.add(panel, panels)], all_rows)
 
     writer.claim_shares("%args", threads, panels, plain if gate is None else gated)
 
@@ -185,6 +236,7 @@ class RoundedRows:
     ) -> None:
         """num_bytes: of a rounded row."""
         self._writer, self._round_row, self.bytes = writer, round_row, num_bytes
+        self.slot = ""  # this thread's number, once `all` is written
         self._count, self._width = writer.argument(NUM_ROWS), writer.argument(WIDTH)
         self._x, self._scratch = (writer.argument(word, "ptr") for word in (X, SCRATCH))
         self._norm = None
@@ -202,6 +254,7 @@ class RoundedRows:
         """Their address."""
         writer, scratch = self._writer, self._scratch
         slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
+        self.slot = slot
         ready = writer.op(f"icmp ne i64 {writer.argument(READY)}, 0")
         own = writer.at(scratch, writer.mul(slot, writer.mul(self._count, self.bytes)), "i8")
         x = writer.op(f"select i1 {ready}, ptr {scratch}, ptr {own}")
@@ -227,11 +280,12 @@ def product_functions(
     tile: Callable[[IRWriter, int], None],
     driver: Callable[[IRWriter, bool, bool, str | None], None],
     others: Iterable[tuple[str, Callable[[IRWriter], None]]] = (),
+    expanded: tuple[Callable[[IRWriter, int], None], Sequence[int]] | None = None,
 ) -> dict[str, NativeFunction]:
     """The functions that Panels calls, and `others`, each taking args.
 
     most: rows of the largest tile. tile(writer, rows) and driver(writer, norm, add, gate) write
-    their bodies.
+    their bodies. expanded: a tile over expanded panels, and the numbers of rows that it is for.
     """
     parts: list[tuple[IRWriter, str]] = []
 
@@ -240,9 +294,18 @@ def product_functions(
         body(writer)
         parts.append((writer, signature))
 
-    for rows in range(1, most + 1):
-        write(f"internal void @tile{rows}({TILE})", lambda writer, rows=rows: tile(writer, rows))
-    write(f"internal void @tiles(i64 %rows, {TILE})", lambda writer: tiles(writer, most))
+    kinds_of_tile = [("tile", tile, [*range(1, most + 1)])]
+    if expanded is not None:
+        kinds_of_tile.append(("expanded_tile", expanded[0], [*expanded[1]]))
+    for name, body_of, sizes in kinds_of_tile:
+        for rows in sizes:
+            # Compiled once, not once in each of the functions below.
+            signature = f"internal void @{name}{rows}({TILE}) noinline"
+            write(signature, lambda writer, rows=rows, body_of=body_of: body_of(writer, rows))
+        write(
+            f"internal void @{name}s(i64 %rows, {TILE})",
+            lambda writer, name=name, sizes=sizes: tiles(writer, name, sizes),
+        )
     kinds: dict[str, tuple[bool, bool, str | None]] = {
         "plain": (False, False, None),
         "add": (False, True, None),
@@ -279,11 +342,16 @@ class Panels(ABC):
         self._args[BIAS_STEP] = 0 if bias is None else panel
         self._args[WIDTH] = width
 
-    def _round(self, rows: int, threads: int, norm: bool, num_bytes: int) -> None:
+    def _round(self, rows: int, threads: int, norm: bool, num_bytes: int, behind: int = 0) -> None:
         """Where there are many rows, all threads round them now (`RoundedRows.together`, which
-        functions named round and round_norm do). num_bytes: of a rounded row."""
+        functions named round and round_norm do). num_bytes: of a rounded row. behind: bytes of
+        expanded panels, behind these rows in scratch."""
         together = threads > 1 and rows >= TOGETHER
-        self._need((1 if together else threads) * rows * num_bytes)
+        rounded = (1 if together else threads) * rows * num_bytes
+        self._need(rounded + behind + 64)
+        # From a cache line's beginning on: a load of two lines takes twice as long.
+        end = -(-(self._args[SCRATCH] + rounded) // 64) * 64
+        self._args[EXPANDED] = end if behind else 0
         self._args[READY] = together
         if together:
             self._functions["round_norm" if norm else "round"](self._args, threads)

@@ -102,7 +102,7 @@ def test_products(name: str) -> None:
     bias = torch.randn(192) if "add" in name else None
     packed, weight = made(form, 192, width, bias)
     added = torch.zeros(192).double() if bias is None else bias.double()
-    for rows in (1, 2, 6, 7, 13, 40):
+    for rows in (1, 2, 6, 7, 13, 40, 48, 67):
         x = without_ties(torch.randn(rows, width) * torch.rand(rows, 1) * 3)
         assert ((packed(x) - (x.double() @ weight.T + added)).abs() <= bound(x, weight)).all()
         # The same x as it was rounded: what is left is float32's.
@@ -118,7 +118,7 @@ def test_every_way_to_call(name: str) -> None:
     form, width, eps = FORMATS[name], 256, 1e-5
     bias = torch.randn(128)
     packed, weight = made(form, 128, width, bias)
-    for rows in (1, 9, 33):
+    for rows in (1, 9, 33, 50):
         x, norm = torch.randn(rows, width), torch.rand(width)
         residual = torch.randn(rows, 128)
         plain = packed(x)
@@ -148,19 +148,25 @@ def test_rows_are_the_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["4-add", "8-zero", "4-shift-64"])
+@pytest.mark.parametrize("name", ["4-add", "8-zero", "4-shift-64", "4-table", "4-add-16"])
 def test_a_row_does_not_depend_on_its_neighbours(name: str, threads: int) -> None:
-    """A request's text would change with what else is in the batch."""
-    packed, _ = made(FORMATS[name], 128, 256)
+    """A request's text would change with what else is in the batch; a panel that is expanded for
+    many rows is another one's, or another thread's."""
+    packed, _ = made(FORMATS[name], 256, 256)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        x, norm = torch.randn(40, 256) * torch.rand(40, 1), torch.rand(256)
-        whole = packed.after_norm(x, norm, 1e-5)
-        for rows in (1, 5, 6, 8, 13):
-            for at in range(0, 40 - rows, rows):
-                part = packed.after_norm(x[at : at + rows].contiguous(), norm, 1e-5)
-                assert torch.equal(part, whole[at : at + rows])
+        for count in (40, blocks._MANY + 7):
+            x, norm = torch.randn(count, 256) * torch.rand(count, 1), torch.rand(256)
+            whole = packed.after_norm(x, norm, 1e-5)
+            gated = packed.gated_after_norm(x, norm, 1e-5, "silu")
+            for rows in (1, 5, 6, 8, 13):
+                for at in range(0, count - rows, rows):
+                    part = x[at : at + rows].contiguous()
+                    found = packed.after_norm(part, norm, 1e-5)
+                    assert torch.equal(found, whole[at : at + rows])
+                    found = packed.gated_after_norm(part, norm, 1e-5, "silu")
+                    assert torch.equal(found, gated[at : at + rows])
     finally:
         torch.set_num_threads(before)
 
