@@ -16,9 +16,11 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore, EngineRequest
 from engine.scheduling.pacing.chunking import PromptPace
 from kernels.cpu import native
+from kernels.cpu.blocks import PackedBlocks
 from kernels.cpu.codegen.compiler import CompilerUnavailable, lanes
 from kernels.cpu.codegen.program import Buffers, NotRecordable, Program
 from kernels.cpu.codegen.scratch import _scratch, scratch
+from kernels.packed import Format
 from tests.engine.test_memory import SIZES
 
 SHAPES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -195,9 +197,31 @@ def test_a_program_computes_what_its_calls_did(
     runner: Any = core._runner
     programs = runner.programs
     first = answers(core)
-    assert len(programs._programs) >= 4 and programs._able
+    assert len(programs._programs) >= 4 and programs._able and programs.gives_logits
     assert all(len(program) >= 4 * 3 for program in programs._programs.values())
     again = answers(core)  # from the first step on out of programs
+    runner.programs = None
+    assert first == again == answers(core)
+
+
+@needs_compiler
+def test_a_program_looks_up_its_tokens(tmp_path: Path) -> None:
+    """The tokens of the recorded step, embedded in every later one; the result of the last layer
+    taken for logits, or normed twice."""
+    core = core_of(tmp_path, {})
+    runner: Any = core._runner
+    weight = runner.model.embedding.float()
+    packed = PackedBlocks(Format(8, zero=128), *weight.shape, None)
+    top = weight.unflatten(1, (-1, 32)).abs().amax(-1).clamp(min=1e-6)
+    scale = (top / 127).half()
+    codes = (weight.unflatten(1, (-1, 32)) / scale.float().unsqueeze(-1)).round().clamp(-127, 127)
+    packed.fill(0, (codes + 128).flatten(1).to(torch.uint8), scale, None)
+    runner.model.table.forward = lambda ids: packed.rows(ids.long())
+    # The start has recorded a step without.
+    programs = runner.programs = StepPrograms(runner.model, runner.rows, runner.kv)
+    first = answers(core)
+    assert programs._enters and programs.gives_logits
+    again = answers(core)
     runner.programs = None
     assert first == again == answers(core)
 
