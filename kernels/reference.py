@@ -24,6 +24,7 @@ from torch.nn.functional import (
 )
 from torch.nn.functional import rms_norm as _rms_norm
 
+from kernels.attention.bidirectional import bidirectional_attention
 from kernels.attention.latent.reference import attend_latent_chunk, attend_latent_decodes
 from kernels.attention.reference import (
     Scores,
@@ -312,6 +313,33 @@ class Kernels:
         for chunk in plan.chunks:
             out[chunk.begin : chunk.end] = attend_chunk(grouped, k_cache, v_cache, how, chunk)
         return out.view(num_tokens, num_heads * head_dim)
+
+    def whole_texts(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor | None,
+        num_heads: int,
+        scale: float,
+        window: int,
+        meta: AttentionMeta,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Attention of texts that are whole in this step: each token sees all tokens of its text,
+        or with window > 0 those up to so many places away. Nothing is kept.
+
+        qkv [num_tokens, 3 * num_heads * head_dim], which is written over, ->
+        [num_tokens, num_heads * head_dim]. cos_sin: as of rope_kv_write; None = no rotation.
+        dtype: of the model, to which keys and values may be rounded.
+        """
+        q, k, v = qkv.unflatten(1, (3, num_heads, -1)).unbind(1)
+        if cos_sin is not None:
+            cos, sin = _rotation(cos_sin, meta.positions)
+            for each in (q, k):
+                each.copy_(_rotate(each.float(), cos, sin))
+        if meta.query_start_host is None:
+            meta.query_start_host = meta.query_start.tolist()
+        starts, apart = meta.query_start_host, self.DETERMINISTIC
+        return bidirectional_attention(q, k, v, starts, scale, window, apart).flatten(1)
 
     def latent_write(
         self,

@@ -10,13 +10,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def bidirectional_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Sequence[int], scale: float, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Sequence[int],
+    scale: float,
+    window: int = 0,
+    apart: bool = False,
 ) -> Tensor:
     """Each token sees all tokens of its text, or with window > 0 those up to so many places away.
 
-    q, k, v: [num_tokens, num_heads, head_dim]. starts: of each text, then num_tokens. -> as q.
+    q, k, v: [num_tokens, num_heads, head_dim]. starts: of each text, then num_tokens. apart: a text
+    is computed as if it were alone, whatever the device. -> as q.
     """
-    if q.device.type == "cpu":
+    if apart or q.device.type == "cpu":
         return torch.cat([_one(q[a:b], k[a:b], v[a:b], scale, window) for a, b in pairwise(starts)])
     return _padded(q, k, v, starts, scale, window)
 

@@ -29,7 +29,7 @@ from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.scores import Numbers, Places, Scored
 from kernels.metadata import AttentionMeta
 
-_NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
+_NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _MANY = 64  # tokens from which the rotation is worth all threads
 
 # Words of args, after the two counters.
@@ -453,34 +453,33 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
     return writer, "void @decode(ptr %args)"
 
 
-class CpuAttention:
-    """The functions for one shape of heads, and their arguments. Raises CompilerUnavailable."""
+class CpuRotation:
+    """The function for one shape of heads, and its arguments. Raises CompilerUnavailable."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
-        plain = [_rotate(shape, lanes()), _decode(shape, Scored(), lanes())]
-        functions = compile_ir(module(plain))
-        self._rotate = functions["rotate"]
-        self._decodes: dict[Scored, NativeFunction] = {Scored(): functions["decode"]}
+        self._rotate = compile_ir(module([_rotate(shape, lanes())]))["rotate"]
         self._args = (ctypes.c_int64 * _WORDS)()
 
     def rope_kv_write(
         self,
         qkv: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
         k_cache: Tensor,
         v_cache: Tensor,
-        meta: AttentionMeta,
+        positions: Tensor,
+        slots: Tensor,
     ) -> Tensor:
+        """See `Kernels.rope_kv_write`. cos_sin: None for a shape that rotates nothing."""
         shape, args = self._shape, self._args
         tokens = qkv.shape[0]
         q = qkv.new_empty(tokens, shape.num_heads, shape.head_dim)
         args[_QKV], args[_Q] = qkv.data_ptr(), q.data_ptr()
-        args[_POSITIONS], args[_SLOTS] = meta.positions.data_ptr(), meta.slots.data_ptr()
-        args[_TABLE] = cos_sin.data_ptr()
+        args[_POSITIONS], args[_SLOTS] = positions.data_ptr(), slots.data_ptr()
+        args[_TABLE] = 0 if cos_sin is None else cos_sin.data_ptr()
         args[_KEYS], args[_VALUES] = k_cache.data_ptr(), v_cache.data_ptr()
         args[_TOKENS] = tokens
         if q_norm is not None and k_norm is not None:
@@ -488,6 +487,15 @@ class CpuAttention:
             args[_EPS] = bits(eps)
         self._rotate(args, torch.get_num_threads() if tokens >= _MANY else 1)
         return q
+
+
+class CpuAttention(CpuRotation):
+    """Decodes as well. Raises CompilerUnavailable."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        plain = compile_ir(module([_decode(shape, Scored(), lanes())]))
+        self._decodes: dict[Scored, NativeFunction] = {Scored(): plain["decode"]}
 
     def decode(
         self,
@@ -522,6 +530,25 @@ class CpuAttention:
         decode(args, threads)
 
 
+def _shape_for(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    rotary_dim: int,
+    qk_norm: bool,
+    dtype: torch.dtype,
+) -> AttentionShape | None:
+    """None where heads do not fill vectors. Raises CompilerUnavailable."""
+    size = lanes()
+    if head_dim % size or rotary_dim % (2 * size) or dtype not in _NAMES:
+        return None
+    pairs = dtype == torch.bfloat16 and head_dim % (2 * size) == 0 and dot_bf16()
+    return AttentionShape(
+        num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, _NAMES[dtype], pairs
+    )
+
+
 @lru_cache(maxsize=16)
 def attention_for(
     num_heads: int,
@@ -534,15 +561,27 @@ def attention_for(
 ) -> CpuAttention | None:
     """None where heads do not fill vectors, for a float32 cache, or without a compiler."""
     try:
-        size = lanes()
-        if head_dim % size or rotary_dim % (2 * size) or dtype not in _NAMES:
-            return None
-        pairs = dtype == torch.bfloat16 and head_dim % (2 * size) == 0 and dot_bf16()
-        kind = _NAMES[dtype]
-        return CpuAttention(
-            AttentionShape(
-                num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, kind, pairs
-            )
+        shape = _shape_for(
+            num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, dtype
         )
+        return None if shape is None or dtype == torch.float32 else CpuAttention(shape)
+    except CompilerUnavailable:
+        return None
+
+
+@lru_cache(maxsize=16)
+def rotation_for(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    rotary_dim: int,
+    dtype: torch.dtype,
+) -> CpuRotation | None:
+    """rotary_dim: 0 rotates nothing. None where heads do not fill vectors, or without a
+    compiler."""
+    try:
+        shape = _shape_for(num_heads, num_kv_heads, head_dim, block_size, rotary_dim, False, dtype)
+        return None if shape is None else CpuRotation(shape)
     except CompilerUnavailable:
         return None

@@ -11,6 +11,7 @@ of rows.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from kernels.cpu.latent.shape import shape_of
 from kernels.cpu.native import LayerKernels, PlannedByFirstLayer
 from kernels.cpu.recurrent.back_end import Step
 from kernels.cpu.scores import Numbers
+from kernels.cpu.whole_texts import whole_texts
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import Routing
 from kernels.kv.quantized import Cache
@@ -75,7 +77,8 @@ class Deterministic(PlannedByFirstLayer):
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        return _by_row(super().layer_norm, x, weight, bias, eps)
+        found = norm.layer_norm(x, weight, bias, eps)  # of each row alike
+        return _by_row(super().layer_norm, x, weight, bias, eps) if found is None else found
 
     def gated_norm(
         self,
@@ -160,13 +163,40 @@ class Deterministic(PlannedByFirstLayer):
             meta.plan = _DeterministicPlan(meta)
         kernels = meta.plan.choose(num_heads, k_cache, cos_sin, q_norm)
         if kernels is not None:
-            return kernels.rope_kv_write(qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta)
+            return kernels.rope_kv_write(
+                qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta.positions, meta.slots
+            )
         write = super().rope_kv_write
         queries = [
             write(row.clone(), cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, part)
             for row, part in zip(qkv.split(1), meta.plan.apart, strict=True)
         ]
         return torch.cat(queries)
+
+    def whole_texts(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor | None,
+        num_heads: int,
+        scale: float,
+        window: int,
+        meta: AttentionMeta,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        found = whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
+        if found is not None:  # of each text alike
+            return found
+        plain, parts = super(PlannedByFirstLayer, self).whole_texts, []
+        for begin, end in pairwise(meta.query_start_host or meta.query_start.tolist()):
+            alone = replace(
+                meta,
+                positions=meta.positions[begin:end].clone(),
+                query_start_host=[0, end - begin],
+                plan=None,
+            )
+            own = qkv[begin:end].clone()
+            parts.append(plain(own, cos_sin, num_heads, scale, window, alone, dtype))
+        return torch.cat(parts)
 
     def attention(
         self,

@@ -13,9 +13,10 @@ from kernels.cpu.latent import decode as latent_decode
 from kernels.cpu.latent.prefill import prefill as latent_prefill
 from kernels.cpu.latent.prefill import worth_making
 from kernels.cpu.latent.shape import shape_of
-from kernels.cpu.prefill import prefill_for
+from kernels.cpu.prefill import Entries, prefill_for
 from kernels.cpu.recurrent.back_end import Recurrent
 from kernels.cpu.scores import Numbers
+from kernels.cpu.whole_texts import whole_texts
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.metadata import AttentionMeta
 
@@ -51,17 +52,35 @@ class PlannedByFirstLayer(Recurrent):
     ) -> None:
         """Nothing yet."""
 
+    def whole_texts(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor | None,
+        num_heads: int,
+        scale: float,
+        window: int,
+        meta: AttentionMeta,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        found = whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
+        if found is not None:
+            return found
+        return super().whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
+
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tokens [begin, end) of the step as `kernels.cpu.prefill` takes them."""
+    """Tokens [begin, end) of the step, whose entry is so long with them."""
 
     begin: int
     end: int
     table: Tensor
-    positions: Tensor
-    first: Tensor
     length: int
+
+    @property
+    def positions(self) -> Tensor:
+        count = self.end - self.begin
+        return torch.arange(self.length - count, self.length, dtype=torch.int32)
 
 
 class _NativePlan(LayerKernels):
@@ -74,6 +93,20 @@ class _NativePlan(LayerKernels):
         self.gathered: list[PrefillChunk] | None = None
         self._meta = meta
         self._chunks: list[_Chunk] | None = None
+        self._entries: Entries | None = None
+
+    @property
+    def entries(self) -> Entries:
+        """The same for `kernels.cpu.prefill`."""
+        if self._entries is None:
+            spans = [
+                (chunk.begin, chunk.end, chunk.table.data_ptr(), chunk.length)
+                for chunk in self.chunks
+            ]
+            last = self._meta.positions.int()
+            first = self._meta.first_key(last).contiguous()
+            self._entries = Entries(spans, first, last, self._meta.block_table)
+        return self._entries
 
     @property
     def chunks(self) -> list[_Chunk]:
@@ -86,10 +119,8 @@ class _NativePlan(LayerKernels):
             for entry in range(meta.num_decodes, len(lengths)):
                 begin, end, length = starts[entry], starts[entry + 1], lengths[entry]
                 if begin < end:
-                    at = torch.arange(length - (end - begin), length, dtype=torch.int32)
-                    first = meta.first_key(at)
                     table = meta.block_table[entry]
-                    self._chunks.append(_Chunk(begin, end, table, at, first, length))
+                    self._chunks.append(_Chunk(begin, end, table, length))
         return self._chunks
 
 
@@ -110,7 +141,9 @@ class Native(PlannedByFirstLayer):
             meta.plan = _NativePlan(meta)
         kernels = meta.plan.choose(num_heads, k_cache, cos_sin, q_norm)
         if kernels is not None:
-            return kernels.rope_kv_write(qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta)
+            return kernels.rope_kv_write(
+                qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, meta.positions, meta.slots
+            )
         reference = meta.plan.reference
         return super().rope_kv_write(
             qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, reference
@@ -148,14 +181,8 @@ class Native(PlannedByFirstLayer):
             num_heads, num_kv_heads, head_dim, block_size, k_cache.dtype, numbers.scored
         )
         if prefill:
-            end = decodes
-            for chunk in plan.chunks:
-                prefill(
-                    q[chunk.begin : chunk.end], k_cache, v_cache, scale, chunk.table,
-                    chunk.positions, chunk.first, chunk.length, out[chunk.begin : chunk.end],
-                    numbers,
-                )  # fmt: skip
-                end = chunk.end
+            prefill(q, k_cache, v_cache, scale, plan.entries, out, numbers)
+            end = plan.chunks[-1].end if plan.chunks else decodes
             out[end:].zero_()  # padding
             return out
         if plan.gathered is None:

@@ -1,4 +1,5 @@
-"""RMS norms, with a gate or without, generated for the number of elements that share a mean."""
+"""RMS norms, with a gate or without, and layer norms, generated for the number of elements that
+share a mean."""
 
 import ctypes
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from kernels.cpu.codegen.ir import IRWriter, Value, constant, module
 from kernels.cpu.recurrent.entries import inverse_root, rows_of, threads_for
 
 # Words of args, after the two counters.
-_X, _GATE, _GATE_STRIDE, _WEIGHT, _EPS, _ROWS, _OUT, _WORDS = range(2, 10)
+_X, _GATE, _GATE_STRIDE, _WEIGHT, _EPS, _ROWS, _OUT, _BIAS, _WORDS = range(2, 11)
 
 
 @dataclass(frozen=True)
@@ -115,5 +116,70 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     args, out = (ctypes.c_int64 * _WORDS)(), x.new_empty(x.shape)
     args[_X], args[_OUT], args[_ROWS] = x.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1]
     args[_WEIGHT], args[_EPS] = weight.data_ptr(), bits(eps)
+    function(args, threads_for(out.numel()))
+    return out
+
+
+def _layer_norm(width: int, weighted: bool, biased: bool, size: int) -> tuple[IRWriter, str]:
+    w = IRWriter(size)
+    x, weight, bias, out = (w.argument(word, "ptr") for word in (_X, _WEIGHT, _BIAS, _OUT))
+    eps = w.load(w.at("%args", _EPS, "i64"), "float")
+    start = [(w.vector, "zeroinitializer")]
+
+    def work(row: Value) -> None:
+        source, target = (w.at(each, w.mul(row, width)) for each in (x, out))
+
+        def mean(total: Value) -> Value:
+            return w.op(f"fdiv float {w.sum(total)}, {constant(width)}")
+
+        def add(at: Value, total: Value) -> list[Value]:
+            return [w.binary("fadd", total, w.load(w.at(source, at)))]
+
+        middle = w.spread(mean(w.loop(0, width, start, add, step=size)[0]))
+
+        def squares(at: Value, total: Value) -> list[Value]:
+            apart = w.binary("fsub", w.load(w.at(source, at)), middle)
+            return [w.fma(apart, apart, total)]
+
+        variance = mean(w.loop(0, width, start, squares, step=size)[0])
+        scale = w.spread(inverse_root(w, w.op(f"fadd float {variance}, {eps}")))
+
+        def write(at: Value) -> list[Value]:
+            value = w.binary("fsub", w.load(w.at(source, at)), middle)
+            value = w.binary("fmul", value, scale)
+            factor = w.load(w.at(weight, at)) if weighted else w.all(1.0)
+            if biased:
+                value = w.fma(value, factor, w.load(w.at(bias, at)))
+            elif weighted:
+                value = w.binary("fmul", value, factor)
+            w.store(value, w.at(target, at))
+            return []
+
+        w.loop(0, width, [], write, step=size)
+
+    w.claim("%args", "1", w.argument(_ROWS), work)
+    return w, "void @layer_norm(ptr %args)"
+
+
+@lru_cache(maxsize=32)
+def _layer_function(width: int, weighted: bool, biased: bool) -> NativeFunction | None:
+    found = compile_or_none(
+        lambda size: "" if width % size else module([_layer_norm(width, weighted, biased, size)])
+    )
+    return found and found.get("layer_norm")
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
+    """See `Kernels.layer_norm`. None: nothing is generated here, or not for such x."""
+    parts = [each for each in (x, weight, bias) if each is not None]
+    if not all(each.dtype == torch.float32 and each.is_contiguous() for each in parts):
+        return None
+    function = _layer_function(x.shape[-1], weight is not None, bias is not None)
+    if function is None:
+        return None
+    args, out = (ctypes.c_int64 * _WORDS)(), x.new_empty(x.shape)
+    args[_X], args[_OUT], args[_ROWS] = x.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1]
+    args[_WEIGHT] = 0 if weight is None else weight.data_ptr()
+    args[_BIAS], args[_EPS] = 0 if bias is None else bias.data_ptr(), bits(eps)
     function(args, threads_for(out.numel()))
     return out

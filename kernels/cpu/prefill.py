@@ -1,22 +1,27 @@
-"""Prefill attention over paged keys, generated for one shape of heads.
+"""Prefill attention over paged keys, generated for one shape of heads: one launch for all entries
+of a step.
 
 Online softmax over tiles of keys (FlashAttention-2, arXiv:2307.08691). A work item is one key head
-and a tile of queries: the keys and values of a tile are read where they lie and laid out once for
-all of the item's rows, keys transposed. Memory is linear in the tile, whatever the length.
+and a tile of one entry's queries: the keys and values of a tile are read where they lie and laid
+out once for all of the item's rows, keys transposed. Memory is linear in the tile, whatever the
+length. Which keys a query sees is a range of its own, so a text may see both ways.
 
 Where the processor multiplies pairs of bfloat16, keys and values of that type stay as they are:
 queries and weights are rounded to it, products of them are exact, and all sums and the softmax are
-float32. Elsewhere, and for float16, keys and values are widened and all is float32.
+float32. Elsewhere, and for other types, keys and values are widened and all is float32.
 
 A row's sums do not depend on the other rows, nor, where it sees all keys before it, on how its
 prompt was cut into chunks: tiles of keys then begin at the prompt's.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu.codegen.compiler import (
@@ -31,16 +36,18 @@ from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
 from kernels.cpu.scores import Numbers, Places, Scored
 
-_NAMES = {torch.bfloat16: "bfloat", torch.float16: "half"}
+_NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _KEYS_A_TILE = 64
 _ROWS_A_TILE = 96  # about: that many share a tile of keys that is laid out
 _ROWS = 6  # of a block: their sums stay in registers
 _LEAST = -1e38  # a score that adds nothing; twice as much is still a float32
 
 # Words of args, after the two counters.
-_Q, _KEYS, _VALUES, _OUT, _TABLE, _POSITIONS, _FIRST = range(2, 9)
-_TOKENS, _LENGTH, _SCALE, _SCRATCH = range(9, 13)
-_NUMBERS, _WORDS = 13, 16  # of the scores, see scores.py
+_Q, _KEYS, _VALUES, _OUT, _TILES, _LAST, _FIRST = range(2, 9)
+_COUNT, _SCALE, _SCRATCH = range(9, 12)
+_NUMBERS, _WORDS = 12, 15  # of the scores, see scores.py
+# Words of a tile of queries: its first token, how many, its entry's table, the entry's keys.
+_TILE = 4
 
 
 @dataclass(frozen=True)
@@ -85,9 +92,8 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     )  # fmt: skip
     each = dim // words  # numbers of a word
     width = 4 if size == 16 else 2  # vectors of a block: with _ROWS rows they fill the registers
-    names = (_Q, _KEYS, _VALUES, _OUT, _TABLE, _POSITIONS, _FIRST)
-    q, keys, values, out, table, positions, firsts = (w.argument(name, "ptr") for name in names)
-    tokens, length = w.argument(_TOKENS), w.argument(_LENGTH)
+    names = (_Q, _KEYS, _VALUES, _OUT, _TILES, _LAST, _FIRST)
+    q, keys, values, out, tiles, lasts, firsts = (w.argument(name, "ptr") for name in names)
     places = Places(w, scored, _NUMBERS)
     scale = w.spread(w.op(f"load float, ptr {w.at('%args', _SCALE, 'i64')}"))
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
@@ -111,7 +117,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         narrow = w.op(f"load i32, ptr {w.at(array, index, 'i32')}")
         return w.op(f"sext i32 {narrow} to i64")
 
-    def lay_out(begin: Value, head: Value) -> None:
+    def lay_out(begin: Value, head: Value, table: Value, length: Value) -> None:
         """Keys [begin, begin + tile) of one head. Past the last key the last is read again."""
 
         def mix_pair(at: Value, places: tuple[Value, Value], d: Value) -> None:
@@ -221,7 +227,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
             if masked or scored.slopes:
                 index = w.op(f"udiv i64 {w.add(row, r)}, {group}")
                 index = w.add(token, least(index, w.sub(count, 1)))
-                last = w.sub(number(positions, index), begin)
+                last = w.sub(number(lasts, index), begin)
             if not scored.plain:
                 slope = places.slope(head_of(head, w.add(row, r)))
                 for v, part in enumerate(parts):
@@ -280,10 +286,11 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
 
     def work(item: Value) -> None:
         head = w.op(f"urem i64 {item}, {shape.num_kv_heads}")
-        at = w.op(f"udiv i64 {item}, {shape.num_kv_heads}")
-        # The last tile of queries sees most keys: it is the first that is taken.
-        token = w.mul(w.sub(w.sub(tiles, 1), at), shape.queries)
-        count = least(w.sub(tokens, token), shape.queries)
+        at = w.mul(w.op(f"udiv i64 {item}, {shape.num_kv_heads}"), _TILE)
+        token, count, place_of_table, length = (
+            w.load(w.at(tiles, w.add(at, word), "i64"), "i64") for word in range(_TILE)
+        )
+        table = w.op(f"inttoptr i64 {place_of_table} to ptr")
         num_rows = w.mul(count, group)
         offset = w.mul(w.add(w.mul(token, shape.num_kv_heads), head), group * dim)
         apart = (shape.num_kv_heads - 1) * group * dim  # between two tokens' rows of one head
@@ -308,11 +315,11 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         w.loop(0, filled, [], prepare)
         first = number(firsts, token)
         all_see_from = number(firsts, w.add(token, w.sub(count, 1)))
-        all_see_to = number(positions, token)
-        end = w.add(number(positions, w.add(token, w.sub(count, 1))), 1)
+        all_see_to = number(lasts, token)
+        end = w.add(number(lasts, w.add(token, w.sub(count, 1))), 1)
 
         def over(begin: Value) -> list[Value]:
-            lay_out(begin, head)
+            lay_out(begin, head, table, length)
             early = w.op(f"icmp slt i64 {begin}, {all_see_from}")
             late = w.op(f"icmp sgt i64 {w.add(begin, tile - 1)}, {all_see_to}")
             some = w.op(f"or i1 {early}, {late}")
@@ -346,16 +353,52 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
 
         w.loop(0, num_rows, [], finish)
 
-    tiles = w.op(f"udiv i64 {w.add(tokens, shape.queries - 1)}, {shape.queries}")
-    w.claim("%args", "1", w.mul(tiles, shape.num_kv_heads), work)
+    w.claim("%args", "1", w.mul(w.argument(_COUNT), shape.num_kv_heads), work)
     return w, "void @prefill(ptr %args)"
+
+
+class Entries:
+    """The queries of a step, entry by entry, and the keys that each sees.
+
+    spans: of each entry its first token, the token behind its last, the address of its blocks
+        (int32; what stands before the block of the first key that is seen is not read), its keys.
+    first, last [tokens]: the first and the last key that a token sees, of its entry; within one
+        entry nowhere less than before. Both int32.
+    kept: what must not be freed before the last launch.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[tuple[int, int, int, int]],
+        first: Tensor,
+        last: Tensor,
+        kept: object = None,
+    ) -> None:
+        self.spans, self.first, self.last, self._kept = spans, first, last, kept
+        self._tiles: dict[int, NDArray[np.int64]] = {}
+
+    def tiles(self, queries: int) -> NDArray[np.int64]:
+        """[tiles, 4] int64: of at most so many queries. Those that see most keys come first, so
+        that threads end together."""
+        found = self._tiles.get(queries)
+        if found is None:
+            rows = [
+                (token, min(queries, end - token), table, length)
+                for begin, end, table, length in self.spans
+                for token in range(begin, end, queries)
+            ]
+            made = np.array(rows, np.int64).reshape(-1, _TILE)
+            seen = self.last.numpy()[made[:, 0] + made[:, 1] - 1] - self.first.numpy()[made[:, 0]]
+            found = np.ascontiguousarray(made[np.argsort(-seen, kind="stable")])
+            self._tiles[queries] = found
+        return found
 
 
 class CpuPrefill:
     """The function for one shape of heads, and its arguments."""
 
     def __init__(self, shape: PrefillShape, function: NativeFunction) -> None:
-        self._floats = shape.floats(lanes())
+        self._floats, self._queries = shape.floats(lanes()), shape.queries
         self._function = function
         self._args = (ctypes.c_int64 * _WORDS)()
 
@@ -365,25 +408,20 @@ class CpuPrefill:
         k_cache: Tensor,
         v_cache: Tensor,
         scale: float,
-        table: Tensor,
-        positions: Tensor,
-        first: Tensor,
-        length: int,
+        entries: Entries,
         out: Tensor,
         numbers: Numbers,
     ) -> None:
-        """One entry's queries, into out.
+        """The entries' queries, into out, of which other rows stay.
 
-        q [n, num_heads, head_dim] and out [n, num_heads * head_dim] float32. table: the entry's
-        blocks, int32; what stands before the block of the first key that is seen is not read.
-        positions [n]: of the queries, one after the other. first [n]: the first key that each sees,
-        nowhere less than before. Both int32. length: of the entry, the last query's position + 1.
+        q [n, num_heads, head_dim] and out [n, num_heads * head_dim] float32: of the whole step.
         """
         args, threads = self._args, torch.get_num_threads()
+        tiles = entries.tiles(self._queries)
         args[_Q], args[_OUT] = q.data_ptr(), out.data_ptr()
         args[_KEYS], args[_VALUES] = k_cache.data_ptr(), v_cache.data_ptr()
-        args[_TABLE], args[_POSITIONS] = table.data_ptr(), positions.data_ptr()
-        args[_FIRST], args[_TOKENS], args[_LENGTH] = first.data_ptr(), len(q), length
+        args[_TILES], args[_COUNT] = tiles.ctypes.data, len(tiles)
+        args[_LAST], args[_FIRST] = entries.last.data_ptr(), entries.first.data_ptr()
         args[_SCALE] = bits(scale)
         numbers.put(args, _NUMBERS)
         args[_SCRATCH] = scratch(threads * self._floats)
@@ -399,7 +437,7 @@ def prefill_for(
     dtype: torch.dtype,
     scored: Scored,
 ) -> CpuPrefill | None:
-    """None where heads do not fill vectors, for a float32 cache, or without a compiler."""
+    """None where heads do not fill vectors, or without a compiler."""
     try:
         size = lanes()
         width = min(4 if size == 16 else 2, head_dim // size)

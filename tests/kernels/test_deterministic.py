@@ -59,6 +59,7 @@ SAFE: Mapping[str, Mapping[str, str]] = {
         "kimi_delta": _TOLD,
         "mamba2": _TOLD,
         "mamba1": "a program walks an entry's tokens one after the other",
+        "whole_texts": "texts are computed one by one",
         "causal_conv": "each result is the sum of a token's own taps, in one order",
         "short_conv": _COMPOSED,
         "lora_add": "`LoraStep` says it to the kernel",

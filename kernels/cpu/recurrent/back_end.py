@@ -16,6 +16,15 @@ from kernels.reference import Kernels
 Step = Callable[[list[Tensor], AttentionMeta], Tensor]
 
 
+def _gated(name: str, gate_up: Tensor) -> Tensor | None:
+    """name(first half) * second half of [n, 2 * size]. None: nothing is generated here."""
+    size = gate_up.shape[-1] // 2
+    if gate_up.dim() != 2 or not elements.fits(gate_up):
+        return None
+    out = gate_up.new_empty(len(gate_up), size)
+    return out if elements.apply(name, gate_up[:, :size], out, gate_up[:, size:]) else None
+
+
 class Recurrent(Kernels):
     def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
         """step(rows, meta), in plain torch, where nothing is generated. rows: [num_tokens, ..]
@@ -26,6 +35,12 @@ class Recurrent(Kernels):
         found = norm.rms_norm(x, weight, eps)
         return super().rms_norm(x, weight, eps) if found is None else found
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        found = norm.layer_norm(x, weight, bias, eps)
+        return super().layer_norm(x, weight, bias, eps) if found is None else found
+
     def activation(self, x: Tensor, name: str) -> Tensor:
         if elements.known(name) and elements.fits(x):
             out = x.new_empty(x.shape)
@@ -34,12 +49,16 @@ class Recurrent(Kernels):
         return super().activation(x, name)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        size = gate_up.shape[-1] // 2
-        if gate_up.dim() == 2 and elements.fits(gate_up):
-            out = gate_up.new_empty(len(gate_up), size)
-            if elements.apply("silu", gate_up[:, :size], out, gate_up[:, size:]):
-                return out
-        return super().silu_mul(gate_up)
+        found = _gated("silu", gate_up)
+        return super().silu_mul(gate_up) if found is None else found
+
+    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
+        found = _gated("gelu_pytorch_tanh", gate_up)
+        return super().gelu_tanh_mul(gate_up) if found is None else found
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        found = _gated("gelu", gate_up)
+        return super().gelu_mul(gate_up) if found is None else found
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
         if x.dim() == 2 and elements.apply("copy", x, x, factors):

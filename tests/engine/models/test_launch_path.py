@@ -35,9 +35,6 @@ _CPU = "on the CPU alone, where tensors and arrays share memory and nothing is i
 _ORACLE = "the oracle in plain torch, not the CUDA back end"
 _START = "at the start, before any request"
 ALLOWED = {
-    ("engine/layers/attention/bidirectional.py", "BidirectionalAttention.forward"): (
-        "where no runner has said where the texts begin, as tests and `manta verify` do not"
-    ),
     ("engine/lora/device.py", "LoraDevice._upload"): "a view of pinned host memory",
     ("engine/models/entrance.py", "Entrance.__init__"): _START,
     ("engine/runner/caches/sleep_memory.py", "CudaSleepMemory._finish_work"): (
@@ -63,6 +60,9 @@ ALLOWED = {
     ("engine/sampling/sampler.py", "Sampler.prompt_logprobs"): _CPU,
     ("kernels/attention/bidirectional.py", "_padded"): "of host memory, before the upload",
     ("kernels/experts/reference.py", "experts"): _ORACLE,
+    ("kernels/reference.py", "Kernels.whole_texts"): (
+        "where no runner has said where the texts begin, as tests and `manta verify` do not"
+    ),
     ("kernels/recurrent/convolution.py", "chunks_of"): _ORACLE,
     ("kernels/recurrent/mamba1.py", "mamba1"): _ORACLE,
     ("kernels/recurrent/mamba2.py", "mamba2"): _ORACLE,
