@@ -1,7 +1,6 @@
 """Linear layers on the CPU: packed once, multiplied with float32 activations.
 
-A library's products re-order the weight on every call, and without AMX the bf16 dot product of x86
-is slower than float32 arithmetic from some ten rows on. `kernels.cpu.gemm` comes first. Where it
+A library's products re-order the weight on every call. `kernels.cpu.gemm` comes first. Where it
 cannot run, FBGEMM reads 16-bit weights, packed as float16, and computes in float32 too; a bfloat16
 weight fits float16 exactly unless it is below 6e-5, where it keeps an absolute error of 3e-8.
 """

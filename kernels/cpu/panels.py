@@ -18,6 +18,7 @@ GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)
 # From so many rows on, they are rounded once by all threads together; fewer, by each for itself,
 # which costs less than waiting for the others.
 TOGETHER = 8
+SPARE_ROWS = 32  # that the last tile may read behind them
 
 # Words of args, after the two counters.
 X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, THREADS, STRIDE = range(2, 11)
@@ -89,8 +90,10 @@ def products(
     gate: str | None,
     buffer: Value = "",
     expansion: Expansion | None = None,
+    even: bool = True,
 ) -> None:
-    """This thread's share of all rows (x_bytes each) times all panels (w_bytes each)."""
+    """This thread's share of all rows (x_bytes each) times all panels (w_bytes each). even: tiles
+    of rows are about as large as each other, and not as large as can be but for the last."""
     size = writer.lanes
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
     num_rows, stride, width = (writer.argument(word) for word in (NUM_ROWS, STRIDE, WIDTH))
@@ -181,7 +184,7 @@ def products(
 
                 writer.loop(0, rows, [], row)
 
-            _all_rows(writer, num_rows, most, rows_of)
+            _all_rows(writer, num_rows, most, even, rows_of)
 
         with_tiles([panel, writer.add(panel, panels)], all_rows)
 
@@ -189,9 +192,18 @@ def products(
 
 
 def _all_rows(
-    writer: IRWriter, num_rows: Value, most: int, body: Callable[[Value, Value], None]
+    writer: IRWriter, num_rows: Value, most: int, even: bool, body: Callable[[Value, Value], None]
 ) -> None:
-    """body(first row, rows) for tiles of at most `most` rows, as even as can be."""
+    """body(first row, rows) for tiles of at most `most` rows, as even as can be or as large."""
+    if not even:
+
+        def full(first: Value) -> list[Value]:
+            left = [("i64", writer.sub(num_rows, first)), ("i64", str(most))]
+            body(first, writer.call("i64", "llvm.smin.i64", left))
+            return []
+
+        writer.loop(0, num_rows, [], full, step=most)
+        return
     count = writer.op(f"udiv i64 {writer.add(num_rows, most - 1)}, {most}")
     base = writer.op(f"udiv i64 {num_rows}, {count}")
     more = writer.op(f"urem i64 {num_rows}, {count}")
@@ -281,11 +293,13 @@ def product_functions(
     driver: Callable[[IRWriter, bool, bool, str | None], None],
     others: Iterable[tuple[str, Callable[[IRWriter], None]]] = (),
     expanded: tuple[Callable[[IRWriter, int], None], Sequence[int]] | None = None,
+    any_rows: bool = False,
 ) -> dict[str, NativeFunction]:
     """The functions that Panels calls, and `others`, each taking args.
 
     most: rows of the largest tile. tile(writer, rows) and driver(writer, norm, add, gate) write
     their bodies. expanded: a tile over expanded panels, and the numbers of rows that it is for.
+    any_rows: one tile is for all numbers of rows, its %rows, and rows is `most`.
     """
     parts: list[tuple[IRWriter, str]] = []
 
@@ -295,6 +309,9 @@ def product_functions(
         parts.append((writer, signature))
 
     kinds_of_tile = [("tile", tile, [*range(1, most + 1)])]
+    if any_rows:
+        write(f"internal void @tiles(i64 %rows, {TILE})", lambda writer: tile(writer, most))
+        kinds_of_tile = []
     if expanded is not None:
         kinds_of_tile.append(("expanded_tile", expanded[0], [*expanded[1]]))
     for name, body_of, sizes in kinds_of_tile:
@@ -347,7 +364,8 @@ class Panels(ABC):
         functions named round and round_norm do). num_bytes: of a rounded row. behind: bytes of
         expanded panels, behind these rows in scratch."""
         together = threads > 1 and rows >= TOGETHER
-        rounded = (1 if together else threads) * rows * num_bytes
+        # Tiles of rows are read whole.
+        rounded = ((1 if together else threads) * rows + SPARE_ROWS) * num_bytes
         self._need(rounded + behind + 64)
         # From a cache line's beginning on: a load of two lines takes twice as long.
         end = -(-(self._args[SCRATCH] + rounded) // 64) * 64

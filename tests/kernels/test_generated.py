@@ -102,6 +102,7 @@ def products(linear: PackedLinear, rows: int, weight: Tensor, bias: Tensor) -> l
     return [error(out, want) for out, want in pairs]
 
 
+@pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_products(dtype: torch.dtype, biased: bool) -> None:
@@ -116,6 +117,16 @@ def test_products(dtype: torch.dtype, biased: bool) -> None:
         assert max(products(linear, rows, weight.double(), added)) < bound
 
 
+@pytest.fixture(params=["tiles", "pairs"])
+def bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By products of tiles, where the processor has them, and by those of pairs."""
+    if request.param == "pairs":
+        monkeypatch.setattr("kernels.cpu.gemm.amx_bf16", lambda: False)
+    elif not compiler.amx_bf16():
+        pytest.skip("no AMX")
+
+
+@pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rows_in_bfloat16(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair of columns exchanged is as far off as another row; so is a row that another thread had
@@ -124,7 +135,7 @@ def test_rows_in_bfloat16(threads: int, monkeypatch: pytest.MonkeyPatch) -> None
     weight = (torch.randn(192, 96) * 0.05).bfloat16()
     x = torch.randn(40, 96).bfloat16().float()
     linear = PackedLinear(weight, None)
-    for rows in (1, 7, 8, 40):
+    for rows in (1, 7, 8, 16, 33, 40):
         assert error(linear(x[:rows]), x[:rows].double() @ weight.double().T) < 2e-6
 
 
@@ -158,6 +169,7 @@ def test_int8_products() -> None:
         assert error(PackedInt8(weight, None)(x), x @ weight.T) < 1e-6
 
 
+@pytest.mark.usefixtures("bfloat16")
 @pytest.mark.parametrize(
     "kind, dtype",
     [
@@ -172,20 +184,41 @@ def test_a_row_does_not_depend_on_its_neighbours(
 ) -> None:
     """A request's text would change with what else is in the batch."""
     linear = kind((torch.randn(128, 96) * 0.05).to(dtype), None)
-    x, norm = torch.randn(30, 96) * torch.rand(30, 1), torch.rand(96)
+    x, norm = torch.randn(50, 96) * torch.rand(50, 1), torch.rand(96)
     whole = linear.after_norm(x, norm, 1e-5)
-    for rows in (1, 7, 13):
-        for at in range(0, 30 - rows, rows):
+    for rows in (1, 7, 13, 33):
+        for at in range(0, 50 - rows, rows):
             part = linear.after_norm(x[at : at + rows].contiguous(), norm, 1e-5)
             assert torch.equal(part, whole[at : at + rows])
 
 
+@pytest.mark.usefixtures("bfloat16")
 def test_nan_in_nan_out() -> None:
     """A NaN that is lost would let a broken step pass for a good one."""
     x = torch.zeros(3, 96)
     x[1, 5] = torch.nan
     out = PackedLinear(torch.randn(64, 96).bfloat16(), None)(x)
     assert out[1].isnan().all() and not out[[0, 2]].any()
+
+
+@pytest.mark.parametrize("width", [48, 384, 1000])
+def test_layer_norms_and_gelu(width: int) -> None:
+    """Bug: a variance that loses its digits where the mean is large; a missing bias read as one;
+    an error function whose error grows with |x|."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(70, width, generator=generator) * 3 + 20
+    weight, bias = torch.randn(2, width, generator=generator)
+    for parts in ((weight, bias), (weight, None), (None, None)):
+        own = [None if part is None else part.double() for part in parts]
+        want = torch.nn.functional.layer_norm(x.double(), (width,), *own, 1e-6)
+        found = native.layer_norm(x, *parts, 1e-6)
+        assert float((found - want).abs().max()) < 2e-5
+        assert torch.equal(native.layer_norm(x[9:10].clone(), *parts, 1e-6), found[9:10])
+    both = torch.linspace(-14, 14, 20 * width).view(10, 2 * width)
+    exact = torch.nn.functional.gelu(both.double())
+    assert float((native.activation(both, "gelu") - exact).abs().max()) < 1e-6
+    gated = exact[:, :width] * both[:, width:]
+    assert float((native.gelu_mul(both) - gated).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

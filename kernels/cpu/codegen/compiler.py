@@ -30,6 +30,9 @@ _SHF_ALLOC = 2
 _SHT_RELA, _SHT_NOBITS, _SHT_SYMTAB = 4, 8, 2
 _R_64, _R_PC32, _R_PLT32 = 1, 2, 4
 
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): a process asks once, for all of its threads.
+_ASK_FOR_TILES = (158, 0x1023, 18)
+
 _code: list[mmap.mmap] = []  # never freed: functions are used until the process ends
 
 # LLVM's list of targets and its options belong to the process, and weights are packed by several
@@ -54,6 +57,17 @@ def dot_bf16() -> bool:
     """Whether the processor multiplies pairs of bfloat16 (AVX512-BF16). Raises
     CompilerUnavailable."""
     return lanes() == 16 and _has("avx512_bf16")
+
+
+@lru_cache(maxsize=1)
+def amx_bf16() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 (AMX), and Linux lets this process. Raises
+    CompilerUnavailable."""
+    if not (dot_bf16() and _has("amx_bf16") and _has("amx_tile")):
+        return False
+    call = ctypes.CDLL(None).syscall
+    call.restype, call.argtypes = ctypes.c_long, (ctypes.c_long,) * 3
+    return bool(call(*_ASK_FOR_TILES) == 0)
 
 
 def _has(flag: str) -> bool:
@@ -173,7 +187,11 @@ def _object_code(ir: str) -> bytes:
     lanes()
     capability = torch.backends.cpu.get_cpu_capability()
     translate = _llvm().translate_to_asm  # type: ignore[attr-defined]
-    optional = (vnni() and f"+{vnni()}", dot_bf16() and "+avx512bf16")
+    optional = (
+        vnni() and f"+{vnni()}",
+        dot_bf16() and "+avx512bf16",
+        amx_bf16() and "+amx-tile,+amx-bf16",
+    )
     features = ",".join(filter(None, (_FEATURES[capability], *optional)))
     arguments = [ir, _TRIPLE, _PROCESSORS[capability][0], features, [], True, True]
     try:

@@ -17,8 +17,9 @@ _scratch = _Scratch()
 
 
 def scratch(size: int) -> int:
-    """Where there are at least `size` float32 numbers of no meaning, until the next call."""
-    if len(_scratch.floats) < size:
-        _scratch.floats = np.empty(size, np.float32)
+    """Where there are at least `size` float32 numbers of no meaning, until the next call; at the
+    beginning of a cache line."""
+    if len(_scratch.floats) < size + 16:
+        _scratch.floats = np.empty(size + 16, np.float32)
     keep(_scratch.floats)
-    return int(_scratch.floats.ctypes.data)
+    return -(-int(_scratch.floats.ctypes.data) // 64) * 64
