@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.cpu import prefill as module
 from kernels.cpu.attention import attention_for
 from kernels.cpu.codegen.compiler import CompilerUnavailable, dot_bf16, lanes
-from kernels.cpu.prefill import Entries, prefill_for
+from kernels.cpu.prefill import Entries, pairs_pay, prefill_for
 from kernels.cpu.scores import Numbers, Scored
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
@@ -106,19 +106,23 @@ def test_prefill(
 ) -> None:  # fmt: skip
     """Bug: a mask off by one at either end, a tile in which a row sees nothing, a block that went
     back to others read, a row of one token taken for another's."""
-    pairs = dtype == torch.bfloat16 and dot_bf16()
+    pairs = dtype == torch.bfloat16 and pairs_pay()
     check(queries, length, window, heads, dim, size, dtype, other, PAIRS if pairs else FLOAT32)
 
 
+@pytest.mark.parametrize("pairs", [False, True], ids=["widened", "pairs"])
 @pytest.mark.parametrize(("queries", "length", "window"), [SEEN[1], SEEN[4]], ids=str)
-def test_prefill_widened(
-    queries: int, length: int, window: int, monkeypatch: pytest.MonkeyPatch
+def test_prefill_of_another_processor(
+    queries: int, length: int, window: int, pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor that has AVX-512 but no products of bfloat16."""
-    monkeypatch.setattr(module, "dot_bf16", lambda: False)
+    """One that has AVX-512 but gains nothing by products of bfloat16, and one that does."""
+    if pairs and not dot_bf16():
+        pytest.skip("no AVX512-BF16")
+    monkeypatch.setattr(module, "pairs_pay", lambda: pairs)
     prefill_for.cache_clear()
     for other in OTHER:
-        check(queries, length, window, *HEADS[0], torch.bfloat16, other, FLOAT32)
+        bound = PAIRS if pairs else FLOAT32
+        check(queries, length, window, *HEADS[0], torch.bfloat16, other, bound)
     prefill_for.cache_clear()
 
 
@@ -178,7 +182,7 @@ def test_whole_texts(heads: int, dim: int, window: int, dtype: torch.dtype) -> N
         found = native.whole_texts(made.clone(), *given, step(lengths), dtype)
         want = reference.whole_texts(made.clone(), *given, step(lengths), dtype)
         error = (found - want).norm(dim=1) / want.norm(dim=1)
-        rounded = dtype == torch.bfloat16 and dot_bf16()
+        rounded = dtype == torch.bfloat16 and pairs_pay()
         assert float(error.max()) < (2e-2 if rounded else 5e-6)
         alone = native.whole_texts(made[48:248].clone(), *given, step([200]), dtype)
         assert torch.equal(alone, found[48:248])

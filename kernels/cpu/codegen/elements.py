@@ -19,7 +19,7 @@ _MANY = 1 << 13  # numbers from which all threads are woken
 
 def _gelu_erf(w: IRWriter, x: Value) -> Value:
     """x (1 + erf(x / sqrt 2)) / 2. The half of erfc is t (a1 + .. + a5 t^4) e^(-x^2 / 2) / 2, with
-    t = 1 / (1 + p |x| / sqrt 2): to 1e-7 (Abramowitz and Stegun, 7.1.26)."""
+    t = 1 / (1 + p |x| / sqrt 2): to 1e-7 (Abramowitz and Stegun, 7.1.26). Of |x| below 1e19."""
     size = w.call(w.vector, f"llvm.fabs.v{w.lanes}f32", [(w.vector, x)])
     below = w.fma(size, w.all(0.3275911 * 0.7071067811865476), w.all(1.0))
     t = w.inverse(below)
@@ -27,7 +27,7 @@ def _gelu_erf(w: IRWriter, x: Value) -> Value:
     for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
         series = w.fma(series, t, w.all(factor / 2))
     square = w.binary("fmul", w.binary("fmul", x, x), w.all(-0.5))
-    part = w.binary("fmul", w.binary("fmul", series, t), w.exp(square))
+    part = w.binary("fmul", w.binary("fmul", series, t), w.exp_below(square))
     # |x| times it is what is missing of x where x is positive, and the negative of all elsewhere.
     part = w.binary("fmul", part, size)
     return w.binary("fsub", _relu(w, x), part)

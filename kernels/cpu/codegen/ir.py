@@ -372,15 +372,30 @@ class IRWriter:
         bits = self.op(f"add {self.integers} {bits}, {self.whole(0x3F800000)}")
         return self.binary("fmul", p, self.op(f"bitcast {self.integers} {bits} to {kind}"))
 
+    def exp_below(self, x: Value) -> Value:
+        """e^x for a finite x of at most 0, to 2e-7 of 1 as a weight in a sum, and 0 where a float32
+        is too small; half of what `exp` costs with AVX-512. NaN stays NaN."""
+        if self.lanes < 16:
+            return self.exp(x)
+        return self._power_of_two(
+            x, (1.326469355e-3, 9.671514854e-3, 5.550733954e-2, 0.2402224243, 0.6931470037, 1.0)
+        )
+
     def exp_of_weight(self, x: Value) -> Value:
         """e^x for what is then rounded to bfloat16: to 3e-6 of it, 1 of 0, and 0 where a float32 is
         too small. NaN stays NaN. Needs AVX-512."""
+        return self._power_of_two(
+            x, (9.582853232e-3, 5.590642566e-2, 0.240240986, 0.693124193, 1.0)
+        )
+
+    def _power_of_two(self, x: Value, series: Sequence[float]) -> Value:
+        """2^(x / ln 2). series: of 2^r for r from -1/2 to 1/2, the highest power first."""
         kind = self.vector
         power = self.binary("fmul", x, self.all(1.4426950408889634))
         whole = self.call(kind, f"llvm.roundeven.v{self.lanes}f32", [(kind, power)])
         r = self.binary("fsub", power, whole)
-        p = self.all(9.582853232e-3)
-        for c in (5.590642566e-2, 0.240240986, 0.693124193, 1.0):
+        p = self.all(series[0])
+        for c in series[1:]:
             p = self.fma(p, r, self.all(c))
         given = [(kind, p), (kind, whole), (kind, "zeroinitializer"), ("i16", "-1"), ("i32", "4")]
         return self.call(kind, "llvm.x86.avx512.mask.scalef.ps.512", given)
