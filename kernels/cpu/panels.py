@@ -151,7 +151,7 @@ def products(
                 place = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
                 tile(first, rows, writer.at(out, place), stride)
 
-            _all_rows(writer, num_rows, most, rows_of)
+            _all_rows(writer, num_rows, most, even, rows_of)
 
         with_tiles([panel], all_rows)
 
