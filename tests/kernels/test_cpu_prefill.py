@@ -172,9 +172,7 @@ def test_whole_texts(heads: int, dim: int, window: int, dtype: torch.dtype) -> N
         starts = list(accumulate(lengths, initial=0))
         at = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
         none = torch.empty(0)
-        return AttentionMeta(
-            at, none, torch.tensor(starts), none, none, 0, max(lengths), max(lengths), starts
-        )
+        return AttentionMeta(at, none, torch.tensor(starts), none, none, 0, max(lengths), starts)
 
     native, reference = kernels_for("cpu"), Kernels()
     for cos_sin in (None, table):
