@@ -23,7 +23,7 @@ from kernels.experts.routing import Routing
 from kernels.gemm import cublaslt
 from kernels.gemm.cublaslt_tune import tune
 from kernels.gemm.gemv import GATES, fits, gemv
-from kernels.gemm.packed import fp8, int8
+from kernels.gemm.packed import blocks, fp8, int8
 from kernels.gemm.packed.dot import expand, packed_dot
 from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
@@ -148,17 +148,20 @@ class Cuda(Kernels):
         """One token: all in one kernel; but 4-bit integers and whole numbers of 8 bits, and few
         tokens of these and of 8-bit floats, by `packed_few` where it has the format. Up to
         PACKED_ROWS: from the codes. More: the weight is expanded for a product of the library,
-        which costs less than decoding it for each tile. From ROUNDED_ROWS on, or above PACKED_ROWS
+        which costs less than decoding it for each tile. From ROUNDED_ROWS on, or from two rows
         where weights have scales of blocks, rows in 8 bits are multiplied by the codes themselves
         where the format has such activations, and what makes them takes the norm or the gate
-        before along."""
+        before along. Blocks are torch's above PACKED_ROWS, where it has their sizes."""
         to = self._rounded_to(x, weight)
         if to is not None:
+            count = x.shape[0]
             rows = round_rows(x, norm, eps, to, x_gate, fp8.group_of(weight))
             if to == torch.int8:
                 y = int8.int8_linear(*rows, weight, x.dtype, residual)
+            elif weight.form.rows > 1 and not (count > PACKED_ROWS and fp8.scales_fit(x, weight)):
+                y = blocks.block_linear(*rows, weight, count, x.dtype, residual)
             else:
-                y = fp8.scaled(*rows, weight, x.dtype)[: x.shape[0]]
+                y = fp8.scaled(*rows, weight, x.dtype)[:count]
                 if residual is not None:
                     return residual.add_(y)
             return y if gate is None else self.GATES[gate](y)
@@ -192,7 +195,9 @@ class Cuda(Kernels):
 
     def _rounded_to(self, x: Tensor, weight: PackedWeight) -> torch.dtype | None:
         """What x's rows become for their product; None: they stay as they are."""
-        if x.shape[0] < (ROUNDED_ROWS if weight.form.rows == 1 else PACKED_ROWS + 1):
+        if blocks.fits(x, weight):
+            return E4M3 if x.shape[0] > 1 else None
+        if x.shape[0] < ROUNDED_ROWS:
             return None
         if fp8.scales_fit(x, weight):
             return E4M3

@@ -172,6 +172,7 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
         "int4": Format(4, min(width, 128), zero=8),
         "int8": Format(8, width, torch.float32, zero=128),
         "fp8": Format(8, width, torch.float32, code="e4m3", activations=8),
+        "fp8-block": Format(8, 128, torch.float32, code="e4m3", rows=128, activations=8),
         "w8a8": Format(8, width, torch.float32, zero=128, activations=8),
         "mxfp4": Format(4, 32, torch.bfloat16, zero=12, table=E2M1),
     }[to]
@@ -180,14 +181,15 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
     for _ in range(copies_for(num_bytes) + 1):
         weight = PackedWeight(form, size, width, None, torch.device(s.device))
         codes = weight.codes.view(torch.uint8)
-        codes.random_(0, 127 if to == "fp8" else 256)  # 127 is e4m3's NaN
+        codes.random_(0, 127 if form.code == "e4m3" else 256)  # 127 is e4m3's NaN
         weight.scale.fill_(2.0**-12)
         weights.append(weight)
     x = s.random(rows, width)
     dense = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
     # Without a device nothing says that it fits, and what a device does shall be tried here too.
-    product = packed_few if rows <= FEW and to != "mxfp4" else cuda.packed_linear
-    if rows == 1 and to == "fp8":
+    other = to in ("mxfp4", "fp8-block")
+    product = packed_few if rows <= FEW and not other else cuda.packed_linear
+    if rows == 1 and form.code == "e4m3":
         product = gemv8
     ours = [partial(product, x, weight) for weight in weights]
     library = [partial(torch.nn.functional.linear, x, weight) for weight in dense]
@@ -445,7 +447,7 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for name, ((size, width), counts) in LINEARS.items():
         for rows in counts:
             cases[f"product/{name}/{rows}"] = partial(linear, s, size, width, rows)
-    for to in ("int4", "int8", "w8a8", "fp8"):
+    for to in ("int4", "int8", "w8a8", "fp8", "fp8-block"):
         for name in ("8b qkv", "8b o", "8b gate_up", "8b down"):
             for rows in (1, 2, 8, 16, 32, 64, 256, 1024, 8192):
                 make = partial(packed_linear, s, *LINEARS[name][0], rows, to)

@@ -174,13 +174,18 @@ def test_pairs_of_codes_compile(
 def test_words_of_codes_compile(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """PTX again: a token's products with 8-bit floats, each tile that there is."""
     monkeypatch.setattr(gemv8_module, "decoder", lambda device: gemv8_module._FOUR)
-    device, x = torch.device("cpu"), bf16(1, 4096)
-    form = Format(8, 4096, torch.float32, code="e4m3", activations=8)
-    up, qkv, out = (PackedWeight(form, rows, 4096, None, device) for rows in (28672, 6144, 4096))
-    gemv8_module.gemv8(x, up, norm=bf16(4096), eps=1e-5, gate="silu")
-    gemv8_module.gemv8(x, qkv, norm=bf16(4096), eps=1e-5)
-    gemv8_module.gemv8(x, out, residual=bf16(1, 4096))
-    assert len(launches.seen) == 3
+    device, x, norm = torch.device("cpu"), bf16(1, 4096), bf16(4096)
+    for form, product in (
+        (Format(8, 4096, torch.float32, code="e4m3", activations=8), gemv8_module.gemv8),
+        (Format(8, 128, torch.float32, code="e4m3", rows=128), gemv8_module.gemv8),
+    ):
+        up, qkv, out = (
+            PackedWeight(form, rows, 4096, None, device) for rows in (28672, 6144, 4096)
+        )
+        product(x, up, norm=norm, eps=1e-5, gate="silu")
+        product(x, qkv, norm=norm, eps=1e-5)
+        product(x, out, residual=bf16(1, 4096))
+    assert len(launches.seen) == 6
     for name, compiled in launches.seen:
         assert compiled.asm["cubin"], name
 

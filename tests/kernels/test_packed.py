@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import PACKED_ROWS, ROUNDED_ROWS
+from kernels.cuda import ROUNDED_ROWS
 from kernels.dispatch import kernels_for
+from kernels.gemm.packed import blocks, fp8, int8
 from kernels.gemm.packed import dot as dot_module
-from kernels.gemm.packed import fp8, int8
 from kernels.gemm.packed.dot import early_fits, expand, packed_dot, quick
 from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
@@ -46,6 +46,7 @@ FEW = {
     "few-int8": (Format(8, 640, F32, zero=128), 640),
     "few-e4m3": (Format(8, 1024, F32, code="e4m3"), 1024),
 }
+BLOCKS = {"odd-blocks": (Format(8, 128, F32, code="e4m3", rows=128, activations=8), 384)}
 QUICK = ("int4-128", "e2m1-32", "int8-32-shift")
 # The interpreter takes seconds for each; a GPU none.
 EACH = [
@@ -58,7 +59,7 @@ BOUNDS = {**BOUND, F32: 2e-5}
 
 def packed(name: str, rows: int, bias: bool = False) -> tuple[PackedWeight, Tensor]:
     """A weight and the float64 numbers that it stands for."""
-    form, width = {**FORMS, **FEW}[name]
+    form, width = {**FORMS, **FEW, **BLOCKS}[name]
     torch.manual_seed(rows)
     count = -(-rows // form.rows)
     codes = torch.randint(0, 256, (rows, width * form.bits // 8), dtype=torch.uint8)
@@ -118,13 +119,16 @@ def test_one_token(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [each for each in DTYPES if each != F32], ids=str)
-@pytest.mark.parametrize("name", ["e4m3-row", "few-e4m3"])
-def test_one_token_of_floats(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "outputs"), [("e4m3-row", 22), ("few-e4m3", 22), ("odd-blocks", 384)]
+)
+def test_one_token_of_floats(name: str, outputs: int, dtype: torch.dtype) -> None:
     """Codes of a word or numbers of x in another's place, words and outputs that fill no tile, a
-    scale or a bias of the gate's that the up has; what norm, gate and residual make of it."""
-    weight, ref = packed(name, 22, bias=True)
+    scale or a bias of the gate's that the up has, where one block has rows of both too; what norm,
+    gate and residual make of it."""
+    weight, ref = packed(name, outputs, bias=True)
     width = weight.shape[1]
-    x, residual = random(1, width, dtype=dtype), random(1, 22, dtype=dtype)
+    x, residual = random(1, width, dtype=dtype), random(1, outputs, dtype=dtype)
     norm = random(width, dtype=dtype)
     assert weight.bias is not None
     plain = x.double() @ ref.T + weight.bias.double()
@@ -132,7 +136,7 @@ def test_one_token_of_floats(name: str, dtype: torch.dtype) -> None:
     normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
     gate, up = (normed @ ref.T + weight.bias.double()).chunk(2, -1)
     even = [(2, 64, 1)] if DEVICE != "cpu" else []  # the interpreter takes no mask of one number
-    for config in (None, (4, 64, 1), (8, 32, 1), *even):
+    for config in (None, (4, 64, 1), (8, 64, 2), *even):
         got = gemv8(x, weight, residual=residual, config=config)
         assert row_error(got, plain + residual.double()) < 2 * BOUNDS[dtype]
         got = gemv8(x, weight, norm=norm, eps=1e-5, gate="silu", config=config)
@@ -342,6 +346,60 @@ def test_what_rounds_its_rows() -> None:
     assert row_error(alike, exact) < BOUND[dtype]
 
 
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if each != F32], ids=str)
+@pytest.mark.parametrize("tokens", [5, pytest.param(40, marks=pytest.mark.slow)])
+def test_blocks_on_both_sides(tokens: int, dtype: torch.dtype) -> None:
+    """A scale of another block, of the row below or of the group before; a share of the columns
+    left out or taken twice, one that has none; bias or residual added for each share; outputs
+    that end within a block."""
+    weight, ref = packed("e4m3-block", 320, bias=True)
+    assert weight.bias is not None
+    weight.bias = weight.bias.to(dtype)
+    x, residual = random(tokens, 512, dtype=dtype), random(tokens, 320, dtype=dtype)
+    x *= torch.logspace(-2, 2, 4, device=x.device).repeat_interleave(128).to(dtype)
+    rows, scales = round_rows(x, group=128)
+    given = rows[:tokens].double() * scales[:tokens].double().repeat_interleave(128, 1)
+    exact = given @ ref.T + weight.bias.double()
+    assert blocks.fits(x, weight) and not blocks.fits(x.float(), weight)
+    for config in ((64, 16, 4, 2), (128, 64, 4, 2)):
+        for split in (1, 3):
+            got = blocks.block_linear(rows, scales, weight, tokens, dtype, None, config, split)
+            assert got.shape == (tokens, 320) and got.dtype == dtype
+            assert row_error(got, exact) < BOUND[dtype]
+            behind = residual.clone()
+            got = blocks.block_linear(rows, scales, weight, tokens, dtype, behind, config, split)
+            assert got is behind
+            assert row_error(got, exact + residual.double()) < 2 * BOUND[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 9, 33, 64, 100, 256, 300])
+@pytest.mark.parametrize(("outputs", "width"), [(4096, 4096), (1152, 14336), (6144, 128)])
+def test_blocks_on_a_device(outputs: int, width: int, tokens: int) -> None:
+    """Tiles and shares as they are chosen there; a part of a product that the units keep in fewer
+    bits than float32; what the whole way makes of norm, gate and residual."""
+    form = Format(8, 128, F32, code="e4m3", rows=128, activations=8)
+    weight = PackedWeight(form, outputs, width, None, torch.device(DEVICE))
+    weight.codes.random_(0, 127)
+    weight.codes ^= torch.randint_like(weight.codes, 2) << 7
+    weight.scale.uniform_(0.5, 1.5).mul_(2.0**-8)
+    ref = weight.dense(torch.float64)
+    x = random(tokens, width, dtype=torch.bfloat16)
+    residual = random(tokens, outputs, dtype=torch.bfloat16)
+    rows, scales = round_rows(x, group=128)
+    given = rows[:tokens].double() * scales[:tokens].double().repeat_interleave(128, 1)
+    got = blocks.block_linear(rows, scales, weight, tokens, torch.bfloat16)
+    assert row_error(got, given @ ref.T) < BOUND[torch.bfloat16]
+    got = cuda.packed_linear(x, weight, residual=residual.clone())
+    assert row_error(got, given @ ref.T + residual.double()) < 2 * BOUND[torch.bfloat16]
+    norm = random(width, dtype=torch.bfloat16)
+    got = cuda.packed_linear(x, weight, norm=norm, eps=1e-5, gate="silu")
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    gate, up = (normed @ ref.T).chunk(2, -1)
+    assert row_error(got, torch.nn.functional.silu(gate) * up) < 0.1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 32, 33, 64, 200, 300, 2000])
 @pytest.mark.parametrize(("outputs", "width"), [(512, 288), (4096, 4096), (1000, 14336)])
@@ -404,7 +462,7 @@ def test_inside_a_graph(name: str, tokens: int) -> None:
     x.copy_(random(tokens, width, dtype=torch.bfloat16))
     graph.replay()
     able = fp8.scales_fit(x, weight) or int8.fits(weight, x)
-    rounded = able and tokens >= (ROUNDED_ROWS if weight.form.rows == 1 else PACKED_ROWS + 1)
+    rounded = tokens > 1 if blocks.fits(x, weight) else able and tokens >= ROUNDED_ROWS
     bound = 0.06 if rounded else 2 * BOUND[torch.bfloat16]
     assert row_error(out, x.double() @ ref.T) < bound
     if rounded:

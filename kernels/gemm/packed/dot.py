@@ -156,7 +156,7 @@ def _packed_dot_kernel(
     table,
     bias,
     residual,  # [tokens, rows]
-    out,  # [tokens, rows]; SPLIT > 1: float32 [SPLIT, tokens, rows]
+    out,  # [tokens, rows]; PARTS: float32 [shares, tokens, rows]
     tokens,
     rows,
     columns,
@@ -173,7 +173,7 @@ def _packed_dot_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,  # words or codes of a row at a time
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,  # there are several shares of the columns
     EVEN: tl.constexpr,  # no column sticks out
     QUICK: tl.constexpr,  # PTX for pairs of codes: scales come to the sums of their groups
     EARLY: tl.constexpr,  # or to the codes; each step in one product
@@ -187,8 +187,9 @@ def _packed_dot_kernel(
     FIELDS: tl.constexpr = 4 if BITS == 4 else 1
     RUN: tl.constexpr = SPAN // 4
     STEP: tl.constexpr = WIDTH * FIELDS
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    # Tiles of tokens that share a weight are neighbours, so that it is read once.
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     element = tl.arange(0, WIDTH)
     if EARLY:
@@ -203,7 +204,7 @@ def _packed_dot_kernel(
     x_at = x + token.to(tl.int64)[None, :] * columns + column[:, None]
     groups = (row // BAND).to(tl.int64) * (columns // GROUP)
     steps = tl.cdiv(columns, STEP)
-    each = tl.cdiv(steps, SPLIT)
+    each = tl.cdiv(steps, tl.num_programs(2))
     begin = split * each * STEP
     end = tl.minimum(begin + each * STEP, columns)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -220,7 +221,7 @@ def _packed_dot_kernel(
         acc *= tl.load(scale + row, mask=row_mask, other=0.0)[:, None]
     place = token.to(tl.int64)[None, :] * rows + row[:, None]
     mask = row_mask[:, None] & token_mask[None, :]
-    if SPLIT > 1:
+    if PARTS:
         tl.store(out + split.to(tl.int64) * tokens * rows + place, acc, mask=mask)
     else:
         if BIAS:
@@ -372,7 +373,7 @@ def packed_dot(
         early = early_pays(weight, tokens) and early_fits(weight, 4 * _WORDS)
         early = early and bool(quick(x, weight, _WORDS))
     num_rows, num_tokens, width, warps, stages = config or tile(bits, tokens, early)
-    grid = (triton.cdiv(rows, num_rows), triton.cdiv(tokens, num_tokens))
+    grid = (triton.cdiv(tokens, num_tokens), triton.cdiv(rows, num_rows))
     step = width * (4 if bits == 4 else 1)
     steps = triton.cdiv(columns, step)
     split = split or splits(grid[0] * grid[1], steps, num_sms(x.device))
@@ -388,8 +389,7 @@ def packed_dot(
         "EARLY": early,
         **{f"HOW{i}": ptx for i, ptx in enumerate(how or [""] * 4)},
     }
-    extras = {"ADD": residual is not None, "BIAS": weight.bias is not None}
-    alone = {"ADD": False, "BIAS": False}
+    alone = split == 1
     _packed_dot_kernel[(*grid, split)](
         x,
         weight.codes,
@@ -406,31 +406,44 @@ def packed_dot(
         ROWS=num_rows,
         TOKENS=num_tokens,
         WIDTH=width,
-        SPLIT=split,
+        PARTS=split > 1,
         EVEN=columns % step == 0,
+        ADD=alone and residual is not None,
+        BIAS=alone and weight.bias is not None,
         PRECISION="ieee" if x.dtype == _FLOAT else "tf32",
         **decode,
         num_warps=warps,
         num_stages=stages,
-        **(extras if split == 1 else alone),
         **constants(weight),
         **pdl(x.device),
     )
     if split > 1:
-        count = tokens * rows
-        _packed_sum_kernel[(triton.cdiv(count, 1024),)](
-            target,
-            weight.bias,
-            residual,
-            out,
-            count,
-            rows,
-            SPLIT=split,
-            BLOCK=1024,
-            **extras,
-            **pdl(x.device),
-        )
+        add_parts(target, weight.bias, residual, out)
     return out
+
+
+def add_parts(
+    parts: Tensor,  # float32 [split, tokens, out]
+    bias: Tensor | None,  # [out]
+    residual: Tensor | None,  # [tokens, out]
+    out: Tensor,  # [tokens, out]
+) -> None:
+    """What shares of the columns found, added up in their order, into out."""
+    split, tokens, rows = parts.shape
+    count = tokens * rows
+    _packed_sum_kernel[(triton.cdiv(count, 1024),)](
+        parts,
+        bias,
+        residual,
+        out,
+        count,
+        rows,
+        ADD=residual is not None,
+        BIAS=bias is not None,
+        SPLIT=split,
+        BLOCK=1024,
+        **pdl(parts.device),
+    )
 
 
 def expand(weight: PackedWeight, like: Tensor) -> Tensor:

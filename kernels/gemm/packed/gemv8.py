@@ -1,6 +1,6 @@
-"""The matrix products of one lone token with 8-bit floats that have a scale an output:
-`kernels.gemm.gemv` with words of four codes, for which x comes in words too, so that a thread has
-what belongs together and nothing is moved between threads.
+"""The matrix products of one lone token with 8-bit floats that have a scale an output, or one for a
+block of outputs and inputs: `kernels.gemm.gemv` with words of four codes, for which x comes in
+words too, so that a thread has what belongs together and nothing is moved between threads.
 """
 
 import torch
@@ -13,6 +13,7 @@ from kernels.gemm.packed.codes import bytes_fit, converts, eight_bits
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
+_BAND = 32  # a block has a multiple of these outputs, and a program a part of one
 # PTX, from compute capability 8.9 on: of four e4m3 codes in $4 the float32 numbers in $0 to $3.
 _FOUR = """{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q;
 mov.b32 {l, h}, $4; cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h;
@@ -21,7 +22,7 @@ cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"""
 
 
 @triton.jit
-def _of(words, AT: tl.constexpr, TYPE: tl.constexpr):
+def number(words, AT: tl.constexpr, TYPE: tl.constexpr):
     """The 16 bits at 16 * AT as a number of this type, in float32."""
     return (words >> (16 * AT)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
 
@@ -30,7 +31,7 @@ def _of(words, AT: tl.constexpr, TYPE: tl.constexpr):
 def _gemv8_kernel(
     x,  # [columns / 4] int64: four numbers each
     codes,  # [rows, columns / 4] int32: four codes each; GATED: twice the rows
-    scale,  # a row
+    scale,  # [rows]; GROUP: [rows / BAND, words / GROUP]
     bias,
     norm,  # [columns / 4] int64, as x
     residual,  # [rows]
@@ -44,6 +45,8 @@ def _gemv8_kernel(
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     HOW: tl.constexpr,  # of `decoder`
+    GROUP: tl.constexpr,  # words of a scale; 0: all of a row's
+    BAND: tl.constexpr,  # rows of a scale
     ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
     WORDS: tl.constexpr,
     EVEN: tl.constexpr,  # no row and no word sticks out
@@ -61,6 +64,12 @@ def _gemv8_kernel(
     at = codes + source.to(tl.int64)[:, None] * words + word[None, :]
     acc = tl.zeros([ROWS, WORDS], tl.float32)
     squares = tl.zeros([WORDS], tl.float32)
+    if GROUP > 0:  # a program's rows are of one block, or of the gate's and the up's
+        first = tl.program_id(0) * (ROWS // 2 if GATED else ROWS)
+        scales = scale + (first // BAND).to(tl.int64) * (words // GROUP)
+        if GATED:
+            up_scales = scale + ((first + rows) // BAND).to(tl.int64) * (words // GROUP)
+            is_up = (index % 2 == 1)[:, None]
     TYPE: tl.constexpr = out.dtype.element_ty  # x's and the norm's too
     # The first codes depend on no earlier kernel: load them before waiting.
     if EVEN:
@@ -81,14 +90,14 @@ def _gemv8_kernel(
             value = tl.load(x + here, mask=here < words, other=0)
             if NORM:
                 n = tl.load(norm + here, mask=here < words, other=0)
-        x0, x1 = _of(value, 0, TYPE), _of(value, 1, TYPE)
-        x2, x3 = _of(value, 2, TYPE), _of(value, 3, TYPE)
+        x0, x1 = number(value, 0, TYPE), number(value, 1, TYPE)
+        x2, x3 = number(value, 2, TYPE), number(value, 3, TYPE)
         if NORM:
             squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
-            x0 *= _of(n, 0, TYPE)
-            x1 *= _of(n, 1, TYPE)
-            x2 *= _of(n, 2, TYPE)
-            x3 *= _of(n, 3, TYPE)
+            x0 *= number(n, 0, TYPE)
+            x1 *= number(n, 1, TYPE)
+            x2 *= number(n, 2, TYPE)
+            x3 *= number(n, 3, TYPE)
         at += WORDS
         if EVEN:
             ahead = tl.load(at, mask=start + WORDS < words, eviction_policy="evict_first")
@@ -109,12 +118,27 @@ def _gemv8_kernel(
             w1 = eight_bits((w >> 8).to(tl.uint8), 3)
             w2 = eight_bits((w >> 16).to(tl.uint8), 3)
             w3 = eight_bits((w >> 24).to(tl.uint8), 3)
-        acc += w0 * x0[None, :]
-        acc += w1 * x1[None, :]
-        acc += w2 * x2[None, :]
-        acc += w3 * x3[None, :]
+        if GROUP > 0:
+            group = here // GROUP
+            has = here < words
+            s = tl.load(scales + group, mask=has, other=0.0)[None, :]
+            if GATED:
+                up = tl.load(up_scales + group, mask=has, other=0.0)[None, :]
+                s = tl.where(is_up, up, s)
+            part = w0 * x0[None, :]
+            part += w1 * x1[None, :]
+            part += w2 * x2[None, :]
+            part += w3 * x3[None, :]
+            acc += part * s
+        else:
+            acc += w0 * x0[None, :]
+            acc += w1 * x1[None, :]
+            acc += w2 * x2[None, :]
+            acc += w3 * x3[None, :]
         w = ahead
-    y = tl.sum(acc, axis=1) * tl.load(scale + source, mask=row_mask, other=0.0)
+    y = tl.sum(acc, axis=1)
+    if GROUP == 0:
+        y *= tl.load(scale + source, mask=row_mask, other=0.0)
     if NORM:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / (4 * words) + eps)
     if BIAS:
@@ -144,21 +168,22 @@ def tile(rows: int) -> tuple[int, int, int]:
 
 def gemv8_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
     """Whether the kernel is made for these: one token of 16 bits, with a norm of the same type, and
-    8-bit floats with a float32 scale an output, which the device converts."""
+    8-bit floats with a float32 scale an output or a block, which the device converts."""
     form = weight.form
+    blocks = form.rows % _BAND == 0 and weight.shape[0] % form.rows == 0
     return (
         fits(x)
         and form.code == "e4m3"
         and form.scale == torch.float32
-        and bytes_fit(weight)
+        and (blocks or bytes_fit(weight))
         and weight.shape[1] % 4 == 0
         and converts(x.device)
-        and _in_words(x)
-        and (norm is None or (norm.dtype == x.dtype and _in_words(norm)))
+        and in_words(x)
+        and (norm is None or (norm.dtype == x.dtype and in_words(norm)))
     )
 
 
-def _in_words(numbers: Tensor) -> bool:
+def in_words(numbers: Tensor) -> bool:
     """Whether 16-bit numbers can be read four at a time."""
     return numbers.is_contiguous() and numbers.storage_offset() % 4 == 0
 
@@ -198,6 +223,8 @@ def gemv8(
         ADD=residual is not None,
         BIAS=weight.bias is not None,
         HOW=decoder(x.device),
+        GROUP=0 if bytes_fit(weight) else weight.form.group // 4,
+        BAND=weight.form.rows,
         ROWS=num_rows,
         WORDS=words,
         EVEN=columns % (4 * words) == 0 and outs % per_program == 0,

@@ -5,6 +5,7 @@ import torch
 from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu
 from kernels.gemm.deterministic import TILES, product
 from kernels.gemm.gemv import gemv
+from kernels.gemm.packed.blocks import block_linear
 from kernels.gemm.packed.dot import expand, packed_dot
 from kernels.gemm.packed.few import packed_few
 from kernels.gemm.packed.gemv import packed_gemv
@@ -79,6 +80,16 @@ def packed(model: str) -> None:
     gemv8(x, floats, residual=bf16(1, qkv))
     floats = PackedWeight(forms[-2], 2 * d.intermediate, d.hidden, None, device)
     gemv8(x, floats, norm=norm, eps=EPS, gate="silu")
+    if d.hidden % 128 == 0:
+        blocks = Format(8, 128, torch.float32, code="e4m3", rows=128, activations=8)
+        gated = PackedWeight(blocks, 2 * d.intermediate, d.hidden, None, device)
+        gemv8(x, gated, norm=norm, eps=EPS, gate="silu")
+        gemv8(x, PackedWeight(blocks, d.hidden, d.hidden, None, device), residual=x)
+        square = PackedWeight(blocks, d.hidden, d.hidden, bf16(d.hidden), device)
+        for tokens in (2, 32, 64, 256):
+            rows, scales = round_rows(bf16(tokens, d.hidden), group=128)
+            given = bf16(tokens, d.hidden)
+            block_linear(rows, scales, square, tokens, torch.bfloat16, given)
     round_rows(bf16(64, d.hidden))
     round_rows(bf16(64, d.hidden), norm, EPS)
     round_rows(bf16(64, 2 * d.intermediate), to=torch.int8, gate="silu")

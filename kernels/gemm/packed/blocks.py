@@ -1,0 +1,161 @@
+"""Products of 8-bit floats on both sides with a scale for each block of the weight and for each
+group of a row of x: a group is one product of the matrix units, whose sums its scales multiply in
+float32, so that sums of scaled numbers never pass through the units' own fewer bits.
+
+The weight is the left operand, so that a few tokens fill the short side of the units' tiles. With
+few tiles the columns are divided among programs, and a second kernel adds what they found.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gemm.packed.dot import add_parts
+from kernels.gemm.packed.round_rows import E4M3
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+from kernels.packed import FLOAT8_PRODUCTS, PackedWeight
+
+
+@triton.jit
+def _block_dot_kernel(
+    x,  # e4m3 [tokens, columns]
+    x_scale,  # [columns / GROUP, pitch]
+    codes,  # e4m3 [rows, columns]
+    scale,  # [rows / GROUP, columns / GROUP]
+    bias,  # [rows]
+    residual,  # [tokens, rows]
+    out,  # [tokens, rows]; PARTS: float32 [shares, tokens, rows]
+    tokens,
+    pitch,
+    rows,
+    columns,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUP: tl.constexpr,  # outputs and inputs of a block, inputs of a group
+    ROWS: tl.constexpr,  # a part of a block
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,  # there are several shares of the columns
+    PDL: tl.constexpr,
+):
+    # Tiles of tokens that share a weight are neighbours, so that it is read once.
+    down = tl.cdiv(tokens, TOKENS)
+    first = (tl.program_id(0) // down) * ROWS
+    row = first + tl.arange(0, ROWS)
+    token = (tl.program_id(0) % down) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(1)
+    column = tl.arange(0, GROUP)
+    row_mask, token_mask = row < rows, token < tokens
+    groups = columns // GROUP
+    each = tl.cdiv(groups, tl.num_programs(1))
+    begin = split * each
+    end = tl.minimum(begin + each, groups)
+    at = codes + row.to(tl.int64)[:, None] * columns + column[None, :]
+    x_at = x + token.to(tl.int64)[None, :] * columns + column[:, None]
+    scales = scale + (first // GROUP).to(tl.int64) * groups
+    x_scales = x_scale + token
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # A group ahead: a product takes less time than a scale.
+    at_most = groups - 1
+    ahead = tl.minimum(begin, at_most)
+    s = tl.load(x_scales + ahead.to(tl.int64) * pitch, mask=token_mask, other=0.0)
+    s *= tl.load(scales + ahead)
+    for group in range(begin, end):
+        w = tl.load(at + group * GROUP, mask=row_mask[:, None], other=0.0)
+        a = tl.load(x_at + group * GROUP, mask=token_mask[None, :], other=0.0)
+        ahead = tl.minimum(group + 1, at_most)
+        next_s = tl.load(x_scales + ahead.to(tl.int64) * pitch, mask=token_mask, other=0.0)
+        next_s *= tl.load(scales + ahead)
+        acc += tl.dot(w, a) * s[None, :]
+        s = next_s
+    place = token.to(tl.int64)[None, :] * rows + row[:, None]
+    mask = row_mask[:, None] & token_mask[None, :]
+    if PARTS:
+        tl.store(out + split.to(tl.int64) * tokens * rows + place, acc, mask=mask)
+    else:
+        if BIAS:
+            acc += tl.load(bias + row, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        if ADD:
+            acc += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def fits(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether `block_linear` is made for these: e4m3 weights with a float32 scale for 128 x 128, in
+    a format that rounds x too, and x of 16 bits on a device that multiplies such numbers."""
+    form = weight.form
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (FLOAT8_PRODUCTS, 0)
+    return (
+        form.code == "e4m3"
+        and form.rows > 1
+        and form.scale == torch.float32
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and form.rounds(capability)
+    )
+
+
+def tile(tokens: int) -> tuple[int, int, int, int]:
+    """(ROWS, TOKENS, warps, stages)."""
+    few = max(16, triton.next_power_of_2(tokens))
+    if few <= 64:
+        return 64, few, 4, 4
+    return 128, 128, 8, 4
+
+
+def splits(programs: int, groups: int, sms: int) -> int:
+    """So many that multiprocessors have up to two programs, of four groups at least, each."""
+    found = 1
+    while found < 8 and found * programs < sms and 8 * found <= groups:
+        found *= 2
+    return found
+
+
+def block_linear(
+    rows: Tensor,  # e4m3 [tokens or more, in], of `round_rows` with the weight's group
+    scales: Tensor,  # its scales
+    weight: PackedWeight,  # [out, in]
+    tokens: int,
+    dtype: torch.dtype,
+    residual: Tensor | None = None,  # [tokens, out], overwritten by the result
+    config: tuple[int, int, int, int] | None = None,
+    split: int = 0,  # 0: as many as there should be
+) -> Tensor:
+    """(rows * scales) @ weight.T + bias + residual of the first tokens: [tokens, out] in dtype."""
+    outputs, columns = weight.shape
+    group = weight.form.group
+    num_rows, num_tokens, warps, stages = config or tile(tokens)
+    programs = triton.cdiv(tokens, num_tokens) * triton.cdiv(outputs, num_rows)
+    split = split or splits(programs, columns // group, num_sms(rows.device))
+    out = rows.new_empty((tokens, outputs), dtype=dtype) if residual is None else residual
+    target = out
+    if split > 1:
+        target = rows.new_empty((split, tokens, outputs), dtype=torch.float32)
+    alone = split == 1
+    _block_dot_kernel[(programs, split)](
+        rows,
+        scales,
+        weight.codes.view(E4M3),
+        weight.scale,
+        weight.bias,
+        residual,
+        target,
+        tokens,
+        scales.stride(1),
+        outputs,
+        columns,
+        ADD=alone and residual is not None,
+        BIAS=alone and weight.bias is not None,
+        GROUP=group,
+        ROWS=num_rows,
+        TOKENS=num_tokens,
+        PARTS=split > 1,
+        num_warps=warps,
+        num_stages=stages,
+        **pdl(rows.device),
+    )
+    if not alone:
+        add_parts(target, weight.bias, residual, out)
+    return out
