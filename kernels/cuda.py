@@ -27,6 +27,7 @@ from kernels.gemm.packed import blocks, fp8, int8
 from kernels.gemm.packed.dot import expand, packed_dot
 from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.gemv4 import gemv4, gemv4_fits
 from kernels.gemm.packed.gemv8 import gemv8, gemv8_fits
 from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.gemm.small_m import few_rows, few_rows_fit
@@ -145,8 +146,8 @@ class Cuda(Kernels):
         residual: Tensor | None = None,
         x_gate: str | None = None,
     ) -> Tensor:
-        """One token: all in one kernel; but 4-bit integers and whole numbers of 8 bits, and few
-        tokens of these and of 8-bit floats, by `packed_few` where it has the format. Up to
+        """One token: all in one kernel; but whole numbers of 8 bits, and few tokens of these, of
+        4-bit integers and of 8-bit floats, by `packed_few` where it has the format. Up to
         PACKED_ROWS: from the codes. More: the weight is expanded for a product of the library,
         which costs less than decoding it for each tile. From ROUNDED_ROWS on, or from two rows
         where weights have scales of blocks, rows in 8 bits are multiplied by the codes themselves
@@ -167,8 +168,11 @@ class Cuda(Kernels):
             return y if gate is None else self.GATES[gate](y)
         if x_gate is not None:
             x = self.GATES[x_gate](x)
-        if (gate is None or gate in GATES) and gemv8_fits(x, weight, norm):
-            return gemv8(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
+        if gate is None or gate in GATES:
+            if gemv8_fits(x, weight, norm):
+                return gemv8(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
+            if gemv4_fits(x, weight, norm):
+                return gemv4(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
         if few_fits(x, weight):
             if norm is not None:
                 x = self.rms_norm(x, norm, eps)

@@ -18,6 +18,7 @@ from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
 from kernels.gemm.packed.few import TOKENS as FEW
 from kernels.gemm.packed.few import packed_few
+from kernels.gemm.packed.gemv4 import gemv4
 from kernels.gemm.packed.gemv8 import gemv8
 from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.kv.format import FORMATS
@@ -191,6 +192,8 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
     product = packed_few if rows <= FEW and not other else cuda.packed_linear
     if rows == 1 and form.code == "e4m3":
         product = gemv8
+    elif rows == 1 and to == "int4":
+        product = gemv4
     ours = [partial(product, x, weight) for weight in weights]
     library = [partial(torch.nn.functional.linear, x, weight) for weight in dense]
     return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})

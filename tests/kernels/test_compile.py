@@ -31,6 +31,7 @@ from kernels.attention.decode_plan import plan  # noqa: E402
 from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.gemm.packed import dot as dot_module  # noqa: E402
+from kernels.gemm.packed import gemv4 as gemv4_module  # noqa: E402
 from kernels.gemm.packed import gemv8 as gemv8_module  # noqa: E402
 from kernels.gemm.packed.codes import four_nibbles  # noqa: E402
 from kernels.gemm.packed.dot import expand, packed_dot  # noqa: E402
@@ -172,12 +173,15 @@ def test_pairs_of_codes_compile(
 
 @pytest.mark.slow
 def test_words_of_codes_compile(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PTX again: a token's products with 8-bit floats, each tile that there is."""
+    """PTX again: a token's products with 8-bit floats and 4-bit integers, each tile that there
+    is."""
     monkeypatch.setattr(gemv8_module, "decoder", lambda device: gemv8_module._FOUR)
+    monkeypatch.setattr(gemv4_module, "decoder", lambda device: gemv4_module._SIXTEEN)
     device, x, norm = torch.device("cpu"), bf16(1, 4096), bf16(4096)
     for form, product in (
         (Format(8, 4096, torch.float32, code="e4m3", activations=8), gemv8_module.gemv8),
         (Format(8, 128, torch.float32, code="e4m3", rows=128), gemv8_module.gemv8),
+        (Format(4, 128, zero=8), gemv4_module.gemv4),
     ):
         up, qkv, out = (
             PackedWeight(form, rows, 4096, None, device) for rows in (28672, 6144, 4096)
@@ -185,7 +189,7 @@ def test_words_of_codes_compile(launches: Launches, monkeypatch: pytest.MonkeyPa
         product(x, up, norm=norm, eps=1e-5, gate="silu")
         product(x, qkv, norm=norm, eps=1e-5)
         product(x, out, residual=bf16(1, 4096))
-    assert len(launches.seen) == 6
+    assert len(launches.seen) == 9
     for name, compiled in launches.seen:
         assert compiled.asm["cubin"], name
 

@@ -12,6 +12,7 @@ from kernels.gemm.packed import dot as dot_module
 from kernels.gemm.packed.dot import early_fits, expand, packed_dot, quick
 from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.gemv4 import gemv4, gemv4_fits
 from kernels.gemm.packed.gemv8 import gemv8, gemv8_fits
 from kernels.gemm.packed.round_rows import E4M3, TOP, round_rows
 from kernels.packed import E2M1, Format, PackedWeight
@@ -147,6 +148,36 @@ def test_one_token_of_floats(name: str, outputs: int, dtype: torch.dtype) -> Non
     assert not gemv8_fits(random(width + 1, dtype=dtype)[1:].view(1, -1), weight, None)
     whole, _ = packed("int8-row", 22)
     assert not gemv8_fits(random(1, 288, dtype=dtype), whole, None)
+
+
+@pytest.mark.parametrize("dtype", [each for each in DTYPES if each != F32], ids=str)
+@pytest.mark.parametrize(
+    "name", ["int4-128", "int4-64-zero", "int4-32-add", "few-int4-add", "few-int4-shift"]
+)
+def test_one_token_of_integers(name: str, dtype: torch.dtype) -> None:
+    """A nibble that is given another one's number of x, or its place's power of two; words and
+    outputs that fill no tile, a span or a group that ends within one; what norm, gate and residual
+    make of it."""
+    weight, ref = packed(name, 22, bias=True)
+    width = weight.shape[1]
+    x, residual = random(1, width, dtype=dtype), random(1, 22, dtype=dtype)
+    norm = random(width, dtype=dtype)
+    assert weight.bias is not None
+    plain = x.double() @ ref.T + weight.bias.double()
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+    gate, up = (normed @ ref.T + weight.bias.double()).chunk(2, -1)
+    even = [(2, 16, 1)] if DEVICE != "cpu" else []  # the interpreter takes no mask of one number
+    for config in (None, (4, 64, 2), (16, 32, 1), *even):
+        got = gemv4(x, weight, residual=residual, config=config)
+        assert row_error(got, plain + residual.double()) < 2 * BOUNDS[dtype]
+        got = gemv4(x, weight, norm=norm, eps=1e-5, gate="silu", config=config)
+        assert row_error(got, torch.nn.functional.silu(gate) * up) < 4 * BOUNDS[dtype]
+    assert gemv4_fits(x, weight, norm)
+    assert not gemv4_fits(x, weight, norm.float())
+    assert not gemv4_fits(random(2, width, dtype=dtype), weight, None)
+    other, _ = packed("e2m1-32", 22)
+    assert not gemv4_fits(random(1, 256, dtype=dtype), other, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,6 +9,7 @@ from kernels.gemm.packed.blocks import block_linear
 from kernels.gemm.packed.dot import expand, packed_dot
 from kernels.gemm.packed.few import packed_few
 from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.gemv4 import gemv4
 from kernels.gemm.packed.gemv8 import gemv8
 from kernels.gemm.packed.int8 import FIXED, int8_linear
 from kernels.gemm.packed.round_rows import round_rows
@@ -75,6 +76,10 @@ def packed(model: str) -> None:
     for form in few if d.hidden % 256 == 0 else ():
         packed_few(bf16(4, d.hidden), PackedWeight(form, qkv, d.hidden, bf16(qkv), device))
         packed_few(bf16(1, d.hidden), PackedWeight(form, qkv, d.hidden, None, device), bf16(1, qkv))
+    for form in (*few[:3], forms[0], forms[1]) if d.hidden % 128 == 0 else ():
+        gated = PackedWeight(form, 2 * d.intermediate, d.hidden, None, device)
+        gemv4(x, gated, norm=norm, eps=EPS, gate="silu")
+        gemv4(x, PackedWeight(form, qkv, d.hidden, bf16(qkv), device), residual=bf16(1, qkv))
     floats = PackedWeight(forms[-2], qkv, d.hidden, None, device)
     gemv8(x, floats, norm=norm, eps=EPS)
     gemv8(x, floats, residual=bf16(1, qkv))

@@ -1,0 +1,277 @@
+"""The matrix products of one lone token with 4-bit integers by groups: `kernels.gemm.gemv` with
+words of sixteen codes, for which x comes in words of four numbers, so that a thread has what
+belongs together and nothing is moved between threads.
+
+A nibble becomes a float16 by its place. In the low bits of the mantissa of 1024 it is
+1024 + nibble, four bits higher 1024 + 16 * nibble. So a pair takes one logical operation, and every
+other pair a shift. x is divided by the 16 beforehand, and what is too much leaves the sum of a word
+at once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gemm.gemv import GATES, fits, gated
+from kernels.gemm.packed.codes import INT, OFFSETS, code_of
+from kernels.gemm.packed.gemv8 import in_words, number
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.packed import PackedWeight
+
+_WORD = 16  # codes
+
+
+def _sixteen() -> str:
+    """PTX: of the codes in $16 float32 numbers, those of nibble i of each 16 bits in $(4 * i) and
+    the three behind it."""
+    lines = ["{ .reg .b32 w, p; .reg .b16 a, b; .reg .b32 l, h; mov.b64 {l, h}, $16;"]
+    for half, word in enumerate(("l", "h")):
+        for nibble in range(4):
+            if nibble == 2:
+                lines.append(f"shr.b32 {word}, {word}, 8;")
+            mask = "0x000f000f" if nibble % 2 == 0 else "0x00f000f0"
+            to = 4 * nibble + 2 * half
+            lines.append(
+                f"lop3.b32 p, {word}, {mask}, 0x64006400, 0xea; mov.b32 {{a, b}}, p; "
+                f"cvt.f32.f16 ${to}, a; cvt.f32.f16 ${to + 1}, b;"
+            )
+    return " ".join((*lines, "}"))
+
+
+_SIXTEEN = _sixteen()
+
+
+@triton.jit
+def _code(words, AT: tl.constexpr, PLACE: tl.constexpr):
+    """Of nibble PLACE of the 16 bits at 16 * AT what the PTX makes of it."""
+    value = ((words >> (16 * AT + 4 * PLACE)) & 15).to(tl.float32)
+    return 1024.0 + (value * 16.0 if PLACE % 2 == 1 else value)
+
+
+@triton.jit
+def _decoded(w, HOW: tl.constexpr):
+    if HOW != "":
+        found = tl.inline_asm_elementwise(
+            HOW,
+            "=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,=f,l",
+            [w],
+            dtype=(
+                tl.float32, tl.float32, tl.float32, tl.float32,
+                tl.float32, tl.float32, tl.float32, tl.float32,
+                tl.float32, tl.float32, tl.float32, tl.float32,
+                tl.float32, tl.float32, tl.float32, tl.float32,
+            ),
+            is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        found = (
+            _code(w, 0, 0), _code(w, 1, 0), _code(w, 2, 0), _code(w, 3, 0),
+            _code(w, 0, 1), _code(w, 1, 1), _code(w, 2, 1), _code(w, 3, 1),
+            _code(w, 0, 2), _code(w, 1, 2), _code(w, 2, 2), _code(w, 3, 2),
+            _code(w, 0, 3), _code(w, 1, 3), _code(w, 2, 3), _code(w, 3, 3),
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def _gemv4_kernel(
+    x,  # [columns / 4] int64: four numbers each
+    codes,  # [rows, columns / 16] int64: sixteen codes each; GATED: twice the rows
+    scale,  # [rows, words / GROUP]
+    offset,
+    bias,
+    norm,  # [columns / 4] int64, as x
+    residual,  # [rows]
+    out,  # [rows]
+    eps,
+    rows,
+    words,  # columns / 16
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    HOW: tl.constexpr,  # of `decoder`
+    ZERO: tl.constexpr,
+    OFFSET: tl.constexpr,
+    GROUP: tl.constexpr,  # words of a scale
+    RUN: tl.constexpr,  # words of a span, and words of x for a nibble of it
+    ROWS: tl.constexpr,  # a program owns; GATED: gate and up rows alternate
+    WORDS: tl.constexpr,
+    EVEN: tl.constexpr,  # no row and no word sticks out
+    PDL: tl.constexpr,
+):
+    index = tl.arange(0, ROWS)
+    if GATED:
+        mine = tl.program_id(0) * (ROWS // 2) + index // 2
+        source = mine + (index % 2) * rows
+    else:
+        mine = tl.program_id(0) * ROWS + index
+        source = mine
+    row_mask = mine < rows
+    word = tl.max_contiguous(tl.arange(0, WORDS), 2)
+    at = codes + source.to(tl.int64)[:, None] * words + word[None, :]
+    groups = source.to(tl.int64)[:, None] * (words // GROUP)
+    acc = tl.zeros([ROWS, WORDS], tl.float32)
+    squares = tl.zeros([WORDS], tl.float32)
+    TYPE: tl.constexpr = out.dtype.element_ty  # x's and the norm's too
+    # The first codes depend on no earlier kernel: load them before waiting.
+    if EVEN:
+        w = tl.load(at, eviction_policy="evict_first")
+    else:
+        first_mask = row_mask[:, None] & (word < words)[None, :]
+        w = tl.load(at, mask=first_mask, other=0, eviction_policy="evict_first")
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for start in range(0, words, WORDS):
+        here = start + word
+        inside = here < words
+        exists = row_mask[:, None] & inside[None, :]
+        group = groups + (here // GROUP)[None, :]
+        if EVEN:
+            s = tl.load(scale + group).to(tl.float32)
+        else:
+            s = tl.load(scale + group, mask=exists, other=0.0).to(tl.float32)
+        if OFFSET != 0:
+            if EVEN:
+                o = tl.load(offset + group).to(tl.float32)
+            else:
+                o = tl.load(offset + group, mask=exists, other=0.0).to(tl.float32)
+        at += WORDS
+        if EVEN:
+            ahead = tl.load(at, mask=start + WORDS < words, eviction_policy="evict_first")
+        else:
+            ahead_mask = row_mask[:, None] & (here + WORDS < words)[None, :]
+            ahead = tl.load(at, mask=ahead_mask, other=0, eviction_policy="evict_first")
+        codes16 = _decoded(w, HOW)
+        place = here // RUN * (4 * RUN) + here % RUN
+        place = tl.max_contiguous(tl.multiple_of(place, 2), 2)
+        part = tl.zeros([ROWS, WORDS], tl.float32)
+        even = tl.zeros([WORDS], tl.float32)
+        odd = tl.zeros([WORDS], tl.float32)
+        for field in tl.static_range(4):
+            if EVEN:
+                value = tl.load(x + place + field * RUN)
+                if NORM:
+                    n = tl.load(norm + place + field * RUN)
+            else:
+                value = tl.load(x + place + field * RUN, mask=inside, other=0)
+                if NORM:
+                    n = tl.load(norm + place + field * RUN, mask=inside, other=0)
+            x0, x1 = number(value, 0, TYPE), number(value, 1, TYPE)
+            x2, x3 = number(value, 2, TYPE), number(value, 3, TYPE)
+            if NORM:
+                squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
+                x0 *= number(n, 0, TYPE)
+                x1 *= number(n, 1, TYPE)
+                x2 *= number(n, 2, TYPE)
+                x3 *= number(n, 3, TYPE)
+            if field % 2 == 0:
+                even += (x0 + x1) + (x2 + x3)
+            else:
+                odd += (x0 + x1) + (x2 + x3)
+                x0 *= 0.0625
+                x1 *= 0.0625
+                x2 *= 0.0625
+                x3 *= 0.0625
+            part += codes16[4 * field] * x0[None, :]
+            part += codes16[4 * field + 1] * x1[None, :]
+            part += codes16[4 * field + 2] * x2[None, :]
+            part += codes16[4 * field + 3] * x3[None, :]
+        part -= ((1024.0 + ZERO) * even + (64.0 + ZERO) * odd)[None, :]
+        if OFFSET == 1:
+            acc += part * s + o * (even + odd)[None, :]
+        elif OFFSET == 2:
+            acc += (part + o * (even + odd)[None, :]) * s
+        else:
+            acc += part * s
+        w = ahead
+    y = tl.sum(acc, axis=1)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares, axis=0) / (16 * words) + eps)
+    if BIAS:
+        y += tl.load(bias + source, mask=row_mask, other=0.0).to(tl.float32)
+    if GATED:
+        y = gated(y, ROWS, GELU)
+        outs = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+    else:
+        outs = mine
+    out_mask = outs < rows
+    if ADD:
+        y += tl.load(residual + outs, mask=out_mask, other=0.0).to(tl.float32)
+    tl.store(out + outs, y.to(out.dtype.element_ty), mask=out_mask)
+
+
+def decoder(device: torch.device) -> str:
+    """PTX for a word; nothing in the interpreter, which has none."""
+    return _SIXTEEN if device.type == "cuda" else ""
+
+
+def tile(rows: int) -> tuple[int, int, int]:
+    """(ROWS, WORDS, warps)."""
+    return (8, 64, 1) if rows > 4096 else (4, 64, 1)
+
+
+def gemv4_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
+    """Whether the kernel is made for these: one token of 16 bits, with a norm of the same type, and
+    4-bit integers by groups of 32 or more."""
+    return (
+        fits(x)
+        and weight.form.bits == 4
+        and code_of(weight) == INT
+        and weight.form.span >= 2 * _WORD
+        and in_words(x)
+        and (norm is None or (norm.dtype == x.dtype and in_words(norm)))
+    )
+
+
+def gemv4(
+    x: Tensor,  # [1, in]
+    weight: PackedWeight,  # [out, in]; with a gate [2 * out, in]
+    *,
+    norm: Tensor | None = None,  # [in], in x's dtype
+    eps: float = 0.0,
+    gate: str | None = None,  # of GATES
+    residual: Tensor | None = None,  # [1, out]
+    config: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """One pass over the codes. Returns [1, out] in x's dtype, accumulated in float32. Only what
+    `gemv4_fits` says."""
+    assert gate is None or gate in GATES
+    form, (rows, columns) = weight.form, weight.shape
+    num_rows, words, warps = config or tile(rows)
+    outs = rows // 2 if gate else rows
+    per_program = num_rows // 2 if gate else num_rows
+    out = x.new_empty((1, outs))
+    _gemv4_kernel[(triton.cdiv(outs, per_program),)](
+        x.view(torch.int64),
+        weight.codes.view(torch.int64),
+        weight.scale,
+        weight.offset,
+        weight.bias,
+        None if norm is None else norm.view(torch.int64),
+        residual,
+        out,
+        eps,
+        outs,
+        columns // _WORD,
+        NORM=norm is not None,
+        GATED=gate is not None,
+        GELU=gate == "gelu_pytorch_tanh",
+        ADD=residual is not None,
+        BIAS=weight.bias is not None,
+        HOW=decoder(x.device),
+        ZERO=form.zero,
+        OFFSET=OFFSETS[form.offset],
+        GROUP=form.group // _WORD,
+        RUN=form.span // _WORD,
+        ROWS=num_rows,
+        WORDS=words,
+        EVEN=columns % (_WORD * words) == 0 and outs % per_program == 0,
+        num_warps=warps,
+        **pdl(x.device),
+    )
+    return out
