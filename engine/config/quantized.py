@@ -122,6 +122,7 @@ class Quantized:
             (
                 *(".weight_shape", ".weight_format"),
                 *(".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale"),
+                ".input_scale_ub",
                 *(".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
             )
         )

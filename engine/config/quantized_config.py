@@ -54,7 +54,7 @@ def _gptq(read: Reader) -> Rules:
 
 def _gptq_scheme(read: Reader, whole: Reader) -> Scheme:
     group = _group(read, "group_size", read.get("group_size", -1))
-    version = whole.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    version = _version(whole, "checkpoint_format", ("gptq", "gptq_v2"))
     return Scheme(
         "gptq",
         _bits(read, "bits", read.size("bits"), (4, 8)),
@@ -66,7 +66,7 @@ def _gptq_scheme(read: Reader, whole: Reader) -> Scheme:
 
 
 def _awq(read: Reader) -> Rules:
-    read.one_of("version", ("gemm",), "gemm")
+    _version(read, "version", ("gemm",))
     scheme = Scheme(
         "awq",
         _bits(read, "bits", read.size("bits"), (4,)),
@@ -129,6 +129,7 @@ def _compressed(read: Reader) -> Rules:
             "2:4 sparse weights are not supported: there is no product for them, and as dense "
             "weights they would be larger than they are; take a checkpoint that is not sparse",
         )
+    _no_transforms(read)
     groups = read.get("config_groups", {})
     if not isinstance(groups, dict) or not groups:
         raise read.error("config_groups", "must have a group of layers at least")
@@ -147,6 +148,18 @@ def _compressed(read: Reader) -> Rules:
     if len(others) > 1:
         raise read.error("config_groups", "more than one group has all linear layers")
     return ((_patterns(read, "ignore", _names(read, "ignore")), None), *named, *others)
+
+
+def _no_transforms(read: Reader) -> None:
+    """Rotations of weights are in the weights already; what activations go through is not."""
+    for name, scheme in read.inner("transform_config").inner("config_groups").values.items():
+        for each in scheme.get("apply", ()):
+            if each.get("location") not in ("weight_input", "weight_output"):
+                raise read.error(
+                    "transform_config",
+                    f"{name}: transforms at {each.get('location')!r} are not supported, only those "
+                    "that are in the weights; take a checkpoint without",
+                )
 
 
 def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
@@ -184,7 +197,7 @@ def _compressed_scheme(group: Reader, file_format: object) -> Scheme:
         _bits(weights, "num_bits", bits, (4, 8)),
         inputs,
         symmetric=symmetric,
-        ordered=weights.get("actorder") in ("group", True) and inputs != 0,
+        ordered=weights.get("actorder") in ("group", "dynamic", True) and inputs != 0,
     )
 
 
@@ -220,6 +233,12 @@ def _fp8(read: Reader) -> Rules:
         scheme = replace(scheme, rows=rows, group=inputs)
     plain = [*_names(read, "modules_to_not_convert"), *_names(read, "ignored_layers"), _HEAD]
     return (modules(*plain), None), (_ALL, scheme)
+
+
+def _fbgemm(read: Reader) -> Rules:
+    """Meta's own FP8 files of Llama 3.1: a scale an output; activations a scale a token."""
+    plain = modules(*_names(read, "modules_to_not_convert"), _HEAD)
+    return (plain, None), (_ALL, Scheme("fp8", 8, 0, 1, activations=8))
 
 
 _MODELOPT: dict[str, Scheme] = {
@@ -282,6 +301,7 @@ _METHODS: dict[str, Callable[[Reader], Rules]] = {
     "intel/auto-round": _auto_round,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "mxfp4": _mxfp4,
@@ -316,6 +336,13 @@ def _expression(read: Reader, key: str, text: str) -> str:
         return expression(text)
     except re.error as error:
         raise read.error(key, f"{text!r} is no regular expression: {error}") from None
+
+
+def _version(read: Reader, key: str, known: tuple[str, ...]) -> str:
+    """In capitals or not. transformers 5 calls the key "format"."""
+    key = next((each for each in (key, "format") if read.get(each) is not None), key)
+    found = str(read.get(key, known[0])).lower()
+    return Reader({key: found}, read.path).one_of(key, known, known[0])
 
 
 def _bits(read: Reader, key: str, bits: int, allowed: tuple[int, ...]) -> int:

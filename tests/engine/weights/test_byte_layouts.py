@@ -478,6 +478,42 @@ def test_layers_that_differ() -> None:
     assert kind("model.layers.1.mlp.down_proj") is None
 
 
+def test_other_names_of_the_same() -> None:
+    """Bugs: a version that transformers 5 writes under another key is read as the first, whose zero
+    points are one less; an order that has two names is taken for none; Meta's own FP8 files."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}
+    for key, version, less_one in (
+        ("format", "gptq_v2", False),
+        ("checkpoint_format", "GPTQ_V2", False),
+        ("format", "gptq", True),
+    ):
+        found = quantized({**gptq, key: version}).scheme("model.layers.0.mlp.up_proj")
+        assert found is not None and found.zeros_less_one is less_one
+    assert quantized({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM"})
+    for actorder, ordered in (
+        ("group", True), ("dynamic", True), ("weight", False), ("static", False), (None, False),
+    ):  # fmt: skip
+        int4 = {"num_bits": 4, "type": "int", "group_size": 128, "actorder": actorder}
+        found = quantized(compressed("pack-quantized", int4)).scheme("model.layers.0.mlp.up_proj")
+        assert found is not None and found.ordered is ordered
+    meta = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model.layers.0.mlp.up_proj"]}
+    kept = quantized({**meta, "activation_scale_ub": 1200.0})
+    assert kept.keeps("model.layers.0.mlp.up_proj") and kept.keeps("lm_head")
+    assert kept.ignores("model.layers.1.mlp.up_proj.input_scale_ub")
+    fp8 = kept.scheme("model.layers.1.mlp.up_proj")
+    assert fp8 is not None and (fp8.kind, fp8.rows, fp8.group, fp8.activations) == ("fp8", 1, 0, 8)
+
+
+def test_rotations_that_weights_have() -> None:
+    """Bug: a file whose activations go through a transform first is served without it."""
+    values = compressed("pack-quantized", {"num_bits": 4, "group_size": 128})
+    groups = {"R1": {"type": "hadamard", "apply": [{"location": "weight_output"}]}}
+    assert quantized({**values, "transform_config": {"config_groups": groups}})
+    groups["R4"] = {"type": "hadamard", "apply": [{"location": "input"}]}
+    with pytest.raises(ConfigError, match="transform_config: R4: transforms at 'input' are not"):
+        quantized({**values, "transform_config": {"config_groups": groups}})
+
+
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
@@ -545,6 +581,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "2:4 sparse weights are not supported: there is no product",
     ),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version.*gemv"),
+    ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "format.*gemv_fast"),
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: 3 is not supported"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 48}, "group_size: 48 is not supported"),
     ({"quant_method": "hqq", "bits": 4}, "quant_method.*hqq"),
