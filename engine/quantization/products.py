@@ -42,7 +42,7 @@ def products(
         if scheme.kind in _INTEGERS and scheme.bits == 4:
             measured = "int4"
         kept = not scheme.ordered and (cuda or scheme.kind not in ("fp8", "nf4"))
-        yield _line(scheme.name, both, measured, capability, cuda, kept, 257 if blocks else 32)
+        yield _line(scheme.name, both, measured, capability, cuda, kept, 2 if blocks else 32)
 
 
 def _line(
