@@ -13,6 +13,7 @@ from bench.kernels import lora as bench_lora
 from bench.kernels.measure import OPERATIONS, Calls, KernelWork, copies_for
 from bench.kernels.mixers import mixer_cases
 from bench.kernels.sizes import LLAMA, Sizes, meta_of
+from kernels import packed as formats
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
@@ -166,33 +167,48 @@ def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
     return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})
 
 
-def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> KernelWork:
-    """Random codes; the bytes are those of codes and scales, and the library's weights have 16
-    bits."""
-    form = {
+def form_of(to: str, width: int) -> Format:
+    """What weights of so many inputs are made of, by a name of theirs."""
+    return {
         "int4": Format(4, min(width, 128), zero=8),
+        "int4-add": Format(4, min(width, 128), offset="add"),
+        "int8-128": Format(8, 128, zero=128),
         "int8": Format(8, width, torch.float32, zero=128),
         "fp8": Format(8, width, torch.float32, code="e4m3", activations=8),
         "fp8-block": Format(8, 128, torch.float32, code="e4m3", rows=128, activations=8),
         "w8a8": Format(8, width, torch.float32, zero=128, activations=8),
         "mxfp4": Format(4, 32, torch.bfloat16, zero=12, table=E2M1),
     }[to]
+
+
+def random_weight(s: Sizes, form: Format, size: int, width: int) -> PackedWeight:
+    """Random codes, scales and offsets that are all alike."""
+    weight = PackedWeight(form, size, width, None, torch.device(s.device))
+    codes = weight.codes.view(torch.uint8)
+    codes.random_(0, 256)
+    if form.code == "e4m3":
+        codes.masked_fill_((codes & 127) == 127, 0)  # NaN
+    weight.scale.fill_(2.0**-12)
+    if weight.offset is not None:
+        weight.offset.fill_(-(2.0**-9))
+    return weight
+
+
+def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> KernelWork:
+    """Random codes; the bytes are those of codes and scales, and the library's weights have 16
+    bits."""
+    form = form_of(to, width)
     num_bytes = PackedWeight.num_bytes(form, size, width)
-    weights = []
-    for _ in range(copies_for(num_bytes) + 1):
-        weight = PackedWeight(form, size, width, None, torch.device(s.device))
-        codes = weight.codes.view(torch.uint8)
-        codes.random_(0, 127 if form.code == "e4m3" else 256)  # 127 is e4m3's NaN
-        weight.scale.fill_(2.0**-12)
-        weights.append(weight)
+    copies = copies_for(num_bytes) + 1
+    weights = [random_weight(s, form, size, width) for _ in range(copies)]
     x = s.random(rows, width)
     dense = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
     # Without a device nothing says that it fits, and what a device does shall be tried here too.
     other = to in ("mxfp4", "fp8-block")
     product = packed_few if rows <= FEW and not other else cuda.packed_linear
-    if rows == 1 and form.code == "e4m3":
+    if rows == 1 and form.code == "e4m3" and (to == "fp8" or formats.BLOCK_PRODUCTS):
         product = gemv8
-    elif rows == 1 and to == "int4":
+    elif rows == 1 and to == "int4" and formats.GEMV4:
         product = gemv4
     ours = [partial(product, x, weight) for weight in weights]
     library = [partial(torch.nn.functional.linear, x, weight) for weight in dense]

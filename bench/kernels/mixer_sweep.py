@@ -164,20 +164,23 @@ def first(work: KernelWork) -> Any:
     return found
 
 
-def differs(found: Any, wanted: Any) -> str:
+def differs(found: Any, wanted: Any, most: float = 0.02) -> str:
     """A remark, of results that are not those of the launch as it is."""
     if wanted is None or found is None:
         return ""
     error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
-    return "" if error < 0.02 else f"  WRONG: differs by {error:.2g} of the result"
+    return "" if error < most else f"  WRONG: differs by {error:.2g} of the result"
 
 
-def compile_all(only: list[str], count: int) -> dict[int, str]:
-    """Launch each variant once, in several processes; why those failed that did, by their number.
-    What reads beyond its memory takes its process with it: the rest goes on in another one."""
-    base = [sys.executable, "-m", "bench.kernels.mixer_sweep", "--only", *only, "--these"]
+def compile_all(
+    module: str, only: list[str], count: int, processes: int = PROCESSES, seconds: float = COMPILE_S
+) -> dict[int, str]:
+    """Launch each of a module's variants once, in several processes; why those failed that did, by
+    their number. What reads beyond its memory takes its process with it: the rest goes on in
+    another one."""
+    base = [sys.executable, "-m", module, "--only", *only, "--these"]
     failed: dict[int, str] = {}
-    limit = time.monotonic() + COMPILE_S
+    limit = time.monotonic() + seconds
 
     def walk(numbers: list[int]) -> None:
         while numbers and time.monotonic() < limit:
@@ -194,8 +197,8 @@ def compile_all(only: list[str], count: int) -> dict[int, str]:
             if numbers := [number for number in numbers if number not in ran]:
                 failed[numbers.pop(0)] = done.stderr.strip().splitlines()[-1]
 
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        list(pool.map(walk, [[*range(i, count, PROCESSES)] for i in range(PROCESSES)]))
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(walk, [[*range(i, count, processes)] for i in range(processes)]))
     return failed
 
 
@@ -225,7 +228,7 @@ def main() -> int:
             print(number, flush=True)
         return 0
     began = time.perf_counter()
-    failed = compile_all(args.only, len(every))
+    failed = compile_all("bench.kernels.mixer_sweep", args.only, len(every))
     print(f"compiled after {time.perf_counter() - began:.1f} s", flush=True)
     wanted = None
     for number, (case, make, table, launch) in enumerate(every):

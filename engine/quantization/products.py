@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from engine.config.quantized import Quantized
+from kernels import packed
 from kernels.packed import FLOAT8_PRODUCTS, INT8_PRODUCTS, Code, multiplies
 
 # Speed of llama-8b on one H200 against 16-bit weights (bench/results/versus-quantised-*.json):
@@ -42,7 +43,8 @@ def products(
         if scheme.kind in _INTEGERS and scheme.bits == 4:
             measured = "int4"
         kept = not scheme.ordered and (cuda or scheme.kind not in ("fp8", "nf4"))
-        yield _line(scheme.name, both, measured, capability, cuda, kept, 2 if blocks else 32)
+        first = (2 if packed.BLOCK_PRODUCTS else 257) if blocks else 32
+        yield _line(scheme.name, both, measured, capability, cuda, kept, first)
 
 
 def _line(

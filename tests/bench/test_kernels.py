@@ -1,6 +1,7 @@
 """The kernels' bench without a device: every case can be made, launched and told rightly."""
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable
 from types import ModuleType
@@ -16,7 +17,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 import kernels  # noqa: E402
 import kernels.experts  # noqa: E402
-from bench.kernels import experts, lora, measure  # noqa: E402
+from bench.kernels import experts, lora, measure, packed_sweep  # noqa: E402
 from bench.kernels.cases import (  # noqa: E402
     LLAMA,
     PREFILL_TARGET,
@@ -68,9 +69,13 @@ _SUMS = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel"}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")
-def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("newer", [False, True])
+def test_every_case_launches(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A case that cannot be made, or calls a launcher as it was last month: found out on a GPU,
-    after the others. Here all sizes are real, and nothing has contents."""
+    after the others; and one that times a kernel that is off, or leaves one out that is on. Here
+    all sizes are real, and nothing has contents."""
+    monkeypatch.setattr("kernels.packed.BLOCK_PRODUCTS", newer)
+    monkeypatch.setattr("kernels.packed.GEMV4", newer)
     launched: list[str] = []
 
     def count(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -91,6 +96,8 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.keys() == cases.keys()
     # Sums of ranks are timed by bench.kernels.sums, as they need others.
     wanted = every_kernel(kernels) - every_kernel(kernels.experts) - _SUMS
+    if not newer:
+        wanted -= {"_block_dot_kernel", "_gemv4_kernel"}
     assert names == wanted, "a kernel that nothing times"
     targets = {case: row["target"] for case, row in found.items() if "target" in row}
     assert targets == {
@@ -132,6 +139,76 @@ def test_every_launch_of_a_mixture_is_timed(monkeypatch: pytest.MonkeyPatch) -> 
             for call in calls:
                 call()
     assert launched >= every_kernel(kernels.experts)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")
+def test_the_sweep_of_packed_products_tries_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try that calls a launcher as it was last month; a switch whose two sides launch the same,
+    or that is left on; a table that is not tried with any of its launches."""
+    launched: list[tuple[str, Any]] = []
+
+    def count(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launched.append((self.__name__, options.get("TOKENS_FIRST")))
+
+    monkeypatch.setattr(JITFunction, "run", count)
+    for module in NUM_SMS:
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr("kernels.gemm.packed.blocks.num_sms", lambda device: 132)
+    meta = LLAMA._replace(device="meta")
+    sides: dict[tuple[str, str, str], dict[Any, list[tuple[str, Any]]]] = {}
+    for each in packed_sweep.tries(meta):
+        launched.clear()
+        each.call(packed_sweep.weights_of(meta, each.to, each.step.shape, False)[0])
+        assert launched, each
+        of = each.what, each.case, each.step.shape
+        sides.setdefault(of, {})[each.launch] = launched.copy()
+    packed_sweep.step_of.cache_clear()
+    packed_sweep.weights_of.cache_clear()
+    for module, switch, changed in packed_sweep.SWITCHES:
+        assert getattr(module, switch) is False
+        for to, counts in changed.items():
+            for tokens, shape in itertools.product(counts, packed_sweep.SHAPES):
+                both = sides[switch, packed_sweep.case_of(to, tokens), shape]
+                assert both[False] and both[True] and both[False] != both[True]
+    tables = {of[0] for of in sides} - {switch for _, switch, _ in packed_sweep.SWITCHES}
+    assert tables == {"gemv8.tile", "gemv4.tile", "blocks.tile", "dot.tile"}
+    for (what, *_), tried in sides.items():
+        if what in tables:
+            assert None in tried and sum(isinstance(launch, tuple) for launch in tried) > 3
+
+
+def test_the_sweep_says_what_to_set() -> None:
+    """A way that takes longer, or gives other numbers, is advised; a better tile is not named."""
+    names = list(packed_sweep.SHAPES)
+
+    def timed(off: float, on: float) -> dict[str, dict[Any, float]]:
+        return {name: {False: off, True: on} for name in names}
+
+    found: packed_sweep.Found = {
+        ("BLOCK_PRODUCTS", "fp8-block, 1 token"): timed(20.0, 15.0),
+        ("BLOCK_PRODUCTS", "fp8-block, 8 tokens"): timed(20.0, 25.0),
+        ("GEMV4", "int4, 1 token"): timed(20.0, 15.0),
+        ("TOKENS_FIRST", "int4, 256 tokens"): timed(20.0, 20.1),
+    }
+    blocks, four, first = (
+        line for line in packed_sweep.switch_lines(found, set()) if line.startswith("kernels.")
+    )
+    assert "set True only if its other tiles mend: fp8-block, 8 tokens" in blocks
+    assert four.endswith("kernels.packed.GEMV4, False today: set True")
+    assert first.endswith("leave False")
+    told = [*packed_sweep.switch_lines(found, {("GEMV4", "int4, 1 token")})]
+    assert any("GEMV4" in line and "WRONG" in line for line in told)
+    tile: Any = ((4, 64, 1), 0)
+    tiles: packed_sweep.Found = {
+        ("gemv4.tile", "int4, 1 token"): {
+            name: {None: 10.0, tile: us, packed_sweep.AGAINST: 12.0}
+            for name, us in zip(names, (9.9, 9.0, 10.5, 8.0), strict=True)
+        }
+    }
+    *each, total = packed_sweep.table_lines(tiles, lambda *_: "(8, 64, 1)")
+    assert [line.rpartition(": ")[2] == "set it" for line in each] == [False, True, False, True]
+    assert all("today (8, 64, 1) 10.0 us, best (4, 64, 1)" in line for line in each)
+    assert "all four today 40.0 us, best (4, 64, 1) 37.4 us" in total
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

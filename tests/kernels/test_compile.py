@@ -155,11 +155,14 @@ def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("offset", ["none", "add"])
 def test_pairs_of_codes_compile(
-    offset: Any, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    offset: Any, tokens_first: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PTX, which the interpreter does not know: for a few tokens, and for many."""
+    """PTX, which the interpreter does not know: for a few tokens, and for many, in both orders of
+    tiles."""
+    monkeypatch.setattr(dot_module, "TOKENS_FIRST", tokens_first)
     monkeypatch.setattr(dot_module, "quick", lambda x, weight, width: four_nibbles(weight))
     form = Format(4, 128, zero=0 if offset == "add" else 8, offset=offset)
     weight = PackedWeight(form, 6144, 4096, None, torch.device("cpu"))

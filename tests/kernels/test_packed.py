@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import ROUNDED_ROWS
+from kernels.cuda import PACKED_ROWS, ROUNDED_ROWS, by_blocks
 from kernels.dispatch import kernels_for
 from kernels.gemm.packed import blocks, fp8, int8
 from kernels.gemm.packed import dot as dot_module
@@ -56,6 +56,15 @@ EACH = [
 ]
 # float32 keeps 2^-24 of the largest partial sum, and codes come with 128 more.
 BOUNDS = {**BOUND, F32: 2e-5}
+
+
+@pytest.fixture(params=[False, True], ids=["as-it-is", "newer"])
+def newer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Ways that are off until a GPU has run them: with each test off, then on."""
+    monkeypatch.setattr("kernels.packed.BLOCK_PRODUCTS", request.param)
+    monkeypatch.setattr("kernels.packed.GEMV4", request.param)
+    monkeypatch.setattr(dot_module, "TOKENS_FIRST", request.param)
+    return bool(request.param)
 
 
 def packed(name: str, rows: int, bias: bool = False) -> tuple[PackedWeight, Tensor]:
@@ -182,15 +191,17 @@ def test_one_token_of_integers(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EACH)
-def test_several_tokens(name: str, dtype: torch.dtype) -> None:
-    """Rows or columns that do not fill a tile, a share of the columns left out or taken twice."""
+def test_several_tokens(name: str, dtype: torch.dtype, newer: bool) -> None:
+    """Rows or columns that do not fill a tile, a share of the columns left out or taken twice, a
+    tile of tokens in another's place."""
     weight, ref = packed(name, 40, bias=True)
     assert weight.bias is not None
-    x, residual = random(5, weight.shape[1], dtype=dtype), random(5, 40, dtype=dtype)
+    count = 20 if name == "int4-128" else 5  # two tiles of tokens
+    x, residual = random(count, weight.shape[1], dtype=dtype), random(count, 40, dtype=dtype)
     plain = x.double() @ ref.T + weight.bias.double() + residual.double()
     width = 32
     # Scaled weights are rounded to x's type, as an expanded weight would be.
-    for split in (1, 2):
+    for split in (1, 3 if newer else 2):  # of three that are one kernel with two, it is given 2
         got = packed_dot(x, weight, residual.clone(), (32, 16, width, 1, 2), split)
         assert row_error(got, plain) < 2 * BOUNDS[dtype]
     step = weight.form.span  # of which its codes are in x's order
@@ -229,7 +240,7 @@ def test_expanded(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 def test_every_number_of_tokens_means_the_same(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, newer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The back end's own way for a number of tokens, against the reference's."""
     monkeypatch.setattr("kernels.cuda.PACKED_ROWS", 16)
@@ -403,12 +414,37 @@ def test_blocks_on_both_sides(tokens: int, dtype: torch.dtype) -> None:
             assert row_error(got, exact + residual.double()) < 2 * BOUND[dtype]
 
 
+def test_what_no_gpu_has_run_is_chosen_only_if_told(newer: bool) -> None:
+    """A kernel that is off and launched nevertheless, or on and passed by; rows that are rounded to
+    8 bits where they should stay."""
+    dtype = torch.float16
+    square, _ = packed("odd-blocks", 384)
+    whole, _ = packed("int4-64-zero", 22)
+    several, one = random(3, 384, dtype=dtype), random(1, 384, dtype=dtype)
+    got = cuda.packed_linear(one, square)
+    assert torch.equal(got, (gemv8 if newer else packed_gemv)(one, square))
+    got = cuda.packed_linear(several, square)
+    if newer and blocks.fits(several, square):
+        want = blocks.block_linear(*round_rows(several, group=128), square, 3, dtype)
+    else:
+        want = packed_dot(several, square)
+    assert torch.equal(got, want)
+    assert cuda.takes_gate(several, square) is (newer and blocks.fits(several, square))
+    assert DEVICE != "cpu" or blocks.fits(several, square)
+    one = random(1, whole.shape[1], dtype=dtype)
+    got = cuda.packed_linear(one, whole)
+    assert torch.equal(got, (gemv4 if newer else packed_gemv)(one, whole))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 9, 33, 64, 100, 256, 300])
 @pytest.mark.parametrize(("outputs", "width"), [(4096, 4096), (1152, 14336), (6144, 128)])
-def test_blocks_on_a_device(outputs: int, width: int, tokens: int) -> None:
+def test_blocks_on_a_device(
+    outputs: int, width: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiles and shares as they are chosen there; a part of a product that the units keep in fewer
     bits than float32; what the whole way makes of norm, gate and residual."""
+    monkeypatch.setattr("kernels.packed.BLOCK_PRODUCTS", True)
     form = Format(8, 128, F32, code="e4m3", rows=128, activations=8)
     weight = PackedWeight(form, outputs, width, None, torch.device(DEVICE))
     weight.codes.random_(0, 127)
@@ -479,7 +515,7 @@ def test_a_few_tokens_on_a_device(name: str, tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 7, 31, 32, 300])
 @pytest.mark.parametrize("name", FORMS)
-def test_inside_a_graph(name: str, tokens: int) -> None:
+def test_inside_a_graph(name: str, tokens: int, newer: bool) -> None:
     """What a graph replays is what a launch computes, for every way that the back end takes."""
     width = FORMS[name][1]
     weight, ref = packed(name, 512)
@@ -493,7 +529,8 @@ def test_inside_a_graph(name: str, tokens: int) -> None:
     x.copy_(random(tokens, width, dtype=torch.bfloat16))
     graph.replay()
     able = fp8.scales_fit(x, weight) or int8.fits(weight, x)
-    rounded = tokens > 1 if blocks.fits(x, weight) else able and tokens >= ROUNDED_ROWS
+    first = ROUNDED_ROWS if weight.form.rows == 1 else PACKED_ROWS + 1
+    rounded = tokens > 1 if by_blocks(x, weight) else able and tokens >= first
     bound = 0.06 if rounded else 2 * BOUND[torch.bfloat16]
     assert row_error(out, x.double() @ ref.T) < bound
     if rounded:

@@ -25,6 +25,10 @@ from kernels.packed import PackedWeight
 
 _FLOAT = torch.float32
 _WORDS = 32  # of a row of 4-bit codes that a program takes at a time
+# Tiles of tokens that share a weight are neighbours, so that it is read once, and one compiled
+# kernel does for any number of shares. Off, as no GPU has run it yet: `python -m
+# bench.kernels.packed_sweep` tells whether it pays.
+TOKENS_FIRST = False
 
 
 @triton.jit
@@ -156,7 +160,7 @@ def _packed_dot_kernel(
     table,
     bias,
     residual,  # [tokens, rows]
-    out,  # [tokens, rows]; PARTS: float32 [shares, tokens, rows]
+    out,  # [tokens, rows]; SPLIT > 1: float32 [shares, tokens, rows]
     tokens,
     rows,
     columns,
@@ -173,7 +177,8 @@ def _packed_dot_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,  # words or codes of a row at a time
-    PARTS: tl.constexpr,  # there are several shares of the columns
+    SPLIT: tl.constexpr,  # shares of the columns; TOKENS_FIRST: 2 for any number of several
+    TOKENS_FIRST: tl.constexpr,  # tiles of tokens that share a weight are neighbours
     EVEN: tl.constexpr,  # no column sticks out
     QUICK: tl.constexpr,  # PTX for pairs of codes: scales come to the sums of their groups
     EARLY: tl.constexpr,  # or to the codes; each step in one product
@@ -187,9 +192,12 @@ def _packed_dot_kernel(
     FIELDS: tl.constexpr = 4 if BITS == 4 else 1
     RUN: tl.constexpr = SPAN // 4
     STEP: tl.constexpr = WIDTH * FIELDS
-    # Tiles of tokens that share a weight are neighbours, so that it is read once.
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    if TOKENS_FIRST:
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    else:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     element = tl.arange(0, WIDTH)
     if EARLY:
@@ -204,7 +212,7 @@ def _packed_dot_kernel(
     x_at = x + token.to(tl.int64)[None, :] * columns + column[:, None]
     groups = (row // BAND).to(tl.int64) * (columns // GROUP)
     steps = tl.cdiv(columns, STEP)
-    each = tl.cdiv(steps, tl.num_programs(2))
+    each = tl.cdiv(steps, tl.num_programs(2)) if TOKENS_FIRST else tl.cdiv(steps, SPLIT)
     begin = split * each * STEP
     end = tl.minimum(begin + each * STEP, columns)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -221,7 +229,7 @@ def _packed_dot_kernel(
         acc *= tl.load(scale + row, mask=row_mask, other=0.0)[:, None]
     place = token.to(tl.int64)[None, :] * rows + row[:, None]
     mask = row_mask[:, None] & token_mask[None, :]
-    if PARTS:
+    if SPLIT > 1:
         tl.store(out + split.to(tl.int64) * tokens * rows + place, acc, mask=mask)
     else:
         if BIAS:
@@ -373,7 +381,7 @@ def packed_dot(
         early = early_pays(weight, tokens) and early_fits(weight, 4 * _WORDS)
         early = early and bool(quick(x, weight, _WORDS))
     num_rows, num_tokens, width, warps, stages = config or tile(bits, tokens, early)
-    grid = (triton.cdiv(tokens, num_tokens), triton.cdiv(rows, num_rows))
+    grid = (triton.cdiv(rows, num_rows), triton.cdiv(tokens, num_tokens))
     step = width * (4 if bits == 4 else 1)
     steps = triton.cdiv(columns, step)
     split = split or splits(grid[0] * grid[1], steps, num_sms(x.device))
@@ -390,7 +398,8 @@ def packed_dot(
         **{f"HOW{i}": ptx for i, ptx in enumerate(how or [""] * 4)},
     }
     alone = split == 1
-    _packed_dot_kernel[(*grid, split)](
+    first = TOKENS_FIRST
+    _packed_dot_kernel[(*(grid[::-1] if first else grid), split)](
         x,
         weight.codes,
         weight.scale,
@@ -406,7 +415,8 @@ def packed_dot(
         ROWS=num_rows,
         TOKENS=num_tokens,
         WIDTH=width,
-        PARTS=split > 1,
+        SPLIT=min(split, 2) if first else split,
+        TOKENS_FIRST=first,
         EVEN=columns % step == 0,
         ADD=alone and residual is not None,
         BIAS=alone and weight.bias is not None,

@@ -1,0 +1,397 @@
+"""Products with weights of 4 and 8 bits at llama-8b's shapes, on one GPU: ways that are off beside
+those that run, and other launches of both; what the switches and tables should say there.
+
+    python -m bench.kernels.packed_sweep
+    python -m bench.kernels.packed_sweep --only "fp8-block, 8 tokens" --seconds 90
+
+Launches are made first, in several processes, which compiles them. Then each is timed, in graphs
+over so many weights that the cache keeps none, and its result is held against that of the kernels
+that run today. The last lines say what to set. Switches come before tables, should the time be up.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.kernels.cases import LINEARS, cuda, form_of, random_weight
+from bench.kernels.measure import copies_for, copy_bandwidth, time_us
+from bench.kernels.mixer_sweep import compile_all, differs, replaced
+from bench.kernels.sizes import LLAMA, Sizes
+from kernels import packed
+from kernels.gemm.packed import blocks, dot, fp8, gemv4, gemv8
+from kernels.gemm.packed.dot import packed_dot
+from kernels.gemm.packed.gemv import packed_gemv
+from kernels.gemm.packed.round_rows import round_rows
+from kernels.launch.pdl import num_sms
+from kernels.packed import PackedWeight
+
+SHAPES = {name: LINEARS[f"8b {name}"][0] for name in ("qkv", "o", "gate_up", "down")}
+SECONDS, COMPILING, PROCESSES = 155, 0.45, 12
+EPS, GATE = 1e-5, "silu"
+PAYS = 0.97  # of today's time: less is more than what two visits differ by
+AGAINST = "before the switch"  # a launch of the kernels that others' results are held against
+# A module's switch, and the cases that it changes: a format's name and numbers of tokens.
+SWITCHES: list[tuple[Any, str, dict[str, tuple[int, ...]]]] = [
+    (packed, "BLOCK_PRODUCTS", {"fp8-block": (1, 2, 8, 32, 64, 128, 256)}),
+    (packed, "GEMV4", {"int4": (1,), "int4-add": (1,)}),
+    (dot, "TOKENS_FIRST", {"int4": (16, 64, 256), "int4-add": (256,), "int8-128": (64, 256)}),
+]
+EIGHT = [
+    (rows, words, warps)
+    for rows, (words, warps) in product(
+        (2, 4, 8, 16),
+        ((64, 1), (128, 1), (256, 1), (256, 2), (512, 2), (512, 4), (1024, 4), (1024, 8)),
+    )
+    if rows * words <= 2048 * warps
+]
+FOUR = [
+    (rows, words, warps)
+    for rows, (words, warps) in product(
+        (4, 8, 16), ((64, 1), (128, 1), (128, 2), (256, 2), (256, 4), (512, 4))
+    )
+    if rows * words <= 1024 * warps
+]
+BLOCKS = {
+    8: [(64, 16, 4, stages) for stages in (3, 4, 6, 8)],
+    32: [*((64, 32, 4, stages) for stages in (3, 4, 6)), (128, 32, 4, 4), (128, 32, 8, 4)],
+    64: [*((64, 64, 4, stages) for stages in (3, 4, 6)), (128, 64, 4, 4), (128, 64, 8, 4)],
+    128: [
+        *((64, 128, 4, stages) for stages in (3, 4)),
+        *((128, 128, 8, 3), (128, 128, 8, 4), (128, 64, 8, 4), (128, 64, 4, 4), (64, 64, 4, 4)),
+    ],
+    256: [
+        *((128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 3), (64, 128, 4, 4)),
+        *((128, 64, 8, 4), (128, 64, 4, 4)),
+    ],
+}
+# Of `packed_dot` with 4 bits: tiles, and whether scales come to codes.
+LATE = {
+    16: [
+        *((64, 16, 32, 2, 3), (64, 16, 32, 2, 4), (64, 16, 32, 2, 5), (64, 16, 32, 4, 4)),
+        *((32, 16, 32, 2, 4), (128, 16, 32, 4, 4)),
+    ],
+    64: [(128, 64, 32, 4, 3), (128, 64, 32, 8, 3), (64, 64, 32, 4, 3), (64, 64, 32, 4, 4)],
+    256: [(128, 128, 32, 8, 3), (128, 64, 32, 4, 3)],
+}
+EARLY = {
+    16: [(64, 16, 32, 4, 3), (64, 16, 32, 4, 4)],
+    64: [(64, 64, 32, 4, 3), (64, 64, 32, 4, 4), (128, 64, 32, 8, 3)],
+    256: [
+        *((128, 256, 32, 8, 3), (128, 256, 32, 8, 2), (64, 128, 32, 4, 3), (64, 128, 32, 4, 2)),
+        *((128, 128, 32, 8, 3), (128, 128, 32, 8, 2)),
+    ],
+}
+
+
+class Step(NamedTuple):
+    """What is multiplied: x [tokens, in], and for the MLP's second product what x was made of."""
+
+    shape: str
+    tokens: int
+    x: Tensor
+    pair: Tensor | None
+    norm: Tensor
+    residual: Tensor
+    rounded: tuple[Tensor, Tensor]  # x in 8 bits by groups of 128, and scales
+
+
+class Try(NamedTuple):
+    """One launch. what: a switch, or the table whose launches are tried; launch: the switch's
+    value, None for a table as it is, AGAINST, or else (tile, shares of the columns, ...)."""
+
+    what: str
+    case: str
+    to: str  # the weights' format
+    step: Step
+    launch: Any
+    call: Callable[[PackedWeight], Tensor]
+
+
+Found = dict[tuple[str, str], dict[str, dict[Any, float]]]  # (what, case) -> shape -> launch -> us
+
+
+@cache
+def step_of(s: Sizes, shape: str, tokens: int) -> Step:
+    outputs, width = SHAPES[shape]
+    torch.manual_seed(tokens)
+    x, pair = s.random(tokens, width), None
+    if shape == "down":
+        pair = s.random(tokens, 2 * width)
+        gate, up = pair.chunk(2, -1)
+        x = torch.nn.functional.silu(gate) * up
+    norm, residual = 1 + 0.1 * s.random(width), s.random(tokens, outputs)
+    return Step(shape, tokens, x, pair, norm, residual, round_rows(x, group=128))
+
+
+@cache
+def weights_of(s: Sizes, to: str, shape: str, many: bool) -> list[PackedWeight]:
+    """Many: so many that the cache keeps none."""
+    outputs, width = SHAPES[shape]
+    form = form_of(to, width)
+    count = copies_for(PackedWeight.num_bytes(form, outputs, width)) + 1 if many else 1
+    torch.manual_seed(0)
+    return [random_weight(s, form, outputs, width) for _ in range(count)]
+
+
+def around(step: Step) -> dict[str, Any]:
+    """What one token's product has in an engine."""
+    if step.shape == "qkv":
+        return {"norm": step.norm, "eps": EPS}
+    if step.shape == "gate_up":
+        return {"norm": step.norm, "eps": EPS, "gate": GATE}
+    return {"residual": step.residual}
+
+
+def whole(step: Step, module: Any, switch: str, value: bool, weight: PackedWeight) -> Tensor:
+    """The product with what an engine's step has around it. The gate is where it is there: with
+    gate and up, or with the rounding before the second product."""
+    with replaced(module, switch, value):
+        how = around(step)
+        x = step.x
+        if step.tokens > 1 and cuda.takes_gate(x, weight):
+            how.pop("gate", None)
+            if step.pair is not None:
+                x, how["x_gate"] = step.pair, GATE
+        return cuda.packed_linear(x, weight, **how)
+
+
+def case_of(to: str, tokens: int) -> str:
+    return f"{to}, {tokens} token{'' if tokens == 1 else 's'}"
+
+
+def tries(s: Sizes = LLAMA) -> Iterator[Try]:
+    """Switches first. Those of a case and a shape follow each other, AGAINST or off before all."""
+    launch: Any
+    for module, switch, changed in SWITCHES:
+        for to, counts in changed.items():
+            for tokens, shape, value in product(counts, SHAPES, (False, True)):
+                step = step_of(s, shape, tokens)
+                call = partial(whole, step, module, switch, value)
+                yield Try(switch, case_of(to, tokens), to, step, value, call)
+    for to, table, other, tiles in (
+        ("fp8-block", "gemv8.tile", gemv8.gemv8, EIGHT),
+        ("int4", "gemv4.tile", gemv4.gemv4, FOUR),
+    ):
+        for shape in SHAPES:
+            step = step_of(s, shape, 1)
+            mine: Callable[..., Try] = partial(Try, table, case_of(to, 1), to, step)
+            yield mine(AGAINST, partial(_with, packed_gemv, step, around(step)))
+            for launch in (None, *((tile, 0) for tile in tiles)):
+                how = around(step) | {"config": launch and launch[0]}
+                yield mine(launch, partial(_with, other, step, how))
+    for tokens, shape in product(BLOCKS, SHAPES):
+        step = step_of(s, shape, tokens)
+        mine = partial(Try, "blocks.tile", case_of("fp8-block", tokens), "fp8-block", step)
+        yield mine(AGAINST, partial(_decoded, step))
+        if s.device == "cuda":
+            yield mine("torch's scaled product", partial(_library, step))
+        for launch in (None, *product(BLOCKS[tokens], (1, 2, 3, 4, 8))):
+            if launch is None or _worthwhile(step, *launch):
+                yield mine(launch, partial(_blocks, step, launch))
+    for to, tokens, shape in product(("int4", "int4-add"), LATE, SHAPES):
+        step = step_of(s, shape, tokens)
+        mine = partial(Try, "dot.tile", case_of(to, tokens), to, step)
+        late = product(LATE[tokens] if to == "int4" or tokens <= 16 else [], (1, 2, 4), (False,))
+        early = product(EARLY[tokens] if to == "int4" or tokens > 16 else [], (1, 2, 4), (True,))
+        for launch in (None, *late, *early):
+            if launch is None or _worthwhile(step, *launch[:2]):
+                yield mine(launch, partial(_dot, step, launch))
+
+
+def _with(
+    launcher: Callable[..., Tensor], step: Step, how: dict[str, Any], weight: PackedWeight
+) -> Tensor:
+    return launcher(step.x, weight, **how)
+
+
+def _decoded(step: Step, weight: PackedWeight) -> Tensor:
+    """x as it is when it has been rounded, with decoded weights."""
+    rows, scales = (each[: step.tokens].float() for each in step.rounded)
+    return packed_dot((rows * scales.repeat_interleave(128, 1)).to(step.x.dtype), weight)
+
+
+def _library(step: Step, weight: PackedWeight) -> Tensor:
+    return fp8.scaled(*step.rounded, weight, step.x.dtype)[: step.tokens]
+
+
+def _blocks(step: Step, launch: Any, weight: PackedWeight) -> Tensor:
+    tile, split = launch or (None, 0)
+    dtype = step.x.dtype
+    return blocks.block_linear(*step.rounded, weight, step.tokens, dtype, None, tile, split)
+
+
+def _dot(step: Step, launch: Any, weight: PackedWeight) -> Tensor:
+    return packed_dot(step.x, weight, None, *(launch or (None, 0, None)))
+
+
+def _worthwhile(step: Step, tile: tuple[int, ...], split: int) -> bool:
+    """One share of the columns, or not more programs than a GPU has at once."""
+    programs = -(-SHAPES[step.shape][0] // tile[0]) * -(-step.tokens // tile[1])
+    return split == 1 or split * programs <= 132 * 4
+
+
+def now(table: str, to: str, shape: str, tokens: int) -> str:
+    """What a table says today, with the shares of the columns."""
+    outputs, width = SHAPES[shape]
+    if table in ("gemv8.tile", "gemv4.tile"):
+        return str((gemv8 if table == "gemv8.tile" else gemv4).tile(outputs))
+    sms = num_sms(torch.device("cuda"))
+    if table == "blocks.tile":
+        tile: tuple[int, ...] = blocks.tile(tokens)
+        steps = width // 128
+        rule: Callable[[int, int, int], int] = blocks.splits
+    else:
+        weight = PackedWeight(form_of(to, width), 128, width, None, torch.device("meta"))
+        tile = dot.tile(4, tokens, dot.early_pays(weight, tokens))
+        steps, rule = width // (4 * tile[2]), dot.splits
+    programs = -(-outputs // tile[0]) * -(-tokens // tile[1])
+    return f"{tile} x {rule(programs, steps, sms)}"
+
+
+def switch_lines(found: Found, wrong: set[tuple[str, str]]) -> Iterator[str]:
+    """Off and on for a layer's four products, by case, and what the switch should say."""
+    for module, switch, _ in SWITCHES:
+        better: list[tuple[str, float]] = []
+        others: list[tuple[str, float]] = []
+        for (what, case), shapes in found.items():
+            if what != switch or len(shapes) < len(SHAPES):
+                continue
+            if any(len(each) < 2 for each in shapes.values()):
+                continue
+            off, on = (sum(each[value] for each in shapes.values()) for value in (False, True))
+            yield f"  {case:<22} off {off:8.1f} us, on {on:8.1f} us, {on / off:.2f}"
+            (better if on < PAYS * off else others).append((case, on / off))
+        if any(what == switch for what, _ in wrong):
+            verdict = "leave False: it failed or is WRONG in some of the cases above"
+        elif not better:
+            verdict = "leave False" if others else "not timed"
+        elif all(ratio <= 1 / PAYS for _, ratio in others):
+            verdict = "set True"
+        else:
+            worse = ", ".join(case for case, ratio in others if ratio > 1 / PAYS)
+            verdict = f"set True only if its other tiles mend: {worse}"
+        yield f"{module.__name__}.{switch}, {getattr(module, switch)} today: {verdict}"
+
+
+def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Iterator[str]:
+    """The best launch of each shape beside today's, and the tile that is best for all four."""
+    for (what, case), shapes in found.items():
+        if not what.endswith(".tile"):
+            continue
+        to, count = case.split(", ")
+        tokens = int(count.split()[0])
+        tiles: dict[Any, list[float]] = {}
+        for shape, each in shapes.items():
+            tried = {launch: us for launch, us in each.items() if isinstance(launch, tuple)}
+            if not tried or None not in each:
+                continue
+            best = min(tried, key=tried.__getitem__)
+            tile, split, *early = best
+            text = f"{tile}{f' x {split}' if split else ''}{' early' if early == [True] else ''}"
+            advice = "set it" if tried[best] < PAYS * each[None] else "leave it"
+            before = f", {AGAINST} {each[AGAINST]:.1f}" if AGAINST in each else ""
+            yield (
+                f"  {what:<12} {case:<22} {shape:<8} today {today(what, to, shape, tokens)} "
+                f"{each[None]:.1f} us, best {text} {tried[best]:.1f} us{before}: {advice}"
+            )
+            by_tile: dict[Any, float] = {}
+            for (tile, _, *early), us in tried.items():
+                by_tile[tile, *early] = min(us, by_tile.get((tile, *early), us))
+            for key, us in by_tile.items():
+                tiles.setdefault(key, []).append(us)
+        full = {key: sum(us) for key, us in tiles.items() if len(us) == len(SHAPES)}
+        if full:
+            key = min(full, key=full.__getitem__)
+            total = sum(each[None] for each in shapes.values())
+            text = f"{key[0]}{' early' if key[1:] == (True,) else ''} {full[key]:.1f} us"
+            yield f"  {what:<12} {case:<22} all four today {total:.1f} us, best {text}"
+
+
+def check(each: Try, wanted: Tensor | None) -> tuple[Tensor, str]:
+    """A launch's result, and a remark if it is not what was wanted. Ways that round x, where the
+    other does not, are that much apart."""
+    each.step.residual.zero_()
+    found = each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
+    found = found.clone()  # of the residual
+    if wanted is not None and wanted.shape != found.shape:  # the gate is a part of it or behind it
+        found = cuda.GATES[GATE](found)
+    rounded = each.what == "BLOCK_PRODUCTS" and each.step.tokens > 1
+    return found, differs(found, wanted, 0.1 if rounded else 0.02)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="CASE", help="or its beginning")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="of all (default %(default)s)"
+    )
+    parser.add_argument("--these", nargs="+", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    began = time.monotonic()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: no CUDA device here")
+    every = [each for each in tries() if each.case.startswith(tuple(args.only))]
+    if args.these is not None:
+        for number in args.these:
+            each = every[number]
+            each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
+            torch.cuda.synchronize()
+            print(number, flush=True)
+        return 0
+    processes = max(1, min(PROCESSES, os.cpu_count() or 1))
+    seconds = COMPILING * args.seconds
+    name = "bench.kernels.packed_sweep"
+    failed = compile_all(name, args.only, len(every), processes, seconds)
+    copy = copy_bandwidth()
+    print(
+        f"{torch.cuda.get_device_name()}, copy {copy / 1e12:.2f} TB/s, {len(every)} launches, "
+        f"compiled after {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    results: Found = {}
+    wrong: set[tuple[str, str]] = set()
+    wanted: Tensor | None = None
+    last: Any = None
+    for number, each in enumerate(every):
+        if time.monotonic() - began > args.seconds - 3:
+            print(f"time is up: {len(every) - number} launches were not timed")
+            break
+        at = each.what, each.case, each.step.shape
+        if at != last:
+            last, wanted = at, None
+        line = f"{each.what:<15} {each.case:<22} {each.step.shape:<8} {each.launch}"
+        weights = weights_of(LLAMA, each.to, each.step.shape, True)
+        error, remark, us = failed.get(number, ""), "", 0.0
+        try:
+            if not error:
+                found, remark = check(each, wanted)
+                wanted = found if wanted is None else wanted
+                us = time_us([partial(each.call, weight) for weight in weights], 10)
+        except Exception as caught:  # one that does not fit the device
+            error = str(caught)
+        print(f"{line}: {error[:120] or f'{us:.2f} us'}{remark}", flush=True)
+        is_switch = isinstance(each.launch, bool)
+        if is_switch and (error or remark):
+            wrong.add((each.what, each.case))
+        if not error and (is_switch or not remark):
+            results.setdefault(at[:2], {}).setdefault(at[2], {})[each.launch] = us
+    print("\nTables: a launch's microseconds, x shares of the columns")
+    print("\n".join(table_lines(results, now)))
+    print("\nSwitches: a layer's four products with norms, gate and residuals, in microseconds")
+    print("\n".join(switch_lines(results, wrong)))
+    print(f"{time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
