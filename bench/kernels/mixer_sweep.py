@@ -29,25 +29,35 @@ from kernels.recurrent import (
     mamba2_chunks_cuda,
 )
 from kernels.recurrent.chunks_cuda import Launch, PassLaunch
+from kernels.recurrent.delta_chunks_cuda import RowsLaunch
 from kernels.recurrent.delta_rule_cuda import WalkLaunch
 
 PROCESSES, COMPILE_S = 8, 100
 Table = tuple[Any, str, list[Any]]  # a module, its table's name, launches
 TABLES: dict[str, list[Table]] = {
     "delta prefill/": [
-        (delta_chunks_cuda, "PREPARE", [Launch(8, 1), Launch(4, 2), Launch(8, 2)]),
+        (
+            delta_chunks_cuda,
+            "CONVOLVE",
+            [RowsLaunch(*launch) for launch in ((16, 2), (16, 4), (32, 2), (32, 8), (64, 4))],
+        ),
+        (delta_chunks_cuda, "SOLVE", [Launch(8, 1), Launch(2, 1)]),
         (
             delta_chunks_cuda,
             "PASS",
             [
                 PassLaunch(*launch)
                 for launch in (
-                    *((16, 4, 3), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2)),
-                    (128, 8, 2),
+                    *((16, 4, 2), (16, 4, 3), (32, 4, 1), (32, 4, 3), (32, 8, 2), (32, 8, 3)),
+                    *((64, 4, 2), (64, 8, 2), (64, 8, 3), (128, 8, 2)),
                 )
             ],
         ),
-        (delta_chunks_cuda, "READ", [Launch(8, 1), Launch(4, 2), Launch(8, 2)]),
+        (
+            delta_chunks_cuda,
+            "NORM",
+            [RowsLaunch(*launch) for launch in ((8, 2), (16, 2), (16, 4), (64, 4), (64, 8))],
+        ),
     ],
     "kimi prefill/": [
         (kimi_chunks_cuda, "GATES", [Launch(2, 1), Launch(8, 1)]),
@@ -58,7 +68,6 @@ TABLES: dict[str, list[Table]] = {
             "PASS",
             [PassLaunch(*launch) for launch in ((32, 4, 3), (64, 4, 2), (64, 8, 2))],
         ),
-        (delta_chunks_cuda, "READ", [Launch(8, 1)]),
     ],
     "delta decode/": [
         (

@@ -51,7 +51,7 @@ from tests.kernels.launches.sizes import EPS, MODELS, NUM_BLOCKS, bf16, int32, i
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
 # These read tiles of bfloat16, 16 bytes at once: element by element they are hundreds of loads.
-WIDE = {"_conv_kernel", "_delta_prepare_kernel", "_delta_read_kernel"}
+WIDE = {"_conv_kernel", "_delta_convolve_kernel", "_delta_norm_kernel"}
 
 
 @dataclass

@@ -56,9 +56,9 @@ class Delta:
     @property
     def chunk_elements(self) -> tuple[int, int]:
         """As `kernels.recurrent.delta_chunks_cuda` allocates them in 16 bits: queries and keys;
-        weights, values, states, and sums of decays by value head."""
+        weights, values, pairs of tokens, and sums of decays by value head."""
         keys, values = (max(64, padded(size)) for size in (self.key_size, self.value_size))
-        each = CHUNK * (keys + values) + keys * values
+        each = CHUNK * (keys + values + CHUNK)
         return 2 * self.key_heads * CHUNK * keys + self.value_heads * each, self.value_heads * CHUNK
 
 

@@ -46,9 +46,9 @@ class Kimi:
     @property
     def chunk_elements(self) -> tuple[int, int]:
         """As `kernels.recurrent.kimi_chunks_cuda` allocates them in 16 bits, all by head: queries,
-        keys, weights, values, states and pairs of tokens; sums of decays, and pairs."""
+        keys, weights, values and pairs of tokens; sums of decays, and pairs."""
         size, pairs = max(64, padded(self.size)), CHUNK * CHUNK
-        each = 4 * CHUNK * size + size * size + pairs
+        each = 4 * CHUNK * size + pairs
         return self.heads * each, self.heads * (CHUNK * size + pairs)
 
 
