@@ -45,13 +45,16 @@ from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.packed import Format, PackedWeight  # noqa: E402
 from tests.kernels.hopper import Ampere, Hopper  # noqa: E402
 from tests.kernels.launches import PARTS  # noqa: E402
-from tests.kernels.launches.attention import quantized_attention  # noqa: E402
+from tests.kernels.launches.attention import latent, quantized_attention  # noqa: E402
 from tests.kernels.launches.experts import experts  # noqa: E402
 from tests.kernels.launches.sizes import EPS, MODELS, NUM_BLOCKS, bf16, int32, int64  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
 # These read tiles of bfloat16, 16 bytes at once: element by element they are hundreds of loads.
-WIDE = {"_conv_kernel", "_delta_convolve_kernel", "_delta_norm_kernel"}
+WIDE = {
+    *("_conv_kernel", "_delta_convolve_kernel", "_delta_norm_kernel"),
+    *("_latent_decode_kernel", "_latent_prefill_kernel"),
+}
 
 
 @dataclass
@@ -97,6 +100,19 @@ def cases() -> Iterator[Any]:
         middle = model == "qwen3-0.6b" and part != "layers"
         again = (model, part) == ("smollm2-135m", "quantized_attention")  # heads of 64: 40 s
         yield pytest.param(model, part, marks=pytest.mark.long if middle or again else ())
+
+
+@pytest.mark.slow
+def test_scores_of_latents_are_made_once(launches: Launches) -> None:
+    """Bug: all eight warps are given to the 64 heads of a tile, of which four have their rows: half
+    of them computes what the others do, scores and exponentials, in decodes and in chunks."""
+    latent("llama-8b")
+    seen = [each for each in launches.seen if each[0].startswith("_latent_")]
+    eight = [(name, each) for name, each in seen if each.metadata.num_warps == 8]
+    assert {name for name, _ in eight} >= {"_latent_decode_kernel", "_latent_prefill_kernel"}
+    for name, compiled in eight:
+        if name != "_latent_expanded_kernel":  # 128 rows
+            assert "warpsPerCTA = [8, 1], instrShape" not in compiled.asm["ttgir"], name
 
 
 @pytest.mark.slow

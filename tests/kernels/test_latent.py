@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels import cuda
-from kernels.attention.latent import expanded
-from kernels.attention.latent.decode import head_parts
+from kernels.attention.latent import decode, expanded
+from kernels.attention.latent.decode import head_parts, plan_latent
 from kernels.attention.latent.expanded import worth_expanding
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
@@ -149,3 +149,16 @@ def test_write(back_end: str) -> None:
     assert int(flat.isfinite().all(-1).sum()) == int(written.sum())
     assert torch.equal(out[..., :NOPE], q[..., :NOPE]) and out.is_contiguous()
     assert row_error(out[..., NOPE:], rotated(q[..., NOPE:])) < 1e-5
+
+
+@pytest.mark.parametrize("room", [99, 163, 227])
+def test_tiles_fit_beside_queries(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: on a device with less shared memory than Hopper a tile of 128 heads is beyond it, or has
+    so many keys that no other is on its way while it is multiplied."""
+    monkeypatch.setattr(decode, "shared_memory", lambda _: room * 1024)
+    cache = torch.empty(1, 1, 16, 576, dtype=torch.bfloat16, device=DEVICE)
+    lengths = torch.ones(4, dtype=torch.int32, device=DEVICE)
+    shape = plan_latent(lengths, 128, 512, cache, 64, lengths[:1]).shape
+    row = 576 * 2
+    assert (64 + shape.keys * shape.num_stages) * row <= room * 1024
+    assert shape.num_stages > 1 or shape.keys == 16

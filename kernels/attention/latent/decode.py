@@ -28,12 +28,27 @@ def head_parts(num_heads: int) -> int:
 
 @triton.jit
 def latent_tile(
-    query, rotated, latent, shared, seen, top, denominator, acc, scale_log2,
+    query, rotated, latent, shared, seen, top, denominator, acc, scale_log2, known,
 ):  # fmt: skip
-    """A tile of keys more: seen [rows, keys] or [1, keys]."""
-    score = tl.dot(query, tl.trans(latent), input_precision="ieee")
-    score = tl.dot(rotated, tl.trans(shared), score, input_precision="ieee") * scale_log2
-    score = tl.where(seen, score, float("-inf"))
+    """A tile of keys more: seen [rows, keys] or [1, keys]. known: True, which is not to be known
+    before the loop runs.
+
+    Where Triton 3.6 sees that a product is an operand of another, it gives all warps to the rows of
+    the first: of 64 rows eight warps would compute each score twice. It does not see through the
+    end of a branch. The other branch is never taken; it has a result of the same layout.
+    """
+    if latent.dtype == tl.float32:
+        score = tl.dot(query, tl.trans(latent), input_precision="ieee")
+        score = tl.dot(rotated, tl.trans(shared), score, input_precision="ieee")
+    else:
+        if known:
+            score = tl.dot(query, tl.trans(latent), input_precision="ieee")
+            turned = tl.dot(rotated, tl.trans(shared), input_precision="ieee")
+        else:
+            score = tl.dot(rotated, tl.trans(shared), input_precision="ieee")
+            turned = score
+        score += turned
+    score = tl.where(seen, score * scale_log2, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, axis=1))
     weight = tl.exp2(score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -61,7 +76,7 @@ def few_heads_tile(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "head_stride"],
+    do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["block_table", "counted", "items"],
 )
 def _latent_decode_kernel(
@@ -147,7 +162,7 @@ def _latent_decode_kernel(
             else:
                 top, denominator, acc = latent_tile(
                     query, rotated, latent, shared, seen[None, :], top, denominator, acc,
-                    scale_log2,
+                    scale_log2, start < end,
                 )  # fmt: skip
         if FEW:
             acc = tl.trans(acc)
@@ -187,10 +202,16 @@ def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> 
 
 
 def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
-    """With as many tiles on their way as shared memory has room for beside the queries."""
+    """With as many tiles on their way as shared memory has room for beside the queries; with fewer
+    keys a tile before there is one tile alone."""
     row = cache.shape[3] * cache.element_size()
     room = shared_memory(cache.device) - rows * row
-    return launch._replace(num_stages=max(1, min(launch.num_stages, room // (launch.keys * row))))
+    keys = launch.keys
+    while keys > 16 and room < 2 * keys * row:
+        keys //= 2
+    return launch._replace(
+        keys=keys, num_stages=max(1, min(launch.num_stages, room // (keys * row)))
+    )
 
 
 def plan_latent(

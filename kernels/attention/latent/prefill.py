@@ -15,7 +15,7 @@ from kernels.metadata import AttentionMeta
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "head_stride", "num_tokens"],
+    do_not_specialize=["table_stride", "num_tokens"],
     do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
 )
 def _latent_prefill_kernel(
@@ -97,7 +97,7 @@ def _latent_prefill_kernel(
         shared = tl.load(cache + offset[:, None] + (RANK + rotary)[None, :], mask=there, other=0.0)
         seen = position[None, :] <= row_position[:, None]
         top, denominator, acc = latent_tile(
-            query, rotated, latent, shared, seen, top, denominator, acc, scale_log2,
+            query, rotated, latent, shared, seen, top, denominator, acc, scale_log2, start < end,
         )  # fmt: skip
     acc = acc / denominator[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
