@@ -1,63 +1,80 @@
-"""Other launches of the kernels of latent attention and of recurrent layers beside today's, on one
-GPU: what the tables in kernels/recurrent and kernels/attention/latent should say there.
+"""Other launches of the kernels of latent attention and of recurrent layers beside today's, and the
+ways that are off, on one GPU: what the tables and constants in kernels/recurrent and
+kernels/attention/latent should say there.
 
-    python -m bench.kernels.mixer_sweep --only "delta prefill"
+    python -m bench.kernels.mixer_sweep --only "delta prefill" "kimi prefill" latent
 
-For each case the microseconds of each kernel in a call as it is today, then of a call with one
-launch changed at a time. Kernels are compiled before anything is timed, in several processes.
+For each case the microseconds of each kernel in a call as it is today, and where another way is to
+be had (`WAYS`) as that has it; then of a call with one launch changed at a time, either way. At the
+end a table of each case, the fastest first, and the constants that say so. Every variant has run in
+a process of its own before anything is timed, so that one which faults or never ends is only left
+out. With latents a launch that faulted once runs in several ways, to see which of them do.
 """
 
 import argparse
+import ctypes
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from bench.kernels.measure import KernelWork, time_us
-from bench.kernels.mixers import mixer_cases
-from bench.kernels.sizes import LLAMA
+from torch import Tensor
+
+from bench.kernels.measure import KernelWork, copies_for, time_us
+from bench.kernels.mixers import DECODES, RANK, ROPE, cuda, delta, mixer_cases
+from bench.kernels.sizes import LLAMA, meta_of
 from kernels.attention.decode_plan import DecodeLaunch
 from kernels.attention.latent import decode, expanded
 from kernels.attention.latent.expanded import ExpandedLaunch
 from kernels.recurrent import (
     delta_chunks_cuda,
+    delta_fused_cuda,
     delta_rule_cuda,
     kimi_chunks_cuda,
     mamba2_chunks_cuda,
+    ways,
 )
 from kernels.recurrent.chunks_cuda import Launch, PassLaunch
-from kernels.recurrent.delta_chunks_cuda import RowsLaunch
+from kernels.recurrent.delta_fused_cuda import RowsLaunch
 from kernels.recurrent.delta_rule_cuda import WalkLaunch
 
-PROCESSES, COMPILE_S = 8, 100
-Table = tuple[Any, str, list[Any]]  # a module, its table's name, launches
+PROCESSES = 14
+FIRST_S, COMPILE_S = 80, 240  # of one variant's first run, and until the last of them may begin
+WORSE = 0.99  # of the time as it is: what is slower is not worth a change
+Table = tuple[Any, str, Sequence[Any]]  # a module, its table's name, launches
+Change = tuple[Any, str, Any]
+MANY_HEADS = [
+    DecodeLaunch(*launch)
+    for launch in ((64, 8, 2, 1), (32, 8, 2, 1), (32, 8, 4, 1), (16, 8, 4, 1), (64, 8, 1, 1))
+]
+FUSED_PASS = [
+    PassLaunch(*launch)
+    for launch in (
+        *((16, 4, 2), (16, 4, 3), (32, 4, 1), (32, 4, 3), (32, 8, 2), (32, 8, 3)),
+        *((64, 4, 2), (64, 8, 2), (64, 8, 3), (128, 8, 2)),
+    )
+]
 TABLES: dict[str, list[Table]] = {
     "delta prefill/": [
-        (
-            delta_chunks_cuda,
-            "CONVOLVE",
-            [RowsLaunch(*launch) for launch in ((16, 2), (16, 4), (32, 2), (32, 8), (64, 4))],
-        ),
-        (delta_chunks_cuda, "SOLVE", [Launch(8, 1), Launch(2, 1)]),
+        (delta_chunks_cuda, "PREPARE", [Launch(8, 1), Launch(4, 2), Launch(8, 2)]),
         (
             delta_chunks_cuda,
             "PASS",
             [
                 PassLaunch(*launch)
                 for launch in (
-                    *((16, 4, 2), (16, 4, 3), (32, 4, 1), (32, 4, 3), (32, 8, 2), (32, 8, 3)),
-                    *((64, 4, 2), (64, 8, 2), (64, 8, 3), (128, 8, 2)),
+                    *((16, 4, 3), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2)),
+                    (128, 8, 2),
                 )
             ],
         ),
-        (
-            delta_chunks_cuda,
-            "NORM",
-            [RowsLaunch(*launch) for launch in ((8, 2), (16, 2), (16, 4), (64, 4), (64, 8))],
-        ),
+        (delta_chunks_cuda, "READ", [Launch(8, 1), Launch(4, 2), Launch(8, 2)]),
     ],
     "kimi prefill/": [
         (kimi_chunks_cuda, "GATES", [Launch(2, 1), Launch(8, 1)]),
@@ -68,6 +85,7 @@ TABLES: dict[str, list[Table]] = {
             "PASS",
             [PassLaunch(*launch) for launch in ((32, 4, 3), (64, 4, 2), (64, 8, 2))],
         ),
+        (delta_chunks_cuda, "READ", [Launch(8, 1)]),
     ],
     "delta decode/": [
         (
@@ -108,6 +126,7 @@ TABLES: dict[str, list[Table]] = {
         ),
         (decode, "few_heads", [False]),  # rows, where they are columns today
     ],
+    "latents of 128 heads/": [(decode, "_launch", MANY_HEADS)],
     "latent prefill/": [
         (
             expanded,
@@ -122,29 +141,115 @@ TABLES: dict[str, list[Table]] = {
         )
     ],
 }
+# What turns another way on, and its tables.
+WAYS: dict[str, tuple[Change, list[Table]]] = {
+    "delta prefill/": (
+        (ways, "FUSED", True),
+        [
+            (
+                delta_fused_cuda,
+                "CONVOLVE",
+                [RowsLaunch(*launch) for launch in ((16, 2), (16, 4), (32, 2), (32, 8), (64, 4))],
+            ),
+            (delta_fused_cuda, "SOLVE", [Launch(8, 1), Launch(2, 1)]),
+            (delta_fused_cuda, "PASS", FUSED_PASS),
+            (
+                delta_fused_cuda,
+                "NORM",
+                [RowsLaunch(*launch) for launch in ((8, 2), (16, 2), (16, 4), (64, 4), (64, 8))],
+            ),
+            # Convolutions apart, and states in memory.
+            (delta_fused_cuda, "pass_and_norm", [delta_chunks_cuda.pass_and_read]),
+        ],
+    ),
+    "kimi prefill/": ((ways, "FUSED", True), [(delta_fused_cuda, "PASS", FUSED_PASS)]),
+    "latent decode/": ((decode, "ONCE", True), []),
+    "latent chunk of a graph/": ((decode, "ONCE", True), []),
+    "latents of 16 heads/": ((decode, "ONCE", True), []),
+    "latents of 128 heads/": ((decode, "ONCE", True), [(decode, "_launch", MANY_HEADS)]),
+}
+# The launch of one stage that faulted on an H200, each of these twice.
+FAULTING = DecodeLaunch(128, 4, 1, 1)
+FAULTS = {
+    "as it is": "",
+    "without": "no launch begins before the last has ended",
+    "stack": "with 8 KB of stack a thread",
+    "after one without": "the same process has run it without",
+    "synchronised": "after the plan the device is waited for",
+}
+
+
+class Variant(NamedTuple):
+    case: str
+    make: Callable[[], KernelWork]
+    changes: tuple[Change, ...]
+    way: bool  # another than today's
+
+    @property
+    def what(self) -> str:
+        return ", ".join(map(said, self.changes)) or "as it is"
+
+
+def said(change: Change) -> str:
+    module, name, value = change
+    value = getattr(value, "__name__", value)
+    return f"{module.__name__.rpartition('.')[2]}.{name} = {value}"
 
 
 @contextmanager
-def replaced(module: Any, name: str, launch: Any) -> Iterator[None]:
-    """A table that says `launch` whatever it is asked."""
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """A constant, or a table that says `value` whatever it is asked."""
     old = getattr(module, name)
-    setattr(module, name, (lambda *_: launch) if callable(old) and name.islower() else launch)
+    table = callable(old) and not callable(value)
+    setattr(module, name, (lambda *_: value) if table else value)
     try:
         yield
     finally:
         setattr(module, name, old)
 
 
-def variants(only: list[str]) -> Iterator[tuple[str, Any, Table | None, Any]]:
-    """Case, what makes its work, and of another launch the table and the launch."""
-    for case, make in mixer_cases(LLAMA).items():
+def latents(lengths: list[int], heads: int) -> KernelWork:
+    """Decodes alone, without the products around them, of blocks of 64 tokens."""
+    num_bytes, count = float(sum(lengths)) * (RANK + ROPE) * LLAMA.dtype.itemsize, len(lengths)
+    meta, num_blocks = meta_of(LLAMA, lengths, [1] * count, count, 64)
+    copies = range(copies_for(num_bytes))
+    caches = [LLAMA.random(num_blocks, 1, 64, RANK + ROPE) for _ in copies]
+    cuda.prepare(meta, heads, caches[0], RANK)
+    absorbed, q = LLAMA.random(heads, count, RANK), LLAMA.random(count, heads, 2 * ROPE)
+
+    def call(cache: Tensor) -> Tensor:
+        out = q.new_empty(count, heads, RANK)
+        decode.latent_decode(absorbed, q, cache, out, meta.block_table, 0.1, meta.plan)
+        return out
+
+    return KernelWork([partial(call, cache) for cache in caches], num_bytes)
+
+
+def cases() -> dict[str, Callable[[], KernelWork]]:
+    found = mixer_cases(LLAMA)
+    found["delta prefill/8 x 2048"] = partial(delta, LLAMA, [2048] * 8, [2048] * 8)
+    for heads in (16, 128):
+        for name, lengths in DECODES.items():
+            found[f"latents of {heads} heads/{name}"] = partial(latents, lengths, heads)
+    return found
+
+
+def variants(only: list[str]) -> Iterator[Variant]:
+    for case, make in cases().items():
         if not case.startswith(tuple(only)):
             continue
-        yield case, make, None, None
+        yield Variant(case, make, (), False)
         for prefix, tables in TABLES.items():
             if case.startswith(prefix):
-                for table in tables:
-                    yield from ((case, make, table, launch) for launch in table[2])
+                for module, name, launches in tables:
+                    for each in launches:
+                        yield Variant(case, make, ((module, name, each),), False)
+        for prefix, (way, tables) in WAYS.items():
+            if case.startswith(prefix):
+                yield Variant(case, make, (way,), True)
+                for module, name, launches in tables:
+                    for each in launches:
+                        yield Variant(case, make, (way, (module, name, each)), True)
 
 
 def by_kernel(work: KernelWork) -> str:
@@ -173,83 +278,137 @@ def first(work: KernelWork) -> Any:
     return found
 
 
-def differs(found: Any, wanted: Any, most: float = 0.02) -> str:
-    """A remark, of results that are not those of the launch as it is."""
-    if wanted is None or found is None:
-        return ""
-    error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
-    return "" if error < most else f"  WRONG: differs by {error:.2g} of the result"
+def fault(how: str) -> None:
+    """Run FAULTING in one of the ways of FAULTS."""
+    import torch
+
+    if how == "stack":
+        torch.zeros(1, device="cuda")
+        mapped = Path("/proc/self/maps").read_text().split()
+        runtime = ctypes.CDLL(next(path for path in mapped if "libcudart" in path))
+        size_of_stack = 0  # cudaLimitStackSize
+        assert runtime.cudaDeviceSetLimit(size_of_stack, ctypes.c_size_t(8192)) == 0
+    calls = None
+    with replaced(decode, "_launch", FAULTING), torch.inference_mode():
+        if how in ("without", "after one without"):
+            with replaced(decode, "pdl", {"PDL": False}):
+                calls = latents([4096] * 64, 16).calls
+                calls[0]()
+                torch.cuda.synchronize()
+        if how == "without":
+            return
+        calls = calls or latents([4096] * 64, 16).calls
+        if how == "synchronised":
+            torch.cuda.synchronize()
+        for _ in range(3):
+            calls[0]()
+        torch.cuda.synchronize()
 
 
-def compile_all(
-    module: str, only: list[str], count: int, processes: int = PROCESSES, seconds: float = COMPILE_S
-) -> dict[int, str]:
-    """Launch each of a module's variants once, in several processes; why those failed that did, by
-    their number. What reads beyond its memory takes its process with it: the rest goes on in
-    another one."""
-    base = [sys.executable, "-m", module, "--only", *only, "--these"]
-    failed: dict[int, str] = {}
-    limit = time.monotonic() + seconds
-
-    def walk(numbers: list[int]) -> None:
-        while numbers and time.monotonic() < limit:
-            try:
-                done = subprocess.run(
-                    [*base, *map(str, numbers)],
-                    capture_output=True,
-                    text=True,
-                    timeout=max(0.0, limit - time.monotonic()),
-                )
-            except subprocess.TimeoutExpired:
-                return
-            ran = [int(line) for line in done.stdout.split()]
-            if numbers := [number for number in numbers if number not in ran]:
-                failed[numbers.pop(0)] = done.stderr.strip().splitlines()[-1]
-
-    with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(walk, [[*range(i, count, processes)] for i in range(processes)]))
-    return failed
-
-
-def run(make: Any, table: Table | None, launch: Any, use: Any) -> Any:
-    """use(the case's work), with the launch if there is one. The same numbers each time."""
+def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
+    """use(the case's work), with the changes. The same numbers each time."""
     import torch
 
     torch.manual_seed(0)
-    if table is None:
-        return use(make())
-    with replaced(table[0], table[1], launch):
-        return use(make())
+    with ExitStack() as stack:
+        for change in variant.changes:
+            stack.enter_context(replaced(*change))
+        return use(variant.make())
+
+
+def alone(job: list[str], until: float) -> str:
+    """Run this program with these arguments; why it failed, or ""."""
+    if time.monotonic() > until:
+        return "no time"
+    command = [sys.executable, "-m", "bench.kernels.mixer_sweep", *job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FIRST_S)
+    except subprocess.TimeoutExpired:
+        return f"not done after {FIRST_S} s"
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return lines[-1][:120] if done.returncode else ""
+
+
+def timed(variant: Variant, wanted: Any) -> tuple[float, str, Any]:
+    """Microseconds, how far the result is from the one wanted, and the result."""
+    found, us = run(variant, lambda work: (first(work), time_us(work.calls, 10)))
+    if wanted is None or found is None:
+        return us, "", found
+    error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    return us, f"{'WRONG: ' if not error < 0.02 else ''}differs by {error:.1e}", found
+
+
+def to_set(rows: list[tuple[float, Variant]]) -> str:
+    """The constants of the faster way, and of each of its tables the launch that is the fastest, if
+    that is faster than today's. Each was changed alone: what they are together is to be timed."""
+    if not rows:
+        return "nothing ran"
+    way = min(rows, key=lambda row: row[0])[1].way
+    own = [(us, variant) for us, variant in rows if variant.way == way]
+    base = next((us for us, variant in own if len(variant.changes) == way), float("inf"))
+    best: dict[str, tuple[float, Change]] = {}
+    for us, variant in own:
+        if len(variant.changes) > way:
+            change = variant.changes[-1]
+            if us < WORSE * base and us < best.get(change[1], (base,))[0]:
+                best[change[1]] = us, change
+    changes = [*(own[0][1].changes[:1] if way else ()), *(change for _, change in best.values())]
+    return "; ".join(map(said, changes)) or "nothing"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=[*TABLES], metavar="PREFIX")
-    parser.add_argument("--these", nargs="+", type=int, help=argparse.SUPPRESS)
+    prefixes = [*dict.fromkeys((*TABLES, *WAYS))]
+    parser.add_argument("--only", nargs="+", default=prefixes, metavar="PREFIX")
+    parser.add_argument(
+        "--seconds", type=float, default=500, help="nothing is timed later; default %(default)s"
+    )
+    parser.add_argument("--this", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--fault", choices=FAULTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    every = list(variants(args.only))
-    if args.these is not None:
-        for number in args.these:
-            _, make, table, launch = every[number]
-            run(make, table, launch, first)
-            print(number, flush=True)
+    if args.fault:
+        fault(args.fault)
         return 0
-    began = time.perf_counter()
-    failed = compile_all("bench.kernels.mixer_sweep", args.only, len(every))
-    print(f"compiled after {time.perf_counter() - began:.1f} s", flush=True)
-    wanted = None
-    for number, (case, make, table, launch) in enumerate(every):
-        what = "as it is" if table is None else f"{table[1]} {launch}"
-        if number in failed:
-            print(f"{case:<28} {what}: {failed[number]}"[:200], flush=True)
-            continue
-        found, us = run(make, table, launch, lambda work: (first(work), time_us(work.calls, 10)))
-        wanted = found if table is None else wanted
-        print(f"{case:<28} {us:9.1f} us  {what}{differs(found, wanted)}", flush=True)
-        if table is None:
-            print(f"    {by_kernel(make())}", flush=True)
+    every = list(variants(args.only))
+    if args.this is not None:
+        run(every[args.this], first)
+        return 0
+    began = time.monotonic()
+    jobs = [["--only", *args.only, "--this", str(number)] for number in range(len(every))]
+    faults = [*FAULTS] * 2 if any(each.case.startswith("latent") for each in every) else []
+    jobs += [["--fault", how] for how in faults]
+    with ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool:
+        failed = list(pool.map(lambda job: alone(job, began + COMPILE_S), jobs))
+    print(f"compiled after {time.monotonic() - began:.1f} s", flush=True)
+    for how, why in zip(faults, failed[len(every) :], strict=True):
+        print(f"{FAULTING}, {FAULTS[how] or how}: {why or 'no fault'}", flush=True)
+    rows: list[tuple[float, Variant]] = []
+    table: dict[str, list[tuple[float, str]]] = {}
+    wanted, dead = {}, ""
+    for variant, why in zip(every, failed, strict=False):
+        if time.monotonic() > began + args.seconds:
+            why = why or "no time"
+        us, remark, parts = float("inf"), why or dead, ""
+        if not remark:
+            try:
+                us, remark, found = timed(variant, wanted.get(variant.case))
+                if not variant.changes:
+                    wanted[variant.case] = found
+                if not remark.startswith("WRONG"):
+                    rows.append((us, variant))
+                if len(variant.changes) == variant.way:
+                    parts = f"\n    {run(variant, by_kernel)}"
+            except RuntimeError as error:  # where it is CUDA's, nothing runs after it
+                remark = str(error).splitlines()[0]
+                dead = f"not run after {variant.what}" if "CUDA" in str(error) else ""
+        line = f"{us:9.1f} us  {variant.what:<60} {remark}".rstrip()
+        table.setdefault(variant.case, []).append((us, line))
+        print(f"{variant.case:<28} {line}{parts}", flush=True)
+    for case, lines in table.items():
+        print(f"\n{case}\n" + "\n".join(line for _, line in sorted(lines)))
+        print("set: " + to_set([row for row in rows if row[1].case == case]))
     return 0
 
 

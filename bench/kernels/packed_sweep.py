@@ -11,9 +11,11 @@ that run today. The last lines say what to set. Switches come before tables, sho
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from bench.kernels.cases import LINEARS, cuda, form_of, random_weight
 from bench.kernels.measure import copies_for, copy_bandwidth, time_us
-from bench.kernels.mixer_sweep import compile_all, differs, replaced
+from bench.kernels.mixer_sweep import replaced
 from bench.kernels.sizes import LLAMA, Sizes
 from kernels import packed
 from kernels.gemm.packed import blocks, dot, fp8, gemv4, gemv8
@@ -325,6 +327,44 @@ def check(each: Try, wanted: Tensor | None) -> tuple[Tensor, str]:
         found = cuda.GATES[GATE](found)
     rounded = each.what == "BLOCK_PRODUCTS" and each.step.tokens > 1
     return found, differs(found, wanted, 0.1 if rounded else 0.02)
+
+
+def differs(found: Any, wanted: Any, most: float = 0.02) -> str:
+    """A remark, of results that are not those of the launch as it is."""
+    if wanted is None or found is None:
+        return ""
+    error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    return "" if error < most else f"  WRONG: differs by {error:.2g} of the result"
+
+
+def compile_all(
+    module: str, only: list[str], count: int, processes: int, seconds: float
+) -> dict[int, str]:
+    """Launch each of a module's variants once, in several processes; why those failed that did, by
+    their number. What reads beyond its memory takes its process with it: the rest goes on in
+    another one."""
+    base = [sys.executable, "-m", module, "--only", *only, "--these"]
+    failed: dict[int, str] = {}
+    limit = time.monotonic() + seconds
+
+    def walk(numbers: list[int]) -> None:
+        while numbers and time.monotonic() < limit:
+            try:
+                done = subprocess.run(
+                    [*base, *map(str, numbers)],
+                    capture_output=True,
+                    text=True,
+                    timeout=max(0.0, limit - time.monotonic()),
+                )
+            except subprocess.TimeoutExpired:
+                return
+            ran = [int(line) for line in done.stdout.split()]
+            if numbers := [number for number in numbers if number not in ran]:
+                failed[numbers.pop(0)] = done.stderr.strip().splitlines()[-1]
+
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(walk, [[*range(i, count, processes)] for i in range(processes)]))
+    return failed
 
 
 def main() -> int:

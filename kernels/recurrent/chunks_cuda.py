@@ -13,7 +13,6 @@ from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
 CHUNK = 64  # tokens
-LOG2E = tl.constexpr(1.4426950408889634)
 ENTRIES = 16  # that are walked at once, at most
 
 
@@ -67,19 +66,11 @@ def softplus(x):
 
 
 @triton.jit
-def silu(x):
-    """x sigmoid(x) in six instructions an element, where a division takes thirteen."""
-    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
-    return x * root * root
-
-
-@triton.jit
 def decays(total, SIZE: tl.constexpr):
     """total [SIZE]: sums of logarithms -> [SIZE, SIZE]: what is left at i of what was at j <= i;
     0 above the diagonal."""
     at = tl.arange(0, SIZE)
-    total = total * LOG2E
-    return tl.where(at[:, None] >= at[None, :], tl.exp2(total[:, None] - total[None, :]), 0.0)
+    return tl.where(at[:, None] >= at[None, :], tl.exp(total[:, None] - total[None, :]), 0.0)
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
     gates     of each chunk and head: convolutions of queries and keys, and sums of decays
     pairs     of each 16 tokens of a chunk and head: what earlier tokens leave for them
-    solve     of each chunk and head: as `_delta_solve_kernel`, from what pairs found
-    pass, norm   those of `delta_chunks_cuda`
+    solve     of each chunk and head: as `_delta_prepare_kernel`, from what pairs found
+    pass, read   those of `delta_chunks_cuda`, or of `delta_fused_cuda` where `ways.FUSED`
 
 As in `kernels.recurrent.delta_rule.chunk_rule_by_key`, of which the letters are. What token j
 leaves for a later token i is a sum over elements of keys, each of which decays by exp(g_i - g_j).
@@ -21,17 +21,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.metadata import AttentionMeta
+from kernels.recurrent import ways
 from kernels.recurrent.chunks_cuda import (
     CHUNK,
     Launch,
     num_slots,
-    silu,
     slot_of,
     softplus,
     unit_lower_inverse,
 )
 from kernels.recurrent.convolution_cuda import convolved_rows
-from kernels.recurrent.delta_chunks_cuda import Handed, pass_and_norm, tile_sizes
+from kernels.recurrent.delta_chunks_cuda import Handed, pass_and_read, tile_sizes
+from kernels.recurrent.delta_fused_cuda import pass_and_norm
 from kernels.recurrent.delta_rule import DeltaHeads
 
 PART = 16  # tokens of a chunk whose pairs are summed element by element
@@ -87,14 +88,14 @@ def _kimi_gates_kernel(
         x, tail, conv, None, first_token, first, length, before, own, dims < KEY, x_stride, CHUNK,
         CHANNELS, TAPS,
     )  # fmt: skip
-    q = silu(q)
+    q = q * tl.sigmoid(q)
     q = q * (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * KEY**-0.5)[:, None]
     tl.store(queries + tile, q.to(queries.dtype.element_ty))
     k = convolved_rows(
         x, tail, conv, None, first_token, first, length, before, HEADS * KEY + own, dims < KEY,
         x_stride, CHUNK, CHANNELS, TAPS,
     )  # fmt: skip
-    k = silu(k)
+    k = k * tl.sigmoid(k)
     k = k * tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
     tl.store(keys + tile, k.to(keys.dtype.element_ty))
     step = a + ((first_token + steps) * a_stride)[:, None] + own[None, :]
@@ -221,7 +222,7 @@ def _kimi_solve_kernel(
         x, tail, conv, None, first_token, first, length, before,
         2 * HEADS * KEY + head * VALUE + columns, columns < VALUE, x_stride, CHUNK, CHANNELS, TAPS,
     )  # fmt: skip
-    v = silu(v).to(dtype)
+    v = (v * tl.sigmoid(v)).to(dtype)
     u = tl.dot(inverse, v, input_precision="ieee")
     tl.store(values + at * VALUES + steps[:, None] * VALUES + columns[None, :], u.to(dtype))
     tile = at * KEYS + steps[:, None] * KEYS + dims[None, :]
@@ -320,4 +321,5 @@ def kimi_chunks(
         num_stages=SOLVE.num_stages,
     )
     handed = Handed(queries, keys, weights, values, totals, overlaps)
-    pass_and_norm(x, z, heads, tail, state, out, meta, handed)
+    last = pass_and_norm if ways.FUSED else pass_and_read
+    last(x, z, heads, tail, state, out, meta, handed)

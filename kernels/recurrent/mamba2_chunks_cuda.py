@@ -24,7 +24,6 @@ from kernels.recurrent.chunks_cuda import (
     first_slot,
     num_chunked,
     num_slots,
-    silu,
     slot_of,
     softplus,
 )
@@ -91,7 +90,7 @@ def _mamba2_prepare_kernel(
         x, tail, conv, conv_bias, first_token, first, length, before, head * SIZE + own, own < SIZE,
         x_stride, CHUNK, CHANNELS, TAPS,
     )  # fmt: skip
-    u = tl.where(there[:, None], silu(u), 0.0)
+    u = tl.where(there[:, None], u * tl.sigmoid(u), 0.0)
     at = (slot.to(tl.int64) * HEADS + head) * CHUNK
     tl.store(inner + at * SIZES + steps[:, None] * SIZES + own[None, :], u.to(dtype))
     step = tl.load(dt + (first_token + steps) * dt_stride + head, mask=there, other=0.0)
@@ -109,12 +108,12 @@ def _mamba2_prepare_kernel(
             x, tail, conv, conv_bias, first_token, first, length, before, of_b, dims < STATE,
             x_stride, CHUNK, CHANNELS, TAPS,
         )  # fmt: skip
-        tl.store(inputs + tile, tl.where(known, silu(b), 0.0).to(dtype))
+        tl.store(inputs + tile, tl.where(known, b * tl.sigmoid(b), 0.0).to(dtype))
         c = convolved_rows(
             x, tail, conv, conv_bias, first_token, first, length, before, GROUPS * STATE + of_b,
             dims < STATE, x_stride, CHUNK, CHANNELS, TAPS,
         )  # fmt: skip
-        tl.store(outputs + tile, tl.where(known, silu(c), 0.0).to(dtype))
+        tl.store(outputs + tile, tl.where(known, c * tl.sigmoid(c), 0.0).to(dtype))
 
 
 @triton.jit(

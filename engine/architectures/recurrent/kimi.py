@@ -13,6 +13,7 @@ from engine.architectures.mixtures.families import deepseek, experts_at
 from engine.architectures.record import Architecture, CheckpointTensor
 from engine.architectures.recurrent.mixer import CHUNK, LINEAR, mixed_kinds, mixing, padded
 from engine.config_reader import Reader
+from kernels.recurrent import ways
 
 if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention, ModelConfig
@@ -46,9 +47,10 @@ class Kimi:
     @property
     def chunk_elements(self) -> tuple[int, int]:
         """As `kernels.recurrent.kimi_chunks_cuda` allocates them in 16 bits, all by head: queries,
-        keys, weights, values and pairs of tokens; sums of decays, and pairs."""
+        keys, weights, values, states unless `ways.FUSED`, and pairs of tokens; sums of decays, and
+        pairs."""
         size, pairs = max(64, padded(self.size)), CHUNK * CHUNK
-        each = 4 * CHUNK * size + pairs
+        each = 4 * CHUNK * size + pairs + (0 if ways.FUSED else size * size)
         return self.heads * each, self.heads * (CHUNK * size + pairs)
 
 

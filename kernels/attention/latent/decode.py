@@ -16,6 +16,10 @@ from kernels.attention.decode_plan import DecodeLaunch, DecodePlan, cut
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl, shared_memory
 
 MOST_HEADS = 64  # of a program
+# True: scores are computed by `scores_once`, absorbed queries are read 16 bytes at once, and tiles
+# are made to fit devices with less shared memory than Hopper. No GPU has run this yet:
+# `bench.kernels.mixer_sweep` times both, and says which is the faster one.
+ONCE = False
 
 
 def head_parts(num_heads: int) -> int:
@@ -27,28 +31,34 @@ def head_parts(num_heads: int) -> int:
 
 
 @triton.jit
-def latent_tile(
-    query, rotated, latent, shared, seen, top, denominator, acc, scale_log2, known,
-):  # fmt: skip
-    """A tile of keys more: seen [rows, keys] or [1, keys]. known: True, which is not to be known
-    before the loop runs.
+def scores_once(query, rotated, latent, shared, known):
+    """[rows, keys]. known: True, which is not to be known before the loop runs.
 
     Where Triton 3.6 sees that a product is an operand of another, it gives all warps to the rows of
     the first: of 64 rows eight warps would compute each score twice. It does not see through the
     end of a branch. The other branch is never taken; it has a result of the same layout.
     """
-    if latent.dtype == tl.float32:
+    if known:
         score = tl.dot(query, tl.trans(latent), input_precision="ieee")
-        score = tl.dot(rotated, tl.trans(shared), score, input_precision="ieee")
+        turned = tl.dot(rotated, tl.trans(shared), input_precision="ieee")
     else:
-        if known:
-            score = tl.dot(query, tl.trans(latent), input_precision="ieee")
-            turned = tl.dot(rotated, tl.trans(shared), input_precision="ieee")
-        else:
-            score = tl.dot(rotated, tl.trans(shared), input_precision="ieee")
-            turned = score
-        score += turned
-    score = tl.where(seen, score * scale_log2, float("-inf"))
+        score = tl.dot(rotated, tl.trans(shared), input_precision="ieee")
+        turned = score
+    return score + turned
+
+
+@triton.jit
+def latent_tile(
+    query, rotated, latent, shared, seen, top, denominator, acc, scale_log2, known,
+    ONCE: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys more: seen [rows, keys] or [1, keys]. known: see `scores_once`."""
+    if ONCE:
+        score = scores_once(query, rotated, latent, shared, known) * scale_log2
+    else:
+        score = tl.dot(query, tl.trans(latent), input_precision="ieee")
+        score = tl.dot(rotated, tl.trans(shared), score, input_precision="ieee") * scale_log2
+    score = tl.where(seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, axis=1))
     weight = tl.exp2(score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
@@ -76,7 +86,7 @@ def few_heads_tile(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"],
+    do_not_specialize=["table_stride", "head_stride"],
     do_not_specialize_on_alignment=["block_table", "counted", "items"],
 )
 def _latent_decode_kernel(
@@ -103,6 +113,8 @@ def _latent_decode_kernel(
     ROPES: tl.constexpr,  # ROPE padded
     KEYS: tl.constexpr,  # keys a tile
     FEW: tl.constexpr,  # heads are columns
+    ONCE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # 16 divides head_stride
     PDL: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
@@ -115,6 +127,8 @@ def _latent_decode_kernel(
     tile_mask = row_mask[:, None] & dim_mask[None, :]
     NUM_HEADS: tl.constexpr = PARTS * GROUP
     KEPT: tl.constexpr = RANK + ROPE
+    if ALIGNED:
+        head_stride = head_stride // 16 * 16
     programs = tl.num_programs(0)
     pairs = tl.load(counted) * PARTS
     work = tl.program_id(0)
@@ -162,7 +176,7 @@ def _latent_decode_kernel(
             else:
                 top, denominator, acc = latent_tile(
                     query, rotated, latent, shared, seen[None, :], top, denominator, acc,
-                    scale_log2, start < end,
+                    scale_log2, start < end, ONCE,
                 )  # fmt: skip
         if FEW:
             acc = tl.trans(acc)
@@ -202,16 +216,22 @@ def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> 
 
 
 def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
-    """With as many tiles on their way as shared memory has room for beside the queries; with fewer
-    keys a tile before there is one tile alone."""
+    """With as many tiles on their way as shared memory has room for beside the queries; where ONCE,
+    with fewer keys a tile before there is one tile alone."""
     row = cache.shape[3] * cache.element_size()
     room = shared_memory(cache.device) - rows * row
-    keys = launch.keys
-    while keys > 16 and room < 2 * keys * row:
-        keys //= 2
-    return launch._replace(
-        keys=keys, num_stages=max(1, min(launch.num_stages, room // (keys * row)))
-    )
+    while ONCE and launch.keys > 16 and room < 2 * launch.keys * row:
+        launch = launch._replace(keys=launch.keys // 2)
+    return launch._replace(num_stages=max(1, min(launch.num_stages, room // (launch.keys * row))))
+
+
+def once(absorbed: Tensor) -> dict[str, bool]:
+    """How a kernel reads absorbed queries, and scores with them. In float32 there are no products
+    of the matrix unit whose rows warps could share."""
+    return {
+        "ONCE": ONCE and absorbed.element_size() == 2,
+        "ALIGNED": ONCE and absorbed.stride(0) % 16 == 0,
+    }
 
 
 def plan_latent(
@@ -271,6 +291,7 @@ def latent_decode(
         ROPES=max(16, triton.next_power_of_2(rope)),
         KEYS=shape.keys,
         FEW=few_heads(num_heads // parts, cache.element_size()),
+        **once(absorbed),
         **pdl(q.device),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.latent.decode import head_parts, latent_tile
+from kernels.attention.latent.decode import head_parts, latent_tile, once
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_tokens"],
+    do_not_specialize=["table_stride", "head_stride", "num_tokens"],
     do_not_specialize_on_alignment=["block_table", "query_start", "kv_len", "counts"],
 )
 def _latent_prefill_kernel(
@@ -41,6 +41,8 @@ def _latent_prefill_kernel(
     RANKS: tl.constexpr,
     ROPES: tl.constexpr,
     KEYS: tl.constexpr,
+    ONCE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # 16 divides head_stride
 ):
     QUERIES: tl.constexpr = ROWS // GROUP
     NUM_HEADS: tl.constexpr = PARTS * GROUP
@@ -71,6 +73,8 @@ def _latent_prefill_kernel(
         tl.store(out + where, tl.zeros([ROWS, RANKS], out.dtype.element_ty), mask=tile_mask)
         return
 
+    if ALIGNED:
+        head_stride = head_stride // 16 * 16
     from_absorbed = absorbed + (heads.to(tl.int64) * head_stride + token * RANK)[:, None]
     query = tl.load(from_absorbed + dims[None, :], mask=tile_mask, other=0.0)
     from_q = q + ((token * NUM_HEADS + heads) * HEAD_DIM + (HEAD_DIM - ROPE))[:, None]
@@ -98,6 +102,7 @@ def _latent_prefill_kernel(
         seen = position[None, :] <= row_position[:, None]
         top, denominator, acc = latent_tile(
             query, rotated, latent, shared, seen, top, denominator, acc, scale_log2, start < end,
+            ONCE,
         )  # fmt: skip
     acc = acc / denominator[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
@@ -156,6 +161,7 @@ def latent_prefill(
         RANKS=max(16, triton.next_power_of_2(rank)),
         ROPES=max(16, triton.next_power_of_2(rope)),
         KEYS=shape.keys,
+        **once(absorbed),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )

@@ -1,11 +1,13 @@
 """Launches of the layers with states."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 
 from kernels.metadata import AttentionMeta
 from kernels.norm import gated_norm
+from kernels.recurrent import ways
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta
@@ -63,6 +65,18 @@ def kimi(model: str) -> None:
         some = replace(_meta(20), num_decodes=decodes)
         kimi_delta(x, z, a, b, how, tail, state, some)
     kimi_delta(x, z, a, b, how, tail, state, _meta(), deterministic=True)
+
+
+@patch.object(ways, "FUSED", True)
+def delta_fused(model: str) -> None:
+    """Prompts the other way."""
+    delta(model)
+
+
+@patch.object(ways, "FUSED", True)
+def kimi_fused(model: str) -> None:
+    """Prompts the other way."""
+    kimi(model)
 
 
 def mamba(model: str) -> None:
