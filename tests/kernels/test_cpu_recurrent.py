@@ -124,6 +124,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
     "mamba 2, odd": lambda: mamba2(3, 1, 21, 12, False),
     "mamba 1": lambda: mamba1(64, 16),
     "mamba 1, odd": lambda: mamba1(37, 6),
+    "mamba 1, wide": lambda: mamba1(21, 37),
     "convolution": lambda: causal_conv(530, 4, True),
     "convolution, odd": lambda: causal_conv(7, 2, False),
     "short convolution": lambda: short_conv(130, 3),

@@ -350,13 +350,15 @@ class IRWriter:
         off = self.fma(self.op(f"fneg {kind} {x}"), near, self.all(1.0))
         return self.fma(near, off, near)
 
-    def exp(self, x: Value) -> Value:
-        """e^x to 2 units in the last place; NaN stays NaN, below -87 it is about 1e-38."""
+    def exp(self, x: Value, small: bool = False) -> Value:
+        """e^x to 2 units in the last place; NaN stays NaN, below -87 it is about 1e-38. small: x is
+        never above 88."""
         kind, lanes = self.vector, self.lanes
         low = self.op(f"fcmp olt {kind} {x}, {self.all(-87.0)}")
         x = self.op(f"select <{lanes} x i1> {low}, {kind} {self.all(-87.0)}, {kind} {x}")
-        high = self.op(f"fcmp ogt {kind} {x}, {self.all(88.0)}")
-        x = self.op(f"select <{lanes} x i1> {high}, {kind} {self.all(88.0)}, {kind} {x}")
+        if not small:
+            high = self.op(f"fcmp ogt {kind} {x}, {self.all(88.0)}")
+            x = self.op(f"select <{lanes} x i1> {high}, {kind} {self.all(88.0)}, {kind} {x}")
         # x = n ln 2 + r; adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits.
         shifted = self.fma(x, self.all(1.4426950408889634), self.all(12582912.0))
         n = self.binary("fsub", shifted, self.all(12582912.0))
@@ -428,7 +430,7 @@ class IRWriter:
         below = self.op(f"select {kinds} {negative}, {self.vector} {x}")
         above = self.op(f"select {kinds} {x}, {self.vector} {zero}")
         # log(1 + y) = 2 artanh(s), s = y / (2 + y), at most 1/3 as y is at most 1.
-        y = self.exp(below)
+        y = self.exp(below, small=True)
         s = self.binary("fdiv", y, self.binary("fadd", y, self.all(2.0)))
         square = self.binary("fmul", s, s)
         series = self.all(2 / 15)

@@ -1,10 +1,12 @@
 """Mamba-1 (arXiv 2312.00752), generated for a number of channels.
 
 A kernel has the states of as many channels as a vector has lanes in registers, an element of all of
-them in each, and walks the tokens of an entry.
+them in each, and walks the tokens of an entry. One token alone does not pay for turning states and
+rates so: a register has a channel's own then, and only what is left is turned, to be read.
 """
 
 import ctypes
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from torch import Tensor
@@ -38,50 +40,89 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
     strides = [w.argument(word) for word in _STRIDES]
     rates, skip, state, out = (w.argument(word, "ptr") for word in (_RATES, _SKIP, _STATE, _OUT))
 
+    # Of channels, to be read one at a time: without it each would take a shuffle.
+    steps, all_stepped = (w.op(f"alloca [{size} x float], align 64") for _ in range(2))
+
+    def columns_of(lines: list[Value]) -> list[Value]:
+        """Rows of a matrix, one a vector -> its columns."""
+        return w.transpose([*lines, *["zeroinitializer"] * (size - len(lines))])
+
     def transposed(place: Value, rows: int) -> list[Value]:
         """A matrix [rows, width] -> its columns."""
         columns: list[Value] = []
         for at, count in parts(width, size):
-            lines = [
-                w.load_some(w.at(place, row * width + at), count) if row < rows
-                else "zeroinitializer"
-                for row in range(size)
-            ]  # fmt: skip
-            columns += w.transpose(lines)[:count]
+            lines = [w.load_some(w.at(place, row * width + at), count) for row in range(rows)]
+            columns += columns_of(lines)[:count]
         return columns
 
     def channels_of(entry: Entry, first: Value, rows: int) -> None:
         own = w.at(state, w.mul(w.add(w.mul(entry.row, channels), first), width))
         w.when(entry.begins, lambda: clear(w, own, rows * width))
-        own_rates = transposed(w.at(rates, w.mul(first, width)), rows)
+        place_of_rates = w.at(rates, w.mul(first, width))
         skipped = w.load_some(w.at(skip, first), rows)
 
-        def token(index: Value, *held: Value) -> list[Value]:
+        def token(
+            index: Value | int, update: Callable[[Value, Value, Value], Iterable[Value]]
+        ) -> list[Value]:
+            """update(step, stepped, place of B) -> the states' elements, one after the other, which
+            are added up in this order however they are computed."""
             row = w.add(entry.begin, index)
             x, dt, b, c, gate = (
                 w.at(each, w.mul(row, stride)) for each, stride in zip(given, strides, strict=True)
             )
             own_x = w.load_some(w.at(x, first), rows)
             step = w.softplus(w.load_some(w.at(dt, first), rows))
-            stepped = w.binary("fmul", own_x, step)
             read, left = w.binary("fmul", own_x, skipped), []
-            for number, value in enumerate(held):
-                one, other = (w.spread(w.load(w.at(each, number), "float")) for each in (b, c))
-                kept = w.exp(w.binary("fmul", own_rates[number], step))
-                value = w.fma(stepped, one, w.binary("fmul", value, kept))
-                read = w.fma(value, other, read)
+            for number, value in enumerate(update(step, w.binary("fmul", own_x, step), b)):
+                read = w.fma(value, w.spread(w.load(w.at(c, number), "float")), read)
                 left.append(value)
             read = w.binary("fmul", read, w.silu(w.load_some(w.at(gate, first), rows)))
-            place = w.at(out, w.add(w.mul(row, channels), first))
-            w.store_some(read, place, rows)
+            w.store_some(read, w.at(out, w.add(w.mul(row, channels), first)), rows)
             return left
 
-        start = [(w.vector, value) for value in transposed(own, rows)]
-        columns = w.loop(0, entry.count, start, token)
-        for at, count in parts(width, size):
-            lines = columns[at : at + count] + ["zeroinitializer"] * (size - count)
-            for row, line in enumerate(w.transpose(lines)[:rows]):
-                w.store_some(line, w.at(own, row * width + at), count)
+        def updated(value: Value, rate: Value, step: Value, stepped: Value, b: Value) -> Value:
+            kept = w.exp(w.binary("fmul", rate, step), small=True)  # rates are below 0
+            return w.fma(stepped, b, w.binary("fmul", value, kept))
+
+        def walk() -> None:
+            own_rates = transposed(place_of_rates, rows)
+
+            def next_token(index: Value, *held: Value) -> list[Value]:
+                def update(step: Value, stepped: Value, b: Value) -> Iterable[Value]:
+                    for number, (value, rate) in enumerate(zip(held, own_rates, strict=True)):
+                        one = w.spread(w.load(w.at(b, number), "float"))
+                        yield updated(value, rate, step, stepped, one)
+
+                return token(index, update)
+
+            start = [(w.vector, value) for value in transposed(own, rows)]
+            columns = w.loop(0, entry.count, start, next_token)
+            for at, count in parts(width, size):
+                for row, line in enumerate(columns_of(columns[at : at + count])[:rows]):
+                    w.store_some(line, w.at(own, row * width + at), count)
+
+        def update_once(step: Value, stepped: Value, b: Value) -> Iterable[Value]:
+            w.store(step, steps)
+            w.store(stepped, all_stepped)
+            for at, count in parts(width, size):
+                inputs, lines = w.load_some(w.at(b, at), count), []
+                for row in range(rows):
+                    one, other = (
+                        w.spread(w.load(w.at(each, row), "float")) for each in (steps, all_stepped)
+                    )
+                    place = w.at(own, row * width + at)
+                    rate = w.load_some(w.at(place_of_rates, row * width + at), count)
+                    value = updated(w.load_some(place, count), rate, one, other, inputs)
+                    w.store_some(value, place, count)
+                    lines.append(value)
+                yield from columns_of(lines)[:count]
+
+        def alone() -> None:
+            token(0, update_once)
+
+        single = w.op(f"icmp eq i64 {entry.count}, 1")
+        w.when(single, alone)
+        w.when(w.op(f"xor i1 {single}, true"), walk)
 
     whole, rest = divmod(channels, size)
 
