@@ -82,8 +82,12 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
 
 
 @lru_cache(maxsize=32)
-def _function(shape: NormShape) -> NativeFunction | None:
-    found = compile_or_none(lambda size: module([_norm(shape, size)]))
+def _function(
+    size: int, groups: int = 1, normed: bool = True, gated: bool = False, gate_last: bool = False
+) -> NativeFunction | None:
+    """See `NormShape`; its parts are looked up several times as fast as it is made and hashed."""
+    shape = NormShape(size, groups, normed, gated, gate_last)
+    found = compile_or_none(lambda lanes: module([_norm(shape, lanes)]))
     return found and found["norm"]
 
 
@@ -92,9 +96,8 @@ def gated_norm(
 ) -> Tensor | None:
     """See `Kernels.gated_norm`. None: nothing is generated here."""
     size = x.shape[1] // groups
-    function = _function(
-        NormShape(size, groups, weight is not None, True, gate_last and weight is not None)
-    )
+    normed = weight is not None
+    function = _function(size, groups, normed, True, gate_last and normed)
     if function is None or not rows_of(x, gate):
         return None
     args, out = (ctypes.c_int64 * _WORDS)(), x.new_empty(x.shape)
@@ -110,10 +113,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     both = x.dtype == weight.dtype == torch.float32
     if not (both and x.is_contiguous() and weight.is_contiguous()):
         return None
-    function = _function(NormShape(x.shape[-1], 1, True, False, False))
+    function = _function(x.shape[-1])
     if function is None:
         return None
-    args, out = (ctypes.c_int64 * _WORDS)(), x.new_empty(x.shape)
+    args, out = (ctypes.c_int64 * _WORDS)(), torch.empty_like(x)
     args[_X], args[_OUT], args[_ROWS] = x.data_ptr(), out.data_ptr(), x.numel() // x.shape[-1]
     args[_WEIGHT], args[_EPS] = weight.data_ptr(), bits(eps)
     function(args, threads_for(out.numel()))

@@ -173,7 +173,11 @@ def _convolve(shape: ConvolutionShape, size: int) -> tuple[IRWriter, str]:
 
 
 @lru_cache(maxsize=64)
-def _function(shape: ConvolutionShape) -> NativeFunction | None:
+def _function(
+    channels: int, taps: int, biased: bool, activated: bool, gated: bool
+) -> NativeFunction | None:
+    """See `ConvolutionShape`, which takes longer to be made and hashed than to look this up."""
+    shape = ConvolutionShape(channels, taps, biased, activated, gated)
     found = compile_or_none(lambda size: module([_convolve(shape, size)]))
     return found and found["convolve"]
 
@@ -190,8 +194,7 @@ def causal_conv(
 ) -> Tensor | None:
     """See `Kernels.causal_conv`, or with gates `Kernels.short_conv`. None: nothing is generated
     here."""
-    shape = ConvolutionShape(*conv.shape, bias is not None, silu, gates is not None)
-    function = _function(shape)
+    function = _function(*conv.shape, bias is not None, silu, gates is not None)
     if function is None or not rows_of(x, *(gates or ())):
         return None
     args = (ctypes.c_int64 * _WORDS)()
