@@ -66,6 +66,10 @@ def once(calls: Calls) -> float:
 
 
 _SUMS = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel"}
+# Of what a constant chooses: `kernels.packed`, `kernels.recurrent.ways`.
+_NEWER = {"_block_dot_kernel", "_gemv4_kernel"}
+_NEWER |= {f"_delta_{name}_kernel" for name in ("convolve", "solve", "pass_read", "norm")}
+_FORMER = {f"_delta_{name}_kernel" for name in ("prepare", "pass", "read")}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")
@@ -76,6 +80,7 @@ def test_every_case_launches(newer: bool, monkeypatch: pytest.MonkeyPatch) -> No
     all sizes are real, and nothing has contents."""
     monkeypatch.setattr("kernels.packed.BLOCK_PRODUCTS", newer)
     monkeypatch.setattr("kernels.packed.GEMV4", newer)
+    monkeypatch.setattr("kernels.recurrent.ways.FUSED", newer)
     launched: list[str] = []
 
     def count(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -96,8 +101,7 @@ def test_every_case_launches(newer: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert found.keys() == cases.keys()
     # Sums of ranks are timed by bench.kernels.sums, as they need others.
     wanted = every_kernel(kernels) - every_kernel(kernels.experts) - _SUMS
-    if not newer:
-        wanted -= {"_block_dot_kernel", "_gemv4_kernel"}
+    wanted -= _FORMER if newer else _NEWER
     assert names == wanted, "a kernel that nothing times"
     targets = {case: row["target"] for case, row in found.items() if "target" in row}
     assert targets == {

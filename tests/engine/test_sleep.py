@@ -1,5 +1,6 @@
 """An engine that sleeps: what it gives back, and that it says the same when it is awake again."""
 
+import gc
 import json
 import mmap
 from pathlib import Path
@@ -17,6 +18,7 @@ from engine.library.llm import LLM
 from engine.runner.caches.sleep_memory import CudaSleepMemory, tensors_of
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
+from kernels.cpu.panels import BIAS, Panels, W
 from tests.fakes import FakeRunner, make_config, make_request, run
 
 MODEL = {
@@ -76,8 +78,16 @@ class LostPages:
 
 
 class MemoryOfCuda(CudaSleepMemory):
+    """Products of the CPU, which note where their weights are and never see them move, are told."""
+
     def __init__(self) -> None:
         super().__init__(CPU, LostPages)
+
+    def keep(self, model: object, host_bytes: int, *, written: bool) -> None:
+        super().keep(model, host_bytes, written=written)
+        for each in gc.get_objects():
+            if isinstance(each, Panels):
+                each._args[W], each._args[BIAS] = each._weight.data_ptr(), each._bias.data_ptr()
 
 
 @pytest.mark.parametrize("quantization", ["none", "uint8-64"])

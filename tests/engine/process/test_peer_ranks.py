@@ -48,13 +48,21 @@ class OnOneGpu(Ranks):
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setattr(resolve, "_device", lambda config, rank: torch.device("cuda", 0))
+    monkeypatch.setattr(opening, "BACKEND", "gloo")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture(params=["one", pytest.param("two", marks=two_gpus)])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Ranks]]:
+def kind(request: pytest.FixtureRequest) -> Iterator[type[Ranks]]:
     """Of ranks that share the first GPU, or have one each."""
     if request.param == "one":
-        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        monkeypatch.setattr(resolve, "_device", lambda config, rank: torch.device("cuda", 0))
-        monkeypatch.setattr(opening, "BACKEND", "gloo")
+        request.getfixturevalue("one_gpu")
     yield OnOneGpu if request.param == "one" else Ranks
     if dist.is_initialized():
         dist.destroy_process_group()
