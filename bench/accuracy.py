@@ -102,6 +102,7 @@ def filled(model: Model, tensor: Callable[[str], Tensor]) -> Model:
     """tensor: what the checkpoint would have under a name."""
     for parameter in model.parameters():
         at = 0
+        parameter.allocate()
         for source in parameter.sources:
             parameter.tensor[at : at + source.num_rows] = source.take(tensor(source.name))
             at += source.num_rows

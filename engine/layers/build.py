@@ -37,6 +37,7 @@ class Builder:
     layer: int | None = None
     spread_experts: bool = False  # each rank has some whole, and not a part of each
     by_requests: bool = False  # each rank has attention whole, for some requests
+    runs_on: str = "cuda"  # the type of the device that it is meant for
     # Tensors, and modules with all that they have, that other ranks hold alone.
     elsewhere: set[str] = field(default_factory=set)
     ahead: list[torch.Tensor] = field(default_factory=list)  # of experts, for the next layer

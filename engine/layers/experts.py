@@ -12,7 +12,7 @@ from engine.layers.linear import Linear, add_reduced
 from engine.layers.mlp import Mlp
 from engine.layers.norm import Norm, RMSNorm
 from engine.quantization.method import ExpertsSpec
-from engine.weights.parameter import Parameter
+from engine.weights.parameter import Parameter, Unit
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
@@ -28,6 +28,10 @@ class Stack:
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = self.method.create_experts(self.spec)
         self.loading_bytes = sum(parameter.tensor.nbytes for parameter in self.parameters)
+        self.late = self.method.replaces(self.method.packed_experts_bytes(self.spec))
+        if self.late:
+            for parameter in self.parameters:
+                parameter.release()
         self.places: Tensor | None = None  # [experts] int32: see `apply`; None: all are here
         if build.spread_experts:
             here = build.experts_here()
@@ -43,6 +47,10 @@ class Stack:
         if self.places is not None:
             ids = self.places.index_select(0, ids.flatten()).view_as(ids)
         return self.method.apply_experts(self.state, x, weights, ids, residual)
+
+    @property
+    def unit(self) -> Unit:
+        return Unit(self.parameters, self.finish, self.late)
 
     @property
     def num_bytes(self) -> int:

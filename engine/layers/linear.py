@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.layers.norm import Norm, RMSNorm
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.method import DenseState, LinearMethod, LinearSpec
-from engine.weights.parameter import Parameter
+from engine.weights.parameter import Parameter, Unit
 from kernels.metadata import LoraLinear, LoraStep
 
 
@@ -34,6 +34,14 @@ class Linear:
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = method.create(spec)
         self.loading_bytes = sum(parameter.tensor.nbytes for parameter in self.parameters)
+        self.late = method.replaces(method.packed_bytes(spec))
+        if self.late:
+            for parameter in self.parameters:
+                parameter.release()
+
+    @property
+    def unit(self) -> Unit:
+        return Unit(self.parameters, self.finish, self.late)
 
     @property
     def num_bytes(self) -> int:

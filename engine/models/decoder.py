@@ -2,7 +2,7 @@
 (`engine.architectures`)."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -26,7 +26,8 @@ from engine.layers.norm import Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.models.entrance import Entrance
 from engine.quantization.method import DenseState, ExpertsSpec, LinearMethod, LinearSpec, Part
-from engine.weights.parameter import Parameter
+from engine.weights.parameter import Parameter, Unit
+from engine.weights.stream import LEAST_OPEN
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
 
@@ -105,15 +106,23 @@ class DecoderLayer:
     @property
     def num_parameters(self) -> int:
         """Of its matrices."""
-        stacks = chain.from_iterable(each.block.stacks for each in self.sublayers)
         found = sum(each.spec.num_parameters for each in self.linears)
-        return found + sum(each.spec.num_parameters for each in stacks)
+        return found + sum(each.spec.num_parameters for each in self.stacks)
 
     @property
     def linears(self) -> Iterator[Linear]:
         yield from chain.from_iterable(each.block.linears for each in self.sublayers)
         if self.input is not None:
             yield from self.input.linears
+
+    @property
+    def stacks(self) -> Iterator[Stack]:
+        return chain.from_iterable(each.block.stacks for each in self.sublayers)
+
+    @property
+    def packed(self) -> Iterator[Linear | Stack]:
+        yield from self.linears
+        yield from self.stacks
 
     def parameters(self) -> Iterator[Parameter]:
         for each in self.sublayers:
@@ -254,6 +263,10 @@ class Decoder:
             self.num_bytes += self.table.num_bytes + self._tied_bytes(replace(spec, parts=(part,)))
         self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
         self.num_bytes += sum(stack.num_bytes - stack.loading_bytes for stack in self._stacks())
+        late = [each for each in self._in_units() if each.late]
+        self.open_bytes = self._most_open(late)
+        self.loading_bytes += sum(each.num_bytes - each.loading_bytes for each in late)
+        self.loading_bytes += self.open_bytes
         # Those in blocks or words have another number of elements.
         stacks = self._stacks()
         elsewhere = in_table | {each.name for linear in linears for each in linear.parameters}
@@ -299,12 +312,7 @@ class Decoder:
         return chain.from_iterable(layer.linears for layer in self.layers)
 
     def _stacks(self) -> list[Stack]:
-        return [
-            stack
-            for layer in self.layers
-            for each in layer.sublayers
-            for stack in each.block.stacks
-        ]
+        return [stack for layer in self.layers for stack in layer.stacks]
 
     def _all_linears(self) -> list[Linear]:
         if not self.stage.first:
@@ -421,12 +429,23 @@ class Decoder:
         found += [] if self.norm is None else self.norm.parameters
         return found + [each for linear in self._ends() for each in linear.parameters]
 
-    def units(self) -> Iterator[tuple[Sequence[Parameter], Callable[[], None]]]:
+    def units(self) -> Iterator[Unit]:
+        return (each.unit for each in self._in_units())
+
+    def _in_units(self) -> Iterator[Linear | Stack]:
         for linear in self._all_linears():
             if linear is not self.head or not self.config.unit_head:  # that one is divided first
-                yield linear.parameters, linear.finish
-        for stack in self._stacks():
-            yield stack.parameters, stack.finish
+                yield linear
+        yield from self._stacks()
+
+    def _most_open(self, late: Sequence[Linear | Stack]) -> int:
+        """See Model.open_bytes. late: those that are packed."""
+        sizes = [each.loading_bytes for each in late]
+        layers = [
+            sum(each.loading_bytes for each in layer.packed if each.late) for layer in self.layers
+        ]
+        most = max(2 * max(layers, default=0), max(sizes, default=0))
+        return min(sum(sizes), max(most, LEAST_OPEN[self.build.runs_on]))
 
     def one_layer(self) -> "Decoder":
         short = copy.copy(self)

@@ -16,7 +16,7 @@ from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.quantization.method import ExpertsSpec, LinearMethod, LinearSpec
 from engine.quantization.registry import linear_method
-from engine.weights.parameter import Parameter
+from engine.weights.parameter import Parameter, Unit
 from kernels.dispatch import Kernels
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
@@ -34,8 +34,11 @@ class Model(Protocol):
     modules_elsewhere: set[str]  # that adapters may change, of layers that other stages have
     num_parameters: int  # of this rank
     num_active_parameters: int  # of these, those that a token meets
-    loading_bytes: int  # weights and tables as they are allocated and loaded
-    num_bytes: int  # the same once finished, which may have packed them
+    # Of weights and tables at most while they are loaded: what is not packed, all that is, and
+    # open_bytes.
+    loading_bytes: int
+    open_bytes: int  # of what is packed, at most at once before it is: of two layers, or more
+    num_bytes: int  # of weights and tables once finished
     # [vocab_size + virtual_tokens, hidden_size]: what token ids are looked up in. The rows behind
     # the vocabulary are the adapters'.
     lookup: Tensor
@@ -96,9 +99,9 @@ class Model(Protocol):
         """Every tensor that loading fills, with the checkpoint tensors it comes from."""
         ...
 
-    def units(self) -> Iterator[tuple[Sequence[Parameter], Callable[[], None]]]:
-        """Parameters that are packed together, and what does that once they are filled: called from
-        any thread, before `finish`. Those of no unit wait for `finish`."""
+    def units(self) -> Iterator[Unit]:
+        """Each is finished from any thread, before `finish`. Parameters of none wait for that, and
+        are allocated before any is filled."""
         ...
 
     def tensor_name(self, stored: str) -> str:
@@ -167,6 +170,7 @@ def build_model(
         stage,
         spread_experts=spread_experts,
         by_requests=by_requests,
+        runs_on=runs_on,
     )
     # A head that is the embedding is loaded with it, as the checkpoint has it.
     tied = method if method.FROM_DENSE else linear_method("none", kernels, runs_on)

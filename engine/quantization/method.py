@@ -133,6 +133,12 @@ class LinearMethod(ABC):
         """What finish makes takes on the device; None where that is what create allocated."""
         return None
 
+    def replaces(self, packed_bytes: int | None) -> bool:
+        """Whether finish makes something else of what create has allocated, any content of which
+        may be filled: then it needs memory only while it is filled. packed_bytes: what the
+        functions of this name say."""
+        return self.FROM_DENSE and packed_bytes is not None
+
     @abstractmethod
     def apply(self, state: Any, x: Tensor) -> Tensor:
         """x [n, in] -> [n, out]. On CUDA it must be capturable in a graph."""

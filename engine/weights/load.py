@@ -1,14 +1,16 @@
 """load_weights: a checkpoint or random numbers into a model. What is amiss fails by name."""
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
 from threading import Thread
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from zlib import crc32
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from engine.errors import ConfigError, TensorError
 from engine.weights.converted import Manifest, as_converted, named
 from engine.weights.index import CODES, read_index
-from engine.weights.parameter import Parameter, Source
+from engine.weights.parameter import Parameter, Source, Unit
 from engine.weights.stored import StoredTensor
 from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
 from kernels.cpu.huge_pages import collapse, give_back, trim
@@ -39,7 +41,9 @@ class Loadable(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
     def parameters(self) -> Iterator[Parameter]: ...
-    def units(self) -> Iterator[tuple[Sequence[Parameter], Callable[[], None]]]: ...
+    def units(self) -> Iterator[Unit]: ...
+    @property
+    def open_bytes(self) -> int: ...
     def tensor_name(self, stored: str) -> str: ...
     def ignores(self, stored: str) -> bool: ...
     @property
@@ -64,10 +68,7 @@ def load_weights(
     shape or dtype, or holds a NaN or infinity.
     """
     if folder is None:
-        parameters = list(model.parameters())
-        _fill_randomly(parameters, model.device, seed, by_name=ranks > 1)
-        _settle(parameters)
-        del parameters  # else what is packed is there twice until the last one is
+        _fill_randomly(model, seed, by_name=ranks > 1)
     else:
         folder = Path(folder)
         manifest = Manifest.read(folder)
@@ -78,9 +79,10 @@ def load_weights(
             stored = _named(model, read_index(folder))
         units = _units(model, stored if manifest is not None else None)
         jobs = _jobs(model, units, stored, folder)
-        run_jobs(jobs, model.device, progress)
+        run_jobs(jobs, model.device, progress, model.open_bytes)
         if model.device.type == "cuda":
-            _check_finite([each for parameters, _ in units for each in parameters], stored)
+            # Of those that were packed meanwhile nothing is left here.
+            _check_finite([each for unit in units for each in unit.parameters], stored)
             for job in jobs:
                 job.then()
         del jobs, units
@@ -108,7 +110,9 @@ def each_parameter(
 
         return hand
 
-    units = [([each], handing(each)) for each in model.parameters()]
+    units = [_Unit([each], handing(each), False) for each in model.parameters()]
+    for unit in units:
+        unit.parameters[0].allocate()  # a page takes memory from where it is written to `give_back`
     run_jobs(_jobs(model, units, stored, folder), model.device, progress)
 
 
@@ -119,38 +123,52 @@ def check_headers(model: Loadable, folder: Path) -> None:
         _match([list(model.parameters())], _named(model, read_index(folder)), folder)
 
 
-_Units = list[tuple[list[Parameter], Callable[[], None]]]
+class _Unit(NamedTuple):
+    """As parameter.Unit. The list is emptied before it is packed."""
+
+    parameters: list[Parameter]
+    finish: Callable[[], None]
+    late: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.tensor.nbytes for each in self.parameters)
 
 
-def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> _Units:
-    """The model's, and one for each parameter that is in none. converted: the tensors of a folder
-    that has the parameters themselves."""
-    units: _Units = [(list(parameters), finish) for parameters, finish in model.units()]
-    inside = {id(each.tensor) for parameters, _ in units for each in parameters}
-    units += [([each], _nothing) for each in model.parameters() if id(each.tensor) not in inside]
+def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[_Unit]:
+    """The model's, and one for each parameter that is in none, which has its memory. converted: the
+    tensors of a folder that has the parameters themselves."""
+    units = [_Unit(list(each.parameters), each.finish, each.late) for each in model.units()]
+    inside = {id(each.tensor) for unit in units for each in unit.parameters}
+    for each in model.parameters():
+        if id(each.tensor) not in inside:
+            each.allocate()
+            units.append(_Unit([each], _nothing, False))
     if converted is not None:
         names = {id(each.tensor): name for name, each in named(model.parameters())}
-        for parameters, _ in units:
-            parameters[:] = [
-                as_converted(each, names[id(each.tensor)], converted) for each in parameters
+        for unit in units:
+            unit.parameters[:] = [
+                as_converted(each, names[id(each.tensor)], converted) for each in unit.parameters
             ]
     return units
 
 
 def _jobs(
-    model: Loadable, units: _Units, stored: dict[str, StoredTensor], folder: Path
+    model: Loadable, units: list[_Unit], stored: dict[str, StoredTensor], folder: Path
 ) -> list[Job]:
-    transfers = _match([parameters for parameters, _ in units], stored, folder)
+    transfers = _match([unit.parameters for unit in units], stored, folder)
     freed = 0  # bytes since the last return; of several threads, about
 
-    def then(parameters: list[Parameter], finish: Callable[[], None]) -> Callable[[], None]:
+    def then(unit: _Unit) -> Callable[[], None]:
         def run() -> None:
             nonlocal freed
-            _settle(parameters)
-            freed += sum(each.tensor.nbytes for each in parameters)
-            parameters.clear()  # else what is packed is there twice
+            if unit.late and model.device.type == "cuda":
+                _check_finite(unit.parameters, stored)
+            _settle(unit.parameters)
+            freed += unit.num_bytes
+            unit.parameters.clear()  # else what is packed is there twice
             try:
-                finish()
+                unit.finish()
             except TensorError as error:
                 file = stored[error.tensor].file if error.tensor in stored else folder
                 raise ConfigError(f"{file}: {error}", param=error.param) from None
@@ -160,7 +178,18 @@ def _jobs(
 
         return run
 
-    return [Job(each, then(*unit)) for each, unit in zip(transfers, units, strict=True)]
+    def allocate(unit: _Unit) -> Callable[[], None] | None:
+        return partial(_allocate, unit.parameters) if unit.late else None
+
+    return [
+        Job(each, then(unit), allocate(unit), unit.num_bytes)
+        for each, unit in zip(transfers, units, strict=True)
+    ]
+
+
+def _allocate(parameters: list[Parameter]) -> None:
+    for parameter in parameters:
+        parameter.allocate()
 
 
 def _nothing() -> None:
@@ -212,7 +241,7 @@ def _match(
     wanted = set()
     for parameters in units:
         transfers.append([])
-        for source, target in chain.from_iterable(map(_targets, parameters)):
+        for source, target, at in chain.from_iterable(map(_targets, parameters)):
             wanted.add(source.name)
             if source.name not in stored:
                 files = {each.file for each in stored.values()}
@@ -240,13 +269,12 @@ def _match(
                     param="model",
                 )
             if source.shorter:
-                count = prod(found.shape)
-                target, source = target[:count], replace(source, shape=(count,))
+                source = replace(source, shape=(prod(found.shape),))
             if source.flat:
                 found = replace(found, shape=(prod(found.shape),))
             if source.at is not None:
                 found = found.one_of_stack(source.at, source.shape)
-            transfers[-1].append(Transfer(target, source, found))
+            transfers[-1].append(Transfer(target, at, source, found))
     for name, tensor in stored.items():
         if name not in wanted:
             raise ConfigError(
@@ -257,11 +285,11 @@ def _match(
     return transfers
 
 
-def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor]]:
-    """Each source with the rows of the parameter that it fills."""
+def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor, int]]:
+    """Each source with the tensor that it fills, and from which row on."""
     at = 0
     for source in parameter.sources:
-        yield source, parameter.tensor[at : at + source.num_rows]
+        yield source, parameter.tensor, at
         at += source.num_rows
     assert at == parameter.tensor.shape[0], parameter.name
 
@@ -279,25 +307,55 @@ def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) 
         return
     sums = torch.stack([p.tensor.sum(dtype=torch.float32) for p in parameters])
     for index in (~sums.isfinite()).nonzero().flatten().tolist():
-        for source, target in _targets(parameters[index]):
-            if not bool(target.isfinite().all()):
+        for source, target, at in _targets(parameters[index]):
+            if not bool(target[at : at + source.num_rows].isfinite().all()):
                 raise not_finite(stored[source.name], target.dtype)
 
 
-def _fill_randomly(
-    parameters: list[Parameter], device: torch.device, seed: int, *, by_name: bool
-) -> None:
-    """Ones for norms, else normal numbers, made on the device. by_name: those of a parameter do not
+def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
+    """Ones for norms, else normal numbers, made on the device, in the order of the model's
+    parameters; each unit is packed as soon as it is filled. by_name: those of a parameter do not
     depend on which others there are."""
-    generator = torch.Generator(device).manual_seed(seed)
-    for parameter in parameters:
-        if by_name:
-            generator.manual_seed(seed + crc32(parameter.name.encode()))
-        if parameter.fill is not None:
-            parameter.fill(parameter.tensor, generator)
-        elif not parameter.tensor.is_floating_point():
-            parameter.tensor.random_(generator=generator)
-        elif parameter.std:
-            parameter.tensor.normal_(0.0, parameter.std, generator=generator)
-        else:
-            parameter.tensor.fill_(1.0 - parameter.offset)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    units = {}
+    for unit in _units(model, None):
+        units.update({id(each.tensor): unit for each in unit.parameters})
+    inference = torch.is_inference_mode_enabled()
+    packing: deque[tuple[int, Future[None]]] = deque()
+
+    def pack(unit: _Unit) -> None:
+        with torch.inference_mode(inference):
+            unit.finish()
+
+    # On CUDA one, whose kernels come one after the other anyway.
+    threads = 1 if model.device.type == "cuda" else max(1, torch.get_num_threads())
+    size = 0  # of the unit that is being filled
+    with ThreadPoolExecutor(threads) as pool:
+        for parameter in model.parameters():
+            unit = units.pop(id(parameter.tensor))
+            if unit.late and unit.parameters[0].tensor is parameter.tensor:
+                size = unit.num_bytes
+                while packing and size + sum(each for each, _ in packing) > model.open_bytes:
+                    packing.popleft()[1].result()
+                _allocate(unit.parameters)
+            _draw(parameter, generator, seed, by_name=by_name)
+            parameter.settle()
+            if unit.parameters[-1].tensor is parameter.tensor:
+                unit.parameters.clear()  # else what is packed is there twice
+                packing.append((size if unit.late else 0, pool.submit(pack, unit)))
+            del parameter, unit
+        for _, packed in packing:
+            packed.result()
+
+
+def _draw(parameter: Parameter, generator: torch.Generator, seed: int, *, by_name: bool) -> None:
+    if by_name:
+        generator.manual_seed(seed + crc32(parameter.name.encode()))
+    if parameter.fill is not None:
+        parameter.fill(parameter.tensor, generator)
+    elif not parameter.tensor.is_floating_point():
+        parameter.tensor.random_(generator=generator)
+    elif parameter.std:
+        parameter.tensor.normal_(0.0, parameter.std, generator=generator)
+    else:
+        parameter.tensor.fill_(1.0 - parameter.offset)

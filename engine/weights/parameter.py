@@ -1,7 +1,7 @@
 """Parameter: one tensor of the model and the checkpoint tensors that fill it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,6 +125,20 @@ class Parameter:
     scale: float = 1.0
     changed: Callable[[Tensor], object] | None = None
 
+    def release(self) -> None:
+        """Give its memory back until `allocate`; the tensor must be all of it. Until then it has a
+        shape and a type, and neither it nor a view may be cut by rows."""
+        storage = self.tensor.untyped_storage()
+        assert storage.nbytes() == self.tensor.nbytes, self.name
+        storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Memory of any content in the place of what `release` gave back, for the tensor and all
+        its views."""
+        storage = self.tensor.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.tensor.nbytes)
+
     def settle(self) -> None:
         """Once it is filled."""
         if self.offset:
@@ -133,3 +147,16 @@ class Parameter:
             self.tensor.mul_(self.scale)
         if self.changed is not None:
             self.changed(self.tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are packed together.
+
+    finish: packs them, once all are filled.
+    late: they have no memory before they are allocated, and none after finish.
+    """
+
+    parameters: Sequence[Parameter]
+    finish: Callable[[], None]
+    late: bool

@@ -5,6 +5,9 @@ bytes go straight into the parameter where nothing has to be converted, they are
 they are in the processor's cache, and what belongs together is packed as soon as it is there. On
 CUDA each thread owns two pinned buffers and a stream: one buffer is being read into while the other
 is being copied to the device.
+
+What is packed has memory only from its first part to then: it is read together, wherever its parts
+lie, and readers wait where too much of it would be there at once.
 """
 
 import os
@@ -12,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any, Protocol
@@ -31,6 +35,9 @@ CUDA_CHUNK = 8 << 20
 _GAP = 4096  # bytes between two tensors that are read with them, rather than by another call
 CUDA_THREADS = 16  # a thread copies some 3 GB/s out of the page cache, the bus takes 25 to 55 GB/s
 _LOOK = 0.1  # seconds between reports
+# Bytes of what is not packed yet that there may be at least, so that threads do not wait for each
+# other where layers are small: several times what they read at once.
+LEAST_OPEN = {"cpu": 64 << 20, "cuda": 512 << 20}
 # Of a number, the bits that are all ones in infinities and NaNs, and only there.
 _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
     torch.float32: (np.uint32, 0x7F800000),
@@ -41,11 +48,17 @@ _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Fill target (a view of a parameter) with what source takes of a stored tensor."""
+    """Fill rows of a parameter's tensor, from `at` on, with what source takes of a stored one."""
 
-    target: Tensor
+    whole: Tensor
+    at: int
     source: Source
     stored: StoredTensor
+
+    @property
+    def target(self) -> Tensor:
+        """The rows; the tensor must have memory."""
+        return self.whole[self.at : self.at + self.source.num_rows]
 
     def split(self, limit: int) -> Iterator["Transfer"]:
         """By rows, so that each part reads at most ``limit`` bytes (or one row)."""
@@ -59,7 +72,7 @@ class Transfer:
         rows = source.rows if source.rows is not None else (0, count)
         for at in range(0, count, each):
             part = replace(source, rows=some_rows(rows, at, at + each))
-            yield Transfer(self.target[at : at + each], part, stored)
+            yield Transfer(self.whole, self.at + at, part, stored)
 
     @property
     def byte_range(self) -> tuple[int, int]:
@@ -107,26 +120,39 @@ class Loading:
 
 @dataclass(slots=True)
 class Job:
-    """Transfers that end together. then: what comes after them. On the CPU one of the threads calls
-    it, as soon as all are there; on CUDA it is the caller's to call, when all jobs are done."""
+    """Transfers that end together.
+
+    then: what comes after them. On the CPU one of the threads calls it, as soon as all are there.
+        On CUDA `run_jobs` does, for a job with `allocate`; else it is the caller's to call, when
+        all jobs are done.
+    allocate: makes the memory that they fill, of num_bytes, which `then` gives back; None where it
+        is there.
+    """
 
     transfers: list[Transfer]
     then: Callable[[], None]
+    allocate: Callable[[], None] | None = None
+    num_bytes: int = 0
     left: int = 0  # parts that are not read
+    begun: bool = False
+    allocated: torch.cuda.Event | None = None  # behind what used the same memory before
 
 
 def run_jobs(
     jobs: Sequence[Job],
     device: torch.device,
     progress: Callable[[Loading], None] | None = None,
+    open_bytes: int = 0,
 ) -> None:
     """Do them all. Host memory: a chunk or two for each thread.
 
+    open_bytes: that jobs allocate and have not given back, at most; or those of one job.
     Raises ConfigError naming file and tensor, on the CPU also for a number that is not finite.
     """
     cuda = device.type == "cuda"
     # On the CPU parts are packed as soon as they are there, and nothing is won by waiting for more.
-    queue = _Queue(jobs, CUDA_CHUNK if cuda else CPU_CHUNK, CUDA_CHUNK if cuda else 0)
+    together = CUDA_CHUNK if cuda else 0
+    queue = _Queue(jobs, CUDA_CHUNK if cuda else CPU_CHUNK, together, open_bytes)
     descriptors: dict[Path, int] = {}
     try:
         for file in queue.files:
@@ -139,11 +165,21 @@ def run_jobs(
         count = max(1, min(count, queue.pieces))
 
         inference = torch.is_inference_mode_enabled()
+        streams: list[torch.cuda.Stream] = []
 
         def make_reader() -> _Reader:
-            if cuda:
-                return _CudaReader(descriptors, device, queue.largest)
-            return _CpuReader(descriptors)
+            if not cuda:
+                return _CpuReader(descriptors)
+            reader = _CudaReader(descriptors, device, queue.largest)
+            streams.append(reader.stream)
+            return reader
+
+        def finish(job: Job) -> None:
+            # The stream that its memory was allocated on, so that its next use comes behind.
+            with torch.cuda.stream(torch.cuda.default_stream(device)):
+                for stream in list(streams):
+                    torch.cuda.current_stream(device).wait_stream(stream)
+                job.then()
 
         how = (make_reader, not cuda, inference)
         threads = [
@@ -152,7 +188,7 @@ def run_jobs(
         for thread in threads:
             thread.start()
         try:
-            queue.watch(len(threads), progress)
+            queue.watch(len(threads), progress, finish)
         finally:
             queue.close()
             for thread in threads:
@@ -167,9 +203,13 @@ def run_jobs(
 
 
 class _Reader(Protocol):
-    def run(self, parts: Sequence[Transfer]) -> int:
-        """parts: of one file, behind each other. Returns the bytes read; on CUDA their copies to
-        the device are launched."""
+    def allocate(self, job: Job) -> None:
+        """Before the first of its parts is read by any thread."""
+        ...
+
+    def run(self, parts: Sequence[Transfer], late: Job | None) -> int:
+        """parts: of one file, behind each other. late: the job that they are of, if it allocates.
+        Returns the bytes read; on CUDA their copies to the device are launched."""
         ...
 
 
@@ -182,9 +222,16 @@ class _Piece:
     jobs: list[Job]
     end: int = 0  # of their bytes in the file
 
-    def takes(self, part: Transfer, limit: int) -> bool:
+    @property
+    def late(self) -> Job | None:
+        """The one job, if it allocates."""
+        return self.jobs[0] if self.jobs[0].allocate is not None else None
+
+    def takes(self, part: Transfer, job: Job, limit: int) -> bool:
         """Whether the next part belongs here too."""
         if not self.parts or part.stored.file != self.parts[0].stored.file:
+            return False
+        if self.late is not (None if job.allocate is None else job):
             return False
         begin, (offset, length) = self.parts[0].byte_range[0], part.byte_range
         aligned = (offset - begin) % part.stored.dtype.itemsize == 0
@@ -197,33 +244,44 @@ class _Piece:
 
 
 class _Queue:
-    """The parts that are to be read, in the order of files, and how far that is."""
+    """The parts that are to be read, in the order of files, and how far that is. The parts of a job
+    that allocates come where its first one lies, wherever the others are: a job that was begun is
+    over before the next one is, whatever the order, and no more than these two are held."""
 
-    def __init__(self, jobs: Sequence[Job], chunk: int, together: int) -> None:
-        """chunk: bytes of a part at most. together: of parts that are read at once."""
+    def __init__(self, jobs: Sequence[Job], chunk: int, together: int, open_bytes: int) -> None:
+        """chunk: bytes of a part at most. together: of parts that are read at once. open_bytes: see
+        run_jobs."""
         entries = []
         self.total = self.largest = 0
-        for job in jobs:
+        for number, job in enumerate(jobs, 1):
+            mine = []
             for transfer in job.transfers:
                 for part in transfer.split(chunk):
                     offset, length = part.byte_range
-                    entries.append((str(part.stored.file), offset, part, job))
+                    mine.append(((str(part.stored.file), offset), part))
                     job.left += 1
                     self.total += length
                     self.largest = max(self.largest, length)
             job.transfers = []  # a part is held until it is read, a matrix until it is packed
-        entries.sort(key=lambda entry: entry[:2])
-        self.files = {entry[2].stored.file for entry in entries}
+            first = min((place for place, _ in mine), default=None)
+            for place, part in mine:
+                key = (place, 0, place) if job.allocate is None else (first, number, place)
+                entries.append((key, part, job))
+        entries.sort(key=lambda entry: entry[0])
+        self.files = {entry[1].stored.file for entry in entries}
         self._waiting: deque[_Piece] = deque(_Piece([], [job]) for job in jobs if not job.left)
         piece = _Piece([], [])
-        for *_, part, job in entries:
-            if not piece.takes(part, together):
+        for _, part, job in entries:
+            if not piece.takes(part, job, together):
                 piece = _Piece([], [])
                 self._waiting.append(piece)
             piece.add(part, job)
             self.largest = max(self.largest, piece.end - piece.parts[0].byte_range[0])
         self.pieces = len(self._waiting)
         self._changed = Condition()
+        self._open_bytes = open_bytes
+        self._open = 0  # bytes
+        self._read_jobs: list[Job] = []  # that the caller's thread is to end
         self._done = 0
         self._ended = 0  # threads
         self._error: BaseException | None = None
@@ -234,13 +292,17 @@ class _Queue:
         try:
             with torch.inference_mode():  # else parameters made in that mode refuse
                 reader = make_reader()
-            while (piece := self._next()) is not None:
+            while (piece := self._next(reader)) is not None:
                 ended = self._read(reader, piece)
                 del piece  # what its parts hold is packed now
-                for job in ended if then else ():
-                    with torch.inference_mode(inference):
-                        job.then()
-                    job.then = _nothing
+                for job in ended:
+                    if then:
+                        with torch.inference_mode(inference):
+                            self._end(job, job.then)
+                    elif job.allocate is not None:
+                        with self._changed:
+                            self._read_jobs.append(job)
+                            self._changed.notify_all()
         except BaseException as error:
             self._fail(error)
         finally:
@@ -253,7 +315,7 @@ class _Queue:
         if not piece.parts:
             return piece.jobs
         with torch.inference_mode():
-            count = reader.run(piece.parts)
+            count = reader.run(piece.parts, piece.late)
         ended = []
         with self._changed:
             self._done += count
@@ -263,11 +325,30 @@ class _Queue:
                     ended.append(job)
         return ended
 
-    def _next(self) -> _Piece | None:
-        try:
-            return self._waiting.popleft()
-        except IndexError:
-            return None
+    def _next(self, reader: _Reader) -> _Piece | None:
+        """None: there is no other. Waits while the memory that it needs is not to be had: for jobs
+        all parts of which are read or being read, as they stand before it."""
+        with self._changed:
+            while self._waiting:
+                job = self._waiting[0].late
+                if job is None or job.begun:
+                    return self._waiting.popleft()
+                if not self._open or self._open + job.num_bytes <= self._open_bytes:
+                    job.begun = True
+                    self._open += job.num_bytes
+                    reader.allocate(job)
+                    return self._waiting.popleft()
+                self._changed.wait()
+        return None
+
+    def _end(self, job: Job, then: Callable[[], None]) -> None:
+        """Do what comes after it."""
+        then()
+        job.then = _nothing
+        if job.allocate is not None:
+            with self._changed:
+                self._open -= job.num_bytes
+                self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -275,17 +356,30 @@ class _Queue:
         self.close()
 
     def close(self) -> None:
-        self._waiting.clear()
+        with self._changed:
+            self._waiting.clear()
+            self._changed.notify_all()
 
-    def watch(self, threads: int, progress: Callable[[Loading], None] | None) -> None:
-        """Report until the threads have ended. Raises what one has raised."""
+    def watch(
+        self,
+        threads: int,
+        progress: Callable[[Loading], None] | None,
+        finish: Callable[[Job], None],
+    ) -> None:
+        """Report until the threads have ended, and `finish` the jobs that they leave to this one.
+        Raises what one has raised."""
         began = time.monotonic()
         last = -1
         over = False
         while not over:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended == threads, _LOOK)
-                over, done = self._ended == threads, self._done
+                self._changed.wait_for(lambda: self._ended == threads or self._read_jobs, _LOOK)
+                read, self._read_jobs = self._read_jobs, []
+                over, done = self._ended == threads and not read, self._done
+            while read and self._error is None:
+                job = read.pop(0)
+                self._end(job, partial(finish, job))
+                del job
             if progress is not None and done != last and self._error is None:
                 progress(Loading(done, self.total, time.monotonic() - began))
                 last = done
@@ -297,9 +391,15 @@ def _nothing() -> None:
     pass
 
 
+def _allocate(job: Job) -> None:
+    assert job.allocate is not None
+    with torch.inference_mode():
+        job.allocate()
+
+
 def _direct(part: Transfer) -> bool:
     """Whether the target has the very bytes that are read."""
-    source, target = part.source, part.target
+    source, target = part.source, part.whole  # rows of which lie as all do
     return (
         target.dtype == part.stored.dtype
         and target.is_contiguous()
@@ -313,7 +413,10 @@ class _CpuReader:
     def __init__(self, descriptors: dict[Path, int]) -> None:
         self._descriptors = descriptors
 
-    def run(self, parts: Sequence[Transfer]) -> int:
+    def allocate(self, job: Job) -> None:
+        _allocate(job)
+
+    def run(self, parts: Sequence[Transfer], late: Job | None) -> int:
         return sum(map(self._run, parts))
 
     def _run(self, part: Transfer) -> int:
@@ -354,12 +457,19 @@ class _CudaReader:
         self._descriptors = descriptors
         self._device = device
         torch.cuda.set_device(device)
-        self._stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
 
-    def run(self, parts: Sequence[Transfer]) -> int:
+    def allocate(self, job: Job) -> None:
+        """On the stream that packs: what it packed before may still be read there."""
+        with torch.cuda.stream(torch.cuda.default_stream(self._device)):
+            _allocate(job)
+            job.allocated = torch.cuda.Event()
+            job.allocated.record()
+
+    def run(self, parts: Sequence[Transfer], late: Job | None) -> int:
         self._turn ^= 1
         event = self._events[self._turn]
         event.synchronize()
@@ -367,10 +477,12 @@ class _CudaReader:
         begin, end = ranges[0][0], sum(ranges[-1])
         raw = self._buffers[self._turn][: end - begin]
         _read(self._descriptors[parts[0].stored.file], raw, begin, parts)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
+            if late is not None and late.allocated is not None:
+                self.stream.wait_event(late.allocated)
             for part, (offset, length) in zip(parts, ranges, strict=True):
                 self._copy(part, raw[offset - begin :][:length])
-            event.record(self._stream)
+            event.record(self.stream)
         return sum(length for _, length in ranges)
 
     def _copy(self, part: Transfer, raw: Tensor) -> None:

@@ -76,6 +76,7 @@ def runner() -> ModelRunner:
     model = build_model(CONFIG, torch.float32, CPU, kernels)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():  # large, so that a wrong attention shows in the logits
+        parameter.allocate()
         parameter.tensor.normal_(0.0 if parameter.std else 1.0, 0.3, generator=generator)
     model.finish()
     return ModelRunner(

@@ -20,7 +20,7 @@ from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.packed import BLOCK, Format, PackedWeight
 
-_STEP = 4096  # rows that are rounded at once
+_STEP = 16 << 20  # numbers that are rounded at once, each in a few float32 numbers
 _GROUP = 128  # of 4-bit weights, where it divides a row
 
 
@@ -138,5 +138,5 @@ class RoundedCuda(PackedCuda):
 def _packed(form: Format, weight: Tensor, bias: Tensor | None) -> PackedWeight:
     rows, width = weight.shape
     packed = PackedWeight(form, rows, width, bias, weight.device)
-    steps = (weight[at : at + _STEP] for at in range(0, weight.shape[0], _STEP))
-    return packed.fill_all(rounded(form, each) for each in steps)
+    step = max(64, _STEP // width // 64 * 64)
+    return packed.fill_all(rounded(form, each) for each in weight.split(step))

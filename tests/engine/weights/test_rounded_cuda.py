@@ -113,6 +113,7 @@ def test_the_gate_of_an_mlp_may_wait(tmp_path: Path) -> None:
         )  # fmt: skip
         mlp, norm = Mlp(build), RMSNorm(kernels, torch.rand(64), 1e-5)
         for linear in mlp.linears:
+            linear.parameters[0].allocate()
             linear.state.weight.normal_(std=0.1)
             linear.finish()
         x = torch.randn(3, 64)

@@ -331,9 +331,11 @@ def test_a_layer_is_packed_while_others_are_read(
         unread.append(every - len(seen))
         finish(self)
 
-    def counted(self: stream._CpuReader, parts: list[stream.Transfer]) -> int:
+    def counted(
+        self: stream._CpuReader, parts: list[stream.Transfer], late: stream.Job | None
+    ) -> int:
         seen.extend(parts)
-        return read(self, parts)
+        return read(self, parts, late)
 
     monkeypatch.setattr(Linear, "finish", finished)
     monkeypatch.setattr(stream._CpuReader, "run", counted)
