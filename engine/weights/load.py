@@ -327,10 +327,9 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
         with torch.inference_mode(inference):
             unit.finish()
 
-    # On CUDA one, whose kernels come one after the other anyway.
-    threads = 1 if model.device.type == "cuda" else max(1, torch.get_num_threads())
+    cuda = model.device.type == "cuda"
     size = 0  # of the unit that is being filled
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         for parameter in model.parameters():
             unit = units.pop(id(parameter.tensor))
             if unit.late and unit.parameters[0].tensor is parameter.tensor:
@@ -342,7 +341,10 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
             parameter.settle()
             if unit.parameters[-1].tensor is parameter.tensor:
                 unit.parameters.clear()  # else what is packed is there twice
-                packing.append((size if unit.late else 0, pool.submit(pack, unit)))
+                if not cuda:
+                    packing.append((size if unit.late else 0, pool.submit(pack, unit)))
+                elif unit.late:  # on this thread, whose device it is; others wait for `finish`
+                    pack(unit)
             del parameter, unit
         for _, packed in packing:
             packed.result()
