@@ -43,6 +43,7 @@ MADE_BY = {
     "loading": "`python -m bench.loading`: reading weights against copying as many bytes",
     "long-context": "`python -m bench.long_context`: one long request at a time",
     "memory-load": "`python -m bench.memory_load`: more requests than memory, for minutes",
+    "parallel": "`python -m bench.parallel`: ranks of a core each against one rank of all",
     "parity": "`python -m tests.parity.table`: each architecture's logits against transformers'",
     "sampling-speed": "`python -m bench.sampling_speed`: sampling of each kind beside greedy",
     "scale-out": "`python -m bench.scale_out`: replicas against so many times one of them",
