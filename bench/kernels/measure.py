@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Calls = Sequence[Callable[[], object]]
 BYTES, OPERATIONS = "TB/s", "TFLOP/s"  # what a kernel's work is counted in
@@ -70,6 +71,11 @@ def _events_ms(call: Callable[[], object], repeats: int) -> list[float]:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))
     return times
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """How far a result is from another, as a share of that one's norm."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def copy_bandwidth() -> float:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bench.kernels.measure import KernelWork, copies_for, time_us
+from bench.kernels.measure import KernelWork, apart, copies_for, time_us
 from bench.kernels.mixers import DECODES, RANK, ROPE, cuda, delta, mixer_cases
 from bench.kernels.sizes import LLAMA, meta_of
 from kernels.attention.decode_plan import DecodeLaunch
@@ -334,7 +334,7 @@ def timed(variant: Variant, wanted: Any) -> tuple[float, str, Any]:
     found, us = run(variant, lambda work: (first(work), time_us(work.calls, 10)))
     if wanted is None or found is None:
         return us, "", found
-    error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    error = apart(found, wanted)
     return us, f"{'WRONG: ' if not error < 0.02 else ''}differs by {error:.1e}", found
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels.cases import LINEARS, cuda, form_of, random_weight
-from bench.kernels.measure import copies_for, copy_bandwidth, time_us
+from bench.kernels.measure import apart, copies_for, copy_bandwidth, time_us
 from bench.kernels.mixer_sweep import replaced
 from bench.kernels.sizes import LLAMA, Sizes
 from kernels import packed
@@ -333,7 +333,7 @@ def differs(found: Any, wanted: Any, most: float = 0.02) -> str:
     """A remark, of results that are not those of the launch as it is."""
     if wanted is None or found is None:
         return ""
-    error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    error = apart(found, wanted)
     return "" if error < most else f"  WRONG: differs by {error:.2g} of the result"
 
 

@@ -50,7 +50,7 @@ class Stack:
 
     @property
     def unit(self) -> Unit:
-        return Unit(self.parameters, self.finish, self.late)
+        return Unit([*self.parameters], self.finish, self.late)
 
     @property
     def num_bytes(self) -> int:

@@ -41,7 +41,7 @@ class Linear:
 
     @property
     def unit(self) -> Unit:
-        return Unit(self.parameters, self.finish, self.late)
+        return Unit([*self.parameters], self.finish, self.late)
 
     @property
     def num_bytes(self) -> int:

@@ -177,19 +177,16 @@ class ModelRunner:
         size = None
         if self.graphs is not None and (decodes_only or not self._wants_hidden(batch)):
             size = self.graphs.size_of(batch)
-        if self.graphs is not None and size is not None and self.link is not None:
-            return self._launch_recorded_stage(
-                self.link, self.graphs, batch, size, plan, sample_rows, entries
-            )
         if self.graphs is not None and size is not None:
+            if self.link is not None:
+                return self._launch_recorded_stage(
+                    self.link, self.graphs, batch, size, plan, sample_rows, entries
+                )
             self.graphs.forward(batch, size)
             if plan.simple:
                 return self._launch_choice(self.graphs, batch, size, plan, entries)
             hidden, rows, positions = self.graphs.samples(len(sample_rows), not decodes_only)
-            parts = self.by_parts(plan, batch.masked)
-            logits = self.model.logits(hidden, not parts)
-            samples = _Samples(logits, rows, positions, sample_rows, entries, plan, parts)
-            return self._sample_now_or_later(batch, samples, [], None)
+            return self._sample_hidden(batch, hidden, rows, positions, sample_rows, entries, plan)
         step = self.inputs.assemble(batch)
         if self.lora is not None:
             step.adapt(self.lora.step(batch))
@@ -210,19 +207,8 @@ class ModelRunner:
                 return pending
             if step.last is not None:
                 hidden = hidden.index_select(0, step.last)
-            parts = self.by_parts(plan, batch.masked)
-            logits = self.model.logits(hidden, not parts)
-            return choose(logits, parts, prompt_logprobs, pooled)
-
-        def choose(
-            logits: Tensor,
-            parts: bool = False,
-            prompt_logprobs: Sequence[tuple[int, HostLogprobs]] = (),
-            pooled: tuple[list[int], Tensor] | None = None,
-        ) -> DeviceResult:
-            rows, positions = step.sample_rows, step.sample_positions
-            samples = _Samples(logits, rows, positions, sample_rows, entries, plan, parts)
-            return self._sample_now_or_later(batch, samples, [*prompt_logprobs], pooled)
+            places = step.sample_rows, step.sample_positions, sample_rows, entries
+            return self._sample_hidden(batch, hidden, *places, plan, prompt_logprobs, pooled)
 
         if self.link is not None:
             return self._launch_stage(self.link, batch, step, conclude)
@@ -231,7 +217,9 @@ class ModelRunner:
             return conclude(self.forward(step))
         assert self.programs is not None
         if self.programs.gives_logits:
-            return choose(replayed)
+            rows, positions = step.sample_rows, step.sample_positions
+            samples = _Samples(replayed, rows, positions, sample_rows, entries, plan, False)
+            return self._sample_now_or_later(batch, samples, [], None)
         return conclude(self.model.leave(replayed))
 
     def _launch_choice(
@@ -263,8 +251,8 @@ class ModelRunner:
         step: DeviceStep,
         conclude: Callable[[Tensor], DeviceResult],
     ) -> "DeviceResult | StagedResult":
-        """This stage's layers, and what they give to the next. The first concludes the step when it
-        is waited for, so that other steps are launched meanwhile."""
+        """This stage's layers, and what they give to the next. The first concludes the step when
+        `StagedResult` is told to, so that other steps are launched meanwhile."""
         stage, count = self.model.stage, step.token_ids.shape[0]
         if stage.first:
             entered = self.model.enter(step.token_ids, step.metas[0].positions)
@@ -306,12 +294,28 @@ class ModelRunner:
             hidden = self.model.leave(link.receive(count))
             if not count:
                 return self._finish(batch.step, rows, None)
-            parts = self.by_parts(plan, batch.masked)
-            logits = self.model.logits(hidden, not parts)
-            samples = _Samples(logits, rows, positions, sample_rows, entries, plan, parts)
-            return self._sample_now_or_later(batch, samples, [], None)
+            return self._sample_hidden(batch, hidden, rows, positions, sample_rows, entries, plan)
 
         return StagedResult(conclude)
+
+    def _sample_hidden(
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        host_rows: list[int],
+        entries: list[int] | None,
+        plan: SamplePlan,
+        prompt_logprobs: "Sequence[tuple[int, HostLogprobs]]" = (),
+        pooled: tuple[list[int], Tensor] | None = None,
+    ) -> DeviceResult:
+        """What is sampled from these hidden states [n, hidden_size]. rows to plan: as of
+        _Samples."""
+        parts = self.by_parts(plan, batch.masked)
+        logits = self.model.logits(hidden, not parts)
+        samples = _Samples(logits, rows, positions, host_rows, entries, plan, parts)
+        return self._sample_now_or_later(batch, samples, [*prompt_logprobs], pooled)
 
     def _sample_now_or_later(
         self,

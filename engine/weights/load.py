@@ -10,7 +10,7 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -110,7 +110,7 @@ def each_parameter(
 
         return hand
 
-    units = [_Unit([each], handing(each), False) for each in model.parameters()]
+    units = [Unit([each], handing(each), False) for each in model.parameters()]
     for unit in units:
         unit.parameters[0].allocate()  # a page takes memory from where it is written to `give_back`
     run_jobs(_jobs(model, units, stored, folder), model.device, progress)
@@ -123,27 +123,15 @@ def check_headers(model: Loadable, folder: Path) -> None:
         _match([list(model.parameters())], _named(model, read_index(folder)), folder)
 
 
-class _Unit(NamedTuple):
-    """As parameter.Unit. The list is emptied before it is packed."""
-
-    parameters: list[Parameter]
-    finish: Callable[[], None]
-    late: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.tensor.nbytes for each in self.parameters)
-
-
-def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[_Unit]:
+def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[Unit]:
     """The model's, and one for each parameter that is in none, which has its memory. converted: the
     tensors of a folder that has the parameters themselves."""
-    units = [_Unit(list(each.parameters), each.finish, each.late) for each in model.units()]
+    units = [*model.units()]
     inside = {id(each.tensor) for unit in units for each in unit.parameters}
     for each in model.parameters():
         if id(each.tensor) not in inside:
             each.allocate()
-            units.append(_Unit([each], _nothing, False))
+            units.append(Unit([each], _nothing, False))
     if converted is not None:
         names = {id(each.tensor): name for name, each in named(model.parameters())}
         for unit in units:
@@ -154,12 +142,12 @@ def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[_
 
 
 def _jobs(
-    model: Loadable, units: list[_Unit], stored: dict[str, StoredTensor], folder: Path
+    model: Loadable, units: list[Unit], stored: dict[str, StoredTensor], folder: Path
 ) -> list[Job]:
     transfers = _match([unit.parameters for unit in units], stored, folder)
     freed = 0  # bytes since the last return; of several threads, about
 
-    def then(unit: _Unit) -> Callable[[], None]:
+    def then(unit: Unit) -> Callable[[], None]:
         def run() -> None:
             nonlocal freed
             if unit.late and model.device.type == "cuda":
@@ -178,7 +166,7 @@ def _jobs(
 
         return run
 
-    def allocate(unit: _Unit) -> Callable[[], None] | None:
+    def allocate(unit: Unit) -> Callable[[], None] | None:
         return partial(_allocate, unit.parameters) if unit.late else None
 
     return [
@@ -323,7 +311,7 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
     inference = torch.is_inference_mode_enabled()
     packing: deque[tuple[int, Future[None]]] = deque()
 
-    def pack(unit: _Unit) -> None:
+    def pack(unit: Unit) -> None:
         with torch.inference_mode(inference):
             unit.finish()
 

@@ -1,7 +1,7 @@
 """Parameter: one tensor of the model and the checkpoint tensors that fill it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,12 +151,16 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that are packed together.
+    """Parameters that are packed together, in a list that whoever packs them empties before.
 
     finish: packs them, once all are filled.
     late: they have no memory before they are allocated, and none after finish.
     """
 
-    parameters: Sequence[Parameter]
+    parameters: list[Parameter]
     finish: Callable[[], None]
     late: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.tensor.nbytes for each in self.parameters)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from engine import SamplingParams
 from engine.config.engine_config import EngineConfig
@@ -24,6 +25,9 @@ from tests.engine.text import small_tokenizers
 from tests.fakes import Output, collect
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 class Threads(Ranks):

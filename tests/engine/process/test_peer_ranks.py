@@ -26,6 +26,7 @@ from tests.engine.process.ranked import (
     serve,
     start,
     told,
+    two_gpus,
 )
 from tests.engine.text import small_tokenizers
 
@@ -43,9 +44,6 @@ os._exit(rank.main())
 
 class OnOneGpu(Ranks):
     PROGRAM = ("-c", ON_ONE_GPU)
-
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture
