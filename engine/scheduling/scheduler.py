@@ -1,7 +1,8 @@
 """Scheduler: what each request computes in the next step, and which row and blocks it has.
 
 Rows and blocks change hands in this file alone, which is why it is long. Code about a single step,
-such as reading its result, is in step.py. The order of waiting requests is in queue.py.
+such as reading its result, is in step.py. The order of waiting requests is in queue.py, in which
+pool one can start in placement.py.
 
 The timeline, one batch ahead (`EngineCore.step`); without it, `schedule` comes after `update`:
 
@@ -31,14 +32,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
 
 from engine.batch import Batch, PrefixCopy, StepResult
 from engine.errors import AdapterError
 from engine.lora.tiers.adapter import Adapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
-from engine.scheduling.admission import ADMISSION, BATCHING, Footprint, KVMemory, fits_now
+from engine.scheduling.admission import ADMISSION, BATCHING, Footprint, KVMemory
 from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup, next_turn
@@ -49,23 +49,13 @@ from engine.scheduling.pacing.chunking import (
     startable_tokens,
 )
 from engine.scheduling.pacing.step_target import StepTarget
+from engine.scheduling.placement import find_start
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
 from engine.scheduling.snapshots import Snapshots
 from engine.scheduling.step import DeferredRelease, LaunchedStep, SchedulerCounters, StepBuilder
 
 logger = logging.getLogger("manta.engine")
-
-
-class _Start(NamedTuple):
-    """kv_rank: whose pool it is. cached: the blocks of the request's prefix there, as its table.
-    num_resident: positions of these and of others whose states are not there. footprint: what it
-    takes of the memory."""
-
-    kv_rank: int
-    cached: list[int]
-    num_resident: int
-    footprint: Footprint
 
 
 class Scheduler:
@@ -421,7 +411,11 @@ class Scheduler:
         size, num_tokens = self.config.block_size, len(request.token_ids)
         caching = self.config.prefix_caching and request.pooled is None
         lookup = caching and request.prompt_logprobs is None
-        start = self._find_start(request, memories, lookup)
+        hashes: list[bytes] = []
+        if lookup:
+            # The last token is computed again even if it is cached: sampling needs its logits.
+            hashes = self.pools[0].hash_prefix(request, (num_tokens - 1) // size)
+        start = find_start(request, hashes, self.pools, memories, self.snapshots, self._fits)
         if start is None:
             return False
         request.kv_rank, cached, num_resident, footprint = start
@@ -466,41 +460,6 @@ class Scheduler:
             (request.row, index, block) for index, block in enumerate(request.blocks) if block >= 0
         )
         return True
-
-    def _find_start(
-        self, request: Request, memories: list[KVMemory], lookup: bool
-    ) -> _Start | None:
-        """Where a waiting request can start now. Of several pools it is the one with the fewest
-        blocks that its requests hold and that this one would have to compute there: a prefix is
-        found where it is cached, until its rank has more to do than another one by as much."""
-        size, num_tokens = self.config.block_size, len(request.token_ids)
-        hashes: list[bytes] = []
-        if lookup:
-            # The last token is computed again even if it is cached: sampling needs its logits.
-            hashes = self.pools[0].hash_prefix(request, (num_tokens - 1) // size)
-        found: list[tuple[int, _Start]] = []
-        for rank, (pool, memory) in enumerate(zip(self.pools, memories, strict=True)):
-            if self.snapshots is None:
-                cached, num_resident = pool.match_prefix(hashes), 0
-            else:
-                cached, num_resident = self.snapshots.match(
-                    hashes, pool.match_prefix, pool.num_groups
-                )
-            resident = [block for block in cached if block >= 0]
-            footprint = Footprint(
-                now=num_tokens,
-                final=max(num_tokens, request.limit - 1),
-                held=len(resident),
-                shared=len(resident) - pool.num_unused(resident),
-            )
-            if not fits_now(memory, footprint):
-                continue
-            # A request that runs alone fits, even if a policy rounds its size up beyond the memory.
-            if not self._fits(memory, footprint) and memory.num_running:
-                continue
-            taken = memory.num_blocks - memory.free + memory.promised - len(resident)
-            found.append((taken, _Start(rank, cached, num_resident, footprint)))
-        return min(found, key=lambda each: each[0])[1] if found else None
 
     def _copy_prefix(self, request: Request, builder: StepBuilder) -> None:
         """Give it blocks for prefix keys that are not cached. They are copied, not computed."""

@@ -300,18 +300,18 @@ def blocks_are_another_ranks(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def a_prefix_is_found_on_another_rank(patch: pytest.MonkeyPatch) -> None:
-    find = Scheduler._find_start
+    find = scheduler.find_start
 
-    def wrong(self: Scheduler, r: Request, memories: Any, lookup: bool) -> Any:
-        start = find(self, r, memories, lookup)
-        if start is None or not start.cached or len(self.pools) == 1:
+    def wrong(r: Request, hashes: Any, pools: Any, *others: Any) -> Any:
+        start = find(r, hashes, pools, *others)
+        if start is None or not start.cached or len(pools) == 1:
             return start
         for block in start.cached:  # taken for one of the other's
-            if self.pools[1 - start.kv_rank]._refs[block] == 0:
+            if pools[1 - start.kv_rank]._refs[block] == 0:
                 return start
         return start._replace(kv_rank=1 - start.kv_rank)
 
-    patch.setattr(Scheduler, "_find_start", wrong)
+    patch.setattr(scheduler, "find_start", wrong)
 
 
 @fault

@@ -1,0 +1,62 @@
+"""Placement: in which pool of blocks a waiting request can start now, and with which cached blocks.
+
+Nothing changes hands here: the scheduler does what `find_start` found.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.scheduling.admission import Fits, Footprint, KVMemory, fits_now
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.request import Request
+from engine.scheduling.snapshots import Snapshots
+
+
+class Start(NamedTuple):
+    """kv_rank: whose pool it is. cached: the blocks of the request's prefix there, as its table.
+    num_resident: positions of these and of others whose states are not there. footprint: what it
+    takes of the memory."""
+
+    kv_rank: int
+    cached: list[int]
+    num_resident: int
+    footprint: Footprint
+
+
+def find_start(
+    request: Request,
+    hashes: list[bytes],
+    pools: Sequence[BlockManager],
+    memories: Sequence[KVMemory],
+    snapshots: Snapshots | None,
+    fits: Fits,
+) -> Start | None:
+    """Where a waiting request can start now; None: nowhere.
+
+    Of several pools it is the one with the fewest blocks that its requests hold and that this one
+    would have to compute there: a prefix is found where it is cached, until its rank has more to do
+    than another one by as much. hashes: of the blocks of its prefix that may be shared. memories:
+    of each pool.
+    """
+    num_tokens = len(request.token_ids)
+    found: list[tuple[int, Start]] = []
+    for rank, (pool, memory) in enumerate(zip(pools, memories, strict=True)):
+        if snapshots is None:
+            cached, num_resident = pool.match_prefix(hashes), 0
+        else:
+            cached, num_resident = snapshots.match(hashes, pool.match_prefix, pool.num_groups)
+        resident = [block for block in cached if block >= 0]
+        footprint = Footprint(
+            now=num_tokens,
+            final=max(num_tokens, request.limit - 1),
+            held=len(resident),
+            shared=len(resident) - pool.num_unused(resident),
+        )
+        if not fits_now(memory, footprint):
+            continue
+        # A request that runs alone fits, even if a policy rounds its size up beyond the memory.
+        if not fits(memory, footprint) and memory.num_running:
+            continue
+        taken = memory.num_blocks - memory.free + memory.promised - len(resident)
+        found.append((taken, Start(rank, cached, num_resident, footprint)))
+    return min(found, key=lambda each: each[0])[1] if found else None
