@@ -40,9 +40,9 @@ def products(
         measured = ""
         if both == "e4m3":
             measured = "fp8-block" if blocks else "fp8"
-        if scheme.kind in _INTEGERS and scheme.bits == 4:
+        if scheme.kind in _INTEGERS and scheme.bits == 4 and not scheme.ordered:
             measured = "int4"
-        kept = not scheme.ordered and (cuda or scheme.kind not in ("fp8", "nf4"))
+        kept = cuda or scheme.kind not in ("fp8", "nf4")
         first = (2 if packed.BLOCK_PRODUCTS else 257) if blocks else 32
         yield _line(scheme.name, both, measured, capability, cuda, kept, first)
 

@@ -33,6 +33,8 @@ class Layout(ABC):
     scale_name: str  # of the tensor that errors of scales name
     zero_scales = False  # whether files have groups that are all zeros, and a scale of 0
     expands = False  # no kernel could read it: the matrix is kept in 16 bits
+    ordered = False  # inputs of a group need not be neighbours: see grouped_order
+    order: Tensor | None = None  # [in] of the matrix, as decode gives them; None: as they are there
 
     def __init__(self, part: Part) -> None:
         begin, end = part.columns
@@ -68,6 +70,11 @@ class Layout(ABC):
     @abstractmethod
     def decode(self, begin: int, end: int) -> Decoded:
         """Of these rows."""
+
+    def grouped_order(self) -> Tensor | None:
+        """int32 [in]: the matrix's inputs so that those of a group are neighbours; None: there is
+        no such order, as groups differ in size. Only where `ordered`, once it is filled."""
+        raise NotImplementedError
 
     def decoded(self, step: int) -> Iterator[Decoded]:
         """All rows, so many at a time. Raises TensorError for a scale that is not finite, or zero
@@ -191,7 +198,9 @@ class IntegerLayout(Layout):
 
     def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
         super().__init__(part)
-        self._scheme, self.expands = scheme, scheme.ordered
+        self._scheme, self.ordered = scheme, scheme.ordered
+        # A rank's inputs are of any groups.
+        self.expands = scheme.ordered and part.columns != (0, part.in_features)
         name, out, width = part.name, part.out_features, part.in_features
         bits = scheme.bits
         assert bits in (4, 8)
@@ -263,14 +272,23 @@ class IntegerLayout(Layout):
 
     def decode(self, begin: int, end: int) -> Decoded:
         codes, scale, zeros = self._fields_of(begin, end)
+        if self.order is not None:
+            codes = codes.index_select(1, self.order)
         if self.form.bits == 4:
             codes = paired(codes)
-        if "order" in self.parameters:
+        if self.ordered and self.order is None:
             groups = self._groups(scale.shape[1])
             scale = scale.index_select(1, groups)
             zeros = zeros.index_select(1, groups) if zeros.numel() else zeros
         offset = None if self.form.offset == "none" else -zeros.float().contiguous()
         return codes.contiguous(), scale.contiguous(), offset
+
+    def grouped_order(self) -> Tensor | None:
+        groups, group = self.parameters["order"].tensor, self.form.group
+        order = groups.argsort(stable=True)
+        inputs = torch.arange(self.width, device=groups.device)
+        alike = torch.equal(groups[order].long(), inputs.div(group, rounding_mode="floor"))
+        return order.int() if alike else None
 
     def _groups(self, count: int) -> Tensor:
         """The group of each input; then a scale is an input's."""

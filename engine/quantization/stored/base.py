@@ -67,10 +67,20 @@ class LinearPiece:
     spec: LinearSpec
     layouts: list[Layout]
     state: Any = None  # dense: its method's; else what Stored.pack made, once finished
+    # int32 [in] of the layer's inputs, as state has them; None: as they are
+    order: Tensor | None = None
 
     @property
     def form(self) -> Format:
         return self.layouts[0].form
+
+    @property
+    def ordered(self) -> bool:
+        return any(layout.ordered for layout in self.layouts)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """x [n, in] of the layer as state has it."""
+        return x if self.order is None else x.index_select(1, self.order)
 
 
 @dataclass(slots=True)
@@ -120,6 +130,12 @@ class Stored(LinearMethod):
 
     # ---- Loading
 
+    @staticmethod
+    def whole(state: StoredState) -> bool:
+        """One piece is the layer, and takes inputs as they come: what rides along with its product
+        rides along with the layer's."""
+        return len(state.pieces) == 1 and state.pieces[0].order is None
+
     def create(self, spec: LinearSpec) -> tuple[Any, Sequence[Parameter]]:
         pieces = self._pieces(spec)
         parameters: list[Parameter] = []
@@ -166,6 +182,11 @@ class Stored(LinearMethod):
         return found
 
     def finish(self, state: StoredState) -> StoredState:
+        state.pieces = [
+            each
+            for piece in state.pieces
+            for each in (_grouped(piece) if self.packs(piece) and piece.ordered else [piece])
+        ]
         biases: Sequence[Tensor | None] = [None] * len(state.pieces)
         if state.bias is not None:
             biases = state.bias.split([piece.spec.out_features for piece in state.pieces])
@@ -215,7 +236,8 @@ class Stored(LinearMethod):
         for piece in self._pieces(replace(spec, device=torch.device("meta"))):
             shape = (piece.spec.out_features, piece.spec.in_features)
             if self.packs(piece):
-                total += self.bytes_of(piece.form, *shape, spec.bias)
+                order = 4 * spec.in_features * piece.ordered  # of all parts, as files have it
+                total += self.bytes_of(piece.form, *shape, spec.bias) + order
                 continue
             kept = replace(piece.spec, bias=spec.bias)
             packed = self._dense.packed_bytes(kept)
@@ -284,17 +306,17 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
-        """x [n, in] -> [n, out] of this piece."""
+        """x [n, in], as the piece's state has them -> [n, out] of this piece."""
 
     def apply(self, state: StoredState, x: Tensor) -> Tensor:
         pieces = state.pieces
         if len(pieces) == 1:
-            return self.apply_piece(pieces[0], x)
+            return self.apply_piece(pieces[0], pieces[0].inputs(x))
         out = x.new_empty(x.shape[0], sum(piece.spec.out_features for piece in pieces))
         column = 0
         for piece in pieces:
             size = piece.spec.out_features
-            out[:, column : column + size] = self.apply_piece(piece, x)
+            out[:, column : column + size] = self.apply_piece(piece, piece.inputs(x))
             column += size
         return out
 
@@ -350,6 +372,33 @@ class _StoredEmbedding(EmbeddingTable):
         if piece.state is not None and self._head != (0, self._spec.out_features):
             piece = replace(piece, state=piece.state.some(*self._head))
         return self._method, StoredState([piece])
+
+
+def _grouped(piece: LinearPiece) -> list[LinearPiece]:
+    """The piece, filled, with inputs of a group beside each other: as several ones where its parts
+    need another order each. A part of which no order makes groups is to be expanded."""
+    if not all(layout.ordered for layout in piece.layouts):
+        for layout in piece.layouts:
+            layout.expands |= layout.ordered
+        return [piece]
+    found: list[LinearPiece] = []
+    for part, layout in zip(piece.spec.parts, piece.layouts, strict=True):
+        order = layout.order = layout.grouped_order()
+        if order is None:
+            layout.expands = True
+        elif torch.equal(order, torch.arange(len(order), dtype=torch.int32, device=order.device)):
+            order = None
+        before = found[-1] if found else None
+        if before and before.layouts[0].expands == layout.expands and _same(before.order, order):
+            before.spec = replace(before.spec, parts=(*before.spec.parts, part))
+            before.layouts.append(layout)
+        else:
+            found.append(LinearPiece(replace(piece.spec, parts=(part,)), [layout], order=order))
+    return found
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _values(layouts: list[Layout]) -> Iterator[Tensor]:

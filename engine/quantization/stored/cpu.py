@@ -68,15 +68,15 @@ class StoredCpu(Stored):
     def apply(self, state: StoredState, x: Tensor) -> Tensor:
         pieces = state.pieces
         if len(pieces) == 1:
-            return self.apply_piece(pieces[0], x)
+            return self.apply_piece(pieces[0], pieces[0].inputs(x))
         out = x.new_empty(x.shape[0], sum(piece.spec.out_features for piece in pieces))
         column = 0
         for piece in pieces:
             size = piece.spec.out_features
             if isinstance(piece.state, PackedBlocks):
-                piece.state.into(x, out, column)
+                piece.state.into(piece.inputs(x), out, column)
             else:
-                out[:, column : column + size] = self.apply_piece(piece, x)
+                out[:, column : column + size] = self.apply_piece(piece, piece.inputs(x))
             column += size
         return out
 
@@ -87,7 +87,7 @@ class StoredCpu(Stored):
 
     def apply_norm(self, state: StoredState, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         packed = state.pieces[0].state
-        if len(state.pieces) == 1:
+        if self.whole(state):
             if isinstance(packed, PackedBlocks):
                 return packed.after_norm(x, norm, eps)
             return self._dense.apply_norm(packed, x, norm, eps)
@@ -97,7 +97,7 @@ class StoredCpu(Stored):
         self, state: StoredState, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
         packed = state.pieces[0].state
-        if len(state.pieces) == 1 and gate in GATES:
+        if self.whole(state) and gate in GATES:
             if isinstance(packed, PackedBlocks):
                 return packed.gated_after_norm(x, norm, eps, gate)
             return self._dense.apply_norm_gated(packed, x, norm, eps, gate)
@@ -105,7 +105,7 @@ class StoredCpu(Stored):
 
     def apply_add(self, state: StoredState, x: Tensor, residual: Tensor) -> Tensor:
         packed = state.pieces[0].state
-        if len(state.pieces) == 1:
+        if self.whole(state):
             if isinstance(packed, PackedBlocks):
                 return packed.add(x, residual)
             return self._dense.apply_add(packed, x, residual)

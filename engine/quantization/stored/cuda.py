@@ -61,8 +61,11 @@ class StoredCuda(Stored):
         return _Loading(spec, first, second, *found), (*parameters, *filled, *more)
 
     def _packs_all(self, *pieces: list[LinearPiece]) -> bool:
-        """Else all are expanded: there is a product for experts of one format."""
-        return all(len(each) == 1 and self.packs(each[0]) for each in pieces)
+        """Else all are expanded: there is a product for experts of one format, which take inputs
+        as they come."""
+        return all(
+            len(each) == 1 and self.packs(each[0]) and not each[0].ordered for each in pieces
+        )
 
     def stored_experts_bytes(self, spec: ExpertsSpec) -> int:
         layers = stored_experts.all_experts(replace(spec, device=torch.device("meta")))
@@ -94,29 +97,29 @@ class StoredCuda(Stored):
         return self._dense.apply(piece.state, x)
 
     def apply_norm(self, state: StoredState, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        if len(state.pieces) == 1:
+        if self.whole(state):
             return self._dense.apply_norm(state.pieces[0].state, x, norm, eps)
         return super().apply_norm(state, x, norm, eps)
 
     def apply_norm_gated(
         self, state: StoredState, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
-        if len(state.pieces) == 1:
+        if self.whole(state):
             return self._dense.apply_norm_gated(state.pieces[0].state, x, norm, eps, gate)
         return super().apply_norm_gated(state, x, norm, eps, gate)
 
     def apply_add(self, state: StoredState, x: Tensor, residual: Tensor) -> Tensor:
-        if len(state.pieces) == 1:
+        if self.whole(state):
             return self._dense.apply_add(state.pieces[0].state, x, residual)
         return super().apply_add(state, x, residual)
 
     def takes_gate(self, state: StoredState, x: Tensor) -> bool:
-        return len(state.pieces) == 1 and self._dense.takes_gate(state.pieces[0].state, x)
+        return self.whole(state) and self._dense.takes_gate(state.pieces[0].state, x)
 
     def apply_inner(
         self, state: StoredState, both: Tensor, gate: str, residual: Tensor | None
     ) -> Tensor:
-        if len(state.pieces) == 1:
+        if self.whole(state):
             return self._dense.apply_inner(state.pieces[0].state, both, gate, residual)
         return super().apply_inner(state, both, gate, residual)
 

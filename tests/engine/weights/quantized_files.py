@@ -231,6 +231,12 @@ def _nf4(
     return tensors, weight
 
 
+def one_order(width: int, generator: Any) -> Tensor:
+    """In place of torch.randperm: the same for all matrices of a width, as files have it for those
+    that read the same inputs."""
+    return torch.randint(1 << 30, (width,), generator=torch.Generator()).argsort()
+
+
 def _ordered(
     scheme: Scheme, out: int, width: int, generator: torch.Generator, powers: bool
 ) -> tuple[dict[str, Tensor], Tensor]:

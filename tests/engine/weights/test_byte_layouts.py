@@ -35,7 +35,13 @@ from kernels.cpu.blocks import PackedBlocks
 from kernels.dispatch import kernels_for
 from kernels.packed import PackedWeight, unpacked
 from tests.engine.test_memory import held
-from tests.engine.weights.quantized_files import FILES, POWERS, compressed, matrix
+from tests.engine.weights.quantized_files import (
+    FILES,
+    POWERS,
+    compressed,
+    matrix,
+    one_order,
+)
 from tests.engine.weights.test_stored_weights import build_on, logits, stored_config
 from tests.kernels.test_blocks import bound
 from tests.kernels.test_generated import able
@@ -362,12 +368,13 @@ def test_a_model(name: str, runs_on: str, tmp_path: Path, caplog: pytest.LogCapt
     """Tensors beside the weights that are taken for unexpected ones, a head looked for in bytes,
     sums of memory that do not know the format, made-up weights that are not finite."""
     config, exact = folder_of(tmp_path, name)
+    kept = scheme(name)
     made_up = build_on(runs_on, config)
     load_weights(made_up, None)
     assert logits(made_up).isfinite().all()
     model = build_on(runs_on, config)
     load_weights(model, tmp_path)
-    packed = 0
+    packed = orders = 0
     for linear in model.linears():
         want = torch.cat([exact[part.name] for part in linear.spec.parts])
         x = torch.randn(3, want.shape[1])
@@ -376,13 +383,46 @@ def test_a_model(name: str, runs_on: str, tmp_path: Path, caplog: pytest.LogCapt
         assert (off <= bound(x, want.double()) + rounded).all()
         pieces = getattr(linear.state, "pieces", ())
         packed += sum(isinstance(each.state, PackedBlocks | PackedWeight) for each in pieces)
-    kept = scheme(name)
+        if kept.ordered:  # parts with an order each are counted as if they had one
+            orders += held(linear.state) - linear.num_bytes
     if runs_on == "cuda" or able():
-        expanded = kept.ordered or (runs_on == "cpu" and kept.kind in ("fp8", "nf4"))
+        expanded = runs_on == "cpu" and kept.kind in ("fp8", "nf4")
         assert bool(packed) != expanded
         assert ("are expanded to" in caplog.text) == expanded
     assert logits(model).isfinite().all()
-    assert model.num_bytes == held(model)
+    assert model.num_bytes + orders == held(model)
+
+
+@pytest.mark.parametrize("runs_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("orders", ["alike", "unequal groups"])
+def test_inputs_in_another_order(
+    orders: str,
+    runs_on: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Parts of a layer with the same order that are multiplied apart; a group that has more inputs
+    than another one cut as if they were equal."""
+
+    def unequal(width: int, generator: Any) -> Tensor:
+        return torch.arange(width) // 2
+
+    monkeypatch.setattr(torch, "randperm", one_order if orders == "alike" else unequal)
+    config, exact = folder_of(tmp_path, "gptq-ordered")
+    model = build_on(runs_on, config)
+    load_weights(model, tmp_path)
+    alike = orders == "alike" and (runs_on == "cuda" or able())
+    assert ("are expanded to" in caplog.text) != alike
+    for linear in model.linears():
+        want = torch.cat([exact[part.name] for part in linear.spec.parts])
+        x = torch.randn(3, want.shape[1])
+        off = (linear.forward(x) - x.double() @ want.double().T).abs()
+        rounded = x.double().abs() @ want.double().abs().T / 128  # to bfloat16, where expanded
+        assert (off <= bound(x, want.double()) + rounded).all()
+        if pieces := getattr(linear.state, "pieces", ()):
+            assert len(pieces) == 1 and (pieces[0].order is not None) == alike
+    assert model.num_bytes == held(model) or not alike
 
 
 def test_an_error_names_the_file(tmp_path: Path) -> None:
