@@ -248,7 +248,7 @@ class IntegerLayout(Layout):
             key = "weight_g_idx" if scheme.kind == "packed" else "g_idx"
             tensor = torch.empty(self.width, dtype=torch.int32, device=device)
             source = Source(f"{name}.{key}", (width,), part.columns)
-            fill = partial(_fill_order, group, part.columns[0])
+            fill = partial(_fill_order, width // group, part.columns[0])
             self.parameters["order"] = Parameter(f"{name}.{key}", tensor, (source,), fill=fill)
         for key, (first, second) in shapes.items():
             scale = key in ("scales", "weight_scale")
@@ -335,7 +335,6 @@ def _fill_words(bits: int, field: int, tensor: Tensor, generator: torch.Generato
     tensor.fill_(word - (1 << 32) if word >> 31 else word)
 
 
-def _fill_order(group: int, first: int, tensor: Tensor, generator: torch.Generator) -> None:
-    """The group of each input, from the first one on."""
-    inputs = torch.arange(first, first + len(tensor), device=tensor.device)
-    tensor.copy_(inputs.div(group, rounding_mode="floor"))
+def _fill_order(groups: int, first: int, tensor: Tensor, generator: torch.Generator) -> None:
+    """Inputs, from the first one on, are of one group after the other."""
+    tensor.copy_(torch.arange(first, first + len(tensor), device=tensor.device) % groups)

@@ -172,6 +172,7 @@ MODEL = {
     "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+ORDERED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": False}
 W8A8 = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -186,6 +187,7 @@ W8A8 = {
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"engine": {"quantization": name}} for name in NAMES},
     "awq": {"model": {"quantization_config": AWQ}},
+    "gptq-ordered": {"model": {"quantization_config": ORDERED}},
     "w8a8-file": {"model": {"quantization_config": W8A8}},
     "w8a8-deterministic": {"engine": {"quantization": "w8a8", "deterministic": True}},
     "int4-deterministic": {"engine": {"quantization": "int4", "deterministic": True}},
