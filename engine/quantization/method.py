@@ -112,11 +112,6 @@ class ExpertsSpec:
         return LinearSpec(self.name, (part,), bias, self.dtype, self.device)
 
 
-# Whether matrices that CUDA packs have their 16-bit memory only while they are filled, as on the
-# CPU. Off until a GPU has run it: streams that read have to wait for those that pack.
-LATE_ON_CUDA = False
-
-
 class LinearMethod(ABC):
     """Subclasses say how weights are kept and applied; what can be fused with that, they
     override."""
@@ -315,9 +310,6 @@ class Dense(LinearMethod):
 
 class DenseCuda(Dense):
     """Norm, gate and residual ride along with the product."""
-
-    def replaces(self, packed_bytes: int | None) -> bool:
-        return LATE_ON_CUDA and super().replaces(packed_bytes)
 
     def tune(self, states: Sequence[DenseState], sizes: Sequence[int], add: bool) -> None:
         self.kernels.tune_linear([state.weight for state in states], sizes, add)

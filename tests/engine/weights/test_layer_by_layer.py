@@ -18,7 +18,6 @@ from engine.layers.experts import Stack
 from engine.layers.linear import Linear
 from engine.models.decoder import Decoder
 from engine.models.registry import build_model
-from engine.quantization import method
 from engine.weights import load_weights, stream
 from engine.weights.parameter import Parameter, Source
 from engine.weights.stored import StoredTensor
@@ -34,11 +33,6 @@ MIXTURE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-
-
-@pytest.fixture(autouse=True)
-def late_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(method, "LATE_ON_CUDA", True)
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3_moe"])
