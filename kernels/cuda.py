@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn.functional import silu as activated
 
 from kernels import activation, lora, norm
-from kernels import packed as formats
 from kernels.attention.decode_plan import plan
 from kernels.attention.latent.decode import latent_decode, plan_latent
 from kernels.attention.latent.expanded import latent_expanded, worth_expanding
@@ -147,24 +146,23 @@ class Cuda(Kernels):
         residual: Tensor | None = None,
         x_gate: str | None = None,
     ) -> Tensor:
-        """One token: all in one kernel; but 4-bit integers and whole numbers of 8 bits, and few
-        tokens of these and of 8-bit floats, by `packed_few` where it has the format. Up to
-        PACKED_ROWS: from the codes. More: the weight is expanded for a product of the library,
-        which costs less than decoding it for each tile. From ROUNDED_ROWS on, or above PACKED_ROWS
-        where weights have scales of blocks, rows in 8 bits are multiplied by the codes themselves
-        where the format has such activations, and what makes them takes the norm or the gate
-        before along.
+        """One token: all in one kernel; but 4-bit integers with offsets and whole numbers of 8
+        bits, and few tokens of all integers and of 8-bit floats, by `packed_few` where it has the
+        format. Up to PACKED_ROWS: from the codes. More: the weight is expanded for a product of
+        the library, which costs less than decoding it for each tile.
 
-        With `kernels.packed.GEMV4` 4-bit integers have all in one kernel for one token too. With
-        BLOCK_PRODUCTS weights with scales of blocks have it as well, and their rows have 8 bits
-        from two on: above PACKED_ROWS in torch's product, where it has their sizes."""
+        Where the format has such activations, rows in 8 bits are multiplied by the codes
+        themselves, from ROUNDED_ROWS on or, where weights have scales of blocks, from two on; what
+        makes them takes the norm or the gate before along."""
         to = self._rounded_to(x, weight)
         if to is not None:
             count = x.shape[0]
             rows = round_rows(x, norm, eps, to, x_gate, fp8.group_of(weight))
             if to == torch.int8:
                 y = int8.int8_linear(*rows, weight, x.dtype, residual)
-            elif by_blocks(x, weight) and not (count > PACKED_ROWS and fp8.scales_fit(x, weight)):
+            elif blocks.fits(x, weight) and not (
+                fp8.pays(count, weight) and fp8.scales_fit(x, weight)
+            ):
                 y = blocks.block_linear(*rows, weight, count, x.dtype, residual)
             else:
                 y = fp8.scaled(*rows, weight, x.dtype)[:count]
@@ -174,10 +172,11 @@ class Cuda(Kernels):
         if x_gate is not None:
             x = self.GATES[x_gate](x)
         if gate is None or gate in GATES:
-            known = weight.form.rows == 1 or formats.BLOCK_PRODUCTS
-            if known and gemv8_fits(x, weight, norm):
+            if gemv8_fits(x, weight, norm):
                 return gemv8(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
-            if formats.GEMV4 and gemv4_fits(x, weight, norm):
+            # Offsets cost it as much more as it saves beside `packed_few`.
+            alone = weight.offset is None or not few_fits(x, weight)
+            if alone and gemv4_fits(x, weight, norm):
                 return gemv4(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)
         if few_fits(x, weight):
             if norm is not None:
@@ -205,9 +204,9 @@ class Cuda(Kernels):
 
     def _rounded_to(self, x: Tensor, weight: PackedWeight) -> torch.dtype | None:
         """What x's rows become for their product; None: they stay as they are."""
-        if by_blocks(x, weight):
+        if blocks.fits(x, weight):
             return E4M3 if x.shape[0] > 1 else None
-        if x.shape[0] < (ROUNDED_ROWS if weight.form.rows == 1 else PACKED_ROWS + 1):
+        if x.shape[0] < ROUNDED_ROWS:
             return None
         if fp8.scales_fit(x, weight):
             return E4M3
@@ -443,11 +442,6 @@ class Cuda(Kernels):
         if gate not in GATES:
             return super().lora_gated(gate_up, x, layer, step, gate)
         return lora.lora_gated(gate_up, x, layer, step, gate)
-
-
-def by_blocks(x: Tensor, weight: PackedWeight) -> bool:
-    """Whether `blocks.block_linear` multiplies several rows of x."""
-    return formats.BLOCK_PRODUCTS and blocks.fits(x, weight)
 
 
 def _count(meta: AttentionMeta) -> None:

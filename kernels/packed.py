@@ -24,11 +24,6 @@ FLOAT8 = (8, 9)
 INT8_PRODUCTS = (8, 0)
 FLOAT8_PRODUCTS = 9  # the first number
 
-# Kernels of CUDA that no GPU has run yet: off until `python -m bench.kernels.packed_sweep` says
-# that they give the right numbers and take less time.
-BLOCK_PRODUCTS = False  # e4m3 with a scale for a block: both sides in 8 bits from two tokens on
-GEMV4 = False  # one token and 4-bit integers: one kernel with norm, gate and residual in it
-
 _SQUARE = 128  # outputs and inputs of a block with a scale that products of e4m3 know
 
 Code = Literal["int", "e4m3"]

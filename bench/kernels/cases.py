@@ -13,7 +13,6 @@ from bench.kernels import lora as bench_lora
 from bench.kernels.measure import OPERATIONS, Calls, KernelWork, copies_for
 from bench.kernels.mixers import mixer_cases
 from bench.kernels.sizes import LLAMA, Sizes, meta_of
-from kernels import packed as formats
 from kernels.batch import apply_updates, assemble
 from kernels.dispatch import kernels_for
 from kernels.gemm.deterministic import linear_fixed
@@ -206,9 +205,9 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
     # Without a device nothing says that it fits, and what a device does shall be tried here too.
     other = to in ("mxfp4", "fp8-block")
     product = packed_few if rows <= FEW and not other else cuda.packed_linear
-    if rows == 1 and form.code == "e4m3" and (to == "fp8" or formats.BLOCK_PRODUCTS):
+    if rows == 1 and form.code == "e4m3":
         product = gemv8
-    elif rows == 1 and to == "int4" and formats.GEMV4:
+    elif rows == 1 and to == "int4":
         product = gemv4
     ours = [partial(product, x, weight) for weight in weights]
     library = [partial(torch.nn.functional.linear, x, weight) for weight in dense]

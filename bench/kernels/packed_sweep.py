@@ -1,12 +1,12 @@
-"""Products with weights of 4 and 8 bits at llama-8b's shapes, on one GPU: ways that are off beside
-those that run, and other launches of both; what the switches and tables should say there.
+"""Products with weights of 4 and 8 bits at llama-8b's shapes, on one GPU: launches that the tables
+of their kernels might name, and other ways to the same numbers; what the tables should say there.
 
     python -m bench.kernels.packed_sweep
     python -m bench.kernels.packed_sweep --only "fp8-block, 8 tokens" --seconds 90
 
 Launches are made first, in several processes, which compiles them. Then each is timed, in graphs
-over so many weights that the cache keeps none, and its result is held against that of the kernels
-that run today. The last lines say what to set. Switches come before tables, should the time be up.
+over so many weights that the cache keeps none, and its result is held against that of the other
+way. The last lines say what to set, and what a layer takes as an engine has it.
 """
 
 import argparse
@@ -25,9 +25,8 @@ from torch import Tensor
 
 from bench.kernels.cases import LINEARS, cuda, form_of, random_weight
 from bench.kernels.measure import apart, copies_for, copy_bandwidth, time_us
-from bench.kernels.mixer_sweep import replaced
 from bench.kernels.sizes import LLAMA, Sizes
-from kernels import packed
+from kernels.gemm import cublaslt
 from kernels.gemm.packed import blocks, dot, fp8, gemv4, gemv8
 from kernels.gemm.packed.dot import packed_dot
 from kernels.gemm.packed.gemv import packed_gemv
@@ -39,13 +38,14 @@ SHAPES = {name: LINEARS[f"8b {name}"][0] for name in ("qkv", "o", "gate_up", "do
 SECONDS, COMPILING, PROCESSES = 155, 0.45, 12
 EPS, GATE = 1e-5, "silu"
 PAYS = 0.97  # of today's time: less is more than what two visits differ by
-AGAINST = "before the switch"  # a launch of the kernels that others' results are held against
-# A module's switch, and the cases that it changes: a format's name and numbers of tokens.
-SWITCHES: list[tuple[Any, str, dict[str, tuple[int, ...]]]] = [
-    (packed, "BLOCK_PRODUCTS", {"fp8-block": (1, 2, 8, 32, 64, 128, 256)}),
-    (packed, "GEMV4", {"int4": (1,), "int4-add": (1,)}),
-    (dot, "TOKENS_FIRST", {"int4": (16, 64, 256), "int4-add": (256,), "int8-128": (64, 256)}),
-]
+AGAINST = "the other way"  # a launch of kernels that others' results are held against
+LAYER = "layer"  # not a table: a product with what an engine has around it
+LAYERS = {
+    "fp8-block": (1, 2, 8, 32, 64, 128, 256),
+    "int4": (1, 16, 64, 128, 256),
+    "int4-add": (1, 16, 64, 128, 256),
+    "int8-128": (1, 16, 64, 128, 256),
+}
 EIGHT = [
     (rows, words, warps)
     for rows, (words, warps) in product(
@@ -66,8 +66,8 @@ BLOCKS = {
     32: [*((64, 32, 4, stages) for stages in (3, 4, 6)), (128, 32, 4, 4), (128, 32, 8, 4)],
     64: [*((64, 64, 4, stages) for stages in (3, 4, 6)), (128, 64, 4, 4), (128, 64, 8, 4)],
     128: [
-        *((64, 128, 4, stages) for stages in (3, 4)),
-        *((128, 128, 8, 3), (128, 128, 8, 4), (128, 64, 8, 4), (128, 64, 4, 4), (64, 64, 4, 4)),
+        *((64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4)),
+        *((128, 64, 8, 4), (128, 64, 4, 4), (64, 64, 4, 3), (64, 64, 4, 4)),
     ],
     256: [
         *((128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 4, 3), (64, 128, 4, 4)),
@@ -81,15 +81,24 @@ LATE = {
         *((32, 16, 32, 2, 4), (128, 16, 32, 4, 4)),
     ],
     64: [(128, 64, 32, 4, 3), (128, 64, 32, 8, 3), (64, 64, 32, 4, 3), (64, 64, 32, 4, 4)],
+    128: [(128, 128, 32, 8, 3), (128, 64, 32, 4, 3), (64, 64, 32, 4, 3)],
     256: [(128, 128, 32, 8, 3), (128, 64, 32, 4, 3)],
 }
 EARLY = {
     16: [(64, 16, 32, 4, 3), (64, 16, 32, 4, 4)],
     64: [(64, 64, 32, 4, 3), (64, 64, 32, 4, 4), (128, 64, 32, 8, 3)],
+    128: [(64, 128, 32, 4, 3), (128, 128, 32, 8, 3), (64, 64, 32, 4, 3)],
     256: [
         *((128, 256, 32, 8, 3), (128, 256, 32, 8, 2), (64, 128, 32, 4, 3), (64, 128, 32, 4, 2)),
         *((128, 128, 32, 8, 3), (128, 128, 32, 8, 2)),
     ],
+}
+# The same with 8 bits.
+BYTES = {
+    16: [(64, 16, 128, 2, 3), (64, 16, 128, 2, 4), (64, 16, 128, 4, 4)],
+    64: [(64, 64, 128, 4, 3), (128, 64, 128, 8, 3), (128, 64, 128, 4, 3)],
+    128: [(128, 64, 128, 8, 3), (128, 128, 128, 8, 3), (64, 128, 128, 4, 3)],
+    256: [(128, 64, 128, 8, 3), (128, 128, 128, 8, 3), (128, 256, 128, 8, 2)],
 }
 
 
@@ -106,8 +115,8 @@ class Step(NamedTuple):
 
 
 class Try(NamedTuple):
-    """One launch. what: a switch, or the table whose launches are tried; launch: the switch's
-    value, None for a table as it is, AGAINST, or else (tile, shares of the columns, ...)."""
+    """One launch. what: the table whose launches are tried, or LAYER; launch: None for a table as
+    it is, the name of another way, or else (tile, shares of the columns, ...)."""
 
     what: str
     case: str
@@ -152,17 +161,16 @@ def around(step: Step) -> dict[str, Any]:
     return {"residual": step.residual}
 
 
-def whole(step: Step, module: Any, switch: str, value: bool, weight: PackedWeight) -> Tensor:
+def whole(step: Step, weight: PackedWeight) -> Tensor:
     """The product with what an engine's step has around it. The gate is where it is there: with
     gate and up, or with the rounding before the second product."""
-    with replaced(module, switch, value):
-        how = around(step)
-        x = step.x
-        if step.tokens > 1 and cuda.takes_gate(x, weight):
-            how.pop("gate", None)
-            if step.pair is not None:
-                x, how["x_gate"] = step.pair, GATE
-        return cuda.packed_linear(x, weight, **how)
+    how = around(step)
+    x = step.x
+    if step.tokens > 1 and cuda.takes_gate(x, weight):
+        how.pop("gate", None)
+        if step.pair is not None:
+            x, how["x_gate"] = step.pair, GATE
+    return cuda.packed_linear(x, weight, **how)
 
 
 def case_of(to: str, tokens: int) -> str:
@@ -170,22 +178,22 @@ def case_of(to: str, tokens: int) -> str:
 
 
 def tries(s: Sizes = LLAMA) -> Iterator[Try]:
-    """Switches first. Those of a case and a shape follow each other, AGAINST or off before all."""
+    """Those of a case and a shape follow each other, AGAINST before all."""
     launch: Any
-    for module, switch, changed in SWITCHES:
-        for to, counts in changed.items():
-            for tokens, shape, value in product(counts, SHAPES, (False, True)):
-                step = step_of(s, shape, tokens)
-                call = partial(whole, step, module, switch, value)
-                yield Try(switch, case_of(to, tokens), to, step, value, call)
+    for to, counts in LAYERS.items():
+        for tokens, shape in product(counts, SHAPES):
+            step = step_of(s, shape, tokens)
+            yield Try(LAYER, case_of(to, tokens), to, step, None, partial(whole, step))
     for to, table, other, tiles in (
         ("fp8-block", "gemv8.tile", gemv8.gemv8, EIGHT),
         ("int4", "gemv4.tile", gemv4.gemv4, FOUR),
+        ("int4-add", "gemv4.tile", gemv4.gemv4, FOUR),
     ):
         for shape in SHAPES:
             step = step_of(s, shape, 1)
             mine: Callable[..., Try] = partial(Try, table, case_of(to, 1), to, step)
             yield mine(AGAINST, partial(_with, packed_gemv, step, around(step)))
+            yield mine("in an engine", partial(whole, step))
             for launch in (None, *((tile, 0) for tile in tiles)):
                 how = around(step) | {"config": launch and launch[0]}
                 yield mine(launch, partial(_with, other, step, how))
@@ -198,12 +206,18 @@ def tries(s: Sizes = LLAMA) -> Iterator[Try]:
         for launch in (None, *product(BLOCKS[tokens], (1, 2, 3, 4, 8))):
             if launch is None or _worthwhile(step, *launch):
                 yield mine(launch, partial(_blocks, step, launch))
-    for to, tokens, shape in product(("int4", "int4-add"), LATE, SHAPES):
+    for to, tokens, shape in product(("int4", "int4-add", "int8-128"), LATE, SHAPES):
         step = step_of(s, shape, tokens)
         mine = partial(Try, "dot.tile", case_of(to, tokens), to, step)
-        late = product(LATE[tokens] if to == "int4" or tokens <= 16 else [], (1, 2, 4), (False,))
-        early = product(EARLY[tokens] if to == "int4" or tokens > 16 else [], (1, 2, 4), (True,))
-        for launch in (None, *late, *early):
+        yield mine(AGAINST, partial(_expanded, step))
+        late = LATE[tokens] if to == "int4" or tokens <= 16 else []
+        late = BYTES[tokens] if to == "int8-128" else late
+        early = EARLY[tokens] if to == "int4" or (to == "int4-add" and tokens > 16) else []
+        for launch in (
+            None,
+            *product(late, (1, 2, 4), (False,)),
+            *product(early, (1, 2, 4), (True,)),
+        ):
             if launch is None or _worthwhile(step, *launch[:2]):
                 yield mine(launch, partial(_dot, step, launch))
 
@@ -218,6 +232,11 @@ def _decoded(step: Step, weight: PackedWeight) -> Tensor:
     """x as it is when it has been rounded, with decoded weights."""
     rows, scales = (each[: step.tokens].float() for each in step.rounded)
     return packed_dot((rows * scales.repeat_interleave(128, 1)).to(step.x.dtype), weight)
+
+
+def _expanded(step: Step, weight: PackedWeight) -> Tensor:
+    """As many rows as the decoded product never has."""
+    return cublaslt.linear(step.x, dot.expand(weight, step.x), None)
 
 
 def _library(step: Step, weight: PackedWeight) -> Tensor:
@@ -243,44 +262,32 @@ def _worthwhile(step: Step, tile: tuple[int, ...], split: int) -> bool:
 def now(table: str, to: str, shape: str, tokens: int) -> str:
     """What a table says today, with the shares of the columns."""
     outputs, width = SHAPES[shape]
-    if table in ("gemv8.tile", "gemv4.tile"):
-        return str((gemv8 if table == "gemv8.tile" else gemv4).tile(outputs))
+    form = form_of(to, width)
+    weight = PackedWeight(form, outputs, width, None, torch.device("meta"))
+    if table == "gemv8.tile":
+        return str(gemv8.tile(outputs, form.rows > 1))
+    if table == "gemv4.tile":
+        return str(gemv4.tile(outputs, width // 16))
     sms = num_sms(torch.device("cuda"))
+    tile: tuple[int, ...]
     if table == "blocks.tile":
-        tile: tuple[int, ...] = blocks.tile(tokens)
-        steps = width // 128
-        rule: Callable[[int, int, int], int] = blocks.splits
+        tile, steps = blocks.tile(tokens, outputs, sms), width // 128
+        rule: Callable[[int, int, int, int], int] = blocks.splits
     else:
-        weight = PackedWeight(form_of(to, width), 128, width, None, torch.device("meta"))
-        tile = dot.tile(4, tokens, dot.early_pays(weight, tokens))
-        steps, rule = width // (4 * tile[2]), dot.splits
+        early = form.bits == 4 and dot.early_pays(weight, tokens, sms)
+        tile = dot.tile(form.bits, tokens, SHAPES[shape], sms, early)
+        steps, rule = width // (tile[2] * (4 if form.bits == 4 else 1)), dot.splits
     programs = -(-outputs // tile[0]) * -(-tokens // tile[1])
-    return f"{tile} x {rule(programs, steps, sms)}"
+    return f"{tile} x {rule(tile[0] * tile[1], programs, steps, sms)}"
 
 
-def switch_lines(found: Found, wrong: set[tuple[str, str]]) -> Iterator[str]:
-    """Off and on for a layer's four products, by case, and what the switch should say."""
-    for module, switch, _ in SWITCHES:
-        better: list[tuple[str, float]] = []
-        others: list[tuple[str, float]] = []
-        for (what, case), shapes in found.items():
-            if what != switch or len(shapes) < len(SHAPES):
-                continue
-            if any(len(each) < 2 for each in shapes.values()):
-                continue
-            off, on = (sum(each[value] for each in shapes.values()) for value in (False, True))
-            yield f"  {case:<22} off {off:8.1f} us, on {on:8.1f} us, {on / off:.2f}"
-            (better if on < PAYS * off else others).append((case, on / off))
-        if any(what == switch for what, _ in wrong):
-            verdict = "leave False: it failed or is WRONG in some of the cases above"
-        elif not better:
-            verdict = "leave False" if others else "not timed"
-        elif all(ratio <= 1 / PAYS for _, ratio in others):
-            verdict = "set True"
-        else:
-            worse = ", ".join(case for case, ratio in others if ratio > 1 / PAYS)
-            verdict = f"set True only if its other tiles mend: {worse}"
-        yield f"{module.__name__}.{switch}, {getattr(module, switch)} today: {verdict}"
+def layer_lines(found: Found) -> Iterator[str]:
+    """What a layer's four products take, by case, where all of them were timed."""
+    for (what, case), shapes in found.items():
+        if what == LAYER and len(shapes) == len(SHAPES):
+            total = sum(each[None] for each in shapes.values())
+            parts = ", ".join(f"{shape} {each[None]:.1f}" for shape, each in shapes.items())
+            yield f"  {case:<22} {total:8.1f} us: {parts}"
 
 
 def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Iterator[str]:
@@ -299,10 +306,10 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
             tile, split, *early = best
             text = f"{tile}{f' x {split}' if split else ''}{' early' if early == [True] else ''}"
             advice = "set it" if tried[best] < PAYS * each[None] else "leave it"
-            before = f", {AGAINST} {each[AGAINST]:.1f}" if AGAINST in each else ""
+            others = "".join(f", {of} {us:.1f}" for of, us in each.items() if isinstance(of, str))
             yield (
                 f"  {what:<12} {case:<22} {shape:<8} today {today(what, to, shape, tokens)} "
-                f"{each[None]:.1f} us, best {text} {tried[best]:.1f} us{before}: {advice}"
+                f"{each[None]:.1f} us, best {text} {tried[best]:.1f} us{others}: {advice}"
             )
             by_tile: dict[Any, float] = {}
             for (tile, _, *early), us in tried.items():
@@ -318,15 +325,11 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
 
 
 def check(each: Try, wanted: Tensor | None) -> tuple[Tensor, str]:
-    """A launch's result, and a remark if it is not what was wanted. Ways that round x, where the
-    other does not, are that much apart."""
+    """A launch's result, and a remark if it is not what was wanted."""
     each.step.residual.zero_()
     found = each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
     found = found.clone()  # of the residual
-    if wanted is not None and wanted.shape != found.shape:  # the gate is a part of it or behind it
-        found = cuda.GATES[GATE](found)
-    rounded = each.what == "BLOCK_PRODUCTS" and each.step.tokens > 1
-    return found, differs(found, wanted, 0.1 if rounded else 0.02)
+    return found, differs(found, wanted)
 
 
 def differs(found: Any, wanted: Any, most: float = 0.02) -> str:
@@ -399,7 +402,6 @@ def main() -> int:
         flush=True,
     )
     results: Found = {}
-    wrong: set[tuple[str, str]] = set()
     wanted: Tensor | None = None
     last: Any = None
     for number, each in enumerate(every):
@@ -420,15 +422,12 @@ def main() -> int:
         except Exception as caught:  # one that does not fit the device
             error = str(caught)
         print(f"{line}: {error[:120] or f'{us:.2f} us'}{remark}", flush=True)
-        is_switch = isinstance(each.launch, bool)
-        if is_switch and (error or remark):
-            wrong.add((each.what, each.case))
-        if not error and (is_switch or not remark):
+        if not error and not remark:
             results.setdefault(at[:2], {}).setdefault(at[2], {})[each.launch] = us
     print("\nTables: a launch's microseconds, x shares of the columns")
     print("\n".join(table_lines(results, now)))
-    print("\nSwitches: a layer's four products with norms, gate and residuals, in microseconds")
-    print("\n".join(switch_lines(results, wrong)))
+    print("\nA layer's four products with norms, gate and residuals, in microseconds")
+    print("\n".join(layer_lines(results)))
     print(f"{time.monotonic() - began:.0f} s")
     return 0
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from engine.config.quantized import Quantized
-from kernels import packed
 from kernels.packed import FLOAT8_PRODUCTS, INT8_PRODUCTS, Code, multiplies
 
 # Speed of llama-8b on one H200 against 16-bit weights (bench/results/versus-quantised-*.json):
@@ -43,7 +42,7 @@ def products(
         if scheme.kind in _INTEGERS and scheme.bits == 4 and not scheme.ordered:
             measured = "int4"
         kept = cuda or scheme.kind not in ("fp8", "nf4")
-        first = (2 if packed.BLOCK_PRODUCTS else 257) if blocks else 32
+        first = 2 if blocks else 32
         yield _line(scheme.name, both, measured, capability, cuda, kept, first)
 
 

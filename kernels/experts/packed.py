@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.experts.gate import code, gated
 from kernels.experts.grouped import Sorted, _find, sort, sum_experts
 from kernels.experts.reference import PackedExperts
-from kernels.gemm.packed.codes import constants
+from kernels.gemm.packed.codes import bytes_fit, constants
 from kernels.gemm.packed.dot import add_step, quick
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
@@ -70,6 +70,7 @@ def _packed_up_kernel(
     WORDS: tl.constexpr,  # words or codes of a row at a time
     EVEN: tl.constexpr,
     QUICK: tl.constexpr,
+    WHOLE: tl.constexpr,  # a scale is an output's
     HOW0: tl.constexpr,
     HOW1: tl.constexpr,
     HOW2: tl.constexpr,
@@ -109,16 +110,16 @@ def _packed_up_kernel(
     for start in range(0, WIDTH, WORDS * FIELDS):
         gate = add_step(
             gate, start, gate_at, x_at, WIDTH, has, exists, gate_groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False, WHOLE,
             HOW0, HOW1, HOW2, HOW3, PRECISION,
         )  # fmt: skip
         if ACT != 4:
             up = add_step(
                 up, start, up_at, x_at, WIDTH, has, exists, up_groups, scale, offset, table,
-                BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False,
+                BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False, WHOLE,
                 HOW0, HOW1, HOW2, HOW3, PRECISION,
             )  # fmt: skip
-    if QUICK and BITS == 8:
+    if QUICK and BITS == 8 and WHOLE:
         gate *= tl.load(scale + source, mask=has, other=0.0)[:, None]
         if ACT != 4:
             up *= tl.load(scale + source + SIZE, mask=has, other=0.0)[:, None]
@@ -165,6 +166,7 @@ def _packed_down_kernel(
     WORDS: tl.constexpr,
     EVEN: tl.constexpr,
     QUICK: tl.constexpr,
+    WHOLE: tl.constexpr,  # a scale is an output's
     HOW0: tl.constexpr,
     HOW1: tl.constexpr,
     HOW2: tl.constexpr,
@@ -200,10 +202,10 @@ def _packed_down_kernel(
     for start in range(0, SIZE, WORDS * FIELDS):
         acc = add_step(
             acc, start, at, x_at, SIZE, has, exists, groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False, WHOLE,
             HOW0, HOW1, HOW2, HOW3, PRECISION,
         )  # fmt: skip
-    if QUICK and BITS == 8:
+    if QUICK and BITS == 8 and WHOLE:
         acc *= tl.load(scale + source, mask=has, other=0.0)[:, None]
     if BIAS:
         acc += tl.load(bias + source, mask=has, other=0.0).to(tl.float32)[:, None]
@@ -233,6 +235,7 @@ def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[
         "WORDS": words,
         "EVEN": weight.shape[1] % step == 0,
         "QUICK": bool(how),
+        "WHOLE": bytes_fit(weight),
         **{f"HOW{i}": how[i] if how else "" for i in range(4)},
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "num_warps": tile.num_warps,

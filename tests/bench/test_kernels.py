@@ -1,7 +1,6 @@
 """The kernels' bench without a device: every case can be made, launched and told rightly."""
 
 import importlib
-import itertools
 import pkgutil
 from collections.abc import Callable
 from types import ModuleType
@@ -36,14 +35,14 @@ from kernels.attention import decode as attention_decode  # noqa: E402
 from kernels.attention import decode_plan, quantized_decode  # noqa: E402
 from kernels.attention.latent import decode as latent_decode  # noqa: E402
 from kernels.gemm import deterministic  # noqa: E402
-from kernels.gemm.packed import dot, int8  # noqa: E402
+from kernels.gemm.packed import blocks, dot, fp8, int8  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.metadata import LoraLinear  # noqa: E402
 from kernels.recurrent import delta_rule_cuda  # noqa: E402
 
 NUM_SMS = (
     attention_decode, decode_plan, quantized_decode, latent_decode, deterministic, int8,
-    dot, delta_rule_cuda,
+    blocks, dot, fp8, delta_rule_cuda,
 )  # fmt: skip
 INTERPRETED = triton.knobs.runtime.interpret
 BEST = Best(copy=4e12, product=8e14)
@@ -66,9 +65,8 @@ def once(calls: Calls) -> float:
 
 
 _SUMS = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel"}
-# Of what a constant chooses: `kernels.packed`, `kernels.recurrent.ways`.
-_NEWER = {"_block_dot_kernel", "_gemv4_kernel"}
-_NEWER |= {f"_delta_{name}_kernel" for name in ("convolve", "solve", "pass_read", "norm")}
+# Of what a constant chooses: `kernels.recurrent.ways`.
+_NEWER = {f"_delta_{name}_kernel" for name in ("convolve", "solve", "pass_read", "norm")}
 _FORMER = {f"_delta_{name}_kernel" for name in ("prepare", "pass", "read")}
 
 
@@ -78,8 +76,6 @@ def test_every_case_launches(newer: bool, monkeypatch: pytest.MonkeyPatch) -> No
     """A case that cannot be made, or calls a launcher as it was last month: found out on a GPU,
     after the others; and one that times a kernel that is off, or leaves one out that is on. Here
     all sizes are real, and nothing has contents."""
-    monkeypatch.setattr("kernels.packed.BLOCK_PRODUCTS", newer)
-    monkeypatch.setattr("kernels.packed.GEMV4", newer)
     monkeypatch.setattr("kernels.recurrent.ways.FUSED", newer)
     launched: list[str] = []
 
@@ -146,62 +142,46 @@ def test_every_launch_of_a_mixture_is_timed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")
-def test_the_sweep_of_packed_products_tries_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A try that calls a launcher as it was last month; a switch whose two sides launch the same,
-    or that is left on; a table that is not tried with any of its launches."""
-    launched: list[tuple[str, Any]] = []
+def test_the_sweep_of_packed_products_tries_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try that calls a launcher as it was last month; a table that is not tried with any of its
+    launches, or held against nothing."""
+    launched: list[str] = []
 
     def count(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        launched.append((self.__name__, options.get("TOKENS_FIRST")))
+        launched.append(self.__name__)
 
     monkeypatch.setattr(JITFunction, "run", count)
+    monkeypatch.setattr("kernels.gemm.cublaslt.linear", lambda *args: launched.append("library"))
     for module in NUM_SMS:
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
-    monkeypatch.setattr("kernels.gemm.packed.blocks.num_sms", lambda device: 132)
     meta = LLAMA._replace(device="meta")
-    sides: dict[tuple[str, str, str], dict[Any, list[tuple[str, Any]]]] = {}
+    sides: dict[tuple[str, str, str], set[Any]] = {}
     for each in packed_sweep.tries(meta):
         launched.clear()
         each.call(packed_sweep.weights_of(meta, each.to, each.step.shape, False)[0])
         assert launched, each
-        of = each.what, each.case, each.step.shape
-        sides.setdefault(of, {})[each.launch] = launched.copy()
+        sides.setdefault((each.what, each.case, each.step.shape), set()).add(each.launch)
     packed_sweep.step_of.cache_clear()
     packed_sweep.weights_of.cache_clear()
-    for module, switch, changed in packed_sweep.SWITCHES:
-        assert getattr(module, switch) is False
-        for to, counts in changed.items():
-            for tokens, shape in itertools.product(counts, packed_sweep.SHAPES):
-                both = sides[switch, packed_sweep.case_of(to, tokens), shape]
-                assert both[False] and both[True] and both[False] != both[True]
-    tables = {of[0] for of in sides} - {switch for _, switch, _ in packed_sweep.SWITCHES}
-    assert tables == {"gemv8.tile", "gemv4.tile", "blocks.tile", "dot.tile"}
+    tables = {"gemv8.tile", "gemv4.tile", "blocks.tile", "dot.tile"}
+    assert {what for what, *_ in sides} == {*tables, packed_sweep.LAYER}
     for (what, *_), tried in sides.items():
+        assert None in tried
         if what in tables:
-            assert None in tried and sum(isinstance(launch, tuple) for launch in tried) > 3
+            assert packed_sweep.AGAINST in tried
+            assert sum(isinstance(launch, tuple) for launch in tried) > 2
 
 
-def test_the_sweep_says_what_to_set() -> None:
-    """A way that takes longer, or gives other numbers, is advised; a better tile is not named."""
+def test_the_sweep_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A better tile that is not named, or a worse one that is; a layer's sum without one of its
+    products; the table's own tile told as another one."""
     names = list(packed_sweep.SHAPES)
-
-    def timed(off: float, on: float) -> dict[str, dict[Any, float]]:
-        return {name: {False: off, True: on} for name in names}
-
-    found: packed_sweep.Found = {
-        ("BLOCK_PRODUCTS", "fp8-block, 1 token"): timed(20.0, 15.0),
-        ("BLOCK_PRODUCTS", "fp8-block, 8 tokens"): timed(20.0, 25.0),
-        ("GEMV4", "int4, 1 token"): timed(20.0, 15.0),
-        ("TOKENS_FIRST", "int4, 256 tokens"): timed(20.0, 20.1),
+    layers: packed_sweep.Found = {
+        (packed_sweep.LAYER, "int4, 1 token"): {name: {None: 10.5} for name in names},
+        (packed_sweep.LAYER, "int4, 16 tokens"): {name: {None: 10.5} for name in names[1:]},
     }
-    blocks, four, first = (
-        line for line in packed_sweep.switch_lines(found, set()) if line.startswith("kernels.")
-    )
-    assert "set True only if its other tiles mend: fp8-block, 8 tokens" in blocks
-    assert four.endswith("kernels.packed.GEMV4, False today: set True")
-    assert first.endswith("leave False")
-    told = [*packed_sweep.switch_lines(found, {("GEMV4", "int4, 1 token")})]
-    assert any("GEMV4" in line and "WRONG" in line for line in told)
+    (told,) = packed_sweep.layer_lines(layers)
+    assert "int4, 1 token" in told and "42.0 us" in told
     tile: Any = ((4, 64, 1), 0)
     tiles: packed_sweep.Found = {
         ("gemv4.tile", "int4, 1 token"): {
@@ -213,6 +193,15 @@ def test_the_sweep_says_what_to_set() -> None:
     assert [line.rpartition(": ")[2] == "set it" for line in each] == [False, True, False, True]
     assert all("today (8, 64, 1) 10.0 us, best (4, 64, 1)" in line for line in each)
     assert "all four today 40.0 us, best (4, 64, 1) 37.4 us" in total
+    monkeypatch.setattr(packed_sweep, "num_sms", lambda device: 132)
+    for table, to, shape, tokens, tile in (
+        ("gemv8.tile", "fp8-block", "qkv", 1, "(8, 256, 2)"),
+        ("gemv4.tile", "int4", "down", 1, "(4, 128, 1)"),
+        ("blocks.tile", "fp8-block", "down", 8, "(64, 16, 4, 3) x 8"),
+        ("dot.tile", "int4", "gate_up", 256, "(128, 256, 32, 8, 3) x 1"),
+        ("dot.tile", "int8-128", "o", 16, "(64, 16, 128, 2, 4) x 4"),
+    ):
+        assert packed_sweep.now(table, to, shape, tokens) == tile
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -33,7 +33,7 @@ from kernels.attention.prefill import attention_prefill  # noqa: E402
 from kernels.gemm.packed import dot as dot_module  # noqa: E402
 from kernels.gemm.packed import gemv4 as gemv4_module  # noqa: E402
 from kernels.gemm.packed import gemv8 as gemv8_module  # noqa: E402
-from kernels.gemm.packed.codes import four_nibbles  # noqa: E402
+from kernels.gemm.packed.codes import code_of, four_bytes, four_nibbles  # noqa: E402
 from kernels.gemm.packed.dot import expand, packed_dot  # noqa: E402
 from kernels.gemm.packed.gemv import packed_gemv  # noqa: E402
 from kernels.gemm.packed.int8 import int8_linear  # noqa: E402
@@ -173,17 +173,26 @@ def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("offset", ["none", "add"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Format(4, 128, zero=8),
+        Format(4, 128, offset="add"),
+        Format(8, 4096, torch.float32, zero=128),
+        Format(8, 128, zero=128),
+        Format(8, 128, torch.float32, code="e4m3", rows=128),
+    ],
+    ids=["int4", "int4-add", "int8", "int8-128", "fp8-block"],
+)
 def test_pairs_of_codes_compile(
-    offset: Any, tokens_first: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    form: Format, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PTX, which the interpreter does not know: for a few tokens, and for many, in both orders of
-    tiles."""
-    monkeypatch.setattr(dot_module, "TOKENS_FIRST", tokens_first)
-    monkeypatch.setattr(dot_module, "quick", lambda x, weight, width: four_nibbles(weight))
-    form = Format(4, 128, zero=0 if offset == "add" else 8, offset=offset)
+    """PTX, which the interpreter does not know: for a few tokens, and for many."""
     weight = PackedWeight(form, 6144, 4096, None, torch.device("cpu"))
+    how = four_nibbles(weight)
+    if form.bits == 8:
+        how = [four_bytes(code_of(weight)), "", "", ""]
+    monkeypatch.setattr(dot_module, "quick", lambda x, weight, width: how)
     for tokens in (16, 64, 128, 256):
         packed_dot(bf16(tokens, 4096), weight)
     expand(weight, bf16(1, 4096))

@@ -1,11 +1,13 @@
 """Products with packed weights on the GPU's kernels, against float64 of the weights that the codes
 stand for."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import PACKED_ROWS, ROUNDED_ROWS, by_blocks
+from kernels.cuda import ROUNDED_ROWS
 from kernels.dispatch import kernels_for
 from kernels.gemm.packed import blocks, fp8, int8
 from kernels.gemm.packed import dot as dot_module
@@ -56,15 +58,6 @@ EACH = [
 ]
 # float32 keeps 2^-24 of the largest partial sum, and codes come with 128 more.
 BOUNDS = {**BOUND, F32: 2e-5}
-
-
-@pytest.fixture(params=[False, True], ids=["as-it-is", "newer"])
-def newer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Ways that are off until a GPU has run them: with each test off, then on."""
-    monkeypatch.setattr("kernels.packed.BLOCK_PRODUCTS", request.param)
-    monkeypatch.setattr("kernels.packed.GEMV4", request.param)
-    monkeypatch.setattr(dot_module, "TOKENS_FIRST", request.param)
-    return bool(request.param)
 
 
 def packed(name: str, rows: int, bias: bool = False) -> tuple[PackedWeight, Tensor]:
@@ -191,7 +184,7 @@ def test_one_token_of_integers(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EACH)
-def test_several_tokens(name: str, dtype: torch.dtype, newer: bool) -> None:
+def test_several_tokens(name: str, dtype: torch.dtype) -> None:
     """Rows or columns that do not fill a tile, a share of the columns left out or taken twice, a
     tile of tokens in another's place."""
     weight, ref = packed(name, 40, bias=True)
@@ -201,7 +194,7 @@ def test_several_tokens(name: str, dtype: torch.dtype, newer: bool) -> None:
     plain = x.double() @ ref.T + weight.bias.double() + residual.double()
     width = 32
     # Scaled weights are rounded to x's type, as an expanded weight would be.
-    for split in (1, 3 if newer else 2):  # of three that are one kernel with two, it is given 2
+    for split in (1, 2):
         got = packed_dot(x, weight, residual.clone(), (32, 16, width, 1, 2), split)
         assert row_error(got, plain) < 2 * BOUNDS[dtype]
     step = weight.form.span  # of which its codes are in x's order
@@ -240,11 +233,11 @@ def test_expanded(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 3, 20])
 def test_every_number_of_tokens_means_the_same(
-    tokens: int, newer: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The back end's own way for a number of tokens, against the reference's."""
     monkeypatch.setattr("kernels.cuda.PACKED_ROWS", 16)
-    monkeypatch.setattr(dot_module, "tile", lambda bits, tokens, early: (32, 16, 32, 1, 2))
+    monkeypatch.setattr(dot_module, "tile", lambda *_: (32, 16, 32, 1, 2))
     dtype = torch.float16
     for name in ("int4-128", "e4m3-row"):
         weight, _ = packed(name, 24, bias=True)
@@ -414,37 +407,59 @@ def test_blocks_on_both_sides(tokens: int, dtype: torch.dtype) -> None:
             assert row_error(got, exact + residual.double()) < 2 * BOUND[dtype]
 
 
-def test_what_no_gpu_has_run_is_chosen_only_if_told(newer: bool) -> None:
-    """A kernel that is off and launched nevertheless, or on and passed by; rows that are rounded to
-    8 bits where they should stay."""
+def test_what_each_format_is_multiplied_by() -> None:
+    """Another kernel than the one that is best; rows that are rounded to 8 bits where they should
+    stay, or stay where they should be rounded."""
     dtype = torch.float16
     square, _ = packed("odd-blocks", 384)
-    whole, _ = packed("int4-64-zero", 22)
     several, one = random(3, 384, dtype=dtype), random(1, 384, dtype=dtype)
-    got = cuda.packed_linear(one, square)
-    assert torch.equal(got, (gemv8 if newer else packed_gemv)(one, square))
+    assert torch.equal(cuda.packed_linear(one, square), gemv8(one, square))
+    assert not cuda.takes_gate(one, square)
+    rounds = blocks.fits(several, square)
+    assert rounds or DEVICE != "cpu"
     got = cuda.packed_linear(several, square)
-    if newer and blocks.fits(several, square):
+    if rounds:
         want = blocks.block_linear(*round_rows(several, group=128), square, 3, dtype)
     else:
         want = packed_dot(several, square)
     assert torch.equal(got, want)
-    assert cuda.takes_gate(several, square) is (newer and blocks.fits(several, square))
-    assert DEVICE != "cpu" or blocks.fits(several, square)
-    one = random(1, whole.shape[1], dtype=dtype)
-    got = cuda.packed_linear(one, whole)
-    assert torch.equal(got, (gemv4 if newer else packed_gemv)(one, whole))
+    assert cuda.takes_gate(several, square) is rounds
+    for name in ("int4-64-zero", "int4-128", "few-int4-add"):  # `packed_few` takes no float16
+        whole, _ = packed(name, 22)
+        one = random(1, whole.shape[1], dtype=dtype)
+        assert torch.equal(cuda.packed_linear(one, whole), gemv4(one, whole))
+
+
+def test_shares_of_the_columns() -> None:
+    """More programs than multiprocessors hold, where one more share costs a second round; a share
+    that has next to nothing to add up."""
+    for splits in (dot_module.splits, blocks.splits):
+        for size, programs, steps in itertools.product(
+            (64 * 16, 64 * 64, 128 * 64, 128 * 128), (1, 30, 96, 132, 500), (1, 8, 32, 112)
+        ):
+            found = splits(size, programs, steps, 132)
+            assert found == 1 or found * programs <= 4 * 132
+            assert found == 1 or steps // found >= 2
+    assert dot_module.splits(64 * 16, 64, 112, 132) > 1 < blocks.splits(64 * 16, 64, 112, 132)
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256, 8192])
+def test_when_torch_multiplies_blocks(tokens: int) -> None:
+    """A product that divides no columns is given few tiles, or tiles that are mostly empty."""
+    form = Format(8, 128, F32, code="e4m3", rows=128, activations=8)
+    narrow, wide = (
+        PackedWeight(form, outputs, 128, None, torch.device("meta")) for outputs in (128, 1 << 16)
+    )
+    assert fp8.pays(tokens, wide) is (tokens > 64)
+    assert fp8.pays(tokens, narrow) is (tokens > 256)  # of the eight multiprocessors told there
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 9, 33, 64, 100, 256, 300])
 @pytest.mark.parametrize(("outputs", "width"), [(4096, 4096), (1152, 14336), (6144, 128)])
-def test_blocks_on_a_device(
-    outputs: int, width: int, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_on_a_device(outputs: int, width: int, tokens: int) -> None:
     """Tiles and shares as they are chosen there; a part of a product that the units keep in fewer
     bits than float32; what the whole way makes of norm, gate and residual."""
-    monkeypatch.setattr("kernels.packed.BLOCK_PRODUCTS", True)
     form = Format(8, 128, F32, code="e4m3", rows=128, activations=8)
     weight = PackedWeight(form, outputs, width, None, torch.device(DEVICE))
     weight.codes.random_(0, 127)
@@ -515,7 +530,7 @@ def test_a_few_tokens_on_a_device(name: str, tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 7, 31, 32, 300])
 @pytest.mark.parametrize("name", FORMS)
-def test_inside_a_graph(name: str, tokens: int, newer: bool) -> None:
+def test_inside_a_graph(name: str, tokens: int) -> None:
     """What a graph replays is what a launch computes, for every way that the back end takes."""
     width = FORMS[name][1]
     weight, ref = packed(name, 512)
@@ -529,8 +544,7 @@ def test_inside_a_graph(name: str, tokens: int, newer: bool) -> None:
     x.copy_(random(tokens, width, dtype=torch.bfloat16))
     graph.replay()
     able = fp8.scales_fit(x, weight) or int8.fits(weight, x)
-    first = ROUNDED_ROWS if weight.form.rows == 1 else PACKED_ROWS + 1
-    rounded = tokens > 1 if by_blocks(x, weight) else able and tokens >= first
+    rounded = tokens > 1 if blocks.fits(x, weight) else able and tokens >= ROUNDED_ROWS
     bound = 0.06 if rounded else 2 * BOUND[torch.bfloat16]
     assert row_error(out, x.double() @ ref.T) < bound
     if rounded:

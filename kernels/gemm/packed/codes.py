@@ -129,11 +129,16 @@ def integers_fit(weight: PackedWeight) -> bool:
     return code_of(weight) == INT and weight.form.zero < 128
 
 
+def scales_only(weight: PackedWeight) -> bool:
+    """Whether these 8-bit codes need nothing but a scale."""
+    form = weight.form
+    return form.offset == "none" and (form.code == "e4m3" or form.zero == 128)
+
+
 def bytes_fit(weight: PackedWeight) -> bool:
     """Whether these 8-bit codes need nothing but a scale for each output."""
     form = weight.form
-    plain = form.offset == "none" and (form.code == "e4m3" or form.zero == 128)
-    return plain and form.group == weight.shape[1] and form.rows == 1
+    return scales_only(weight) and form.group == weight.shape[1] and form.rows == 1
 
 
 def floats(high: bool) -> str:

@@ -19,16 +19,13 @@ from kernels.gemm.packed.codes import (
     four_nibbles,
     integers_fit,
     nibble,
+    scales_only,
 )
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.packed import PackedWeight
 
 _FLOAT = torch.float32
 _WORDS = 32  # of a row of 4-bit codes that a program takes at a time
-# Tiles of tokens that share a weight are neighbours, so that it is read once, and one compiled
-# kernel does for any number of shares. Off, as no GPU has run it yet: `python -m
-# bench.kernels.packed_sweep` tells whether it pays.
-TOKENS_FIRST = False
 
 
 @triton.jit
@@ -71,14 +68,16 @@ def add_step(
     EVEN: tl.constexpr,
     QUICK: tl.constexpr,
     EARLY: tl.constexpr,
+    WHOLE: tl.constexpr,  # a scale is a row's
     HOW0: tl.constexpr,
     HOW1: tl.constexpr,
     HOW2: tl.constexpr,
     HOW3: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc plus the product of WIDTH words, or codes, of each row with x. 8 bits that are QUICK come
-    without their scale. EARLY: a step is one product, of numbers as `expand` has them."""
+    """acc plus the product of WIDTH words, or codes, of each row with x. 8 bits that are QUICK and
+    WHOLE come without their scale. EARLY: a step is one product, of numbers as `expand` has them.
+    """
     FIELDS: tl.constexpr = 4 if BITS == 4 else 1
     RUN: tl.constexpr = SPAN // 4
     STEP: tl.constexpr = WIDTH * FIELDS
@@ -136,7 +135,12 @@ def add_step(
         value = tl.inline_asm_elementwise(
             HOW0, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4
         )
-        acc = tl.dot(value, tl.load(x_at + start, mask=x_mask, other=0.0), acc)
+        other = tl.load(x_at + start, mask=x_mask, other=0.0)
+        if WHOLE:
+            acc = tl.dot(value, other, acc)
+        else:
+            s, added = _scales(scale, offset, group, has, BASE, OFFSET)
+            acc += tl.dot(value, other) * s
     elif BITS == 4:
         s, added = _scales(scale, offset, group, has, BASE, OFFSET)
         for field in tl.static_range(4):
@@ -177,11 +181,11 @@ def _packed_dot_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,  # words or codes of a row at a time
-    SPLIT: tl.constexpr,  # shares of the columns; TOKENS_FIRST: 2 for any number of several
-    TOKENS_FIRST: tl.constexpr,  # tiles of tokens that share a weight are neighbours
+    SPLIT: tl.constexpr,  # shares of the columns
     EVEN: tl.constexpr,  # no column sticks out
     QUICK: tl.constexpr,  # PTX for pairs of codes: scales come to the sums of their groups
     EARLY: tl.constexpr,  # or to the codes; each step in one product
+    WHOLE: tl.constexpr,  # a scale is a row's
     HOW0: tl.constexpr,
     HOW1: tl.constexpr,
     HOW2: tl.constexpr,
@@ -192,12 +196,8 @@ def _packed_dot_kernel(
     FIELDS: tl.constexpr = 4 if BITS == 4 else 1
     RUN: tl.constexpr = SPAN // 4
     STEP: tl.constexpr = WIDTH * FIELDS
-    if TOKENS_FIRST:
-        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    else:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
     element = tl.arange(0, WIDTH)
     if EARLY:
@@ -211,10 +211,9 @@ def _packed_dot_kernel(
     at = codes + row.to(tl.int64)[:, None] * pitch + element[None, :]
     x_at = x + token.to(tl.int64)[None, :] * columns + column[:, None]
     groups = (row // BAND).to(tl.int64) * (columns // GROUP)
-    steps = tl.cdiv(columns, STEP)
-    each = tl.cdiv(steps, tl.num_programs(2)) if TOKENS_FIRST else tl.cdiv(steps, SPLIT)
-    begin = split * each * STEP
-    end = tl.minimum(begin + each * STEP, columns)
+    each = tl.cdiv(tl.cdiv(columns, STEP), SPLIT) * STEP
+    begin = split * each
+    end = tl.minimum(begin + each, columns)
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     if PDL:
         gdc_wait()
@@ -222,10 +221,10 @@ def _packed_dot_kernel(
     for start in range(begin, end, STEP):
         acc = add_step(
             acc, start, at, x_at, columns, row_mask, token_mask, groups, scale, offset, table,
-            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WIDTH, EVEN, QUICK, EARLY,
+            BITS, CODE, BASE, OFFSET, GROUP, SPAN, WIDTH, EVEN, QUICK, EARLY, WHOLE,
             HOW0, HOW1, HOW2, HOW3, PRECISION,
         )  # fmt: skip
-    if QUICK and BITS == 8:
+    if QUICK and BITS == 8 and WHOLE:
         acc *= tl.load(scale + row, mask=row_mask, other=0.0)[:, None]
     place = token.to(tl.int64)[None, :] * rows + row[:, None]
     mask = row_mask[:, None] & token_mask[None, :]
@@ -322,14 +321,17 @@ def _packed_expand_kernel(
 
 
 def quick(x: Tensor, weight: PackedWeight, width: int) -> list[str]:
-    """PTX for the codes of these weights, or nothing where there is none: for bfloat16, 4-bit
-    integers with one scale in a step of `width` words, and 8 bits with a scale an output."""
+    """PTX for the codes of these weights, or nothing where there is none: for bfloat16, and 4-bit
+    integers, or 8 bits without offsets, with one scale in a step of `width` words or codes, or in a
+    row of 8 bits."""
     if not (x.is_cuda and x.dtype == torch.bfloat16):
         return []
+    group = weight.form.group
     if weight.form.bits == 4:
-        fits = integers_fit(weight) and weight.form.group % (4 * width) == 0
+        fits = integers_fit(weight) and group % (4 * width) == 0
         return four_nibbles(weight) if fits else []
-    return [four_bytes(code_of(weight)), "", "", ""] if bytes_fit(weight) else []
+    fits = bytes_fit(weight) or (scales_only(weight) and group % width == 0)
+    return [four_bytes(code_of(weight)), "", "", ""] if fits else []
 
 
 def early_fits(weight: PackedWeight, step: int) -> bool:
@@ -338,7 +340,9 @@ def early_fits(weight: PackedWeight, step: int) -> bool:
     return weight.form.bits == 4 and weight.form.span == step and weight.shape[1] % step == 0
 
 
-def tile(bits: int, tokens: int, early: bool = False) -> tuple[int, int, int, int, int]:
+def tile(
+    bits: int, tokens: int, shape: tuple[int, int], sms: int, early: bool = False
+) -> tuple[int, int, int, int, int]:
     """(ROWS, TOKENS, words or codes of a row, warps, stages): the best of sweeps over llama-8b's
     matrices on one H200. early: as `packed_dot` has it."""
     if tokens <= 16:
@@ -346,21 +350,29 @@ def tile(bits: int, tokens: int, early: bool = False) -> tuple[int, int, int, in
     few = triton.next_power_of_2(min(tokens, 256))
     if bits == 8:
         return (64, few, 128, 4, 3) if few <= 64 else (128, 64, 128, 8, 3)
+    rows, columns = shape
+    if few == 64 and triton.cdiv(rows, 128) < sms:
+        return 64, 64, 32, 4, 4 if columns >= 8192 else 3
     if early:
         return (64, few, 32, 4, 3) if few == 128 else (128, few, 32, 8, 3)
     return 128, min(few, 128), 32, 4 if few <= 64 else 8, 3
 
 
-def early_pays(weight: PackedWeight, tokens: int) -> bool:
+def early_pays(weight: PackedWeight, tokens: int, sms: int) -> bool:
     """Whether one product of a step, of scaled numbers, took less than a product for each nibble,
-    whose sums are scaled: an offset needs a product with ones beside each of these."""
-    return tokens > (128 if weight.form.offset == "none" else 32)
+    whose sums are scaled: an offset needs a product with ones beside each of these. Without one it
+    is where a tile of all tokens and 128 outputs leaves no multiprocessor without work."""
+    if weight.form.offset != "none":
+        return tokens > 32
+    return tokens > 128 and triton.cdiv(weight.shape[0], 128) >= sms
 
 
-def splits(programs: int, steps: int, sms: int) -> int:
-    """So many that multiprocessors have up to two programs, of two steps at least, each."""
+def splits(size: int, programs: int, steps: int, sms: int) -> int:
+    """So many that multiprocessors have up to one, two or three programs with tiles of that size,
+    of two steps at least, each: the best of that sweep."""
+    most = 1 if size > 8192 else 2 if size > 4096 else 3
     found = 1
-    while found < 4 and 2 * found * programs <= 2 * sms and 4 * found <= steps:
+    while found < 4 and 2 * found * programs <= most * sms and 4 * found <= steps:
         found *= 2
     return found
 
@@ -376,15 +388,17 @@ def packed_dot(
     """x @ weight.T + bias + residual: [tokens, out], in x's dtype."""
     tokens = x.shape[0]
     rows, columns = weight.shape
-    bits = weight.form.bits
+    bits, sms = weight.form.bits, num_sms(x.device)
     if early is None:
-        early = early_pays(weight, tokens) and early_fits(weight, 4 * _WORDS)
+        early = early_pays(weight, tokens, sms) and early_fits(weight, 4 * _WORDS)
         early = early and bool(quick(x, weight, _WORDS))
-    num_rows, num_tokens, width, warps, stages = config or tile(bits, tokens, early)
+    num_rows, num_tokens, width, warps, stages = config or tile(
+        bits, tokens, weight.shape, sms, early
+    )
     grid = (triton.cdiv(rows, num_rows), triton.cdiv(tokens, num_tokens))
     step = width * (4 if bits == 4 else 1)
     steps = triton.cdiv(columns, step)
-    split = split or splits(grid[0] * grid[1], steps, num_sms(x.device))
+    split = split or splits(num_rows * num_tokens, grid[0] * grid[1], steps, sms)
     out = x.new_empty((tokens, rows)) if residual is None else residual
     target = out
     if split > 1:
@@ -395,11 +409,11 @@ def packed_dot(
     decode = {
         "QUICK": bool(how),
         "EARLY": early,
+        "WHOLE": bytes_fit(weight),
         **{f"HOW{i}": ptx for i, ptx in enumerate(how or [""] * 4)},
     }
     alone = split == 1
-    first = TOKENS_FIRST
-    _packed_dot_kernel[(*(grid[::-1] if first else grid), split)](
+    _packed_dot_kernel[(*grid, split)](
         x,
         weight.codes,
         weight.scale,
@@ -415,8 +429,7 @@ def packed_dot(
         ROWS=num_rows,
         TOKENS=num_tokens,
         WIDTH=width,
-        SPLIT=min(split, 2) if first else split,
-        TOKENS_FIRST=first,
+        SPLIT=split,
         EVEN=columns % step == 0,
         ADD=alone and residual is not None,
         BIAS=alone and weight.bias is not None,

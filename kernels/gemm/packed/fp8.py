@@ -1,13 +1,16 @@
 """Products of 8-bit floats on both sides, by torch's scaled product."""
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.gemm.packed.round_rows import E4M3
+from kernels.launch.pdl import num_sms
 from kernels.packed import PackedWeight
 
 _BLOCKS = (12, 9)  # CUDA's first release whose cuBLASLt has scales of blocks
 _FOUR = 4  # of the scales of a row or a column of blocks, that cuBLASLt reads at once
+_TILE = 128  # outputs, and rows of x, of a program of that product of blocks
 
 
 def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -23,6 +26,13 @@ def scaled(rows: Tensor, scales: Tensor, weight: PackedWeight, dtype: torch.dtyp
         out_dtype=dtype,
         use_fast_accum=not blocks,
     )
+
+
+def pays(tokens: int, weight: PackedWeight) -> bool:
+    """Whether `scaled` took less than `blocks.block_linear` for weights with scales of blocks. It
+    divides no columns among programs and has as much to do for one row as for a tile of them."""
+    tiles = triton.cdiv(tokens, _TILE) * triton.cdiv(weight.shape[0], _TILE)
+    return 2 * tokens > _TILE and 4 * tiles > num_sms(weight.codes.device)
 
 
 def group_of(weight: PackedWeight) -> int:

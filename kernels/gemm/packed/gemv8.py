@@ -159,11 +159,13 @@ def decoder(device: torch.device) -> str:
     return _FOUR if device.type == "cuda" else ""
 
 
-def tile(rows: int) -> tuple[int, int, int]:
-    """(ROWS, WORDS, warps): the best of a sweep over llama-8b's matrices on one H200."""
+def tile(rows: int, blocks: bool) -> tuple[int, int, int]:
+    """(ROWS, WORDS, warps): the best of sweeps over llama-8b's matrices on one H200. blocks: a
+    scale is a block's."""
     if rows >= 16384:
         return 8, 128, 1
-    return (4, 256, 2) if rows > 4096 else (4, 512, 4)
+    words, warps = (256, 2) if rows > 4096 else (512, 4)
+    return 8 if blocks else 4, words, warps
 
 
 def gemv8_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
@@ -202,7 +204,8 @@ def gemv8(
     `gemv8_fits` says."""
     assert gate is None or gate in GATES
     rows, columns = weight.shape
-    num_rows, words, warps = config or tile(rows)
+    blocks = not bytes_fit(weight)
+    num_rows, words, warps = config or tile(rows, blocks)
     outs = rows // 2 if gate else rows
     per_program = num_rows // 2 if gate else num_rows
     out = x.new_empty((1, outs))
@@ -223,7 +226,7 @@ def gemv8(
         ADD=residual is not None,
         BIAS=weight.bias is not None,
         HOW=decoder(x.device),
-        GROUP=0 if bytes_fit(weight) else weight.form.group // 4,
+        GROUP=weight.form.group // 4 if blocks else 0,
         BAND=weight.form.rows,
         ROWS=num_rows,
         WORDS=words,

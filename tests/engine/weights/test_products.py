@@ -54,7 +54,7 @@ def test_each_format_has_a_line() -> None:
         ("compressed-w8a8", T4, r"decoded .*8-bit integers take compute capability 8\.0"),
         ("compressed-w8a8", None, "multiplied in its bits, activations in 8"),
         ("int8", None, "activations in 16"),
-        ("fp8-block", H200, "FP8 by 128 x 128: products of 8-bit floats from 257 tokens"),
+        ("fp8-block", H200, "FP8 by 128 x 128: products of 8-bit floats from 2 tokens"),
         ("fp8-block", None, "no product here; expanded to 16 bits"),
         ("gptq-ordered", H200, "inputs in another order: decoded in the product.* a step$"),
         ("awq", H200, "measured on an H200, times 16 bits: one stream 1.58.*256 requests 0.9"),
@@ -65,14 +65,6 @@ def test_what_a_device_does(name: str, capability: tuple[int, int] | None, words
     """Bug: a device is said to have products that it decodes for, or a format to be kept that is
     expanded."""
     assert re.search(words, said(name, capability)), said(name, capability)
-
-
-def test_blocks_are_said_to_have_the_products_that_they_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bug: the newer kernels are switched on, and plan and doctor tell of the older ones."""
-    monkeypatch.setattr("kernels.packed.BLOCK_PRODUCTS", True)
-    assert "products of 8-bit floats from 2 tokens" in said("fp8-block", H200)
 
 
 def test_figures_are_those_of_the_result() -> None:
