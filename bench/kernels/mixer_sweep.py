@@ -8,11 +8,10 @@ For each case the microseconds of each kernel in a call as it is today, and wher
 be had (`WAYS`) as that has it; then of a call with one launch changed at a time, either way. At the
 end a table of each case, the fastest first, and the constants that say so. Every variant has run in
 a process of its own before anything is timed, so that one which faults or never ends is only left
-out. With latents a launch that faulted once runs in several ways, to see which of them do.
+out.
 """
 
 import argparse
-import ctypes
 import os
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -34,14 +32,12 @@ from kernels.attention.latent import decode, expanded
 from kernels.attention.latent.expanded import ExpandedLaunch
 from kernels.recurrent import (
     delta_chunks_cuda,
-    delta_fused_cuda,
     delta_rule_cuda,
     kimi_chunks_cuda,
     mamba2_chunks_cuda,
-    ways,
 )
 from kernels.recurrent.chunks_cuda import Launch, PassLaunch
-from kernels.recurrent.delta_fused_cuda import RowsLaunch
+from kernels.recurrent.delta_chunks_cuda import RowsLaunch
 from kernels.recurrent.delta_rule_cuda import WalkLaunch
 
 PROCESSES = 14
@@ -53,39 +49,47 @@ MANY_HEADS = [
     DecodeLaunch(*launch)
     for launch in ((64, 8, 2, 1), (32, 8, 2, 1), (32, 8, 4, 1), (16, 8, 4, 1), (64, 8, 1, 1))
 ]
-FUSED_PASS = [
-    PassLaunch(*launch)
+FEW_HEADS = [
+    DecodeLaunch(*launch)
     for launch in (
-        *((16, 4, 2), (16, 4, 3), (32, 4, 1), (32, 4, 3), (32, 8, 2), (32, 8, 3)),
-        *((64, 4, 2), (64, 8, 2), (64, 8, 3), (128, 8, 2)),
+        *((64, 8, 2, 1), (64, 4, 2, 1), (32, 4, 2, 2), (32, 4, 3, 2), (32, 4, 4, 1), (32, 4, 5, 1)),
+        *((32, 8, 3, 2), (16, 4, 4, 2), (16, 4, 5, 2), (16, 4, 3, 3), (16, 2, 4, 2), (16, 2, 3, 3)),
+    )
+]
+PASSES: list[Table] = [
+    (
+        delta_chunks_cuda,
+        "pass_launch",
+        [
+            PassLaunch(*launch)
+            for launch in (
+                *((16, 4, 3), (32, 4, 3), (32, 8, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3)),
+                (128, 8, 2),
+            )
+        ],
     )
 ]
 TABLES: dict[str, list[Table]] = {
     "delta prefill/": [
-        (delta_chunks_cuda, "PREPARE", [Launch(8, 1), Launch(4, 2), Launch(8, 2)]),
         (
             delta_chunks_cuda,
-            "PASS",
-            [
-                PassLaunch(*launch)
-                for launch in (
-                    *((16, 4, 3), (32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 4, 3), (64, 8, 2)),
-                    (128, 8, 2),
-                )
-            ],
+            "CONVOLVE",
+            [RowsLaunch(*launch) for launch in ((16, 4), (32, 4), (64, 2), (64, 8))],
         ),
-        (delta_chunks_cuda, "READ", [Launch(8, 1), Launch(4, 2), Launch(8, 2)]),
+        (delta_chunks_cuda, "SOLVE", [Launch(8, 1), Launch(2, 1)]),
+        *PASSES,
+        (
+            delta_chunks_cuda,
+            "NORM",
+            [RowsLaunch(*launch) for launch in ((4, 1), (4, 2), (8, 1), (16, 4), (32, 4))],
+        ),
     ],
     "kimi prefill/": [
         (kimi_chunks_cuda, "GATES", [Launch(2, 1), Launch(8, 1)]),
-        (kimi_chunks_cuda, "PAIRS", [Launch(1, 1), Launch(4, 1)]),
+        (kimi_chunks_cuda, "PAIRS", [Launch(2, 1), Launch(8, 1)]),
         (kimi_chunks_cuda, "SOLVE", [Launch(8, 1), Launch(4, 2)]),
-        (
-            delta_chunks_cuda,
-            "PASS",
-            [PassLaunch(*launch) for launch in ((32, 4, 3), (64, 4, 2), (64, 8, 2))],
-        ),
-        (delta_chunks_cuda, "READ", [Launch(8, 1)]),
+        (kimi_chunks_cuda, "APART", [True]),
+        *PASSES,
     ],
     "delta decode/": [
         (
@@ -112,20 +116,17 @@ TABLES: dict[str, list[Table]] = {
         ),
         (mamba2_chunks_cuda, "READ", [Launch(8, 1), Launch(4, 2)]),
     ],
-    "latent decode/": [
-        (
-            decode,
-            "_launch",
-            [
-                DecodeLaunch(*launch)
-                for launch in (
-                    *((64, 8, 2, 1), (64, 4, 2, 1), (32, 4, 2, 2), (32, 4, 3, 2), (32, 4, 4, 1)),
-                    *((32, 2, 3, 2), (16, 4, 4, 2), (16, 2, 4, 2), (128, 4, 1, 1)),
-                )
-            ],
-        ),
-        (decode, "few_heads", [False]),  # rows, where they are columns today
-    ],
+    **{
+        f"{case}/": [(decode, "_launch", FEW_HEADS)]
+        for case in ("latent decode", "latents of 16 heads")
+    },
+    **{
+        f"latents of {heads} heads/": [
+            (decode, "_launch", MANY_HEADS),
+            (decode, "few_heads", [False]),
+        ]
+        for heads in (20, 32)
+    },
     "latents of 128 heads/": [(decode, "_launch", MANY_HEADS)],
     "latent prefill/": [
         (
@@ -142,40 +143,15 @@ TABLES: dict[str, list[Table]] = {
     ],
 }
 # What turns another way on, and its tables.
+# Those that no GPU has run: the constant that chooses one, and what is changed along with it.
 WAYS: dict[str, tuple[Change, list[Table]]] = {
-    "delta prefill/": (
-        (ways, "FUSED", True),
+    "kimi prefill/": (
+        (kimi_chunks_cuda, "HALVES", True),
         [
-            (
-                delta_fused_cuda,
-                "CONVOLVE",
-                [RowsLaunch(*launch) for launch in ((16, 2), (16, 4), (32, 2), (32, 8), (64, 4))],
-            ),
-            (delta_fused_cuda, "SOLVE", [Launch(8, 1), Launch(2, 1)]),
-            (delta_fused_cuda, "PASS", FUSED_PASS),
-            (
-                delta_fused_cuda,
-                "NORM",
-                [RowsLaunch(*launch) for launch in ((8, 2), (16, 2), (16, 4), (64, 4), (64, 8))],
-            ),
-            # Convolutions apart, and states in memory.
-            (delta_fused_cuda, "pass_and_norm", [delta_chunks_cuda.pass_and_read]),
+            (kimi_chunks_cuda, "HALVED", [Launch(4, 1)]),
+            (kimi_chunks_cuda, "APART", [True]),
         ],
     ),
-    "kimi prefill/": ((ways, "FUSED", True), [(delta_fused_cuda, "PASS", FUSED_PASS)]),
-    "latent decode/": ((decode, "ONCE", True), []),
-    "latent chunk of a graph/": ((decode, "ONCE", True), []),
-    "latents of 16 heads/": ((decode, "ONCE", True), []),
-    "latents of 128 heads/": ((decode, "ONCE", True), [(decode, "_launch", MANY_HEADS)]),
-}
-# The launch of one stage that faulted on an H200, each of these twice.
-FAULTING = DecodeLaunch(128, 4, 1, 1)
-FAULTS = {
-    "as it is": "",
-    "without": "no launch begins before the last has ended",
-    "stack": "with 8 KB of stack a thread",
-    "after one without": "the same process has run it without",
-    "synchronised": "after the plan the device is waited for",
 }
 
 
@@ -227,8 +203,10 @@ def latents(lengths: list[int], heads: int) -> KernelWork:
 
 def cases() -> dict[str, Callable[[], KernelWork]]:
     found = mixer_cases(LLAMA)
-    found["delta prefill/8 x 2048"] = partial(delta, LLAMA, [2048] * 8, [2048] * 8)
-    for heads in (16, 128):
+    for count, tokens in ((8, 2048), (2, 4096)):
+        lengths = [tokens] * count
+        found[f"delta prefill/{count} x {tokens}"] = partial(delta, LLAMA, lengths, lengths)
+    for heads in (16, 20, 32, 128):
         for name, lengths in DECODES.items():
             found[f"latents of {heads} heads/{name}"] = partial(latents, lengths, heads)
     return found
@@ -276,33 +254,6 @@ def first(work: KernelWork) -> Any:
     found = work.calls[0]()
     torch.cuda.synchronize()
     return found
-
-
-def fault(how: str) -> None:
-    """Run FAULTING in one of the ways of FAULTS."""
-    import torch
-
-    if how == "stack":
-        torch.zeros(1, device="cuda")
-        mapped = Path("/proc/self/maps").read_text().split()
-        runtime = ctypes.CDLL(next(path for path in mapped if "libcudart" in path))
-        size_of_stack = 0  # cudaLimitStackSize
-        assert runtime.cudaDeviceSetLimit(size_of_stack, ctypes.c_size_t(8192)) == 0
-    calls = None
-    with replaced(decode, "_launch", FAULTING), torch.inference_mode():
-        if how in ("without", "after one without"):
-            with replaced(decode, "pdl", {"PDL": False}):
-                calls = latents([4096] * 64, 16).calls
-                calls[0]()
-                torch.cuda.synchronize()
-        if how == "without":
-            return
-        calls = calls or latents([4096] * 64, 16).calls
-        if how == "synchronised":
-            torch.cuda.synchronize()
-        for _ in range(3):
-            calls[0]()
-        torch.cuda.synchronize()
 
 
 def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
@@ -366,28 +317,20 @@ def main() -> int:
         "--seconds", type=float, default=500, help="nothing is timed later; default %(default)s"
     )
     parser.add_argument("--this", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--fault", choices=FAULTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.fault:
-        fault(args.fault)
-        return 0
     every = list(variants(args.only))
     if args.this is not None:
         run(every[args.this], first)
         return 0
     began = time.monotonic()
     jobs = [["--only", *args.only, "--this", str(number)] for number in range(len(every))]
-    faults = [*FAULTS] * 2 if any(each.case.startswith("latent") for each in every) else []
-    jobs += [["--fault", how] for how in faults]
     with ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool:
         failed = list(pool.map(lambda job: alone(job, began + COMPILE_S), jobs))
     print(f"compiled after {time.monotonic() - began:.1f} s", flush=True)
-    for how, why in zip(faults, failed[len(every) :], strict=True):
-        print(f"{FAULTING}, {FAULTS[how] or how}: {why or 'no fault'}", flush=True)
     rows: list[tuple[float, Variant]] = []
     table: dict[str, list[tuple[float, str]]] = {}
     wanted, dead = {}, ""
-    for variant, why in zip(every, failed, strict=False):
+    for variant, why in zip(every, failed, strict=True):
         if time.monotonic() > began + args.seconds:
             why = why or "no time"
         us, remark, parts = float("inf"), why or dead, ""

@@ -1,20 +1,25 @@
-"""Gated DeltaNet over prompts on CUDA, 64 tokens at a time on tensor cores, in three launches:
+"""Gated DeltaNet over prompts on CUDA, 64 tokens at a time on tensor cores, in four launches:
 
-    prepare   of each chunk and head: convolutions, gates, and the triangular system that says what
-              each token corrects, solved but for the state before the chunk
-    pass      of each entry, head and some columns: the state goes from chunk to chunk
-    read      of each chunk and head: what tokens read of the state and of each other, normed, gated
+    convolve  of each head and some tokens: convolutions, of which queries and keys are normed
+    solve     of each chunk and head: gates, and the triangular system that says what each token
+              corrects, solved but for the state before the chunk
+    pass      of each entry, head and some columns: the state goes from chunk to chunk, and tokens
+              read of it and of each other
+    norm      of each head and some tokens: what was read, normed and gated
 
 As in `kernels.recurrent.delta_rule.chunk_rule`, of which the letters are: the corrections of a
 chunk are U - W S where S is the state before it, U = T beta V, W = T beta exp(g) K with the inverse
 T = (1 + tril(beta K K^T, decayed))^-1. States are float32 between chunks; what is multiplied, and
 what one launch leaves for the next, is of x's type.
 
+A state is in no memory but its own: `pass` has it in registers, so what reads it is there too.
+Convolutions have a launch of their own because with them `solve` takes all registers of a
+multiprocessor for two programs, and heads of values that share a key would each make it.
+
 Sums begin with a chunk, and chunks with an entry: the numbers depend on where a prompt was cut.
 
-pass and read are those of Kimi Delta Attention too, whose decays are of each element of a key
-(`kimi_chunks_cuda`). Queries and keys have these in them by then, and products of queries with keys
-are made already.
+pass and norm are those of Kimi Delta Attention too, whose decays are of each element of a key
+(`kimi_chunks_cuda`). Queries and keys have these in them by then.
 """
 
 from typing import NamedTuple
@@ -24,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launch.pdl import num_sms, shared_memory
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.chunks_cuda import (
     CHUNK,
@@ -41,35 +47,64 @@ from kernels.recurrent.chunks_cuda import (
 from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
 from kernels.recurrent.delta_rule import DeltaHeads
 
-PREPARE = Launch(4, 1)
-PASS = PassLaunch(32, 4, 2)
-READ = Launch(4, 1)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class RowsLaunch(NamedTuple):
+    rows: int  # tokens a program
+    num_warps: int
+
+
+CONVOLVE = RowsLaunch(64, 4)
+SOLVE = Launch(4, 1)
+NORM = RowsLaunch(8, 2)
+# Of `pass`, with tenths of microseconds that a chunk takes on an H200 with keys and values of 128.
+_PASSES = {PassLaunch(32, 4, 3): 20, PassLaunch(64, 4, 2): 25, PassLaunch(128, 8, 2): 49}
+
+
+def pass_launch(
+    walks: int, sms: int, keys: int, values: int, element_size: int, room: int
+) -> PassLaunch:
+    """Decision rule; walks = entries * heads, keys and values = the padded sizes of a state, room =
+    bytes of shared memory. A program has a multiprocessor to itself, so what counts is how often
+    all of these are filled, and how long a chunk takes a program."""
+
+    def cost(launch: PassLaunch) -> int:
+        return triton.cdiv(walks * triton.cdiv(values, launch.columns), sms) * _PASSES[launch]
+
+    narrow = [each for each in _PASSES if each.columns <= values]
+    best = min(narrow or _PASSES, key=cost) if element_size == 2 else PassLaunch(32, 4, 1)
+    best = best._replace(columns=min(best.columns, values))
+    # W, keys, queries, their products and U of each chunk that is on its way; and the state.
+    chunk = CHUNK * (3 * keys + CHUNK + best.columns) * element_size
+    most = (room - keys * best.columns * element_size) // chunk
+    return best._replace(num_stages=max(1, min(best.num_stages, most)))
+
+
+@triton.jit
+def silu(x):
+    """x sigmoid(x) in six instructions an element, where a division takes thirteen."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
+    return x * root * root
 
 
 # Strides of tiles are a model's few: where 16 divides one, 16 bytes are read at once.
 @triton.jit(
-    do_not_specialize=["gate_stride", "num_tokens"],
-    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
 )
-def _delta_prepare_kernel(
+def _delta_convolve_kernel(
     x,
-    a,
-    b,
     conv,
-    decay,
-    bias,
     tail,
     queries,  # [slots, KEY_HEADS, CHUNK, KEYS], as keys
     keys,
-    weights,  # W: [slots, VALUE_HEADS, CHUNK, KEYS]
-    values,  # U: [slots, VALUE_HEADS, CHUNK, VALUES]
-    totals,  # [slots, VALUE_HEADS, CHUNK] float32: logarithms of decays since the chunk's begin
+    values,  # [slots, VALUE_HEADS, CHUNK, VALUES]
     rows,
     query_start,
     kv_len,
     counts,
     x_stride,
-    gate_stride,  # of a and b
     num_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
@@ -77,9 +112,74 @@ def _delta_prepare_kernel(
     VALUE: tl.constexpr,
     CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
-    MOST: tl.constexpr,
     KEYS: tl.constexpr,  # KEY padded
     VALUES: tl.constexpr,  # VALUE padded
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Heads of queries, then those of keys, then those of values."""
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
+    if (entry >= tl.load(counts + 1)) | (first >= length):
+        return
+    dtype = keys.dtype.element_ty
+    origin = tl.program_id(2) * ROWS
+    first += origin
+    steps = tl.arange(0, ROWS)
+    first_token = (begin + first).to(tl.int64)
+    before = tl.load(kv_len + entry) - length  # 0: the request begins
+    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
+    if head < 2 * KEY_HEADS:
+        dims = tl.arange(0, KEYS)
+        found = convolved_rows(
+            x, tail, conv, None, first_token, first, length, before, head * KEY + dims, dims < KEY,
+            x_stride, ROWS, CHANNELS, TAPS,
+        )  # fmt: skip
+        found = silu(found)
+        found *= tl.rsqrt(tl.sum(found * found, axis=1) + 1e-6)[:, None]
+        into = keys
+        if head < KEY_HEADS:
+            into = queries
+            found *= KEY**-0.5
+        into += (slot.to(tl.int64) * KEY_HEADS + head % KEY_HEADS) * CHUNK * KEYS + origin * KEYS
+        tl.store(into + steps[:, None] * KEYS + dims[None, :], found.to(dtype))
+    else:
+        columns = tl.arange(0, VALUES)
+        head -= 2 * KEY_HEADS
+        found = convolved_rows(
+            x, tail, conv, None, first_token, first, length, before,
+            2 * KEY_HEADS * KEY + head * VALUE + columns, columns < VALUE, x_stride, ROWS, CHANNELS,
+            TAPS,
+        )  # fmt: skip
+        into = values + ((slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK + origin) * VALUES
+        tl.store(into + steps[:, None] * VALUES + columns[None, :], silu(found).to(dtype))
+
+
+@triton.jit(
+    do_not_specialize=["gate_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start", "counts", "a", "b"],
+)
+def _delta_solve_kernel(
+    a,
+    b,
+    decay,
+    bias,
+    queries,
+    keys,
+    weights,  # W: [slots, VALUE_HEADS, CHUNK, KEYS]
+    values,  # U takes their place
+    totals,  # [slots, VALUE_HEADS, CHUNK] float32: logarithms of decays since the chunk's begin
+    overlaps,  # [slots, VALUE_HEADS, CHUNK, CHUNK] of x's type: queries with keys, decayed
+    query_start,
+    counts,
+    gate_stride,
+    num_tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    MOST: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -89,56 +189,45 @@ def _delta_prepare_kernel(
     if (entry >= tl.load(counts + 1)) | (first >= length):
         return
     dtype = keys.dtype.element_ty
-    SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    key_head = head // SHARED
     steps = tl.arange(0, CHUNK)
     dims = tl.arange(0, KEYS)
     columns = tl.arange(0, VALUES)
+    of_keys = (slot.to(tl.int64) * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * CHUNK * KEYS
+    key_tile = of_keys + steps[:, None] * KEYS + dims[None, :]
+    at = (slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK
+    value_tile = at * VALUES + steps[:, None] * VALUES + columns[None, :]
+    k = tl.load(keys + key_tile)
+    v = tl.load(values + value_tile)
     there = first + steps < length
-    first_token = (begin + first).to(tl.int64)
-    before = tl.load(kv_len + entry) - length  # 0: the request begins
-    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
-    own = key_head * KEY + dims
-    at = (slot.to(tl.int64) * KEY_HEADS + key_head) * CHUNK * KEYS
-    key_tile = at + steps[:, None] * KEYS + dims[None, :]
-    if head % SHARED == 0:
-        q = convolved_rows(
-            x, tail, conv, None, first_token, first, length, before, own, dims < KEY, x_stride,
-            CHUNK, CHANNELS, TAPS,
-        )  # fmt: skip
-        q = q * tl.sigmoid(q)
-        q = q * (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * KEY**-0.5)[:, None]
-        tl.store(queries + key_tile, q.to(dtype))
-    k = convolved_rows(
-        x, tail, conv, None, first_token, first, length, before, KEY_HEADS * KEY + own, dims < KEY,
-        x_stride, CHUNK, CHANNELS, TAPS,
-    )  # fmt: skip
-    k = k * tl.sigmoid(k)
-    k = (k * tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]).to(dtype)
-    if head % SHARED == 0:
-        tl.store(keys + key_tile, k)
-
-    gates = (first_token + steps) * gate_stride + head
+    gates = (begin + first + steps).to(tl.int64) * gate_stride + head
     step = tl.load(a + gates, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head)
     step = tl.where(there, -tl.exp(tl.load(decay + head)) * softplus(step), 0.0)
     beta = MOST * tl.sigmoid(tl.load(b + gates, mask=there, other=0.0).to(tl.float32))
     total = tl.cumsum(step, axis=0)
-    at = (slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK
     tl.store(totals + at + steps, total)
-    overlap = tl.dot(k, tl.trans(k), input_precision="ieee")
-    lower = tl.where(steps[:, None] > steps[None, :], overlap, 0.0)
-    lower = lower * decays(total, CHUNK) * beta[:, None]
+    left = decays(total, CHUNK)
+    q = tl.load(queries + key_tile)
+    overlap = tl.dot(q, tl.trans(k), input_precision="ieee") * left
+    square = at * CHUNK + steps[:, None] * CHUNK + steps[None, :]
+    tl.store(overlaps + square, overlap.to(dtype))
+    lower = tl.dot(k, tl.trans(k), input_precision="ieee") * left * beta[:, None]
+    lower = tl.where(steps[:, None] > steps[None, :], lower, 0.0)
     inverse = unit_lower_inverse(lower, CHUNK, PRECISION) * beta[None, :]
-    w = tl.dot((inverse * tl.exp(total)[None, :]).to(dtype), k, input_precision="ieee")
-    tl.store(weights + at * KEYS + steps[:, None] * KEYS + dims[None, :], w.to(dtype))
-    v = convolved_rows(
-        x, tail, conv, None, first_token, first, length, before,
-        2 * KEY_HEADS * KEY + head * VALUE + columns, columns < VALUE, x_stride, CHUNK, CHANNELS,
-        TAPS,
-    )  # fmt: skip
-    v = (v * tl.sigmoid(v)).to(dtype)
     u = tl.dot(inverse.to(dtype), v, input_precision="ieee")
-    tl.store(values + at * VALUES + steps[:, None] * VALUES + columns[None, :], u.to(dtype))
+    tl.store(values + value_tile, u.to(dtype))
+    since = tl.exp2(total * LOG2E)
+    w = tl.dot((inverse * since[None, :]).to(dtype), k, input_precision="ieee")
+    tl.store(weights + at * KEYS + steps[:, None] * KEYS + dims[None, :], w.to(dtype))
+
+
+@triton.jit
+def _whole(totals, at, KEYS: tl.constexpr, CHUNK: tl.constexpr, BY_KEY: tl.constexpr):
+    """The logarithm of a chunk's decay, whose totals begin at token number `at` of all slots'."""
+    last = at + CHUNK - 1
+    if BY_KEY:
+        return tl.load(totals + last * KEYS + tl.arange(0, KEYS))
+    else:
+        return tl.load(totals + last)
 
 
 @triton.jit(
@@ -147,11 +236,13 @@ def _delta_prepare_kernel(
 )
 def _delta_pass_kernel(
     x,
+    queries,
     keys,
     weights,
-    values,  # corrections take the place of U
+    values,  # U
     totals,  # BY_KEY: [slots, VALUE_HEADS, CHUNK, KEYS]
-    states,  # [slots, VALUE_HEADS, KEYS, VALUES]: before each chunk
+    overlaps,
+    out,  # [num_tokens, VALUE_HEADS, VALUE]: what tokens read
     tail,
     state,
     rows,
@@ -183,8 +274,8 @@ def _delta_pass_kernel(
     channels = (head * tl.num_programs(1) + piece) * SLICE + tl.arange(0, SLICE)
     key_tile = steps[:, None] * KEYS + dims[None, :]
     turned_tile = steps[None, :] * KEYS + dims[:, None]
+    square = steps[:, None] * CHUNK + steps[None, :]
     value_tile = steps[:, None] * VALUES + columns[None, :]
-    state_tile = dims[:, None] * VALUES + columns[None, :]
     own_tile = dims[:, None] * VALUE + columns[None, :]
     own_mask = (dims < KEY)[:, None] & (columns < VALUE)[None, :]
     first_entry = tl.load(counts) + tl.program_id(2)
@@ -199,24 +290,38 @@ def _delta_pass_kernel(
             kept = tl.load(own + own_tile, mask=goes_on, other=0.0)
             first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
             last = first + tl.cdiv(end - begin, CHUNK)
+            # Read a chunk ahead: what decays the state is a trip to memory of its own.
+            whole = _whole(totals, (first * VALUE_HEADS + head) * CHUNK, KEYS, CHUNK, BY_KEY)
             for slot in tl.range(first, last, num_stages=STAGES):
                 at = slot * VALUE_HEADS + head
-                of_keys = keys + (slot * KEY_HEADS + key_head) * CHUNK * KEYS
+                of_keys = (slot * KEY_HEADS + key_head) * CHUNK * KEYS
                 w = tl.load(weights + at * CHUNK * KEYS + key_tile)
                 u = tl.load(values + at * CHUNK * VALUES + value_tile)
-                k = tl.load(of_keys + turned_tile)
-                known = kept.to(dtype)
-                tl.store(states + at * KEYS * VALUES + state_tile, known)
-                corrections = u.to(tl.float32) - tl.dot(w, known, input_precision="ieee")
-                tl.store(values + at * CHUNK * VALUES + value_tile, corrections.to(dtype))
-                if BY_KEY:
-                    whole = tl.load(totals + (at * CHUNK + CHUNK - 1) * KEYS + dims)[:, None]
-                else:
-                    whole = tl.load(totals + at * CHUNK + CHUNK - 1)
+                k = tl.load(keys + of_keys + turned_tile)
+                q = tl.load(queries + of_keys + key_tile)
+                overlap = tl.load(overlaps + at * CHUNK * CHUNK + square)
+                if not BY_KEY:
                     total = tl.load(totals + at * CHUNK + steps)
-                    corrections *= tl.exp(whole - total)[:, None]
-                kept = kept * tl.exp(whole)
-                kept = tl.dot(k, corrections.to(dtype), kept, input_precision="ieee")
+                following = tl.minimum(slot + 1, last - 1) * VALUE_HEADS + head
+                next_whole = _whole(totals, following * CHUNK, KEYS, CHUNK, BY_KEY)
+                known = kept.to(dtype)
+                corrections = u.to(tl.float32) - tl.dot(w, known, input_precision="ieee")
+                rounded = corrections.to(dtype)
+                found = tl.dot(q, known, input_precision="ieee")
+                if not BY_KEY:
+                    found *= tl.exp2(total * LOG2E)[:, None]
+                found = tl.dot(overlap, rounded, found, input_precision="ieee")
+                token = begin + (slot - first) * CHUNK + steps
+                into = out + (token * VALUE_HEADS + head)[:, None] * VALUE + columns[None, :]
+                mask = (token < end)[:, None] & (columns < VALUE)[None, :]
+                tl.store(into, found.to(out.dtype.element_ty), mask=mask)
+                if BY_KEY:
+                    kept = kept * tl.exp2(whole * LOG2E)[:, None]
+                else:
+                    kept = kept * tl.exp2(whole * LOG2E)
+                    rounded = (corrections * tl.exp2((whole - total) * LOG2E)[:, None]).to(dtype)
+                kept = tl.dot(k, rounded, kept, input_precision="ieee")
+                whole = next_whole
             tl.store(own + own_tile, kept, mask=own_mask)
             keep_tail(
                 x, tail + row * (TAPS - 1) * CHANNELS, begin.to(tl.int64), end.to(tl.int64), before,
@@ -228,80 +333,49 @@ def _delta_pass_kernel(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["query_start", "counts"],
 )
-def _delta_read_kernel(
-    queries,
-    keys,
-    values,  # corrections
-    totals,
-    overlaps,  # BY_KEY: [slots, VALUE_HEADS, CHUNK, CHUNK], of queries with keys
-    states,
+def _delta_norm_kernel(
+    out,  # what tokens read; normed and gated in its place
     z,
     norm,
-    out,
     query_start,
     counts,
     eps,
     z_stride,
     num_tokens,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     VALUE: tl.constexpr,
-    KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):
+    """Of chunks' tokens; those behind get zeros."""
     head = tl.program_id(0)
-    slot = tl.program_id(1)
-    entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
-    if first >= length:
-        return
-    dtype = keys.dtype.element_ty
-    steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, KEYS)
+    first = tl.load(query_start + tl.load(counts))
+    token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, VALUES)
-    token = (begin + first + steps).to(tl.int64)
-    mask = (first + steps < length)[:, None] & (columns < VALUE)[None, :]
-    into = out + (token * VALUE_HEADS * VALUE)[:, None] + head * VALUE + columns[None, :]
-    if entry >= tl.load(counts + 1):  # padding
-        tl.store(into, tl.zeros([CHUNK, VALUES], out.dtype.element_ty), mask=mask)
-        return
-    at = slot.to(tl.int64) * VALUE_HEADS + head
-    of_keys = (slot.to(tl.int64) * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * CHUNK * KEYS
-    key_tile = of_keys + steps[:, None] * KEYS + dims[None, :]
-    q = tl.load(queries + key_tile)
-    kept = tl.load(states + at * KEYS * VALUES + dims[:, None] * VALUES + columns[None, :])
-    found = tl.dot(q, kept, input_precision="ieee")
-    if BY_KEY:
-        square = steps[:, None] * CHUNK + steps[None, :]
-        overlap = tl.load(overlaps + at * CHUNK * CHUNK + square)
-    else:
-        k = tl.load(keys + key_tile)
-        total = tl.load(totals + at * CHUNK + steps)
-        found *= tl.exp(total)[:, None]
-        overlap = tl.dot(q, tl.trans(k), input_precision="ieee") * decays(total, CHUNK)
-        overlap = overlap.to(dtype)
-    corrections = tl.load(values + at * CHUNK * VALUES + steps[:, None] * VALUES + columns[None, :])
-    found = tl.dot(overlap, corrections, found, input_precision="ieee")
-    found = found / tl.sqrt(tl.sum(found * found, axis=1) / VALUE + eps)[:, None]
+    mask = (token >= first) & (token < num_tokens)
+    mask = mask[:, None] & (columns < VALUE)[None, :]
+    known = mask & (token < tl.load(query_start + tl.load(counts + 1)))[:, None]
+    token = token.to(tl.int64)
+    into = out + ((token * HEADS + head) * VALUE)[:, None] + columns[None, :]
+    found = tl.load(into, mask=known, other=0.0).to(tl.float32)
+    found *= tl.rsqrt(tl.sum(found * found, axis=1) / VALUE + eps)[:, None]
     found *= tl.load(norm + columns, mask=columns < VALUE, other=0.0)[None, :]
     gate = z + (token * z_stride)[:, None] + head * VALUE + columns[None, :]
-    gate = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
-    found *= tl.sigmoid(gate)
-    if not BY_KEY:
-        found *= gate
+    gate = tl.load(gate, mask=known, other=0.0).to(tl.float32)
+    found *= tl.sigmoid(gate) if BY_KEY else silu(gate)
     tl.store(into, found.to(out.dtype.element_ty), mask=mask)
 
 
 class Handed(NamedTuple):
-    """What pass and read are given; see their arguments."""
+    """What pass and norm are given; see their arguments."""
 
     queries: Tensor
     keys: Tensor
     weights: Tensor
     values: Tensor
     totals: Tensor
-    overlaps: Tensor | None = None  # of heads by_key
+    overlaps: Tensor
 
 
 def tile_sizes(heads: DeltaHeads, element_size: int) -> dict[str, int]:
@@ -326,53 +400,87 @@ def delta_chunks(
     """As `kernels.reference.Kernels.gated_delta`, of the entries counts[0] .. counts[1] - 1 of
     meta; tokens after the last get zeros."""
     assert meta.rows is not None and meta.counts is not None
-    num_tokens, (channels, taps) = x.shape[0], heads.conv.shape
+    num_tokens = x.shape[0]
     key_heads, value_heads = heads.key_heads, heads.value_heads
     slots = num_slots(num_tokens, meta)
-    sizes = {
-        "KEY_HEADS": key_heads,
-        "VALUE_HEADS": value_heads,
-        "VALUE": heads.value_size,
-        "CHUNK": CHUNK,
-        **tile_sizes(heads, x.element_size()),
-    }
+    sizes = tile_sizes(heads, x.element_size())
     queries = x.new_empty(slots, key_heads, CHUNK, sizes["KEYS"])
     keys = torch.empty_like(queries)
     weights = x.new_empty(slots, value_heads, CHUNK, sizes["KEYS"])
     values = x.new_empty(slots, value_heads, CHUNK, sizes["VALUES"])
     totals = state.new_empty(slots, value_heads, CHUNK)
-    where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
-    _delta_prepare_kernel[(value_heads, slots)](
-        x,
+    overlaps = x.new_empty(slots, value_heads, CHUNK, CHUNK)
+    convolve(x, heads, tail, queries, keys, values, meta)
+    _delta_solve_kernel[(value_heads, slots)](
         a,
         b,
-        heads.conv,
         heads.decay,
         heads.bias,
-        tail,
         queries,
         keys,
         weights,
         values,
         totals,
-        *where,
-        x.stride(0),
+        overlaps,
+        meta.query_start,
+        meta.counts,
         a.stride(0),
         num_tokens,
+        KEY_HEADS=key_heads,
+        VALUE_HEADS=value_heads,
+        MOST=heads.most,
         **sizes,
+        CHUNK=CHUNK,
+        PRECISION="ieee" if x.element_size() > 2 else "tf32",
+        num_warps=SOLVE.num_warps,
+        num_stages=SOLVE.num_stages,
+    )
+    handed = Handed(queries, keys, weights, values, totals, overlaps)
+    pass_and_norm(x, z, heads, tail, state, out, meta, handed)
+
+
+def convolve(
+    x: Tensor,
+    heads: DeltaHeads,
+    tail: Tensor,
+    queries: Tensor,  # [slots, key_heads, CHUNK, KEYS], as keys
+    keys: Tensor,
+    values: Tensor,  # [slots, value_heads, CHUNK, VALUES]
+    meta: AttentionMeta,
+) -> None:
+    """The first launch of a step's chunks: queries, keys and values, of the first two normed."""
+    slots, key_heads, _, padded = keys.shape
+    value_heads = values.shape[1]
+    channels, taps = heads.conv.shape
+    _delta_convolve_kernel[(2 * key_heads + value_heads, slots, CHUNK // CONVOLVE.rows)](
+        x,
+        heads.conv,
+        tail,
+        queries,
+        keys,
+        values,
+        meta.rows,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
+        x.stride(0),
+        x.shape[0],
+        KEY_HEADS=key_heads,
+        VALUE_HEADS=value_heads,
         KEY=heads.key_size,
+        VALUE=heads.value_size,
         CHANNELS=channels,
         TAPS=taps,
-        MOST=heads.most,
-        PRECISION="ieee" if x.element_size() > 2 else "tf32",
-        num_warps=PREPARE.num_warps,
-        num_stages=PREPARE.num_stages,
+        KEYS=padded,
+        VALUES=values.shape[3],
+        CHUNK=CHUNK,
+        ROWS=CONVOLVE.rows,
+        num_warps=CONVOLVE.num_warps,
+        num_stages=1,
     )
-    handed = Handed(queries, keys, weights, values, totals)
-    pass_and_read(x, z, heads, tail, state, out, meta, handed)
 
 
-def pass_and_read(
+def pass_and_norm(
     x: Tensor,
     z: Tensor,
     heads: DeltaHeads,
@@ -382,29 +490,26 @@ def pass_and_read(
     meta: AttentionMeta,
     handed: Handed,
 ) -> None:
-    """The last two launches of a step's chunks."""
+    """The last two launches of a step's chunks: tokens' results into out, the state of each entry
+    after its last token into state, the last inputs of its convolution into tail."""
     queries, keys, weights, values, totals, overlaps = handed
-    (slots, value_heads, _, padded), keys_padded = values.shape, keys.shape[3]
+    value_heads, padded = values.shape[1], values.shape[3]
     channels, taps = heads.conv.shape
-    states = x.new_empty(slots, value_heads, keys_padded, padded)
-    sizes = {
-        "KEY_HEADS": heads.key_heads,
-        "VALUE_HEADS": value_heads,
-        "VALUE": heads.value_size,
-        "KEYS": keys_padded,
-        "VALUES": padded,
-        "CHUNK": CHUNK,
-        "BY_KEY": heads.by_key,
-    }
-    columns = min(PASS.columns, padded)
-    pieces = triton.cdiv(padded, columns)
-    _delta_pass_kernel[(value_heads, pieces, min(ENTRIES, num_chunked(meta)))](
+    walked = min(ENTRIES, num_chunked(meta))
+    shape = pass_launch(
+        walked * value_heads, num_sms(x.device), keys.shape[3], padded, x.element_size(),
+        shared_memory(x.device),
+    )  # fmt: skip
+    pieces = triton.cdiv(padded, shape.columns)
+    _delta_pass_kernel[(value_heads, pieces, walked)](
         x,
+        queries,
         keys,
         weights,
         values,
         totals,
-        states,
+        overlaps,
+        out,
         tail,
         state,
         meta.rows,
@@ -412,31 +517,34 @@ def pass_and_read(
         meta.kv_len,
         meta.counts,
         x.stride(0),
-        **sizes,
+        KEY_HEADS=heads.key_heads,
+        VALUE_HEADS=value_heads,
         KEY=heads.key_size,
+        VALUE=heads.value_size,
         CHANNELS=channels,
         TAPS=taps,
-        COLUMNS=columns,
+        KEYS=keys.shape[3],
+        VALUES=padded,
+        CHUNK=CHUNK,
+        COLUMNS=shape.columns,
         SLICE=triton.next_power_of_2(triton.cdiv(channels, value_heads * pieces)),
-        STAGES=PASS.num_stages,
-        num_warps=PASS.num_warps,
+        STAGES=shape.num_stages,
+        BY_KEY=heads.by_key,
+        num_warps=shape.num_warps,
     )
-    _delta_read_kernel[(value_heads, slots)](
-        queries,
-        keys,
-        values,
-        totals,
-        overlaps,
-        states,
+    _delta_norm_kernel[(value_heads, triton.cdiv(x.shape[0], NORM.rows))](
+        out,
         z,
         heads.norm,
-        out,
         meta.query_start,
         meta.counts,
         heads.eps,
         z.stride(0),
         x.shape[0],
-        **sizes,
-        num_warps=READ.num_warps,
-        num_stages=READ.num_stages,
+        HEADS=value_heads,
+        VALUE=heads.value_size,
+        VALUES=padded,
+        ROWS=NORM.rows,
+        BY_KEY=heads.by_key,
+        num_warps=NORM.num_warps,
     )

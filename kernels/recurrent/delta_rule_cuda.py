@@ -16,11 +16,9 @@ from torch import Tensor
 
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.metadata import AttentionMeta
-from kernels.recurrent import ways
 from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail, tickets
 from kernels.recurrent.delta_chunks_cuda import delta_chunks
-from kernels.recurrent.delta_fused_cuda import delta_fused
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.kimi_chunks_cuda import kimi_chunks
 
@@ -202,8 +200,7 @@ def gated_delta(
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
     _walk(x, z, a, b, heads, tail, state, out, meta, deterministic)
     if not deterministic and x.shape[0] > meta.num_decodes:
-        chunks = delta_fused if ways.FUSED else delta_chunks
-        chunks(x, z, a, b, heads, tail, state, out, meta)
+        delta_chunks(x, z, a, b, heads, tail, state, out, meta)
     return out
 
 

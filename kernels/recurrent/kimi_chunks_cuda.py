@@ -2,8 +2,8 @@
 
     gates     of each chunk and head: convolutions of queries and keys, and sums of decays
     pairs     of each 16 tokens of a chunk and head: what earlier tokens leave for them
-    solve     of each chunk and head: as `_delta_prepare_kernel`, from what pairs found
-    pass, read   those of `delta_chunks_cuda`, or of `delta_fused_cuda` where `ways.FUSED`
+    solve     of each chunk and head: as `_delta_solve_kernel`, from what pairs found
+    pass, norm   those of `delta_chunks_cuda`
 
 As in `kernels.recurrent.delta_rule.chunk_rule_by_key`, of which the letters are. What token j
 leaves for a later token i is a sum over elements of keys, each of which decays by exp(g_i - g_j).
@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.metadata import AttentionMeta
-from kernels.recurrent import ways
 from kernels.recurrent.chunks_cuda import (
     CHUNK,
     Launch,
@@ -31,14 +30,25 @@ from kernels.recurrent.chunks_cuda import (
     unit_lower_inverse,
 )
 from kernels.recurrent.convolution_cuda import convolved_rows
-from kernels.recurrent.delta_chunks_cuda import Handed, pass_and_read, tile_sizes
-from kernels.recurrent.delta_fused_cuda import pass_and_norm
+from kernels.recurrent.delta_chunks_cuda import (
+    LOG2E,
+    Handed,
+    convolve,
+    pass_and_norm,
+    tile_sizes,
+)
 from kernels.recurrent.delta_rule import DeltaHeads
 
 PART = 16  # tokens of a chunk whose pairs are summed element by element
 GATES = Launch(4, 1)
-PAIRS = Launch(2, 1)
+PAIRS = Launch(4, 1)
 SOLVE = Launch(4, 1)
+# No GPU has run these yet: `bench.kernels.mixer_sweep` times them and says which to set.
+# True: pairs are all products of matrices, as `_kimi_halves_kernel` has them.
+HALVES = False
+HALVED = Launch(8, 1)
+# True: convolutions have the launch that those of Gated DeltaNet have.
+APART = False
 
 
 # Strides of tiles are a model's few: where 16 divides one, 16 bytes are read at once.
@@ -106,6 +116,42 @@ def _kimi_gates_kernel(
 
 
 @triton.jit(
+    do_not_specialize=["a_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start", "counts", "a"],
+)
+def _kimi_decays_kernel(
+    a,
+    decay,
+    bias,
+    totals,
+    query_start,
+    counts,
+    a_stride,
+    num_tokens,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The sums of decays that `_kimi_gates_kernel` makes, alone."""
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
+    if (entry >= tl.load(counts + 1)) | (first >= length):
+        return
+    steps = tl.arange(0, CHUNK)
+    dims = tl.arange(0, KEYS)
+    there = (first + steps < length)[:, None] & (dims < KEY)[None, :]
+    own = head * KEY + dims
+    step = a + ((begin + first + steps).to(tl.int64) * a_stride)[:, None] + own[None, :]
+    step = tl.load(step, mask=there, other=0.0).to(tl.float32)
+    step += tl.load(bias + own, mask=dims < KEY, other=0.0)[None, :]
+    step = tl.where(there, -tl.exp(tl.load(decay + head)) * softplus(step), 0.0)
+    totals += (slot.to(tl.int64) * HEADS + head) * CHUNK * KEYS
+    tl.store(totals + steps[:, None] * KEYS + dims[None, :], tl.cumsum(step, axis=0))
+
+
+@triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["query_start", "counts"],
 )
@@ -167,6 +213,64 @@ def _kimi_pairs_kernel(
 
 
 @triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["query_start", "counts"],
+)
+def _kimi_halves_kernel(
+    queries,
+    keys,
+    totals,
+    lower,
+    overlaps,
+    query_start,
+    counts,
+    num_tokens,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,  # CHUNK is 2 to the power of this
+):
+    """As `_kimi_pairs_kernel`, of all pairs of a chunk. Two tokens are in the two halves of one
+    block of 2, 4 ... CHUNK tokens, so a level of blocks is a product of matrices. There the sum
+    at the end of the first half lies between theirs: no factor is above 1, and each token has one
+    factor for all others."""
+    head = tl.program_id(0)
+    slot = tl.program_id(1)
+    entry, _, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
+    if (entry >= tl.load(counts + 1)) | (first >= length):
+        return
+    dtype = keys.dtype.element_ty
+    steps = tl.arange(0, CHUNK)
+    dims = tl.arange(0, KEYS)
+    at = slot.to(tl.int64) * HEADS + head
+    totals += at * CHUNK * KEYS
+    tile = steps[:, None] * KEYS + dims[None, :]
+    q = tl.load(queries + at * CHUNK * KEYS + tile)
+    k = tl.load(keys + at * CHUNK * KEYS + tile)
+    total = tl.load(totals + tile)
+    same = steps[:, None] == steps[None, :]
+    own = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
+    of_queries = tl.where(same, own[:, None], 0.0)
+    of_keys = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for level in tl.static_range(LEVELS):
+        half = steps >> level
+        middle = ((half | 1) << level) - 1
+        apart = total - tl.load(totals + middle[:, None] * KEYS + dims[None, :])
+        left = tl.exp2(tl.abs(apart) * -LOG2E)
+        near = (k.to(tl.float32) * left).to(dtype)
+        turned = tl.trans(near)
+        found = tl.dot(near, turned, input_precision="ieee")
+        pairs = (half[:, None] == half[None, :] + 1) & (half[:, None] % 2 == 1)
+        of_keys = tl.where(pairs, found, of_keys)
+        near = (q.to(tl.float32) * left).to(dtype)
+        found = tl.dot(near, turned, input_precision="ieee")
+        of_queries = tl.where(pairs, found, of_queries)
+    into = at * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
+    tl.store(lower + into, of_keys)
+    tl.store(overlaps + into, of_queries.to(dtype))
+
+
+@triton.jit(
     do_not_specialize=["b_stride", "num_tokens"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "b"],
 )
@@ -198,6 +302,7 @@ def _kimi_solve_kernel(
     VALUES: tl.constexpr,  # VALUE padded
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    APART: tl.constexpr,  # values are there, and U takes their place
 ):
     head = tl.program_id(0)
     slot = tl.program_id(1)
@@ -218,13 +323,18 @@ def _kimi_solve_kernel(
     inverse = tl.load(lower + at * CHUNK + steps[:, None] * CHUNK + steps[None, :])
     inverse = unit_lower_inverse(inverse * beta[:, None], CHUNK, PRECISION) * beta[None, :]
     inverse = inverse.to(dtype)
-    v = convolved_rows(
-        x, tail, conv, None, first_token, first, length, before,
-        2 * HEADS * KEY + head * VALUE + columns, columns < VALUE, x_stride, CHUNK, CHANNELS, TAPS,
-    )  # fmt: skip
-    v = (v * tl.sigmoid(v)).to(dtype)
+    value_tile = at * VALUES + steps[:, None] * VALUES + columns[None, :]
+    if APART:
+        v = tl.load(values + value_tile)
+    else:
+        v = convolved_rows(
+            x, tail, conv, None, first_token, first, length, before,
+            2 * HEADS * KEY + head * VALUE + columns, columns < VALUE, x_stride, CHUNK, CHANNELS,
+            TAPS,
+        )  # fmt: skip
+        v = (v * tl.sigmoid(v)).to(dtype)
     u = tl.dot(inverse, v, input_precision="ieee")
-    tl.store(values + at * VALUES + steps[:, None] * VALUES + columns[None, :], u.to(dtype))
+    tl.store(values + value_tile, u.to(dtype))
     tile = at * KEYS + steps[:, None] * KEYS + dims[None, :]
     total = tl.load(totals + tile)
     whole = tl.load(totals + (at + CHUNK - 1) * KEYS + dims)
@@ -263,39 +373,58 @@ def kimi_chunks(
     where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
     common = {"HEADS": heads.key_heads, "KEYS": sizes["KEYS"], "CHUNK": CHUNK}
     convolution = {"KEY": heads.key_size, "CHANNELS": channels, "TAPS": taps}
-    _kimi_gates_kernel[(heads.key_heads, slots)](
-        x,
-        a,
-        heads.conv,
-        heads.decay,
-        heads.bias,
-        tail,
-        queries,
-        keys,
-        totals,
-        *where,
-        x.stride(0),
-        a.stride(0),
-        num_tokens,
-        **common,
-        **convolution,
-        num_warps=GATES.num_warps,
-        num_stages=GATES.num_stages,
-    )
-    _kimi_pairs_kernel[(heads.key_heads, slots, CHUNK // PART)](
-        queries,
-        keys,
-        totals,
-        lower,
-        overlaps,
-        meta.query_start,
-        meta.counts,
-        num_tokens,
-        **common,
-        PART=PART,
-        num_warps=PAIRS.num_warps,
-        num_stages=PAIRS.num_stages,
-    )
+    if APART:
+        convolve(x, heads, tail, queries, keys, values, meta)
+        _kimi_decays_kernel[(heads.key_heads, slots)](
+            a,
+            heads.decay,
+            heads.bias,
+            totals,
+            meta.query_start,
+            meta.counts,
+            a.stride(0),
+            num_tokens,
+            **common,
+            KEY=heads.key_size,
+            num_warps=GATES.num_warps,
+        )
+    else:
+        _kimi_gates_kernel[(heads.key_heads, slots)](
+            x,
+            a,
+            heads.conv,
+            heads.decay,
+            heads.bias,
+            tail,
+            queries,
+            keys,
+            totals,
+            *where,
+            x.stride(0),
+            a.stride(0),
+            num_tokens,
+            **common,
+            **convolution,
+            num_warps=GATES.num_warps,
+            num_stages=GATES.num_stages,
+        )
+    found = (queries, keys, totals, lower, overlaps, meta.query_start, meta.counts, num_tokens)
+    if HALVES:
+        _kimi_halves_kernel[(heads.key_heads, slots)](
+            *found,
+            **common,
+            LEVELS=CHUNK.bit_length() - 1,
+            num_warps=HALVED.num_warps,
+            num_stages=HALVED.num_stages,
+        )
+    else:
+        _kimi_pairs_kernel[(heads.key_heads, slots, CHUNK // PART)](
+            *found,
+            **common,
+            PART=PART,
+            num_warps=PAIRS.num_warps,
+            num_stages=PAIRS.num_stages,
+        )
     _kimi_solve_kernel[(heads.key_heads, slots)](
         x,
         b,
@@ -317,9 +446,9 @@ def kimi_chunks(
         VALUES=sizes["VALUES"],
         MOST=heads.most,
         PRECISION="ieee" if x.element_size() > 2 else "tf32",
+        APART=APART,
         num_warps=SOLVE.num_warps,
         num_stages=SOLVE.num_stages,
     )
     handed = Handed(queries, keys, weights, values, totals, overlaps)
-    last = pass_and_norm if ways.FUSED else pass_and_read
-    last(x, z, heads, tail, state, out, meta, handed)
+    pass_and_norm(x, z, heads, tail, state, out, meta, handed)

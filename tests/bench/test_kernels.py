@@ -65,9 +65,9 @@ def once(calls: Calls) -> float:
 
 
 _SUMS = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel"}
-# Of what a constant chooses: `kernels.recurrent.ways`.
-_NEWER = {f"_delta_{name}_kernel" for name in ("convolve", "solve", "pass_read", "norm")}
-_FORMER = {f"_delta_{name}_kernel" for name in ("prepare", "pass", "read")}
+# Of what a constant chooses: `kernels.recurrent.kimi_chunks_cuda`.
+_NEWER = {"_kimi_halves_kernel", "_kimi_decays_kernel"}
+_FORMER = {"_kimi_pairs_kernel", "_kimi_gates_kernel"}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")
@@ -76,7 +76,8 @@ def test_every_case_launches(newer: bool, monkeypatch: pytest.MonkeyPatch) -> No
     """A case that cannot be made, or calls a launcher as it was last month: found out on a GPU,
     after the others; and one that times a kernel that is off, or leaves one out that is on. Here
     all sizes are real, and nothing has contents."""
-    monkeypatch.setattr("kernels.recurrent.ways.FUSED", newer)
+    monkeypatch.setattr("kernels.recurrent.kimi_chunks_cuda.HALVES", newer)
+    monkeypatch.setattr("kernels.recurrent.kimi_chunks_cuda.APART", newer)
     launched: list[str] = []
 
     def count(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

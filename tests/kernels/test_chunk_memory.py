@@ -12,7 +12,6 @@ from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.architectures.recurrent.mixer import CHUNK, Mixer
 from kernels.metadata import AttentionMeta
-from kernels.recurrent import ways
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.mamba2 import Mamba2Heads
 
@@ -41,27 +40,15 @@ class Launch:
 
 
 @pytest.mark.parametrize(
-    ("mixer", "fused"),
-    [
-        (Delta(2, 6, 24, 40, 4), False),
-        (Delta(2, 6, 24, 40, 4), True),
-        (Kimi(3, 80, 4, 80), False),
-        (Kimi(3, 80, 4, 80), True),
-        (Mamba2(6, 24, 2, 40, 4, True, False), False),
-    ],
-    ids=["delta", "delta fused", "kimi", "kimi fused", "mamba 2"],
+    "mixer",
+    [Delta(2, 6, 24, 40, 4), Kimi(3, 80, 4, 80), Mamba2(6, 24, 2, 40, 4, True, False)],
+    ids=["delta", "kimi", "mamba 2"],
 )
-def test_chunks_are_counted(mixer: Mixer, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_counted(mixer: Mixer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a plan that leaves out what prompts of recurrent layers take, or counts another axis."""
-    from kernels.recurrent import (
-        delta_chunks_cuda,
-        delta_fused_cuda,
-        kimi_chunks_cuda,
-        mamba2_chunks_cuda,
-    )
+    from kernels.recurrent import delta_chunks_cuda, kimi_chunks_cuda, mamba2_chunks_cuda
 
-    monkeypatch.setattr(ways, "FUSED", fused)
-    for module in (delta_chunks_cuda, delta_fused_cuda, kimi_chunks_cuda, mamba2_chunks_cuda):
+    for module in (delta_chunks_cuda, kimi_chunks_cuda, mamba2_chunks_cuda):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launch())
     starts = torch.tensor([0, 70, 170, 300], dtype=torch.int32)
@@ -77,8 +64,7 @@ def test_chunks_are_counted(mixer: Mixer, fused: bool, monkeypatch: pytest.Monke
         if isinstance(mixer, Delta):
             sizes = (mixer.key_heads, mixer.value_heads, mixer.key_size, mixer.value_size)
             how = DeltaHeads(*sizes, torch.ones(mixer.channels, 4), *ones[:3], 1e-5)
-            chunks = delta_fused_cuda.delta_fused if fused else delta_chunks_cuda.delta_chunks
-            chunks(x, x, x, x, how, state, state, x, meta)
+            delta_chunks_cuda.delta_chunks(x, x, x, x, how, state, state, x, meta)
         elif isinstance(mixer, Kimi):
             sizes = (mixer.heads, mixer.heads, mixer.size, mixer.size)
             conv = torch.ones(3 * mixer.heads * mixer.size, 4)

@@ -45,17 +45,16 @@ from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
 from kernels.packed import Format, PackedWeight  # noqa: E402
 from tests.kernels.hopper import Ampere, Hopper  # noqa: E402
 from tests.kernels.launches import PARTS  # noqa: E402
-from tests.kernels.launches.attention import latent_once, quantized_attention  # noqa: E402
+from tests.kernels.launches.attention import latent, quantized_attention  # noqa: E402
 from tests.kernels.launches.experts import experts  # noqa: E402
 from tests.kernels.launches.sizes import EPS, MODELS, NUM_BLOCKS, bf16, int32, int64  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
 # These read tiles of bfloat16, 16 bytes at once: element by element they are hundreds of loads.
 WIDE = {
-    *("_conv_kernel", "_delta_prepare_kernel", "_delta_read_kernel"),
-    *("_delta_convolve_kernel", "_delta_norm_kernel"),
+    *("_conv_kernel", "_delta_convolve_kernel", "_delta_norm_kernel"),
+    *("_latent_decode_kernel", "_latent_prefill_kernel"),
 }
-WIDE_ONCE = {"_latent_decode_kernel", "_latent_prefill_kernel"}  # where `decode.ONCE`
 
 
 @dataclass
@@ -106,9 +105,8 @@ def cases() -> Iterator[Any]:
 @pytest.mark.slow
 def test_scores_of_latents_are_made_once(launches: Launches) -> None:
     """Bug: all eight warps are given to the 64 heads of a tile, of which four have their rows: half
-    of them computes what the others do, scores and exponentials, in decodes and in chunks, where
-    `decode.ONCE` is to prevent it."""
-    latent_once("llama-8b")
+    of them computes what the others do, scores and exponentials, in decodes and in chunks."""
+    latent("llama-8b")
     seen = [each for each in launches.seen if each[0].startswith("_latent_")]
     eight = [(name, each) for name, each in seen if each.metadata.num_warps == 8]
     assert {name for name, _ in eight} >= {"_latent_decode_kernel", "_latent_prefill_kernel"}
@@ -126,7 +124,7 @@ def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
     for name, compiled in launches.seen:
         assert compiled.asm["cubin"], name
         assert compiled.metadata.shared <= SHARED_MEMORY, name
-        if name in WIDE or (part == "latent_once" and name in WIDE_ONCE):
+        if name in WIDE:
             assert compiled.asm["ptx"].count("ld.global.b16") < 64, name
 
 

@@ -89,15 +89,11 @@ def test_few_queries_are_absorbed() -> None:
     assert not worth_expanding(meta, 5001, 256, 512)
 
 
-@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_types_and_pages(
-    block_size: int, dtype: torch.dtype, once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_types_and_pages(block_size: int, dtype: torch.dtype) -> None:
     """Tiles that begin in the middle of a page; sums in few bits; half of a score, or the branch
     that is never taken."""
-    monkeypatch.setattr(decode, "ONCE", once)
     torch.manual_seed(1)
     cache, meta = latents([65, 64, 16, 20], [1, 1, 1, 9], 3, 32, dtype=dtype, block_size=block_size)
     check("cuda", 3, cache, meta, 32)
@@ -113,13 +109,9 @@ def test_decodes_are_merged() -> None:
     assert splits[0] > 1
 
 
-@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_many_heads_are_parts(
-    dtype: torch.dtype, once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_heads_are_parts(dtype: torch.dtype) -> None:
     """Heads of the second part that read the first one's queries."""
-    monkeypatch.setattr(decode, "ONCE", once)
     assert [head_parts(n) for n in (16, 20, 64, 96, 128)] == [1, 1, 1, 2, 2]
     torch.manual_seed(3)
     cache, meta = latents([70, 5, 30], [1, 1, 4], 2, 16, dtype=dtype)
@@ -165,7 +157,6 @@ def test_write(back_end: str) -> None:
 def test_tiles_fit_beside_queries(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: on a device with less shared memory than Hopper a tile of 128 heads is beyond it, or has
     so many keys that no other is on its way while it is multiplied."""
-    monkeypatch.setattr(decode, "ONCE", True)
     monkeypatch.setattr(decode, "shared_memory", lambda _: room * 1024)
     cache = torch.empty(1, 1, 16, 576, dtype=torch.bfloat16, device=DEVICE)
     lengths = torch.ones(4, dtype=torch.int32, device=DEVICE)

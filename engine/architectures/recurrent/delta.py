@@ -9,7 +9,6 @@ from engine.architectures.by_layer import FULL
 from engine.architectures.record import CheckpointTensor
 from engine.architectures.recurrent.mixer import CHUNK, LINEAR, mixed_kinds, mixing, padded
 from engine.config_reader import Reader
-from kernels.recurrent import ways
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,10 +56,9 @@ class Delta:
     @property
     def chunk_elements(self) -> tuple[int, int]:
         """As `kernels.recurrent.delta_chunks_cuda` allocates them in 16 bits: queries and keys;
-        weights, values, states, and sums of decays by value head; in the place of states pairs of
-        tokens where `ways.FUSED`."""
+        weights, values, pairs of tokens, and sums of decays by value head."""
         keys, values = (max(64, padded(size)) for size in (self.key_size, self.value_size))
-        each = CHUNK * (keys + values) + (CHUNK * CHUNK if ways.FUSED else keys * values)
+        each = CHUNK * (keys + values + CHUNK)
         return 2 * self.key_heads * CHUNK * keys + self.value_heads * each, self.value_heads * CHUNK
 
 

@@ -13,7 +13,6 @@ from engine.architectures.mixtures.families import deepseek, experts_at
 from engine.architectures.record import Architecture, CheckpointTensor
 from engine.architectures.recurrent.mixer import CHUNK, LINEAR, mixed_kinds, mixing, padded
 from engine.config_reader import Reader
-from kernels.recurrent import ways
 
 if TYPE_CHECKING:
     from engine.config.model_config import LayerAttention, ModelConfig
@@ -47,11 +46,9 @@ class Kimi:
     @property
     def chunk_elements(self) -> tuple[int, int]:
         """As `kernels.recurrent.kimi_chunks_cuda` allocates them in 16 bits, all by head: queries,
-        keys, weights, values, states unless `ways.FUSED`, and pairs of tokens; sums of decays, and
-        pairs."""
+        keys, weights, values, and pairs of tokens; sums of decays, and pairs."""
         size, pairs = max(64, padded(self.size)), CHUNK * CHUNK
-        each = 4 * CHUNK * size + pairs + (0 if ways.FUSED else size * size)
-        return self.heads * each, self.heads * (CHUNK * size + pairs)
+        return self.heads * (4 * CHUNK * size + pairs), self.heads * (CHUNK * size + pairs)
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:

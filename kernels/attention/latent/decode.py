@@ -4,7 +4,7 @@ whose plan and merge serve here too.
 A latent is read once for all heads, as their key and as their value. Its tile stays where it is
 between the two products, so a program takes as many heads as registers hold results for. The matrix
 unit multiplies 64 rows at once: those are heads where there are so many, and else latents, whose
-products with few heads waste nothing.
+products with few heads waste nothing. Up to 16 heads it multiplies 16 rows at a time instead.
 """
 
 import triton
@@ -16,10 +16,6 @@ from kernels.attention.decode_plan import DecodeLaunch, DecodePlan, cut
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl, shared_memory
 
 MOST_HEADS = 64  # of a program
-# True: scores are computed by `scores_once`, absorbed queries are read 16 bytes at once, and tiles
-# are made to fit devices with less shared memory than Hopper. No GPU has run this yet:
-# `bench.kernels.mixer_sweep` times both, and says which is the faster one.
-ONCE = False
 
 
 def head_parts(num_heads: int) -> int:
@@ -50,10 +46,10 @@ def scores_once(query, rotated, latent, shared, known):
 @triton.jit
 def latent_tile(
     query, rotated, latent, shared, seen, top, denominator, acc, scale_log2, known,
-    ONCE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys more: seen [rows, keys] or [1, keys]. known: see `scores_once`."""
-    if ONCE:
+    """A tile of keys more: seen [rows, keys] or [1, keys]. known: see `scores_once`. In float32
+    there are no products of the matrix unit whose rows warps could share."""
+    if latent.dtype.primitive_bitwidth == 16:
         score = scores_once(query, rotated, latent, shared, known) * scale_log2
     else:
         score = tl.dot(query, tl.trans(latent), input_precision="ieee")
@@ -113,7 +109,6 @@ def _latent_decode_kernel(
     ROPES: tl.constexpr,  # ROPE padded
     KEYS: tl.constexpr,  # keys a tile
     FEW: tl.constexpr,  # heads are columns
-    ONCE: tl.constexpr,
     ALIGNED: tl.constexpr,  # 16 divides head_stride
     PDL: tl.constexpr,
 ):
@@ -176,7 +171,7 @@ def _latent_decode_kernel(
             else:
                 top, denominator, acc = latent_tile(
                     query, rotated, latent, shared, seen[None, :], top, denominator, acc,
-                    scale_log2, start < end, ONCE,
+                    scale_log2, start < end,
                 )  # fmt: skip
         if FEW:
             acc = tl.trans(acc)
@@ -195,43 +190,40 @@ def _latent_decode_kernel(
 
 
 def few_heads(group: int, element_size: int) -> bool:
-    """Whether the heads of a part are columns. The matrix unit takes no float32."""
-    return group <= 32 and element_size == 2
+    """Whether the heads of a part are columns. The matrix unit takes no float32. Rows took 107.7
+    microseconds where columns took 114.1 with 16 heads on an H200; 17 to 32 were not measured."""
+    return 16 < group <= 32 and element_size == 2
 
 
 def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> DecodeLaunch:
     """A program's results are rows x rank in registers, its tiles in shared memory. As measured on
-    an H200, microseconds: 64 entries of 4,096 latents and 16 heads take 111 in two small programs
-    on a multiprocessor, which hide each other's trips to memory, and 202 in one of eight warps; one
-    entry of 32,768 takes 35 with four tiles on their way, and 50 with two. With 128 heads the two
-    take 390 and 83 with three tiles, and 477 and 94 with two."""
+    an H200, microseconds: 64 entries of 4,096 latents and 16 heads take 115 in two small programs
+    on a multiprocessor, which hide each other's trips to memory, and 204 in one of eight warps; one
+    entry of 32,768 takes 35 with four tiles on their way, and 51 with two. With 128 heads the two
+    take 320 and 59 in tiles of 64 keys, 334 and 58 in tiles of 32."""
     if element_size > 2:
         return DecodeLaunch(16, 8, 2, 1)
+    many = 4 * entries > sms
     if rows * rank <= 16 * 512:
-        many = 4 * entries > sms
         return DecodeLaunch(32, 4, 3, 2) if many else DecodeLaunch(32, 4, 4, 1)
-    if rows * rank <= 32 * 512:
+    if rows * rank <= 32 * 512 or many:
         return DecodeLaunch(64, 8, 2, 1)
     return DecodeLaunch(32, 8, 3, 1)
 
 
 def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
-    """With as many tiles on their way as shared memory has room for beside the queries; where ONCE,
-    with fewer keys a tile before there is one tile alone."""
+    """With as many tiles on their way as shared memory has room for beside the queries, and with
+    fewer keys a tile before there is one tile alone."""
     row = cache.shape[3] * cache.element_size()
     room = shared_memory(cache.device) - rows * row
-    while ONCE and launch.keys > 16 and room < 2 * launch.keys * row:
+    while launch.keys > 16 and room < 2 * launch.keys * row:
         launch = launch._replace(keys=launch.keys // 2)
     return launch._replace(num_stages=max(1, min(launch.num_stages, room // (launch.keys * row))))
 
 
-def once(absorbed: Tensor) -> dict[str, bool]:
-    """How a kernel reads absorbed queries, and scores with them. In float32 there are no products
-    of the matrix unit whose rows warps could share."""
-    return {
-        "ONCE": ONCE and absorbed.element_size() == 2,
-        "ALIGNED": ONCE and absorbed.stride(0) % 16 == 0,
-    }
+def aligned(absorbed: Tensor) -> bool:
+    """Whether a kernel may read absorbed queries 16 bytes at once."""
+    return absorbed.stride(0) % 16 == 0
 
 
 def plan_latent(
@@ -291,7 +283,7 @@ def latent_decode(
         ROPES=max(16, triton.next_power_of_2(rope)),
         KEYS=shape.keys,
         FEW=few_heads(num_heads // parts, cache.element_size()),
-        **once(absorbed),
+        ALIGNED=aligned(absorbed),
         **pdl(q.device),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention.latent.decode import head_parts, latent_tile, once
+from kernels.attention.latent.decode import aligned, head_parts, latent_tile
 from kernels.launch.entries import entry_of
 from kernels.metadata import AttentionMeta
 
@@ -41,7 +41,6 @@ def _latent_prefill_kernel(
     RANKS: tl.constexpr,
     ROPES: tl.constexpr,
     KEYS: tl.constexpr,
-    ONCE: tl.constexpr,
     ALIGNED: tl.constexpr,  # 16 divides head_stride
 ):
     QUERIES: tl.constexpr = ROWS // GROUP
@@ -102,7 +101,6 @@ def _latent_prefill_kernel(
         seen = position[None, :] <= row_position[:, None]
         top, denominator, acc = latent_tile(
             query, rotated, latent, shared, seen, top, denominator, acc, scale_log2, start < end,
-            ONCE,
         )  # fmt: skip
     acc = acc / denominator[:, None]
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
@@ -161,7 +159,7 @@ def latent_prefill(
         RANKS=max(16, triton.next_power_of_2(rank)),
         ROPES=max(16, triton.next_power_of_2(rope)),
         KEYS=shape.keys,
-        **once(absorbed),
+        ALIGNED=aligned(absorbed),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )

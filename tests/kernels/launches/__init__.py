@@ -5,7 +5,6 @@ from collections.abc import Callable
 from tests.kernels.launches.attention import (
     attention,
     latent,
-    latent_once,
     quantized_attention,
 )
 from tests.kernels.launches.experts import experts, experts_in_fewer_bits
@@ -15,9 +14,8 @@ from tests.kernels.launches.ranks import peers
 from tests.kernels.launches.recurrent import (
     convolution,
     delta,
-    delta_fused,
     kimi,
-    kimi_fused,
+    kimi_newer,
     mamba,
     mamba_1,
 )
@@ -27,8 +25,8 @@ from tests.kernels.launches.sampling import assembly, sampling
 PARTS: dict[str, Callable[[str], None]] = {
     part.__name__: part
     for part in (
-        *(layers, packed, plain, attention, quantized_attention, latent, latent_once),
+        *(layers, packed, plain, attention, quantized_attention, latent),
         *(sampling, assembly, adapters, experts, experts_in_fewer_bits),
-        *(delta, delta_fused, kimi, kimi_fused, mamba, mamba_1, convolution, peers),
+        *(delta, kimi, kimi_newer, mamba, mamba_1, convolution, peers),
     )
 }

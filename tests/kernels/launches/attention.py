@@ -1,14 +1,12 @@
 """Launches of attention, and of what writes its caches."""
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import torch
 from triton.runtime import driver
 
 from kernels.attention.decode import attention_decode
 from kernels.attention.decode_plan import plan
-from kernels.attention.latent import decode
 from kernels.attention.latent.decode import latent_decode, plan_latent
 from kernels.attention.latent.expanded import latent_expanded
 from kernels.attention.latent.prefill import latent_prefill
@@ -129,9 +127,3 @@ def latent(model: str) -> None:
         latent_expanded(q, cache, up, out[:, :, :128].contiguous(), 0.1, meta)
         splits = plan_latent(int32(20), heads, rank, cache, 8192, int32(1))
         latent_decode(absorbed, q, cache, out, int32(20, 512), 0.1, splits)
-
-
-@patch.object(decode, "ONCE", True)
-def latent_once(model: str) -> None:
-    """Scores the other way."""
-    latent(model)

@@ -7,7 +7,7 @@ import torch
 
 from kernels.metadata import AttentionMeta
 from kernels.norm import gated_norm
-from kernels.recurrent import ways
+from kernels.recurrent import kimi_chunks_cuda
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta
@@ -67,15 +67,10 @@ def kimi(model: str) -> None:
     kimi_delta(x, z, a, b, how, tail, state, _meta(), deterministic=True)
 
 
-@patch.object(ways, "FUSED", True)
-def delta_fused(model: str) -> None:
-    """Prompts the other way."""
-    delta(model)
-
-
-@patch.object(ways, "FUSED", True)
-def kimi_fused(model: str) -> None:
-    """Prompts the other way."""
+@patch.object(kimi_chunks_cuda, "HALVES", True)
+@patch.object(kimi_chunks_cuda, "APART", True)
+def kimi_newer(model: str) -> None:
+    """What is off."""
     kimi(model)
 
 
