@@ -18,7 +18,6 @@ from kernels.experts.few_route import few_route, few_route_fits
 from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts
-from kernels.experts.router import TILE, norm_router
 from kernels.experts.routing import Routing
 from kernels.gemm import cublaslt
 from kernels.gemm.cublaslt_tune import tune
@@ -402,11 +401,8 @@ class Cuda(Kernels):
             return few_route(x, norm, eps, router, bias, routing, correction)
         if not topk.fits(routing):
             return super().norm_route(x, norm, eps, router, bias, routing, correction)
-        if x.shape[0] <= TILE.most:
-            normed, logits = norm_router(x, norm, eps, router)
-        else:
-            normed = self.rms_norm(x, norm, eps)
-            logits = self.router_logits(normed, router, None)
+        normed = self.rms_norm(x, norm, eps)
+        logits = self.router_logits(normed, router, None)
         # A bias is added in the kernel that chooses.
         return normed, *topk.topk(logits, routing, correction, bias)
 

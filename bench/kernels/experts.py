@@ -3,7 +3,7 @@
     python -m bench.kernels.experts
     python -m bench.kernels.experts --model gpt-oss-20b --tokens 1 256
     python -m bench.kernels.experts --sweep few --tokens 1
-    python -m bench.kernels.experts --sweep router grouped packed --tokens 64 256 --seconds 120
+    python -m bench.kernels.experts --sweep grouped packed --tokens 64 256 --seconds 120
 
 A row has microseconds and the rate at which the weights of the experts that are met were read, as a
 share of a copy's bandwidth; from 1,024 tokens on operations, as a share of a large product's rate.
@@ -27,7 +27,6 @@ from torch import Tensor
 from bench.kernels.measure import Calls, copy_bandwidth, matmul_rate, time_us
 from kernels.dispatch import kernels_for
 from kernels.experts import packed as packed_moe
-from kernels.experts import router as router_moe
 from kernels.experts.few import DOWN, MOST, UP, few_down, few_up
 from kernels.experts.grouped import (
     Tile,
@@ -41,7 +40,6 @@ from kernels.experts.grouped import (
 )
 from kernels.experts.packed import packed_down, packed_experts, packed_up
 from kernels.experts.reference import ExpertWeights, PackedExperts
-from kernels.experts.router import norm_router
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.launch.compiling import Compilers
 from kernels.packed import E2M1, Format, PackedWeight
@@ -144,7 +142,6 @@ def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:
     routed = partial(kernels.norm_route, x, norm, 1e-6, router, None, routing, None)
     yield "norm, router, choice", router.nbytes, [routed] * COPIES
     yield "router", router.nbytes, [partial(kernels.router_logits, x, router, None)] * COPIES
-    yield "norm, router", router.nbytes, [partial(norm_router, x, norm, 1e-6, router)] * COPIES
     yield "choice", 0, [partial(kernels.route, each, routing, None) for each in step.logits]
     if len(x) <= MOST:
         inners = [few_up(x, *each, stack) for each in step.routed]
@@ -174,14 +171,14 @@ def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:
     calls = [partial(kernels.experts, x, *each, stack, residual) for each in step.routed]
     yield "experts, whole", up_bytes + down_bytes, calls
     packed, few_bits = make_packed(stack), 4.5 / 16
-    tile = packed_moe.tile_for(len(x) * layer.chosen, layer.experts)
+    tiles = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
     both = list(zip(step.routed, pairs, strict=True))
-    inners = [packed_up(x, *each, packed, mine, tile) for each, mine in both]
-    calls = [partial(packed_up, x, *each, packed, mine, tile) for each, mine in both]
+    inners = [packed_up(x, *each, packed, mine, tiles.up) for each, mine in both]
+    calls = [partial(packed_up, x, *each, packed, mine, tiles.up) for each, mine in both]
     yield "up in MXFP4", up_bytes * few_bits, calls
     calls = [
-        partial(packed_down, inner, *each, packed, mine, tile)
+        partial(packed_down, inner, *each, packed, mine, tiles.down)
         for inner, (each, mine) in zip(inners, both, strict=True)
     ]
     yield "down in MXFP4", down_bytes * few_bits, calls
@@ -220,12 +217,6 @@ def packed_tiles(pairs: float) -> Iterator[packed_moe.Tile]:
     for size, outs, warps, stages in product(near(pairs), (32, 64, 128), (2, 4, 8), (2, 3, 4)):
         if 512 <= size * outs // warps <= 2048:
             yield packed_moe.Tile(size, outs, warps, stages)
-
-
-def router_tiles() -> Iterator[router_moe.Tile]:
-    for rows, outs, depth, warps in product((16, 32), (16, 32), (256, 512, 1024), (4, 8)):
-        if (rows + outs) * depth <= 32 * 1024:
-            yield router_moe.Tile(0, rows, outs, depth, warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,19 +303,6 @@ def few_choices(step: Step) -> list[Choice]:
     ]
 
 
-def router_choices(step: Step) -> list[Choice]:
-    x, layer = step.x, step.layer
-    norm, router = random(layer.hidden) + 1, random(layer.experts, layer.hidden)
-    return [
-        Choice(
-            "norm, router",
-            [router_moe.TILE, *router_tiles()],
-            lambda tile: [partial(norm_router, x, norm, 1e-6, router, tile)] * COPIES,
-            router.nbytes,
-        )
-    ]
-
-
 def grouped_choices(step: Step) -> list[Choice]:
     layer, stack, x = step.layer, step.stack, step.x
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
@@ -354,14 +332,11 @@ def grouped_choices(step: Step) -> list[Choice]:
 
 
 def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
-    """Sort, products and sum with these, and with weights that come ahead."""
+    """Sort, products and sum with these."""
     layer, stack, x = step.layer, step.stack, step.x
     today = tiles_for(len(x) * layer.chosen, layer.experts, x.dtype)
     ups, downs = [*dict.fromkeys([*ups, today.up])], [*dict.fromkeys([*downs, today.down])]
     pairs = [Tiles(up, down) for up, down in product(ups, downs)]
-    ahead = (256, 0), (1024, 0), (0, 256), (0, 512), (256, 256), (1024, 512)
-    for (up, down), (one, other) in product([Tiles(ups[0], downs[0]), today], ahead):
-        pairs.append(Tiles(up._replace(ahead=one), down._replace(ahead=other)))
     return Choice(
         "whole",
         [today, *pairs],
@@ -372,15 +347,15 @@ def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
 
 def packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
     layer, x = step.layer, step.x
-    tile = packed_moe.tile_for(len(x) * layer.chosen, layer.experts)
+    tiles = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
     routed = list(zip(step.routed, pairs, strict=True))
-    inners = [packed_up(x, *each, packed, mine, tile) for each, mine in routed]
+    inners = [packed_up(x, *each, packed, mine, tiles.up) for each, mine in routed]
     others = [*packed_tiles(len(x) * layer.chosen / layer.experts)]
     return [
         Choice(
             "up in MXFP4",
-            [tile, *others],
+            [tiles.up, *others],
             lambda tile: [
                 partial(packed_up, x, *each, packed, mine, tile) for each, mine in routed
             ],
@@ -388,7 +363,7 @@ def packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
         ),
         Choice(
             "down in MXFP4",
-            [tile, *others],
+            [tiles.down, *others],
             lambda tile: [
                 partial(packed_down, y, *each, packed, mine, tile)
                 for y, (each, mine) in zip(inners, routed, strict=True)
@@ -405,8 +380,6 @@ def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
         small = len(step.x) <= MOST
         if "few" in what and small:
             made.append((step, "few", few_choices(step)))
-        if "router" in what and not small:
-            made.append((step, "router", router_choices(step)))
         if "grouped" in what and not small:
             made.append((step, "grouped", grouped_choices(step)))
         if "packed" in what:
@@ -442,7 +415,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192]
     )
-    parser.add_argument("--sweep", nargs="+", choices=["few", "router", "grouped", "packed"])
+    parser.add_argument("--sweep", nargs="+", choices=["few", "grouped", "packed"])
     parser.add_argument("--seconds", type=float, default=600, help="of a sweep, at most")
     args = parser.parse_args()
     if not torch.cuda.is_available():

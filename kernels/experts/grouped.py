@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.experts.gate import code, gated
 from kernels.experts.reference import ExpertWeights, PackedExperts
-from kernels.launch.fetch import fetch
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl, shared_memory
 
 
@@ -31,7 +30,6 @@ class Tile(NamedTuple):
     num_stages: int
     tma: bool = False  # where the device has it
     swap: bool = False  # the weight is the left operand, so that few pairs fill the short side
-    ahead: int = 0  # columns of the weight, a power of two: see `fetch`. 0: none
 
 
 class Tiles(NamedTuple):
@@ -39,11 +37,12 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# The pairs that an expert has on average -> tiles for 16-bit weights, the first that fits.
+# The pairs that an expert has on average -> tiles for 16-bit weights, the first that fits: up to 48
+# what a sweep of bench.kernels.experts found on an H100.
 TILES: tuple[tuple[float, Tiles], ...] = (
-    (10, Tiles(Tile(16, 64, 128, 4, 3), Tile(16, 64, 128, 4, 4))),
-    (24, Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 3))),
-    (48, Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3))),
+    (10, Tiles(Tile(16, 64, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True))),
+    (24, Tiles(Tile(32, 64, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 4))),
+    (48, Tiles(Tile(64, 64, 128, 4, 4, swap=True), Tile(64, 64, 64, 4, 4))),
     (384, Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4, tma=True))),
     (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True))),
 )
@@ -118,33 +117,6 @@ def _add(xs, ws, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _find_first(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """As `_find`, but the first block of each expert is that of its number, whether the expert is
-    met or not, and further ones come behind those: which weights most programs read is known before
-    anything is sorted."""
-    found = block
-    place = 0
-    behind = 0
-    if block < EXPERTS:
-        place = tl.load(starts + block)
-        behind = tl.load(starts + block + 1)
-        found = tl.where(place == behind, EXPERTS, block)
-    else:
-        expert = tl.arange(0, BLOCK)
-        exists = expert < EXPERTS
-        first = tl.load(starts + expert, mask=exists, other=0)
-        last = tl.load(starts + expert + 1, mask=exists, other=0)
-        blocks = tl.maximum((last - first + ROWS - 1) // ROWS - 1, 0)
-        before = (tl.cumsum(blocks, axis=0) <= block - EXPERTS) & exists
-        found = tl.sum(before.to(tl.int32), axis=0)
-        skipped = tl.sum(tl.where(before, blocks, 0), axis=0)
-        here = expert == found
-        place = tl.sum(tl.where(here, first, 0), axis=0) + (block - EXPERTS - skipped + 1) * ROWS
-        behind = tl.sum(tl.where(here, last, 0), axis=0)
-    return found, place, behind
-
-
-@triton.jit
 def _grouped_up_kernel(
     x,  # [tokens, WIDTH]
     weights,  # [pairs]
@@ -168,7 +140,6 @@ def _grouped_up_kernel(
     DEPTH: tl.constexpr,
     TMA: tl.constexpr,
     SWAP: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = (SIZE + OUTS - 1) // OUTS
@@ -177,17 +148,9 @@ def _grouped_up_kernel(
     first = tl.program_id(0) % tiles * OUTS
     column = first + tl.arange(0, OUTS)
     if PDL:
-        if AHEAD:
-            mine = block.to(tl.int64) * (HALVES * SIZE) + tl.minimum(column, SIZE - 1)
-            mine = tl.where(block < EXPERTS, mine, 0)  # of further blocks little
-            for half in tl.static_range(HALVES):
-                fetch(gate_up + (mine + half * SIZE) * WIDTH, WIDTH, AHEAD)
         gdc_wait()
         gdc_launch_dependents()
-    if AHEAD:
-        expert, place, behind = _find_first(starts, block, EXPERTS, BLOCK, ROWS)
-    else:
-        expert, place, behind = _find(starts, block, EXPERTS, BLOCK, ROWS)
+    expert, place, behind = _find(starts, block, EXPERTS, BLOCK, ROWS)
     if expert == EXPERTS:
         return
     row = place + tl.arange(0, ROWS)
@@ -266,7 +229,6 @@ def _grouped_down_kernel(
     DEPTH: tl.constexpr,
     TMA: tl.constexpr,
     SWAP: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles: tl.constexpr = (WIDTH + OUTS - 1) // OUTS
@@ -276,9 +238,6 @@ def _grouped_down_kernel(
     column = first + tl.arange(0, OUTS)
     source = expert.to(tl.int64) * WIDTH + column
     if PDL:
-        if AHEAD:
-            mine = tl.where((expert < EXPERTS) & (column < WIDTH), source, 0)
-            fetch(down + mine * SIZE, SIZE, AHEAD)
         gdc_wait()
         gdc_launch_dependents()
     if expert == EXPERTS:
@@ -371,12 +330,10 @@ def sort(ids: Tensor, experts: int) -> Sorted:
     return Sorted(order, starts)
 
 
-def _grid(ids: Tensor, experts: int, tile: Tile, outs: int, first: bool = False) -> tuple[int]:
-    """An expert that is met has at most one block that is not full. first: there is one for each
-    expert, see `_find_first`."""
+def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
+    """An expert that is met has at most one block that is not full."""
     pairs = ids.numel()
-    most = experts if first else min(pairs, experts)
-    return ((most + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
+    return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
 
 
 def tma_fits(x: Tensor, size: int) -> bool:
@@ -404,7 +361,6 @@ def _shape(tile: Tile, experts: int, rows: int, x: Tensor) -> dict[str, Any]:
         "OUTS": tile.outs,
         "DEPTH": tile.depth,
         "SWAP": tile.swap,
-        "AHEAD": tile.ahead,
         "num_warps": tile.num_warps,
         "num_stages": max(1, min(tile.num_stages, shared_memory(x.device) // stage)),
     }
@@ -418,7 +374,7 @@ def grouped_up(
     inner = x.new_empty((ids.numel(), size))
     tma = tile.tma and tma_fits(x, size)
     halves = stack.gate_up.shape[1] // size
-    _grouped_up_kernel[_grid(ids, experts, tile, size, tile.ahead > 0)](
+    _grouped_up_kernel[_grid(ids, experts, tile, size)](
         x,
         weights,
         pairs.order,

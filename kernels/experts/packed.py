@@ -28,13 +28,22 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The pairs that an expert has on average -> its tile, the first that fits.
-TILES: tuple[tuple[float, Tile], ...] = (
-    (16, Tile(16, 32, 2, 3)),
-    (48, Tile(32, 64, 4, 3)),
-    (float("inf"), Tile(64, 64, 4, 3)),
+class Tiles(NamedTuple):
+    up: Tile
+    down: Tile
+
+
+# The pairs that an expert has on average -> tiles, the first that fits: what a sweep of
+# bench.kernels.experts found on an H100 with MXFP4. One token has the narrow one, for there are few
+# experts then, and more programs.
+TILES: tuple[tuple[float, Tiles], ...] = (
+    (0.5, Tiles(Tile(16, 32, 2, 3), Tile(16, 32, 2, 3))),
+    (10, Tiles(Tile(16, 64, 2, 4), Tile(16, 64, 2, 4))),
+    (24, Tiles(Tile(32, 32, 2, 3), Tile(16, 64, 2, 4))),
+    (float("inf"), Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 8, 4))),
 )
-FIXED = Tile(32, 64, 4, 3)  # where a row's numbers may not depend on how many rows there are
+# Where a row's numbers may not depend on how many rows there are.
+FIXED = Tiles(Tile(32, 64, 4, 3), Tile(32, 64, 4, 3))
 
 
 @triton.jit
@@ -217,8 +226,8 @@ def _packed_down_kernel(
     tl.store(given + place_out, acc.to(given.dtype.element_ty), mask=mask)
 
 
-def tile_for(pairs: int, experts: int) -> Tile:
-    return next(tile for most, tile in TILES if pairs / experts <= most)
+def tiles_for(pairs: int, experts: int) -> Tiles:
+    return next(tiles for most, tiles in TILES if pairs / experts <= most)
 
 
 def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[str, Any]:
@@ -316,13 +325,13 @@ def packed_experts(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    tile: Tile | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.packed_experts`."""
     if not x.shape[0]:
         return torch.empty_like(x) if residual is None else residual
-    tile = tile or tile_for(ids.numel(), stack.total or stack.count)
+    tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
     pairs = sort(ids, stack.count)
-    inner = packed_up(x, weights, ids, stack, pairs, tile)
-    given = packed_down(inner, weights, ids, stack, pairs, tile)
+    inner = packed_up(x, weights, ids, stack, pairs, tiles.up)
+    given = packed_down(inner, weights, ids, stack, pairs, tiles.down)
     return sum_experts(given, ids, stack, residual)

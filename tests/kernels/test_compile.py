@@ -269,9 +269,8 @@ def test_adapters_are_read_wide(launches: Launches) -> None:
 @pytest.mark.parametrize("model", ["llama-8b", "qwen3-0.6b"])
 def test_experts_are_read_wide(model: str, launches: Launches) -> None:
     """A mask or a stride that the compiler knows too little of makes it read weights two bytes at a
-    time; or weights that are to come ahead are asked for when all is there."""
+    time."""
     experts(model)
-    ahead = []
     for name, compiled in launches.seen:
         ptx = compiled.asm["ptx"]
         if name in ("_few_up_kernel", "_few_down_kernel"):
@@ -281,10 +280,6 @@ def test_experts_are_read_wide(model: str, launches: Launches) -> None:
         if name.startswith("_grouped_"):
             assert "cp.async.cg" in ptx or "cp.async.bulk.tensor" in ptx, name
             assert "cp.async.ca" not in ptx, name
-            early, late = ptx.split("griddepcontrol.wait")
-            assert "prefetch.global.L2" not in late, name
-            ahead.append("prefetch.global.L2" in early)
-    assert any(ahead) and not all(ahead)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from kernels.experts import packed as packed_moe
 from kernels.experts.few import few
 from kernels.experts.few_route import few_route
 from kernels.experts.reference import ExpertWeights, PackedExperts
-from kernels.experts.router import norm_router
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.experts.topk import topk
 from kernels.packed import E2M1, Format, PackedWeight
@@ -31,7 +30,6 @@ def experts(model: str) -> None:
         routing = Routing(chosen, score)
         topk(bf16(3, count), routing, correction, bias)
         few_route(bf16(2, hidden), bf16(hidden), EPS, router, bias, routing, correction)
-    norm_router(bf16(64, hidden), bf16(hidden), EPS, router)
 
     def stack(dtype: torch.dtype) -> ExpertWeights:
         # Never touched, so that they take no memory.
@@ -53,7 +51,7 @@ def experts(model: str) -> None:
     for tiles in (*(tiles for _, tiles in moe.TILES), moe.FIXED):
         moe.grouped(x, scale, ids, weights, x, tiles)
     for tma in (False, True):
-        other = moe.Tile(32, 64, 64, 4, 4, tma, swap=True, ahead=512)
+        other = moe.Tile(32, 64, 64, 4, 4, tma, swap=True)
         moe.grouped(x, scale, ids, weights, x, moe.Tiles(other, other))
     weights.total = 2 * count  # of which another rank has the others
     few(x[:2], scale[:2], ids[:2], weights, None)
@@ -92,8 +90,8 @@ def experts_in_fewer_bits(model: str) -> None:
             7.0,
         )
         packed_moe.packed_experts(x[:1], scale[:1], ids[:1], stack, x[:1])
-        for tile in (tile for _, tile in packed_moe.TILES[1:] if form is forms[0]):
-            packed_moe.packed_experts(x, scale, ids, stack, None, tile)
+        for tiles in (tiles for _, tiles in packed_moe.TILES if form is forms[0]):
+            packed_moe.packed_experts(x, scale, ids, stack, None, tiles)
         if not biased:
             stack.act = "relu2"
             stack.gate_up = PackedWeight(up, count * size, hidden, None, torch.device("cpu"))
