@@ -26,6 +26,7 @@ from engine.library.llm import make_config
 from engine.messages import EngineRequest
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
+from kernels.experts.routing import up_rows
 
 STEPS = 12  # profiled; the first and the last are cut off
 PROMPT = 400  # tokens of the requests that decode
@@ -40,6 +41,13 @@ KINDS = (
     ("rope and KV write", re.compile(r"_rope_kv_write|_latent_write")),
     ("norm", re.compile(r"_rms_norm")),
     ("gate", re.compile(r"_gated_kernel")),
+    ("experts up", re.compile(r"^_(few|grouped|packed|few_packed)_up_kernel")),
+    ("experts down", re.compile(r"^_(few|grouped|packed|few_packed)_down_kernel")),
+    ("expert choice", re.compile(r"^_(few_route|topk)_kernel")),
+    ("expert sort", re.compile(r"^_sort_kernel")),
+    ("expert sum", re.compile(r"^_sum_kernel")),
+    # The library's name of products of 16-bit numbers that give 32-bit ones, as routers' do.
+    ("router product", re.compile(r"^nvjet_sm\d+_tss_")),
     ("products", re.compile(r"gemv|nvjet|gemm|cutlass|few_rows|splitk|cublas", re.IGNORECASE)),
     (
         "sampling",
@@ -130,6 +138,47 @@ def products_floor_us(
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts of a layer on this device: how many, of how many that a token chooses among, and
+    the bytes of all of them."""
+
+    here: int
+    choices: int
+    chosen: int
+    hidden: int
+    size: int
+    up_rows: int  # of an expert's first product
+    num_bytes: int
+
+
+def mixture_floors_us(
+    mixtures: Sequence[Mixture], step: "Step", line: TimeLine, bandwidth: float, rate: float
+) -> dict[str, float]:
+    """Kind -> floor, of those that experts have. Tokens meet as many experts as they do on average
+    where each chooses evenly; the weights of those are read once."""
+    element, found = step.element, dict.fromkeys(("experts up", "experts down"), 0.0)
+    found |= dict.fromkeys(("expert choice", "expert sort", "expert sum", "router product"), 0.0)
+    fused = any("_few_route_kernel" in name for name in line.names)
+    for each in mixtures:
+        tokens, pairs = step.tokens, step.tokens * each.chosen
+        met = 1 - (1 - each.chosen / each.choices) ** tokens
+        pairs_here = pairs * each.here / each.choices
+        rows = each.up_rows, each.size
+        for kind, share in zip(("experts up", "experts down"), rows, strict=True):
+            read = met * each.num_bytes * share / sum(rows) / bandwidth
+            found[kind] += max(read, 2 * pairs_here * share * each.hidden / rate)
+        router = (each.choices + tokens) * each.hidden * element
+        logits = 4 * tokens * each.choices
+        # A few tokens are normed, multiplied and routed in one launch, whose logits stay inside.
+        of_choice = router + tokens * each.hidden * element if fused else logits
+        found["expert choice"] += (of_choice + 8 * pairs) / bandwidth
+        found["router product"] += (router + logits) / bandwidth
+        found["expert sort"] += 8 * pairs / bandwidth
+        found["expert sum"] += (pairs + 2 * tokens) * each.hidden * element / bandwidth
+    return {kind: floor * 1e6 for kind, floor in found.items() if kind in line.kinds}
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What a step computes, for the floors of all but the products."""
 
@@ -172,6 +221,22 @@ def _matrices(model: Any) -> list[tuple[str, tuple[int, int], int]]:
         (name, (weight.shape[0], weight.shape[1]), weight.element_size())
         for name, weight in weights
     ]
+
+
+def _mixtures(model: Any) -> list[Mixture]:
+    """Of the layers that have one."""
+    found = []
+    for layer in model.layers:
+        for stack in layer.stacks:
+            spec, config = stack.spec, model.config.experts
+            up = up_rows(spec.size, spec.act)
+            found.append(
+                Mixture(
+                    *(spec.count, config.choices, config.routing.chosen),
+                    *(spec.hidden, spec.size, up, stack.num_bytes),
+                )
+            )
+    return found
 
 
 def _record(core: EngineCore, feed: Any) -> tuple[list[Kernel], float]:
@@ -230,7 +295,7 @@ def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], f
 def report(core: EngineCore, label: str, bandwidth: float, rate: float) -> list[dict[str, Any]]:
     """Profile the three kinds of step, print each, and return their rows."""
     runner: Any = core._runner  # the model and the cache behind the scheduler
-    matrices = _matrices(runner.model)
+    matrices, mixtures = _matrices(runner.model), _mixtures(runner.model)
     kv = runner.kv
     rows = []
     for case, running, chunk in (("decode-1", 1, 0), ("decode-256", 256, 0), ("mixed", 255, CHUNK)):
@@ -241,6 +306,7 @@ def report(core: EngineCore, label: str, bandwidth: float, rate: float) -> list[
             kv.layers[0][0].element_size(),
         )  # fmt: skip
         floors = floors_us(runner.model.config, step, line, bandwidth, rate)
+        floors |= mixture_floors_us(mixtures, step, line, bandwidth, rate)
         floors["products"] = products_floor_us(matrices, step.tokens, step.samples, bandwidth, rate)
         print(f"\n{label}/{case}: {line.step_us:.0f} us a step, {line.steps} steps, ", end="")
         print(

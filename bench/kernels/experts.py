@@ -2,8 +2,8 @@
 
     python -m bench.kernels.experts
     python -m bench.kernels.experts --model gpt-oss-20b --tokens 1 256
-    python -m bench.kernels.experts --sweep few --tokens 1
-    python -m bench.kernels.experts --sweep grouped packed --tokens 64 256 --seconds 120
+    python -m bench.kernels.experts --sweep few packed --tokens 1 8
+    python -m bench.kernels.experts --sweep grouped packed --tokens 64 256 512 1024 --seconds 120
 
 A row has microseconds and the rate at which the weights of the experts that are met were read, as a
 share of a copy's bandwidth; from 1,024 tokens on operations, as a share of a large product's rate.
@@ -26,8 +26,10 @@ from torch import Tensor
 
 from bench.kernels.measure import Calls, copy_bandwidth, matmul_rate, time_us
 from kernels.dispatch import kernels_for
+from kernels.experts import few_packed as few_moe
 from kernels.experts import packed as packed_moe
 from kernels.experts.few import DOWN, MOST, UP, few_down, few_up
+from kernels.experts.few_packed import few_packed, few_packed_down, few_packed_up
 from kernels.experts.grouped import (
     Tile,
     Tiles,
@@ -203,20 +205,39 @@ def near(pairs: float) -> list[int]:
     return [size for size in (16, 32, 64, 128) if pairs / 2 <= size <= max(16, 3 * pairs)] or [128]
 
 
-def grouped_tiles(pairs: float) -> Iterator[Tile]:
-    """For so many pairs an expert."""
-    for size, outs, depth, stages in product(near(pairs), (32, 64, 128), (64, 128), (3, 4, 5)):
-        for swap, tma in ((False, False), (True, False), (True, True)):
+def grouped_tiles(pairs: float, halves: int) -> Iterator[Tile]:
+    """For so many pairs an expert; halves: 2 of the first product, gate and up."""
+    many = pairs > 24  # operations count, and wide tiles with them
+    every = product(
+        near(pairs),
+        (64, 128, 256) if many else (32, 64, 128),
+        (64, 128),
+        (3, 4) if many else (3, 4, 5),
+    )
+    for size, outs, depth, stages in every:
+        ways = ((False, False), (False, True), (True, False)) if many else (
+            (False, False), (True, False), (True, True)
+        )  # fmt: skip
+        for swap, tma in ways:
             if swap and outs == 32:  # of 64 rows are the units' tiles
                 continue
-            if 64 * 1024 <= stages * depth * (size + 2 * outs) * 2 <= 200 * 1024:
+            if halves * size * outs > 32 * 1024:  # more than registers have room for
+                continue
+            if 64 * 1024 <= stages * depth * (size + halves * outs) * 2 <= 200 * 1024:
                 yield Tile(size, outs, depth, 8 if size * outs > 8192 else 4, stages, tma, swap)
 
 
 def packed_tiles(pairs: float) -> Iterator[packed_moe.Tile]:
-    for size, outs, warps, stages in product(near(pairs), (32, 64, 128), (2, 4, 8), (2, 3, 4)):
+    for size, outs, warps, stages in product(near(pairs), (32, 64, 128), (1, 2, 4, 8), (2, 4)):
         if 512 <= size * outs // warps <= 2048:
             yield packed_moe.Tile(size, outs, warps, stages)
+
+
+def few_packed_tiles(places: int) -> Iterator[tuple[int, int, int]]:
+    """places: rows of other experts that a program has beside each of its own."""
+    for rows, units, warps in product((1, 2, 4, 8, 16), (8, 16, 32, 64), (1, 2)):
+        if rows * places > 1 and 4 <= rows * places * units // (32 * warps) <= 16:
+            yield rows, units, warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,11 +330,11 @@ def grouped_choices(step: Step) -> list[Choice]:
     tiles = tiles_for(len(x) * layer.chosen, layer.experts, x.dtype)
     routed = list(zip(step.routed, pairs, strict=True))
     inners = [grouped_up(x, *each, stack, mine, tiles.up) for each, mine in routed]
-    others = [*grouped_tiles(len(x) * layer.chosen / layer.experts)]
+    each_has = len(x) * layer.chosen / layer.experts
     return [
         Choice(
             "up",
-            [tiles.up, *others],
+            [tiles.up, *grouped_tiles(each_has, 2)],
             lambda tile: [
                 partial(grouped_up, x, *each, stack, mine, tile) for each, mine in routed
             ],
@@ -321,7 +342,7 @@ def grouped_choices(step: Step) -> list[Choice]:
         ),
         Choice(
             "down",
-            [tiles.down, *others],
+            [tiles.down, *grouped_tiles(each_has, 1)],
             lambda tile: [
                 partial(grouped_down, y, *each, stack, mine, tile)
                 for y, (each, mine) in zip(inners, routed, strict=True)
@@ -346,31 +367,77 @@ def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
 
 
 def packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
+    """(a tile, `PAIRS_OF_FLOATS`)."""
     layer, x = step.layer, step.x
     tiles = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
     routed = list(zip(step.routed, pairs, strict=True))
     inners = [packed_up(x, *each, packed, mine, tiles.up) for each, mine in routed]
-    others = [*packed_tiles(len(x) * layer.chosen / layer.experts)]
+    others = [(tile, True) for tile in packed_tiles(len(x) * layer.chosen / layer.experts)]
+    now = packed_moe.PAIRS_OF_FLOATS
     return [
         Choice(
             "up in MXFP4",
-            [tiles.up, *others],
-            lambda tile: [
-                partial(packed_up, x, *each, packed, mine, tile) for each, mine in routed
+            [(tiles.up, now), (tiles.up, not now), *others],
+            lambda way: [
+                partial(in_pairs, way[1], packed_up, x, *each, packed, mine, way[0])
+                for each, mine in routed
             ],
             step.met * layer.up_bytes * 4.5 / 16,
         ),
         Choice(
             "down in MXFP4",
-            [tiles.down, *others],
-            lambda tile: [
-                partial(packed_down, y, *each, packed, mine, tile)
+            [(tiles.down, now), (tiles.down, not now), *others],
+            lambda way: [
+                partial(in_pairs, way[1], packed_down, y, *each, packed, mine, way[0])
                 for y, (each, mine) in zip(inners, routed, strict=True)
             ],
             step.met * layer.down_bytes * 4.5 / 16,
         ),
     ]
+
+
+def few_packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
+    """Pair by pair; whole: that (True) beside groups by expert."""
+    x, layer = step.x, step.layer
+    inners = [few_packed_up(x, *each, packed) for each in step.routed]
+    both = list(zip(inners, step.routed, strict=True))
+    places = 1 << (layer.chosen - 1).bit_length()
+    up_bytes, down_bytes = step.met * layer.up_bytes, step.met * layer.down_bytes
+    return [
+        Choice(
+            "up in MXFP4, pair by pair",
+            [few_moe.UP, *few_packed_tiles(1)],
+            lambda tile: [partial(few_packed_up, x, *each, packed, tile) for each in step.routed],
+            up_bytes * 4.5 / 16,
+        ),
+        Choice(
+            "down in MXFP4, pair by pair",
+            [few_moe.DOWN, *few_packed_tiles(places)],
+            lambda tile: [
+                partial(few_packed_down, y, *each, packed, None, tile) for y, each in both
+            ],
+            down_bytes * 4.5 / 16,
+        ),
+        Choice(
+            "whole in MXFP4, (pair by pair)",
+            [(False,), (True,)],
+            lambda way: [
+                partial(few_packed if way[0] else packed_experts, x, *each, packed, None)
+                for each in step.routed
+            ],
+            (up_bytes + down_bytes) * 4.5 / 16,
+        ),
+    ]
+
+
+def in_pairs(pairs: bool, product: Callable[..., Tensor], *given: Any) -> Tensor:
+    """A launch with `PAIRS_OF_FLOATS` as told."""
+    before, packed_moe.PAIRS_OF_FLOATS = packed_moe.PAIRS_OF_FLOATS, pairs
+    try:
+        return product(*given)
+    finally:
+        packed_moe.PAIRS_OF_FLOATS = before
 
 
 def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
@@ -382,6 +449,9 @@ def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
             made.append((step, "few", few_choices(step)))
         if "grouped" in what and not small:
             made.append((step, "grouped", grouped_choices(step)))
+        if "packed" in what and len(step.x) <= 8:
+            choices = few_packed_choices(step, make_packed(step.stack))
+            made.append((step, "packed, pair by pair", choices))
         if "packed" in what:
             made.append((step, "packed", packed_choices(step, make_packed(step.stack))))
     sweep.compile(choice for *_, choices in made for choice in choices)
@@ -413,7 +483,7 @@ def main() -> None:
     )
     parser.add_argument("--model", nargs="+", default=[*LAYERS], choices=[*LAYERS])
     parser.add_argument(
-        "--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192]
+        "--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192]
     )
     parser.add_argument("--sweep", nargs="+", choices=["few", "grouped", "packed"])
     parser.add_argument("--seconds", type=float, default=600, help="of a sweep, at most")

@@ -15,10 +15,14 @@ from torch import Tensor
 from kernels.experts.gate import code, gated
 from kernels.experts.grouped import Sorted, _find, sort, sum_experts
 from kernels.experts.reference import PackedExperts
-from kernels.gemm.packed.codes import bytes_fit, constants
-from kernels.gemm.packed.dot import add_step, quick
+from kernels.gemm.packed.codes import E2M1_CODE, bytes_fit, code_of, constants, scaled_floats
+from kernels.gemm.packed.dot import LOWERED, add_step, quick
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
+
+# Pairs of e2m1 codes by PTX, as pairs of bfloat16 numbers that are scaled at once. Off, as no GPU
+# has run it yet: `python -m bench.kernels.experts --sweep packed` tells whether it pays.
+PAIRS_OF_FLOATS = False
 
 
 class Tile(NamedTuple):
@@ -128,6 +132,9 @@ def _packed_up_kernel(
                 BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False, WHOLE,
                 HOW0, HOW1, HOW2, HOW3, PRECISION,
             )  # fmt: skip
+    if QUICK and BITS == 4 and CODE == 1:
+        gate *= LOWERED
+        up *= LOWERED
     if QUICK and BITS == 8 and WHOLE:
         gate *= tl.load(scale + source, mask=has, other=0.0)[:, None]
         if ACT != 4:
@@ -214,6 +221,8 @@ def _packed_down_kernel(
             BITS, CODE, BASE, OFFSET, GROUP, SPAN, WORDS, EVEN, QUICK, False, WHOLE,
             HOW0, HOW1, HOW2, HOW3, PRECISION,
         )  # fmt: skip
+    if QUICK and BITS == 4 and CODE == 1:
+        acc *= LOWERED
     if QUICK and BITS == 8 and WHOLE:
         acc *= tl.load(scale + source, mask=has, other=0.0)[:, None]
     if BIAS:
@@ -230,11 +239,21 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
     return next(tiles for most, tiles in TILES if pairs / experts <= most)
 
 
+def _floats_fit(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether `scaled_floats` gives these codes their scale without a digit lost: of powers of two,
+    or of numbers that bfloat16 has."""
+    form = weight.form
+    plain = code_of(weight) == E2M1_CODE and form.scale == torch.bfloat16
+    return x.is_cuda and x.dtype == torch.bfloat16 and plain and form.offset == "none"
+
+
 def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[str, Any]:
     four = weight.form.bits == 4
     words = 32 if four else 128
     step = 4 * words if four else words
     how = quick(x, weight, words)
+    if PAIRS_OF_FLOATS and _floats_fit(x, weight):
+        how = [scaled_floats(at) for at in range(4)]
     # A scale and an offset for each code are on their way too.
     stages = 2 if not how and weight.form.group % step else tile.num_stages
     return {

@@ -10,9 +10,11 @@ from bench import step_profile
 from bench.step_profile import (
     BOUNDARY,
     Kernel,
+    Mixture,
     Step,
     floors_us,
     kind_of,
+    mixture_floors_us,
     products_floor_us,
     report,
     time_line,
@@ -75,6 +77,12 @@ def test_no_whole_step_is_an_error() -> None:
         ("Memcpy DtoH (Device -> Pinned)", "other"),
         ("_merge_kernel", "decode attention"),
         ("_prefill_kernel", "prefill attention"),
+        ("_grouped_up_kernel", "experts up"),
+        ("_few_packed_down_kernel", "experts down"),
+        ("_packed_sum_kernel", "other"),
+        ("_sum_kernel", "expert sum"),
+        ("nvjet_sm90_tss_64x8_64x16_2x4_h_bz_TNT", "router product"),
+        ("nvjet_sm90_tst_64x64_64x13_2x1_v_badd_TNT", "products"),
     ],
 )
 def test_kinds(name: str, kind: str) -> None:
@@ -114,6 +122,27 @@ def test_floors_of_the_small_kernels() -> None:
     })  # fmt: skip
 
 
+def test_floors_of_experts() -> None:
+    """All experts counted where one token meets two of eight; up and down alike; a rank's few
+    experts taken for all; many tokens bounded by bytes."""
+    names = ["_grouped_up_kernel", "_grouped_down_kernel", "_topk_kernel", "_sum_kernel"]
+    ends = [Kernel(BOUNDARY, 0, 1), Kernel(BOUNDARY, 9, 10)]
+    line = time_line([*ends, *(Kernel(name, 1, 2) for name in names)])
+    each = Mixture(here=4, choices=8, chosen=2, hidden=10, size=5, up_rows=10, num_bytes=1200)
+    one = Step(tokens=1, samples=1, prompt=0, keys=1, block_size=16, element=2)
+    floors = mixture_floors_us([each] * 3, one, line, bandwidth=1e6, rate=1e15)
+    assert floors == pytest.approx({
+        "experts up": 3 * 800 / 4,
+        "experts down": 3 * 400 / 4,
+        "expert choice": 3 * (4 * 8 + 8 * 2),
+        "expert sum": 3 * (2 + 2) * 10 * 2,
+    })  # fmt: skip
+    many = Step(tokens=1000, samples=1, prompt=0, keys=1, block_size=16, element=2)
+    floors = mixture_floors_us([each], many, line, bandwidth=1e15, rate=1e6)
+    assert floors["experts up"] == pytest.approx(1000 * 2 * 10 * 10)
+    assert floors["experts down"] == pytest.approx(1000 * 2 * 5 * 10)
+
+
 def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A table that only a GPU machine finds out cannot be made; a floor beside the wrong kind."""
     names = ["_gemv_kernel", "_decode_kernel", "_best_of_row_kernel", "Memcpy DtoH"]
@@ -122,7 +151,9 @@ def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     monkeypatch.setattr(step_profile, "measure", lambda core, running, chunk: (kernels, 1600.0))
     weight = torch.empty(1000, 40, dtype=torch.bfloat16)
     linear = SimpleNamespace(state=SimpleNamespace(weight=weight))
-    model = SimpleNamespace(config=CONFIG, linears=lambda: [linear], head=None, embedding=weight)
+    model = SimpleNamespace(
+        config=CONFIG, linears=lambda: [linear], head=None, embedding=weight, layers=[]
+    )
     cache = torch.empty(1, 2, 16, 10, dtype=torch.bfloat16)
     kv = SimpleNamespace(layers=[(cache, cache)] * 3, block_size=16)
     core: Any = SimpleNamespace(_runner=SimpleNamespace(model=model, kv=kv))

@@ -30,6 +30,7 @@ from kernels.attention.decode import attention_decode  # noqa: E402
 from kernels.attention.decode_plan import plan  # noqa: E402
 from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
+from kernels.experts import packed as packed_experts_module  # noqa: E402
 from kernels.gemm.packed import dot as dot_module  # noqa: E402
 from kernels.gemm.packed import gemv4 as gemv4_module  # noqa: E402
 from kernels.gemm.packed import gemv8 as gemv8_module  # noqa: E402
@@ -42,11 +43,11 @@ from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.kv.quantized import QuantizedKV  # noqa: E402
 from kernels.kv.write import rope_kv_write  # noqa: E402
 from kernels.lora import lora_add, lora_gated, tile_rows  # noqa: E402
-from kernels.packed import Format, PackedWeight  # noqa: E402
+from kernels.packed import E2M1, Format, PackedWeight  # noqa: E402
 from tests.kernels.hopper import Ampere, Hopper  # noqa: E402
 from tests.kernels.launches import PARTS  # noqa: E402
 from tests.kernels.launches.attention import latent, quantized_attention  # noqa: E402
-from tests.kernels.launches.experts import experts  # noqa: E402
+from tests.kernels.launches.experts import experts, experts_in_fewer_bits  # noqa: E402
 from tests.kernels.launches.sizes import EPS, MODELS, NUM_BLOCKS, bf16, int32, int64  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on sm_90
@@ -197,6 +198,37 @@ def test_pairs_of_codes_compile(
     for name, compiled in launches.seen:
         assert compiled.metadata.shared <= SHARED_MEMORY, name
         assert compiled.asm["cubin"], name
+
+
+@pytest.mark.slow
+def test_pairs_of_floats_compile(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PTX for experts in MXFP4, each tile; words that are decoded one code at a time after all."""
+    monkeypatch.setattr(packed_experts_module, "PAIRS_OF_FLOATS", True)
+    monkeypatch.setattr(
+        packed_experts_module, "_floats_fit", lambda x, weight: weight.form.table == E2M1
+    )
+    experts_in_fewer_bits("llama-8b")
+    found = 0
+    for name, compiled in launches.seen:
+        assert compiled.metadata.shared <= SHARED_MEMORY, name
+        assert compiled.asm["cubin"], name
+        found += "0x01c001c0" in compiled.asm["ptx"]
+    assert found >= 8
+
+
+@pytest.mark.slow
+def test_packed_experts_are_read_wide(launches: Launches) -> None:
+    """Words of codes, or of x, that are read one by one, as where a thread's do not belong
+    together; numbers that change threads on their way to each other."""
+    experts_in_fewer_bits("llama-8b")
+    seen = [each for each in launches.seen if each[0].startswith("_few_packed_")]
+    assert len(seen) >= 6
+    for name, compiled in seen:
+        codes = [line for line in compiled.asm["ptx"].split("\n") if "evict_first" in line]
+        codes = [line for line in codes if "ld." in line]
+        assert codes, name
+        assert all(".v4.b32" in line or ".v2.b32" in line for line in codes), name
+        assert compiled.metadata.shared <= 1024, name  # of sums alone
 
 
 @pytest.mark.slow

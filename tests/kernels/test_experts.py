@@ -11,6 +11,7 @@ from kernels.dispatch import kernels_for
 from kernels.experts import packed as packed_module
 from kernels.experts import reference
 from kernels.experts.few import MOST, few
+from kernels.experts.few_packed import few_packed, few_packed_fits
 from kernels.experts.few_route import few_route
 from kernels.experts.grouped import FIXED, TILES, Tile, Tiles, grouped, sort, tma_fits
 from kernels.experts.packed import packed_experts
@@ -222,6 +223,31 @@ def test_packed(name: str, dtype: torch.dtype) -> None:
         assert row_error(before, want) < 4 * BOUND[dtype]
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize == 2], ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PACKED]
+)
+def test_packed_few_tokens(name: str, dtype: torch.dtype) -> None:
+    """A code taken for its neighbour, whose sign or exponent is another; a unit behind a row's end;
+    a scale of the unit before; the inner numbers of another pair; three experts a token, where
+    places are four."""
+    torch.manual_seed(0)
+    hidden = PACKED[name][2]
+    for tokens, act, weigh in ((1, CLAMPED, False), (2, "silu", True), (1, "relu2", False)):
+        stack = packed(name, 4, act, weigh=weigh)
+        x, before = random(tokens, hidden, dtype=dtype), random(tokens, hidden, dtype=dtype)
+        scale, ids = chosen(tokens, 4, 3)
+        want = reference.experts(
+            x.double(), scale.double(), ids, double(stack.dense(torch.float64)), None
+        )
+        assert few_packed_fits(x)
+        got = few_packed(x, scale, ids, stack, None, (64, 2, 1), (32, 2, 1))
+        assert row_error(got, want) < 4 * BOUND[dtype]
+        want += before.double()
+        assert few_packed(x, scale, ids, stack, before, (32, 8, 1), (32, 8, 1)) is before
+        assert row_error(before, want) < 4 * BOUND[dtype]
+
+
 @pytest.mark.slow
 def test_packed_rows_are_rows() -> None:
     """Deterministic mode, and each tile."""
@@ -293,6 +319,9 @@ def test_packed_experts_of_other_ranks(nothing_is_zero: None) -> None:
     assert (ids == 5).all(1).logical_not().any() and (ids == 5).any()
     got = packed_experts(x, scale, ids, weights, None)
     assert float((got - want).abs().max()) < 4 * BOUND[dtype] * float(want.abs().max())
+    x = x[:2].to(torch.float16)
+    got = few_packed(x, scale[:2], ids[:2], weights, None, (64, 4, 1), (32, 4, 1))
+    assert float((got - want[:2]).abs().max()) < 4 * BOUND[x.dtype] * float(want.abs().max())
 
 
 def test_sort() -> None:
@@ -366,6 +395,44 @@ def test_at_the_sizes_of_models(sizes: tuple[int, int, int, int]) -> None:
     weights = stack(experts, size, hidden, torch.bfloat16, CLAMPED if size == hidden else "silu")
     for tokens in (1, 2, 8, 9, 64, 256, 1024, 8192):
         assert error(tokens, weights, count, residual=True) < 2 * BOUND[torch.bfloat16], tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(128, 8, 768, 2048), (32, 4, 2880, 2880)])
+def test_packed_at_the_sizes_of_models(
+    sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways to decode MXFP4 in groups by expert, and pair by pair, alone and in a graph. Small
+    numbers and scales: products with codes as they are decoded would have no digits."""
+    experts, count, size, hidden = sizes
+    form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
+
+    def weight(rows: int, width: int) -> PackedWeight:
+        made = PackedWeight(form, rows, width, None, torch.device(DEVICE))
+        made.codes.view(torch.uint8).random_(0, 256)
+        made.scale.copy_(2.0 ** torch.randint(-9, -4, made.scale.shape, device=DEVICE))
+        return made
+
+    stack = PackedExperts(
+        weight(experts * 2 * size, hidden), weight(experts * hidden, size), None, None
+    )
+    dense = stack.dense(torch.float32)
+    for tokens in (1, 3, 8, 64, 300):
+        x, (scale, ids) = random(tokens, hidden) / 64, chosen(tokens, experts, count)
+        x = x.bfloat16()
+        want = reference.experts(x.float(), scale, ids, dense, None)
+        for pairs in (False, True):
+            monkeypatch.setattr(packed_module, "PAIRS_OF_FLOATS", pairs)
+            found = packed_experts(x, scale, ids, stack, None)
+            assert row_error(found, want) < 4 * BOUND[torch.bfloat16], (tokens, pairs)
+        if tokens <= 8:
+            found = few_packed(x, scale, ids, stack, None)
+            assert row_error(found, want) < 2 * BOUND[torch.bfloat16], tokens
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = few_packed(x, scale, ids, stack, None)
+            graph.replay()
+            assert torch.equal(again, found)
 
 
 @pytest.mark.gpu

@@ -124,6 +124,27 @@ def four_nibbles(weight: PackedWeight) -> list[str]:
     return [nibbles(at, 0 if form.offset != "none" else 128 + form.zero) for at in range(4)]
 
 
+# PTX: two bfloat16 numbers times 2^87.
+LIFT = (
+    f"{{ .reg .b32 k, z; mov.b32 k, {_twice(_bfloat16(2.0**87))}; mov.b32 z, 0x80008000; "
+    f"fma.rn.bf16x2 $0, $1, k, z; }}"
+)
+
+
+def scaled_floats(at: int) -> str:
+    """PTX: of two words in $1 the nibbles at 4 * at, e2m1, as bfloat16, times the numbers in $2 and
+    2^-126, in $0: exponent and mantissa at the low end of bfloat16's exponent, subnormals
+    included."""
+    by = 6 - 4 * at
+    bring = f"shl.b32 t, $1, {by};" if by > 0 else f"shr.b32 t, $1, {-by};"
+    sign = f"shl.b32 u, $1, {12 - 4 * at};" if at < 3 else "mov.b32 u, $1;"
+    return (
+        f"{{ .reg .b32 t, u, z; {bring} and.b32 t, t, 0x01c001c0; {sign} "
+        f"lop3.b32 t, u, 0x80008000, t, 0xea; mov.b32 z, 0x80008000; "
+        f"fma.rn.bf16x2 $0, t, $2, z; }}"
+    )
+
+
 def integers_fit(weight: PackedWeight) -> bool:
     """Whether `four_nibbles` is made for these 4-bit codes."""
     return code_of(weight) == INT and weight.form.zero < 128

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gemm.packed import codes
 from kernels.gemm.packed.codes import (
     bytes_fit,
     code_of,
@@ -26,6 +27,10 @@ from kernels.packed import PackedWeight
 
 _FLOAT = torch.float32
 _WORDS = 32  # of a row of 4-bit codes that a program takes at a time
+# e2m1 as `scaled_floats` makes it is 2^-127 of the number of `nibble`. With a scale times 2^87 it
+# is 2^-40 of a weight, and bfloat16 has room above and below.
+LIFT = tl.constexpr(codes.LIFT)
+LOWERED = tl.constexpr(2.0**40)
 
 
 @triton.jit
@@ -43,6 +48,13 @@ def _scales(scale, offset, group, exists, BASE: tl.constexpr, OFFSET: tl.constex
 @triton.jit
 def _pairs(words, HOW: tl.constexpr):
     return tl.inline_asm_elementwise(HOW, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def _scaled(words, s, HOW: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        HOW, "=r,r,r", [words, s], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -110,6 +122,21 @@ def add_step(
             value += added
         other = tl.load(x_at + start, mask=token_mask[None, :], other=0.0)
         acc = tl.dot(value.to(other.dtype), other, acc)
+    elif QUICK and BITS == 4 and CODE == 1:
+        # Products with e2m1 as decoded would be below bfloat16's range: sums are scaled in the end.
+        s = tl.load(scale + group, mask=has, other=0.0)
+        s = tl.inline_asm_elementwise(LIFT, "=r,r", [s], dtype=tl.bfloat16, is_pure=True, pack=2)
+        for field in tl.static_range(4):
+            other = tl.load(x_at + start + field * RUN, mask=x_mask, other=0.0)
+            if field == 0:
+                value = _scaled(w, s, HOW0)
+            elif field == 1:
+                value = _scaled(w, s, HOW1)
+            elif field == 2:
+                value = _scaled(w, s, HOW2)
+            else:
+                value = _scaled(w, s, HOW3)
+            acc = tl.dot(value, other, acc)
     elif QUICK and BITS == 4:
         s, added = _scales(scale, offset, group, has, BASE, OFFSET)
         part = tl.zeros(acc.shape, tl.float32)

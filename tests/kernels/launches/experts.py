@@ -5,6 +5,7 @@ import torch
 from kernels.experts import grouped as moe
 from kernels.experts import packed as packed_moe
 from kernels.experts.few import few
+from kernels.experts.few_packed import few_packed
 from kernels.experts.few_route import few_route
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing
@@ -90,9 +91,11 @@ def experts_in_fewer_bits(model: str) -> None:
             7.0,
         )
         packed_moe.packed_experts(x[:1], scale[:1], ids[:1], stack, x[:1])
+        few_packed(x[:1], scale[:1], ids[:1], stack, x[:1])
         for tiles in (tiles for _, tiles in packed_moe.TILES if form is forms[0]):
             packed_moe.packed_experts(x, scale, ids, stack, None, tiles)
         if not biased:
             stack.act = "relu2"
             stack.gate_up = PackedWeight(up, count * size, hidden, None, torch.device("cpu"))
             packed_moe.packed_experts(x, scale, ids, stack, x)
+            few_packed(x[:2], scale[:2], ids[:2], stack, None)
