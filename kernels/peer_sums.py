@@ -31,22 +31,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
-PROGRAMS = 64  # fewer than any device has multiprocessors, as all have to run at once
-SLOT = 1 << 17  # bytes that a program brings at most
-LARGEST = PROGRAMS * SLOT  # bytes of a message
+PROGRAMS = 64  # a power of two; at most as many as there are multiprocessors, as all have to run
+LARGEST = 8 << 20  # bytes of a message
+TILE = 1 << 14  # bytes that a program reads of each rank at once, at most
+# Rows up to which the residual and the norm are made with the sum. More would be several to a
+# program, which no GPU has run: `python -m bench.kernels.sums --sweep` says what to set.
+NORM_ROWS = 64
 PATIENCE = 1 << 29  # looks for a signal, of about a microsecond each: minutes
 
 
 def region_bytes(size: int) -> int:
     """Of each rank's memory, with so many ranks. It begins as zeros."""
-    return _head(size) + 2 * PROGRAMS * SLOT
+    return _head(size, PROGRAMS) + 2 * LARGEST
 
 
-def _head(size: int) -> int:
+def _head(size: int, programs: int) -> int:
     """Where slots begin."""
-    return -(-8 * (PROGRAMS * (size + 1) + 1) // 256) * 256
+    return -(-8 * (programs * (size + 1) + 1) // 256) * 256
 
 
 @triton.jit
@@ -110,36 +113,40 @@ def _one_shot_kernel(
     SIZE: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD: tl.constexpr,
     PROGRAMS: tl.constexpr,
     SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A unit is a row of columns where there is a norm, else a tile."""
+    """A unit is ROWS rows of columns: of x where there is a norm, else one, a tile. They are read
+    together, as one after the other would wait for the other device each time."""
     dtype: tl.constexpr = x.dtype.element_ty
-    units = tl.cdiv(total, columns)
-    cols = tl.arange(0, BLOCK)
+    units = tl.cdiv(total, ROWS * columns)
+    rows = tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    inside = rows * BLOCK + cols
     if PDL:
         gdc_wait()
     calls = _region(peers, RANK, tl.int64) + PROGRAMS * SIZE + tl.program_id(0)
     call = tl.load(calls)
-    mine = _slot(peers, RANK, call & 1, HEAD, PROGRAMS, SLOT, dtype) + cols
+    mine = _slot(peers, RANK, call & 1, HEAD, PROGRAMS, SLOT, dtype) + inside
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        at = unit * columns + cols
+        at = (unit * ROWS + rows) * columns + cols
         mask = (cols < columns) & (at < total)
         tl.store(mine, tl.load(x + at, mask=mask), mask=mask)
-        mine += BLOCK
+        mine += ROWS * BLOCK
     missing = _meet(peers, 2 * call + 1, patience, late, RANK, SIZE, PROGRAMS)
     if PDL:
         # Not before: what is launched then may take the place of a rank that has not come, where
         # ranks share a device.
         gdc_launch_dependents()
-    read = cols
+    read = inside
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-        at = unit * columns + cols
+        at = (unit * ROWS + rows) * columns + cols
         mask = (cols < columns) & (at < total)
-        value = tl.zeros([BLOCK], tl.float32)
+        value = tl.zeros([ROWS, BLOCK], tl.float32)
         for rank in tl.static_range(SIZE):
             theirs = _slot(peers, rank, call & 1, HEAD, PROGRAMS, SLOT, dtype)
             value += tl.load(theirs + read, mask=mask, other=0.0).to(tl.float32)
@@ -150,10 +157,10 @@ def _one_shot_kernel(
         tl.store(onto + at, value, mask=mask)
         if NORM:
             value = value.to(tl.float32)
-            rms = tl.sqrt(tl.sum(value * value, axis=0) / columns + eps)
-            scale = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+            rms = tl.sqrt(tl.sum(value * value, axis=1, keep_dims=True) / columns + eps)
+            scale = tl.load(weight + cols, mask=cols < columns, other=0.0).to(tl.float32)
             tl.store(normed + at, (value / rms * scale).to(normed.dtype.element_ty), mask=mask)
-        read += BLOCK
+        read += ROWS * BLOCK
     tl.store(calls, call + 1)
 
 
@@ -272,7 +279,7 @@ class PeerMemory:
     peers: int64 [size] on the device: where the region of each rank is, as this device sees it.
     late: int32 [1] that the host reads, pinned: -1, or the rank that was waited for in vain. What
     it was waited for in is NaN, or anything where it is no sum. patience: looks for a signal.
-    holder: what the regions go with.
+    holder: what the regions go with. programs: of a sum, at most.
     """
 
     rank: int
@@ -281,6 +288,7 @@ class PeerMemory:
     late: Tensor
     patience: int = PATIENCE
     holder: Any = None
+    programs: int = PROGRAMS
 
     @classmethod
     def over(
@@ -290,48 +298,56 @@ class PeerMemory:
         zeros."""
         peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         late = torch.full((1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return cls(rank, len(addresses), peers, late, holder=holder)
+        programs = min(PROGRAMS, 1 << (num_sms(device).bit_length() - 1))
+        return cls(rank, len(addresses), peers, late, holder=holder, programs=programs)
+
+    @property
+    def slot(self) -> int:
+        """Bytes that a program brings at most."""
+        return LARGEST // self.programs // 256 * 256
 
     def _options(self, device: torch.device) -> dict[str, int]:
-        options = {"RANK": self.rank, "SIZE": self.size, "HEAD": _head(self.size)}
-        return {**options, "PROGRAMS": PROGRAMS, "SLOT": SLOT, **pdl(device)}
+        head = _head(self.size, self.programs)
+        options = {"RANK": self.rank, "SIZE": self.size, "HEAD": head}
+        return {**options, "PROGRAMS": self.programs, "SLOT": self.slot, **pdl(device)}
 
     def one_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum of x over the ranks, in place, or added to the residual of x's shape in place.
         x: contiguous, of at most LARGEST bytes."""
-        block = _block(x, PROGRAMS)
-        programs = min(PROGRAMS, triton.cdiv(x.numel(), block))
+        block = _block(x, self.programs)
+        programs = min(self.programs, triton.cdiv(x.numel(), block))
         onto = x if residual is None else residual
         _one_shot_kernel[(programs,)](
             x, onto, x, x, self.peers, self.late, 0.0, x.numel(), block, self.patience,
-            ADD=residual is not None, NORM=False, BLOCK=block,
+            ADD=residual is not None, NORM=False, ROWS=1, BLOCK=block,
             num_warps=_warps(block, x), **self._options(x.device),
         )  # fmt: skip
         return onto
 
-    @staticmethod
-    def norm_fits(x: Tensor) -> bool:
-        """Whether rows [n, columns] are few enough for `norm_one_shot`: one a program. With more,
-        programs that go from row to row lose more than a launch of the norm's own costs."""
+    def norm_fits(self, x: Tensor) -> bool:
+        """Whether rows [n, columns] are few and short enough for `norm_one_shot`."""
         rows, columns = x.shape
-        return 0 < rows <= PROGRAMS and triton.next_power_of_2(columns) * x.itemsize <= SLOT
+        row = triton.next_power_of_2(columns) * x.itemsize
+        return 0 < rows <= min(NORM_ROWS, self.programs * (self.slot // row))
 
     def norm_one_shot(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The residual as by `one_shot`, and then `norm.rms_norm` of it in new memory, with its
-        bits."""
+        bits. x: [n, columns], contiguous."""
         rows, columns = x.shape
         normed, block = torch.empty_like(residual), triton.next_power_of_2(columns)
-        _one_shot_kernel[(min(PROGRAMS, rows),)](
+        each = triton.next_power_of_2(triton.cdiv(rows, self.programs))
+        each = min(each, max(1, TILE // (block * x.itemsize)))
+        _one_shot_kernel[(min(self.programs, triton.cdiv(rows, each)),)](
             x, residual, weight, normed, self.peers, self.late, eps, x.numel(), columns,
-            self.patience, ADD=True, NORM=True, BLOCK=block,
+            self.patience, ADD=True, NORM=True, ROWS=each, BLOCK=block,
             num_warps=max(1, min(16, block // 256)), **self._options(x.device),
         )  # fmt: skip
         return normed
 
     def two_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """As one_shot."""
-        block = _block(x, PROGRAMS * self.size)
-        programs = min(PROGRAMS, triton.cdiv(x.numel(), block * self.size))
+        block = _block(x, self.programs * self.size)
+        programs = min(self.programs, triton.cdiv(x.numel(), block * self.size))
         onto = x if residual is None else residual
         _two_shot_kernel[(programs,)](
             x, onto, self.peers, self.late, x.numel(), self.patience,
@@ -342,8 +358,8 @@ class PeerMemory:
 
     def gather(self, x: Tensor, ranks: int) -> Tensor:
         """[ranks, *x.shape]: what the first so many ranks bring. x: as of one_shot."""
-        out, block = x.new_empty((ranks, *x.shape)), _block(x, PROGRAMS)
-        programs = min(PROGRAMS, triton.cdiv(x.numel(), block))
+        out, block = x.new_empty((ranks, *x.shape)), _block(x, self.programs)
+        programs = min(self.programs, triton.cdiv(x.numel(), block))
         _gather_kernel[(programs,)](
             x, out, self.peers, self.late, x.numel(), self.patience,
             FROM=ranks, BLOCK=block, num_warps=_warps(block, x), **self._options(x.device),
@@ -353,7 +369,7 @@ class PeerMemory:
 
 def _block(x: Tensor, among: int) -> int:
     """Elements of a tile: few where there are few, so that all programs have some."""
-    least, most = 512 // x.itemsize, 16384 // x.itemsize
+    least, most = 512 // x.itemsize, TILE // x.itemsize
     return max(least, min(most, triton.next_power_of_2(triton.cdiv(x.numel(), among))))
 
 

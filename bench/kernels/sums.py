@@ -7,6 +7,10 @@ Prints a JSON line for each size: microseconds of a sum by one shot, by two shot
 of the sum, the residual and the norm behind it, in one kernel and apart. The last line has where
 the ways cross, as `engine.parallel.peers.CROSSINGS` keeps it.
 
+--sweep: how many programs a sum has and how large their tiles are, for messages of up to 16 MB, and
+up to how many rows a norm pays in the sum's kernel. It prints a line for each, then a table, and
+last what to set in `kernels.peer_sums` and in CROSSINGS.
+
 --one-gpu: all ranks are processes on the first GPU. They take turns there, and NCCL refuses them:
 it shows that the measurement works, and its figures mean nothing.
 """
@@ -16,8 +20,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from itertools import takewhile
+from math import prod
 from typing import Any
 
 import torch
@@ -29,40 +35,56 @@ from bench.report.result_file import versions
 from engine.parallel import opening
 from engine.parallel.group import DistributedGroup
 from engine.parallel.peers import PeerGroup
+from kernels import peer_sums
 from kernels.norm import rms_norm
 
 COLUMNS = 8192  # elements of a row, so many as a model of 70 billion parameters has
 SIZES = tuple(1 << power for power in range(13, 25))  # bytes: 8 kB to 16 MB
 CALLS = 20  # in a graph
+OURS = ("one_shot", "two_shot", "apart", "with_norm")
+LIBRARY = ("nccl", "nccl_apart")
+
+# What is swept: of `kernels.peer_sums`, the first as it is.
+SETTINGS = tuple((programs, tile) for programs in (64, 128) for tile in (1 << 14, 1 << 15))
+SWEPT = tuple(1 << power for power in (13, 16, 18, 20, 21, 22, 23, 24))  # bytes
+HIDDEN = (4096, 8192, 2048)
+TOKENS = (1, 64, 128, 256, 512, 1024)
+SMALL = 256 << 10  # bytes that single streams wait for, at most
 
 Line = dict[str, Any]
+Setting = tuple[int, int]  # programs, tile
 
 
 def measure(
-    group: PeerGroup, device: torch.device, rows_bytes: int, library: bool, repeats: int = 20
+    group: PeerGroup,
+    device: torch.device,
+    rows: int,
+    columns: int,
+    ways: Collection[str],
+    repeats: int = 20,
 ) -> Line:
-    """Of one size; every rank takes part."""
-    columns = min(COLUMNS, rows_bytes // 2)
-    x = torch.ones(rows_bytes // 2 // columns, columns, device=device).bfloat16() / 64
+    """Microseconds of one size by each of the ways that are asked for. Every rank takes part."""
+    x = torch.ones(rows, columns, device=device).bfloat16() / 64
     residual, weight, memory = torch.zeros_like(x), x[0].clone(), group.memory
-    found: Line = {"bytes": rows_bytes}
-
-    def timed(name: str, call: Callable[[], object]) -> None:
-        group.least(0)
-        found[name] = round(time_us([call] * CALLS, repeats), 2)
 
     def apart(add: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
         return lambda: rms_norm(add(x, residual), weight, 1e-5)
 
-    if rows_bytes <= max(group.crossings):
-        timed("one_shot", lambda: memory.one_shot(x))
-        timed("two_shot", lambda: memory.two_shot(x))
-        timed("apart", apart(memory.one_shot))
-        if memory.norm_fits(x):
-            timed("with_norm", lambda: memory.norm_one_shot(x, residual, weight, 1e-5))
-    if library:
-        timed("nccl", lambda: DistributedGroup.all_reduce(group, x))
-        timed("nccl_apart", apart(lambda x, onto: DistributedGroup.add_reduced(group, x, onto)))
+    calls: dict[str, Callable[[], object]] = {
+        "nccl": lambda: DistributedGroup.all_reduce(group, x),
+        "nccl_apart": apart(lambda x, onto: DistributedGroup.add_reduced(group, x, onto)),
+    }
+    if x.nbytes <= peer_sums.LARGEST:
+        calls["one_shot"] = lambda: memory.one_shot(x)
+        calls["two_shot"] = lambda: memory.two_shot(x)
+        calls["apart"] = apart(memory.one_shot)
+    if memory.norm_fits(x):
+        calls["with_norm"] = lambda: memory.norm_one_shot(x, residual, weight, 1e-5)
+    found: Line = {}
+    for name, call in calls.items():
+        if name in ways:
+            group.least(0)
+            found[name] = round(time_us([call] * CALLS, repeats), 2)
     return found
 
 
@@ -81,27 +103,134 @@ def crossings(lines: list[Line]) -> tuple[int, int]:
     return few, most
 
 
-def rank(number: int, size: int, port: int, one_gpu: bool) -> None:
+def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -> None:
+    """Each setting by size, and with the norm by rows of each width; then what to set."""
+    region, _ = group.memory.holder
+    bare = [(size // 2 // min(COLUMNS, size // 2), min(COLUMNS, size // 2)) for size in SWEPT]
+    normed = [(tokens, hidden) for hidden in HIDDEN for tokens in TOKENS]
+    library = {
+        (shape, with_norm): measure(group, device, *shape, [name])[name]
+        for shapes, with_norm, name in ((bare, False, "nccl"), (normed, True, "nccl_apart"))
+        for shape in shapes
+    }
+    lines: dict[Setting, list[Line]] = {}
+    peer_sums.NORM_ROWS = max(TOKENS)
+    for programs, peer_sums.TILE in SETTINGS:
+        # All is laid out anew in the same memory, by all ranks while none uses it.
+        torch.cuda.synchronize(device)
+        group.least(0)
+        region.zero_()
+        torch.cuda.synchronize(device)
+        group.least(0)
+        laid_out = replace(group, memory=replace(group.memory, programs=programs))
+        place = {"programs": programs, "tile": peer_sums.TILE}
+        found = lines[programs, peer_sums.TILE] = []
+        for shapes, with_norm, ways in (
+            (bare, False, ["one_shot"]),
+            (normed, True, ["apart", "with_norm"]),
+        ):
+            for shape in shapes:
+                times = measure(laid_out, device, *shape, ways)
+                times["nccl"] = library[shape, with_norm]
+                size = {"rows": shape[0], "columns": shape[1], "norm": with_norm}
+                found.append({**place, **size, **times})
+                say(found[-1])
+    if not group.rank:
+        print_sweep(lines)
+    say({"set": what_to_set(lines), "versions": versions()})
+
+
+def over_the_first(lines: dict[Setting, list[Line]], setting: Setting) -> tuple[float, float]:
+    """Geometric means of the setting's times by those of the first: of small sums, of others."""
+
+    def mean(small: bool) -> float:
+        ratios = [
+            ours(a) / ours(b)
+            for a, b in zip(lines[setting], lines[SETTINGS[0]], strict=True)
+            if (a["rows"] * a["columns"] * 2 <= SMALL) == small
+        ]
+        return prod(ratios) ** (1 / len(ratios))
+
+    return mean(True), mean(False)
+
+
+def ours(line: Line) -> float:
+    return float(min(line[way] for way in OURS if way in line))
+
+
+def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
+    """Of CROSSINGS and of `kernels.peer_sums`. Another setting than the first has to be 2 % better,
+    and no worse than that with small sums. The norm goes with the sum as far as that is no slower
+    than apart, as a mean over the widths."""
+    better = {}
+    for each in lines:
+        small, others = over_the_first(lines, each)
+        if small <= 1.02 and others <= 0.98:
+            better[others] = each
+    best = better[min(better)] if better else SETTINGS[0]
+
+    def pays(rows: int) -> bool:
+        both = [line for line in lines[best] if line["norm"] and line["rows"] == rows]
+        ratios = [line["with_norm"] / line["apart"] for line in both if "with_norm" in line]
+        return prod(ratios) <= 1.0
+
+    _, most = crossings(
+        [{"bytes": each["rows"] * each["columns"] * 2, **each} for each in lines[best]]
+    )
+    return {
+        "PROGRAMS": best[0],
+        "TILE": best[1],
+        "CROSSINGS[2]": [most, most],
+        "LARGEST": max(most, 8 << 20),
+        "NORM_ROWS": max(takewhile(pays, TOKENS[1:]), default=TOKENS[0]),
+    }
+
+
+def print_sweep(lines: dict[Setting, list[Line]]) -> None:
+    print(f"{'programs':>8} {'tile':>6} {'small':>6} {'others':>6}  over the first")
+    for setting in sorted(lines, key=lambda each: over_the_first(lines, each)[1]):
+        small, others = over_the_first(lines, setting)
+        print(f"{setting[0]:8} {setting[1]:6} {small:6.3f} {others:6.3f}")
+    names = ("one_shot", "apart", "with_norm", "nccl")
+    print(f"{'rows':>6} {'columns':>7}", *(f"{name:>9}" for name in names), " of all settings")
+    for at in range(len(lines[SETTINGS[0]])):
+        for setting in SETTINGS:
+            line = lines[setting][at]
+            times = (f"{line[name]:9.2f}" if name in line else f"{'':9}" for name in names)
+            print(f"{line['rows']:6} {line['columns']:7}", *times, f" {setting}", flush=True)
+
+
+def rank(number: int, size: int, port: int, one_gpu: bool, swept: bool) -> None:
     device = torch.device("cuda", 0 if one_gpu else number)
     torch.cuda.set_device(device)
     if one_gpu:
         opening.BACKEND = "gloo"
+    if swept:  # the largest region of all settings
+        peer_sums.PROGRAMS = max(programs for programs, _ in SETTINGS)
+        peer_sums.LARGEST = SWEPT[-1]
     store = TCPStore("127.0.0.1", port, is_master=not number, wait_for_workers=False)
     nothing = opening.Activations(1, 1, 1, torch.bfloat16)
     group = opening.distributed(number, size, 1, device, store, nothing, exact=False).group
     if not isinstance(group, PeerGroup):
         raise SystemExit("these GPUs do not see each other's memory; see the log")
-    lines = []
+
+    def say(line: Line) -> None:
+        if not number:
+            print(json.dumps(line), flush=True)
+
     with torch.inference_mode():
-        for size_of in SIZES[: 3 if one_gpu else None]:
-            repeats = 1 if one_gpu else 20
-            lines.append(measure(group, device, size_of, not one_gpu, repeats))
-            if not number:
-                print(json.dumps(lines[-1]), flush=True)
+        if swept:
+            sweep(group, device, say)
+        else:
+            lines = []
+            for each in SIZES[: 3 if one_gpu else None]:
+                columns = min(COLUMNS, each // 2)
+                rows, ways = each // 2 // columns, OURS + (() if one_gpu else LIBRARY)
+                found = measure(group, device, rows, columns, ways, 1 if one_gpu else 20)
+                lines.append({"bytes": each, **found})
+                say(lines[-1])
+            say({"crossings": {size: crossings(lines)}, "versions": versions()})
     group.check()
-    if not number:
-        found = {"crossings": {size: crossings(lines)}, "versions": versions()}
-        print(json.dumps(found), flush=True)
     group.least(0)
     sys.stdout.flush()
     os._exit(0)  # without the end of NCCL, which waits for others
@@ -110,17 +239,18 @@ def rank(number: int, size: int, port: int, one_gpu: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sweep", action="store_true", help="what to set, for two ranks")
     parser.add_argument("--one-gpu", action="store_true")
     parser.add_argument("--rank", type=int, nargs=2, metavar=("NUMBER", "PORT"), help="be one")
     args = parser.parse_args()
     if args.rank:
-        rank(args.rank[0], args.ranks, args.rank[1], args.one_gpu)
+        rank(args.rank[0], args.ranks, args.rank[1], args.one_gpu, args.sweep)
     if not args.one_gpu and torch.cuda.device_count() < args.ranks:
         parser.error(f"--ranks {args.ranks}: this machine has {torch.cuda.device_count()} GPUs")
     environment = {**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     port = str(_free_port())
     command = [sys.executable, "-m", "bench.kernels.sums", "--ranks", str(args.ranks)]
-    command += ["--one-gpu"] * args.one_gpu
+    command += ["--one-gpu"] * args.one_gpu + ["--sweep"] * args.sweep
     ranks = [
         subprocess.Popen([*command, "--rank", str(number), port], env=environment)
         for number in range(args.ranks)

@@ -19,8 +19,9 @@ Call = Callable[[PeerMemory, Tensor], Tensor]
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has several units of a small message."""
+    """Each has several units of a small message, and a unit several short rows."""
     monkeypatch.setattr(peer_sums, "PROGRAMS", 3)
+    monkeypatch.setattr(peer_sums, "TILE", 1 << 10)
 
 
 def ranks_of(size: int) -> tuple[list[Tensor], list[PeerMemory]]:
@@ -33,9 +34,9 @@ def ranks_of(size: int) -> tuple[list[Tensor], list[PeerMemory]]:
     return regions, [replace(PeerMemory.over(r, at, device), patience=1 << 22) for r in range(size)]
 
 
-def all_have_come(regions: list[Tensor]) -> None:
+def all_have_come(regions: list[Tensor], programs: int) -> None:
     """To all of the calls that are made from the first on."""
-    size, programs = len(regions), peer_sums.PROGRAMS
+    size = len(regions)
     for region in regions:
         words = region[: 8 * programs * (size + 1)].view(torch.int64)
         words[: programs * size] = 1 << 40  # signals
@@ -48,7 +49,7 @@ def one_after_the_other(size: int, waits: int, call: Call, given: list[Tensor]) 
     regions, ranks = ranks_of(size)
     found: list[Tensor] = []
     for _ in range(waits + 1):
-        all_have_come(regions)
+        all_have_come(regions, ranks[0].programs)
         found = [call(rank, x.clone()) for rank, x in zip(ranks, given, strict=True)]
     assert all(int(rank.late) == -1 for rank in ranks)
     return found
@@ -56,12 +57,16 @@ def one_after_the_other(size: int, waits: int, call: Call, given: list[Tensor]) 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size, shape", [(2, (1, 100)), (2, (3, 300)), (3, (8, 17)), (4, (5, 96))])
+@pytest.mark.parametrize(
+    "size, shape",
+    [(2, (1, 100)), (2, (3, 300)), (2, (13, 96)), (3, (8, 17)), (4, (5, 96))],
+)
 def test_sums_are_those_of_the_ranks_in_their_order(
     few_programs: None, size: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Bugs: a summand twice or not at all, at the end of a message that fills no tile; other bits
-    on one rank, or by two shots, or onto a residual; the norm of what was there before the sum."""
+    on one rank, or by two shots, or onto a residual; the norm of what was there before the sum, or
+    of another row of a unit; a last unit that is not full."""
     given = [random(*shape, dtype=dtype) for _ in range(size)]
     residual, weight = random(*shape, dtype=dtype), random(shape[1], dtype=dtype)
     total = given[0].float()
@@ -125,17 +130,24 @@ def test_a_rank_that_does_not_come_is_named(call: Call) -> None:
 
 
 @pytest.mark.triton
-def test_what_fits() -> None:
-    """A row that is longer than a slot; no row."""
-    rows = torch.empty(peer_sums.PROGRAMS, peer_sums.SLOT // 4)
-    assert PeerMemory.norm_fits(rows) and not PeerMemory.norm_fits(rows[:0])
-    assert not PeerMemory.norm_fits(rows.new_empty(len(rows) + 1, 8))
-    assert not PeerMemory.norm_fits(rows.new_empty(1, rows.shape[1] + 1))
+def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: a row that is longer than a slot; rows of a program that are; no row."""
+    rank = ranks_of(2)[1][0]
+    fits, columns = rank.norm_fits, rank.slot // 4
+    rows = torch.empty(peer_sums.NORM_ROWS, 8)
+    assert fits(rows) and not fits(rows[:0]) and not fits(rows.new_empty(len(rows) + 1, 8))
+    monkeypatch.setattr(peer_sums, "NORM_ROWS", 1 << 20)
+    for each in (1, 4):
+        rows = torch.empty(each * rank.programs, columns // each)
+        assert fits(rows)
+        assert not fits(rows.new_empty(len(rows) + 1, columns // each))
+        assert not fits(rows.new_empty(len(rows), columns // each + 1))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "size, shape", [(2, (1, 4096)), (2, (256, 4096)), (3, (7, 2880)), (4, (16, 4096))]
+    "size, shape",
+    [(2, (1, 4096)), (2, (256, 4096)), (2, (131, 2048)), (3, (7, 2880)), (4, (16, 4096))],
 )
 def test_ranks_meet_in_graphs(size: int, shape: tuple[int, int]) -> None:
     """Bugs: a rank that reads what another has not written yet, or has written already for the next
@@ -167,7 +179,7 @@ def test_ranks_meet_in_graphs(size: int, shape: tuple[int, int]) -> None:
 
     # One rank's kernels cannot be loaded while another's waits in this process.
     for number in range(size):
-        all_have_come(regions)
+        all_have_come(regions, ranks[0].programs)
         step(number)
     torch.cuda.synchronize()
     for each in (*regions, *turn, *wrong):

@@ -29,6 +29,37 @@ def test_ways_cross_where_one_is_slower() -> None:
     assert sums.crossings([{"bytes": 8192, "one_shot": 3.0, "two_shot": 5.0}]) == (8192, 8192)
 
 
+def test_what_a_sweep_says() -> None:
+    """Bugs: a setting that is better by chance alone, or that single streams pay for; a norm that
+    goes with more rows than it pays for, because it happens to pay for yet more."""
+
+    def lines(factor: float, small: float) -> list[Line]:
+        bare = [
+            {"rows": size // 16384, "columns": 8192, "norm": False, "one_shot": factor * time,
+             "nccl": 12.0}
+            for size, time in ((2 << 20, 8.0), (4 << 20, 10.0), (8 << 20, 13.0), (16 << 20, 10.0))
+        ]  # fmt: skip
+        normed = [
+            {"rows": rows, "columns": columns, "norm": True, "apart": 10.0 * scale,
+             "with_norm": time * scale, "nccl": 1.0}
+            for columns in sums.HIDDEN
+            for rows, time in ((1, 8.0), (64, 9.0), (128, 9.5), (256, 11.0), (512, 9.0))
+            for scale in (small if rows * columns * 2 <= sums.SMALL else factor,)
+        ]  # fmt: skip
+        return bare + normed
+
+    first, second, third, _ = sums.SETTINGS
+    found = {first: lines(1.0, 1.0), second: lines(0.99, 1.0), third: lines(0.8, 1.1)}
+    asked = sums.what_to_set(found)
+    assert (asked["PROGRAMS"], asked["TILE"]) == first
+    assert asked["CROSSINGS[2]"] == [4 << 20] * 2 and asked["LARGEST"] == 8 << 20
+    assert asked["NORM_ROWS"] == 128
+    found[third] = lines(0.8, 1.0)
+    asked = sums.what_to_set(found)
+    assert (asked["PROGRAMS"], asked["TILE"]) == third
+    assert asked["CROSSINGS[2]"] == [16 << 20] * 2 and asked["LARGEST"] == 16 << 20
+
+
 def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: a ratio the wrong way round, or of another side's best; a run that is made twice, or
     that was cut off and counts."""

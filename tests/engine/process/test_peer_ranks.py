@@ -16,6 +16,7 @@ from engine.config.engine_config import EngineConfig
 from engine.parallel import opening, peers
 from engine.parallel.peers import PeerGroup
 from engine.parallel.ranks import Ranks
+from kernels.peer_sums import LARGEST
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.process.ranked import (
     add_adapters,
@@ -161,4 +162,4 @@ def test_crossings_are_of_as_many_ranks_or_the_next_more() -> None:
     for size, row in ((2, 2), (3, 4), (4, 4), (6, 8), (8, 8), (16, 8)):
         assert PeerGroup(0, size).crossings == peers.CROSSINGS[row]
     for few, most in peers.CROSSINGS.values():
-        assert few <= most <= 8 << 20
+        assert few <= most <= LARGEST

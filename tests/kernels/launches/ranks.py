@@ -17,4 +17,6 @@ def peers(model: str) -> None:
             rank.two_shot(x, bf16(rows, hidden))
             rank.norm_one_shot(x, bf16(rows, hidden), bf16(hidden), EPS)
             rank.gather(x, size)
+        many = bf16(256, hidden)  # several rows at once
+        rank.norm_one_shot(many, bf16(256, hidden), bf16(hidden), EPS)
         rank.gather(int64(rows), 1)
