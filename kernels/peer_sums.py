@@ -327,21 +327,24 @@ class PeerMemory:
     def norm_fits(self, x: Tensor) -> bool:
         """Whether rows [n, columns] are few and short enough for `norm_one_shot`."""
         rows, columns = x.shape
-        row = triton.next_power_of_2(columns) * x.itemsize
-        return 0 < rows <= min(NORM_ROWS, self.programs * (self.slot // row))
+        return 0 < rows <= NORM_ROWS and triton.next_power_of_2(columns) * x.itemsize <= self.slot
 
     def norm_one_shot(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The residual as by `one_shot`, and then `norm.rms_norm` of it in new memory, with its
-        bits. x: [n, columns], contiguous."""
+        bits. x: [n, columns], contiguous; of more than LARGEST bytes in several launches."""
         rows, columns = x.shape
         normed, block = torch.empty_like(residual), triton.next_power_of_2(columns)
-        each = triton.next_power_of_2(triton.cdiv(rows, self.programs))
+        most = self.programs * (self.slot // (block * x.itemsize))
+        each = triton.next_power_of_2(triton.cdiv(min(rows, most), self.programs))
         each = min(each, max(1, TILE // (block * x.itemsize)))
-        _one_shot_kernel[(min(self.programs, triton.cdiv(rows, each)),)](
-            x, residual, weight, normed, self.peers, self.late, eps, x.numel(), columns,
-            self.patience, ADD=True, NORM=True, ROWS=each, BLOCK=block,
-            num_warps=max(1, min(16, block // 256)), **self._options(x.device),
-        )  # fmt: skip
+        for at in range(0, rows, most):
+            part = slice(at, at + most)
+            total = x[part].numel()
+            _one_shot_kernel[(min(self.programs, triton.cdiv(total, each * columns)),)](
+                x[part], residual[part], weight, normed[part], self.peers, self.late, eps, total,
+                columns, self.patience, ADD=True, NORM=True, ROWS=each, BLOCK=block,
+                num_warps=max(1, min(16, block // 256)), **self._options(x.device),
+            )  # fmt: skip
         return normed
 
     def two_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -48,7 +48,7 @@ LIBRARY = ("nccl", "nccl_apart")
 SETTINGS = tuple((programs, tile) for programs in (64, 128) for tile in (1 << 14, 1 << 15))
 SWEPT = tuple(1 << power for power in (13, 16, 18, 20, 21, 22, 23, 24))  # bytes
 HIDDEN = (4096, 8192, 2048)
-TOKENS = (1, 64, 128, 256, 512, 1024)
+TOKENS = (1, 64, 128, 256, 512, 1024, 2048, 8192)
 SMALL = 256 << 10  # bytes that single streams wait for, at most
 
 Line = dict[str, Any]
@@ -171,7 +171,9 @@ def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
 
     def pays(rows: int) -> bool:
         both = [line for line in lines[best] if line["norm"] and line["rows"] == rows]
-        ratios = [line["with_norm"] / line["apart"] for line in both if "with_norm" in line]
+        ratios = [
+            line["with_norm"] / min(line.get("apart", line["nccl"]), line["nccl"]) for line in both
+        ]
         return prod(ratios) <= 1.0
 
     _, most = crossings(

@@ -49,10 +49,10 @@ class PeerGroup(DistributedGroup):
     def norm_reduced(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor | None:
-        memory = self.memory
-        if x.nbytes > self.crossings[0] or not memory.norm_fits(x):
+        few, most = self.crossings
+        if not self.memory.norm_fits(x) or (few < most and x.nbytes > few):
             return None
-        normed: Tensor = memory.norm_one_shot(x, residual, weight, eps)
+        normed: Tensor = self.memory.norm_one_shot(x, residual, weight, eps)
         return normed
 
     def _sum(self, x: Tensor, residual: Tensor | None) -> Tensor:

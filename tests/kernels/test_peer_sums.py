@@ -100,6 +100,27 @@ def test_sums_are_those_of_the_ranks_in_their_order(
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("rows", [7, 12])
+def test_norms_of_more_rows_than_there_is_memory_for(
+    few_programs: None, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Bugs: rows between two pieces of a message that are left out or read twice; a piece that is
+    larger than the slots, whose last rows are written over the next turn's."""
+    monkeypatch.setattr(peer_sums, "LARGEST", 3 << 10)  # two rows of 128 for each of 3 programs
+    given = [random(rows, 100, dtype=torch.float32) for _ in range(2)]
+    residual, weight = random(rows, 100, dtype=torch.float32), random(100, dtype=torch.float32)
+    added = residual + (given[0] + given[1])
+
+    def normed(rank: PeerMemory, x: Tensor) -> Tensor:
+        sums = residual.clone()
+        out = rank.norm_one_shot(x, sums, weight, EPS)
+        return torch.stack([sums, out])
+
+    for found in one_after_the_other(2, 1, normed, given):
+        assert torch.equal(found, torch.stack([added, rms_norm(added, weight, EPS)]))
+
+
+@pytest.mark.triton
 def test_gathers_have_what_each_rank_brings(few_programs: None) -> None:
     """Bugs: numbers that are no floats; what a rank that reads nothing fails to bring."""
     given = [torch.arange(7, device=DEVICE) + 10 * rank for rank in range(3)]
@@ -130,18 +151,13 @@ def test_a_rank_that_does_not_come_is_named(call: Call) -> None:
 
 
 @pytest.mark.triton
-def test_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bugs: a row that is longer than a slot; rows of a program that are; no row."""
+def test_what_fits() -> None:
+    """A row that is longer than a slot; no row."""
     rank = ranks_of(2)[1][0]
-    fits, columns = rank.norm_fits, rank.slot // 4
-    rows = torch.empty(peer_sums.NORM_ROWS, 8)
-    assert fits(rows) and not fits(rows[:0]) and not fits(rows.new_empty(len(rows) + 1, 8))
-    monkeypatch.setattr(peer_sums, "NORM_ROWS", 1 << 20)
-    for each in (1, 4):
-        rows = torch.empty(each * rank.programs, columns // each)
-        assert fits(rows)
-        assert not fits(rows.new_empty(len(rows) + 1, columns // each))
-        assert not fits(rows.new_empty(len(rows), columns // each + 1))
+    rows = torch.empty(peer_sums.NORM_ROWS, rank.slot // 4)
+    assert rank.norm_fits(rows) and not rank.norm_fits(rows[:0])
+    assert not rank.norm_fits(rows.new_empty(len(rows) + 1, 8))
+    assert not rank.norm_fits(rows.new_empty(1, rows.shape[1] + 1))
 
 
 @pytest.mark.gpu
