@@ -37,13 +37,9 @@ class PeerGroup(DistributedGroup):
         return CROSSINGS[min(n for n in CROSSINGS if n >= min(self.size, max(CROSSINGS)))]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._beyond(x, self.exact):
-            return DistributedGroup.all_reduce(self, x)
         return self._sum(x, None)
 
     def add_reduced(self, x: Tensor, residual: Tensor) -> Tensor:
-        if self._beyond(x, self.exact):
-            return residual.add_(DistributedGroup.all_reduce(self, x))
         return self._sum(x, residual)
 
     def norm_reduced(
@@ -56,6 +52,9 @@ class PeerGroup(DistributedGroup):
         return normed
 
     def _sum(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if self._beyond(x, self.exact):
+            x = DistributedGroup.all_reduce(self, x)
+            return x if residual is None else residual.add_(x)
         memory = self.memory
         few, flat = self.crossings[0], x.view(-1)
         onto = None if residual is None else residual.view(-1)
