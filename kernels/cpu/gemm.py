@@ -9,13 +9,13 @@ beside it. What comes before (RMS norm) and after (bias, gate, residual) happens
 so a layer starts its threads four times.
 """
 
-import struct
 from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from kernels.cpu import amx
 from kernels.cpu.codegen.compiler import (
     CompilerUnavailable,
     NativeFunction,
@@ -45,7 +45,6 @@ _ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hol
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _DOT = "bfloat dot"  # bfloat16 weights where the processor multiplies pairs of bfloat16
 _AMX = "bfloat amx"  # where it multiplies tiles of them
-_TILE_ROWS = 16  # of AMX's tiles: rows of x and of sums, pairs of columns of x
 _ROW_END = 64  # bytes behind a quantised row of x: its scale
 _AHEAD = 2048  # weights from here that are asked for now
 
@@ -200,80 +199,6 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
     put(writer, rows, writer.loop(0, width // 4, sums, two))
 
 
-def _tile_amx(writer: IRWriter, width: int) -> None:
-    """The same for any number of rows up to 32, by products of tiles: of 16 rows of x and 32 of its
-    columns with as many columns of 16 outputs. Tiles are whole; rows that x does not have are read
-    and forgotten. Each sum goes over the columns in one order, whatever the rows."""
-    size, buffer = writer.lanes, writer.op(f"alloca [{2 * _TILE_ROWS * 32} x float], align 64")
-    x_bytes, steps = 2 * width + _ROW_END, width // 32
-
-    def tile_op(name: str, *given: str) -> None:
-        writer.do(f"call void @llvm.x86.{name}({', '.join(given)})")
-        kinds = ", ".join(f"{each.split()[0]}" for each in given)
-        writer._called.add(f"declare void @llvm.x86.{name}({kinds})")
-
-    def rows_of(both: bool) -> None:
-        """Sums are tiles 0 to 3, two a tile of rows; those of x are 4 and 5, the weights 6 and
-        7."""
-        tiles = range(1 + both)
-        for number in range(2 * len(tiles)):
-            tile_op("tilezero", f"i8 {number}")
-
-        def step(k: Value) -> list[Value]:
-            at = writer.mul(k, 64 * _TILE_ROWS)  # 16 pairs of columns, of 32 outputs each
-            panel = writer.at("%w", at, "i16")
-            for line in range(0, 64 * _TILE_ROWS, 32):
-                writer.prefetch(writer.at(panel, 2 * 64 * _TILE_ROWS + line, "i16"))
-            for half in (0, 1):
-                place = writer.at(panel, half * 2 * size, "i16")
-                tile_op("tileloadd64", f"i8 {6 + half}", f"ptr {place}", "i64 128")
-            for tile in tiles:
-                column = writer.add(writer.mul(k, 64), tile * _TILE_ROWS * x_bytes)
-                place = writer.at("%x", column, "i8")
-                tile_op("tileloadd64", f"i8 {4 + tile}", f"ptr {place}", f"i64 {x_bytes}")
-            for tile in tiles:
-                for half in (0, 1):
-                    given = (f"i8 {2 * tile + half}", f"i8 {4 + tile}", f"i8 {6 + half}")
-                    tile_op("tdpbf16ps", *given)
-            return []
-
-        writer.loop(0, steps, [], step)
-        for tile in tiles:
-            for half in (0, 1):
-                place = writer.at(buffer, tile * _TILE_ROWS * 32 + half * size)
-                tile_op("tilestored64", f"i8 {2 * tile + half}", f"ptr {place}", "i64 128")
-
-    more = writer.op(f"icmp sgt i64 %rows, {_TILE_ROWS}")
-    writer.when(more, lambda: rows_of(True))
-    writer.when(writer.op(f"xor i1 {more}, true"), lambda: rows_of(False))
-    bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
-
-    def write(added: bool) -> None:
-        def row(index: Value) -> list[Value]:
-            source = writer.at(buffer, writer.mul(index, 32))
-            target = writer.at("%out", writer.mul("%stride", index))
-            for half in (0, 1):
-                value = writer.binary(
-                    "fadd", writer.load(writer.at(source, half * size)), bias[half]
-                )
-                place = writer.at(target, half * size)
-                if added:
-                    value = writer.binary("fadd", writer.load(place), value)
-                writer.store(value, place)
-            return []
-
-        writer.loop(0, "%rows", [], row)
-
-    adding = writer.op("icmp ne i64 %add, 0")
-    writer.when(adding, lambda: write(True))
-    writer.when(writer.op(f"xor i1 {adding}, true"), lambda: write(False))
-
-
-def _tile_config() -> bytes:
-    """All tiles are whole: 16 rows of 64 bytes."""
-    return struct.pack("<BB14x8H16x8B8x", 1, 0, *[64] * 8, *[_TILE_ROWS] * 8)
-
-
 def _round_bf16(
     writer: IRWriter, width: int, source: Value, target: Value, norm: RowNorm | None
 ) -> None:
@@ -358,18 +283,13 @@ def _driver(
     if dtype in _ROW_BYTES:
         tiled = dtype == _AMX
         if tiled:
-            config = writer.op("alloca [64 x i8], align 64")
-            for at, word in enumerate(struct.unpack("<8q", _tile_config())):
-                writer.store(str(word), writer.at(config, at, "i64"), "i64")
-            writer.do(f"call void @llvm.x86.ldtilecfg(ptr {config})")
-            writer._called.add("declare void @llvm.x86.ldtilecfg(ptr)")
+            amx.configure(writer)
         rows = _rounded_bf16(writer, width, _ROW_BYTES[dtype](width), norm)
         x, panel = rows.all(), 4 * size * width
         given = writer, most, x, rows.bytes, panel
-        products(*given, add=add, gate=gate, buffer=buffer, even=not tiled)
+        products(*given, add=add, gate=gate, buffer=buffer, rows=rows if tiled else None)
         if tiled:
-            writer.do("call void @llvm.x86.tilerelease()")
-            writer._called.add("declare void @llvm.x86.tilerelease()")
+            amx.release(writer)
         return
     x_bytes, w_bytes = 4 * width, (8 if dtype == "float" else 4) * size * width
     if norm or int8:
@@ -402,7 +322,7 @@ def scratch_bytes(width: int, int8: bool) -> int:
 @lru_cache(maxsize=32)
 def _functions(width: int, dtype: str) -> dict[str, NativeFunction]:
     int8 = dtype == "i8"
-    most = 2 * _TILE_ROWS if dtype == _AMX else _ROWS[lanes()] // (2 if int8 else 1)
+    most = amx.MOST if dtype == _AMX else _ROWS[lanes()] // (2 if int8 else 1)
 
     def tile(writer: IRWriter, rows: int) -> None:
         if int8:
@@ -410,7 +330,7 @@ def _functions(width: int, dtype: str) -> dict[str, NativeFunction]:
         elif dtype == _DOT:
             _tile_bf16(writer, rows, width)
         elif dtype == _AMX:
-            _tile_amx(writer, width)
+            amx.tile(writer, width, _ROW_BYTES[_AMX](width))
         else:
             _tile(writer, rows, width, dtype)
 
@@ -472,7 +392,9 @@ class PackedLinear(Panels):
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
         int8 = self._kind_of_x == "i8"
         if self._kind_of_x in _ROW_BYTES:
-            self._round(rows, threads, norm, _ROW_BYTES[self._kind_of_x](self._width))
+            row = _ROW_BYTES[self._kind_of_x](self._width)
+            blocks = amx.block_rows(rows, threads, row) if self._kind_of_x == _AMX else 0
+            self._round(rows, threads, norm, row, block_rows=blocks)
         elif norm or int8:
             self._need(threads * rows * scratch_bytes(self._width, int8))
 

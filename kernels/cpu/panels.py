@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.cpu import amx
 from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_ir, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
@@ -22,7 +23,7 @@ SPARE_ROWS = 32  # that the last tile may read behind them
 
 # Words of args, after the two counters.
 X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, THREADS, STRIDE = range(2, 11)
-NORM, EPS, SCRATCH, WIDTH, READY, EXPANDED, WORDS = range(11, 18)
+NORM, EPS, SCRATCH, WIDTH, READY, EXPANDED, BLOCK_ROWS, WORDS = range(11, 19)
 
 _ARGUMENTS = ("ptr %x", "ptr %w", "ptr %out", "i64 %stride", "ptr %bias", "i64 %add", "i64 %width")
 TILE = ", ".join(_ARGUMENTS)  # of tile<rows>; stride: out's, in floats
@@ -90,11 +91,12 @@ def products(
     gate: str | None,
     buffer: Value = "",
     expansion: Expansion | None = None,
-    even: bool = True,
+    rows: "RoundedRows | None" = None,
 ) -> None:
-    """This thread's share of all rows (x_bytes each) times all panels (w_bytes each). even: tiles
-    of rows are about as large as each other, and not as large as can be but for the last."""
-    size = writer.lanes
+    """This thread's share of all rows (x_bytes each) times all panels (w_bytes each). rows: of
+    which the caller may have chosen blocks (`Panels._round`), for tiles of `amx.tile`; those are as
+    large as can be but for the last one, others about as large as each other."""
+    size, tiled = writer.lanes, rows is not None
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
     num_rows, stride, width = (writer.argument(word) for word in (NUM_ROWS, STRIDE, WIDTH))
     panels, threads, bias_step = (
@@ -103,10 +105,13 @@ def products(
 
     Tile = Callable[[Value, Value, Value, Value | int], None]  # first, rows, target, step
 
-    def tile_of(panel: Value, place: Value, tiles: str) -> Tile:
-        def tile(first: Value, rows: Value, target: Value, step: Value | int) -> None:
-            given = ", ".join(
-                (
+    def of_rows(x: Value, out: Value, num_rows: Value) -> Callable[[Value], None]:
+        """What a thread does with a panel."""
+        single = writer.op(f"icmp sle i64 {num_rows}, {most}") if tiled else ""
+
+        def tile_of(panel: Value, place: Value, tiles: str) -> Tile:
+            def tile(first: Value, rows: Value, target: Value, step: Value | int) -> None:
+                given = [
                     f"i64 {rows}",
                     f"ptr {writer.at(x, writer.mul(first, x_bytes), 'i8')}",
                     f"ptr {place}",
@@ -115,80 +120,103 @@ def products(
                     f"ptr {writer.at(bias, writer.mul(panel, bias_step))}",
                     f"i64 {int(add)}",
                     f"i64 {width}",
-                )
-            )
-            writer.do(f"call void @{tiles}({given})")
+                ]
+                if tiled:  # each tile of rows asks for its part of the next panel
+                    lines = writer.op(f"udiv i64 {writer.mul(first, w_bytes)}, {amx.ROWS_A_PANEL}")
+                    later = writer.at(writer.at(place, w_bytes, "i8"), lines, "i8")
+                    later = writer.op(f"select i1 {single}, ptr null, ptr {later}")
+                    given.append(f"ptr {later}")
+                writer.do(f"call void @{tiles}({', '.join(given)})")
 
-        return tile
+            return tile
 
-    def with_tiles(chosen: Sequence[Value], body: Callable[..., None]) -> None:
-        """body(a tile of each of these panels), as they are or expanded."""
-        places = [writer.at(w, writer.mul(panel, w_bytes), "i8") for panel in chosen]
+        def with_tiles(chosen: Sequence[Value], body: Callable[..., None]) -> None:
+            """body(a tile of each of these panels), as they are or expanded."""
+            places = [writer.at(w, writer.mul(panel, w_bytes), "i8") for panel in chosen]
 
-        def packed() -> None:
-            tiles = zip(chosen, places, strict=True)
-            body(*(tile_of(panel, place, "tiles") for panel, place in tiles))
+            def packed() -> None:
+                tiles = zip(chosen, places, strict=True)
+                body(*(tile_of(panel, place, "tiles") for panel, place in tiles))
 
-        if expansion is None:
-            packed()
-            return
+            if expansion is None:
+                packed()
+                return
 
-        def expanded() -> None:
-            memory, tiles = expansion.memory, []
-            for panel, place in zip(chosen, places, strict=True):
-                expansion.write(writer, place, memory)
-                tiles.append(tile_of(panel, memory, "expanded_tiles"))
-                memory = writer.at(memory, expansion.num_bytes, "i8")
-            body(*tiles)
+            def expanded() -> None:
+                memory, tiles = expansion.memory, []
+                for panel, place in zip(chosen, places, strict=True):
+                    expansion.write(writer, place, memory)
+                    tiles.append(tile_of(panel, memory, "expanded_tiles"))
+                    memory = writer.at(memory, expansion.num_bytes, "i8")
+                body(*tiles)
 
-        none = writer.op(f"icmp eq ptr {expansion.memory}, null")
-        writer.when(none, packed)
-        writer.when(writer.op(f"xor i1 {none}, true"), expanded)
+            none = writer.op(f"icmp eq ptr {expansion.memory}, null")
+            writer.when(none, packed)
+            writer.when(writer.op(f"xor i1 {none}, true"), expanded)
 
-    def plain(panel: Value) -> None:
-        def all_rows(tile: Tile) -> None:
-            def rows_of(first: Value, rows: Value) -> None:
-                place = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
-                tile(first, rows, writer.at(out, place), stride)
+        def plain(panel: Value) -> None:
+            def all_rows(tile: Tile) -> None:
+                def rows_of(first: Value, rows: Value) -> None:
+                    place = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
+                    tile(first, rows, writer.at(out, place), stride)
 
-            _all_rows(writer, num_rows, most, even, rows_of)
+                _all_rows(writer, num_rows, most, not tiled, rows_of)
 
-        with_tiles([panel], all_rows)
+            with_tiles([panel], all_rows)
 
-    def gated(panel: Value) -> None:
-        """A panel of the gate, the same of the up, and their product."""
-        assert gate is not None
-        upper = writer.at(buffer, most * 2 * size)
-        scale, cubic = GATES[gate]
+        def gated(panel: Value) -> None:
+            """A panel of the gate, the same of the up, and their product."""
+            assert gate is not None
+            upper = writer.at(buffer, most * 2 * size)
+            scale, cubic = GATES[gate]
 
-        def all_rows(gate_tile: Tile, up_tile: Tile) -> None:
-            def rows_of(first: Value, rows: Value) -> None:
-                gate_tile(first, rows, buffer, 2 * size)
-                up_tile(first, rows, upper, 2 * size)
-                target = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
+            def all_rows(gate_tile: Tile, up_tile: Tile) -> None:
+                def rows_of(first: Value, rows: Value) -> None:
+                    gate_tile(first, rows, buffer, 2 * size)
+                    up_tile(first, rows, upper, 2 * size)
+                    target = writer.add(writer.mul(first, stride), writer.mul(panel, 2 * size))
 
-                def row(index: Value) -> list[Value]:
-                    for half in (0, size):
-                        at = writer.add(writer.mul(index, 2 * size), half)
-                        g, u = (writer.load(writer.at(part, at)) for part in (buffer, upper))
-                        t = g
-                        if cubic:
-                            t = writer.binary("fmul", g, writer.binary("fmul", g, g))
-                            t = writer.fma(t, writer.all(cubic), g)
-                            t = writer.binary("fmul", t, writer.all(scale))
-                        value = writer.binary("fmul", g, writer.sigmoid(t))
-                        value = writer.binary("fmul", value, u)
-                        place = writer.add(writer.mul(index, stride), half)
-                        writer.store(value, writer.at(writer.at(out, target), place))
-                    return []
+                    def row(index: Value) -> list[Value]:
+                        for half in (0, size):
+                            at = writer.add(writer.mul(index, 2 * size), half)
+                            g, u = (writer.load(writer.at(part, at)) for part in (buffer, upper))
+                            t = g
+                            if cubic:
+                                t = writer.binary("fmul", g, writer.binary("fmul", g, g))
+                                t = writer.fma(t, writer.all(cubic), g)
+                                t = writer.binary("fmul", t, writer.all(scale))
+                            value = writer.binary("fmul", g, writer.sigmoid(t))
+                            value = writer.binary("fmul", value, u)
+                            place = writer.add(writer.mul(index, stride), half)
+                            writer.store(value, writer.at(writer.at(out, target), place))
+                        return []
 
-                writer.loop(0, rows, [], row)
+                    writer.loop(0, rows, [], row)
 
-            _all_rows(writer, num_rows, most, even, rows_of)
+                _all_rows(writer, num_rows, most, not tiled, rows_of)
 
-        with_tiles([panel, writer.add(panel, panels)], all_rows)
+            with_tiles([panel, writer.add(panel, panels)], all_rows)
 
-    writer.claim_shares("%args", threads, panels, plain if gate is None else gated)
+        return plain if gate is None else gated
+
+    def share() -> None:
+        writer.claim_shares("%args", threads, panels, of_rows(x, out, num_rows))
+
+    if rows is None:
+        share()
+        return
+
+    def of_block(x: Value, first: Value, count: Value) -> None:
+        body = of_rows(x, writer.at(out, writer.mul(first, stride)), count)
+
+        def each(panel: Value) -> list[Value]:
+            body(panel)
+            return []
+
+        writer.loop(0, panels, [], each)
+
+    writer.when(rows.in_blocks, lambda: rows.blocks(of_block))
+    writer.when(writer.op(f"xor i1 {rows.in_blocks}, true"), share)
 
 
 def _all_rows(
@@ -249,6 +277,8 @@ class RoundedRows:
         """num_bytes: of a rounded row."""
         self._writer, self._round_row, self.bytes = writer, round_row, num_bytes
         self.slot = ""  # this thread's number, once `all` is written
+        self._block_rows = writer.argument(BLOCK_ROWS)
+        self.in_blocks = writer.op(f"icmp ne i64 {self._block_rows}, 0")
         self._count, self._width = writer.argument(NUM_ROWS), writer.argument(WIDTH)
         self._x, self._scratch = (writer.argument(word, "ptr") for word in (X, SCRATCH))
         self._norm = None
@@ -256,14 +286,15 @@ class RoundedRows:
             eps = writer.op(f"load float, ptr {writer.at('%args', EPS, 'i64')}")
             self._norm = (writer.argument(NORM, "ptr"), eps)
 
-    def _round(self, row: Value, target: Value) -> None:
+    def _round(self, row: Value, target: Value, place: Value) -> None:
+        """place: of the row, among those of the target."""
         writer = self._writer
         source = writer.at(self._x, writer.mul(row, self._width))
-        place = writer.at(target, writer.mul(row, self.bytes), "i8")
+        place = writer.at(target, writer.mul(place, self.bytes), "i8")
         self._round_row(writer, source, place, self._norm)
 
     def all(self) -> Value:
-        """Their address."""
+        """Their address. Rows that are not ready are rounded now."""
         writer, scratch = self._writer, self._scratch
         slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
         self.slot = slot
@@ -272,7 +303,7 @@ class RoundedRows:
         x = writer.op(f"select i1 {ready}, ptr {scratch}, ptr {own}")
 
         def each(row: Value) -> list[Value]:
-            self._round(row, own)
+            self._round(row, own, row)
             return []
 
         def alone() -> None:
@@ -284,7 +315,28 @@ class RoundedRows:
     def together(self) -> None:
         """All threads share the rows; one scratch has them."""
         scratch = self._scratch
-        self._writer.claim("%args", "1", self._count, lambda row: self._round(row, scratch))
+        self._writer.claim("%args", "1", self._count, lambda row: self._round(row, scratch, row))
+
+    def blocks(self, body: Callable[[Value, Value, Value], None]) -> None:
+        """body(rounded rows, the first of them, how many) for blocks of rows, after `all`. A thread
+        takes a block, and rounds it where only it reads it, in its second-level cache."""
+        writer, length = self._writer, self._block_rows
+        own = writer.at(self._scratch, writer.mul(self.slot, writer.mul(length, self.bytes)), "i8")
+
+        def block(index: Value) -> None:
+            first = writer.mul(index, length)
+            left = [("i64", writer.sub(self._count, first)), ("i64", length)]
+            count = writer.call("i64", "llvm.smin.i64", left)
+
+            def each(row: Value) -> list[Value]:
+                self._round(writer.add(first, row), own, row)
+                return []
+
+            writer.loop(0, count, [], each)
+            body(own, first, count)
+
+        total = writer.op(f"udiv i64 {writer.add(self._count, writer.sub(length, 1))}, {length}")
+        writer.claim("%args", "1", total, block)
 
 
 def product_functions(
@@ -310,7 +362,8 @@ def product_functions(
 
     kinds_of_tile = [("tile", tile, [*range(1, most + 1)])]
     if any_rows:
-        write(f"internal void @tiles(i64 %rows, {TILE})", lambda writer: tile(writer, most))
+        signature = f"internal void @tiles(i64 %rows, {TILE}, {amx.AHEAD})"
+        write(signature, lambda writer: tile(writer, most))
         kinds_of_tile = []
     if expanded is not None:
         kinds_of_tile.append(("expanded_tile", expanded[0], [*expanded[1]]))
@@ -359,18 +412,28 @@ class Panels(ABC):
         self._args[BIAS_STEP] = 0 if bias is None else panel
         self._args[WIDTH] = width
 
-    def _round(self, rows: int, threads: int, norm: bool, num_bytes: int, behind: int = 0) -> None:
+    def _round(
+        self,
+        rows: int,
+        threads: int,
+        norm: bool,
+        num_bytes: int,
+        behind: int = 0,
+        block_rows: int = 0,
+    ) -> None:
         """Where there are many rows, all threads round them now (`RoundedRows.together`, which
-        functions named round and round_norm do). num_bytes: of a rounded row. behind: bytes of
-        expanded panels, behind these rows in scratch."""
-        together = threads > 1 and rows >= TOGETHER
+        functions named round and round_norm do), or each its blocks of so many rows later.
+        num_bytes: of a rounded row. behind: bytes of expanded panels, behind these rows in
+        scratch."""
+        together = threads > 1 and rows >= TOGETHER and not block_rows
         # Tiles of rows are read whole.
-        rounded = ((1 if together else threads) * rows + SPARE_ROWS) * num_bytes
+        kept = rows if together else threads * (block_rows or rows)
+        rounded = (kept + SPARE_ROWS) * num_bytes
         self._need(rounded + behind + 64)
         # From a cache line's beginning on: a load of two lines takes twice as long.
         end = -(-(self._args[SCRATCH] + rounded) // 64) * 64
         self._args[EXPANDED] = end if behind else 0
-        self._args[READY] = together
+        self._args[READY], self._args[BLOCK_ROWS] = together or block_rows, block_rows
         if together:
             self._functions["round_norm" if norm else "round"](self._args, threads)
 

@@ -190,7 +190,7 @@ def _object_code(ir: str) -> bytes:
     optional = (
         vnni() and f"+{vnni()}",
         dot_bf16() and "+avx512bf16",
-        amx_bf16() and "+amx-tile,+amx-bf16",
+        amx_bf16() and "+amx-tile,+amx-bf16,+prfchw",
     )
     features = ",".join(filter(None, (_FEATURES[capability], *optional)))
     arguments = [ir, _TRIPLE, _PROCESSORS[capability][0], features, [], True, True]

@@ -229,11 +229,12 @@ class IRWriter:
         zero = f"<{self.lanes} x i32> zeroinitializer"
         return self.op(f"shufflevector {vector} {one}, {vector} poison, {zero}")
 
-    def prefetch(self, pointer: Value) -> None:
+    def prefetch(self, pointer: Value, to_write: bool = False) -> None:
         """Into the second-level cache: what is asked for far ahead would drive out of the first
-        what is read now."""
+        what is read now. to_write: soon, so into the first."""
         self._called.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
-        self.do(f"call void @llvm.prefetch.p0(ptr {pointer}, i32 0, i32 2, i32 1)")
+        how = "i32 1, i32 3" if to_write else "i32 0, i32 2"
+        self.do(f"call void @llvm.prefetch.p0(ptr {pointer}, {how}, i32 1)")
 
     def binary(self, name: str, a: Value, b: Value) -> Value:
         return self.op(f"{name} {self.vector} {a}, {b}")
