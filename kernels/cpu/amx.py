@@ -54,6 +54,29 @@ def release(writer: IRWriter) -> None:
     _tile_op(writer, "tilerelease")
 
 
+def clear(writer: IRWriter, tile: int) -> None:
+    _tile_op(writer, "tilezero", f"i8 {tile}")
+
+
+def load(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
+    """stride: bytes from row to row."""
+    _tile_op(writer, "tileloadd64", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
+
+
+def load_passing(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
+    """The same of what is not read again soon."""
+    _tile_op(writer, "tileloaddt164", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
+
+
+def store(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
+    _tile_op(writer, "tilestored64", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
+
+
+def multiply(writer: IRWriter, sums: int, rows: int, columns: int) -> None:
+    """sums += rows, of 32 bfloat16, times columns, of as many in pairs."""
+    _tile_op(writer, "tdpbf16ps", f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
+
+
 def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
     """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, for up to MOST rows of x, of
     x_bytes each. Rows that x does not have, up to whole tiles, are read and forgotten. Each sum
@@ -64,13 +87,13 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
     out_rows = -(-MOST // steps)  # that each step asks for, so that sums need not wait for them
     last = writer.sub("%rows", 1)
 
-    def multiply(tiles: range, later: bool) -> None:
+    def rows_of(tiles: range, later: bool) -> None:
         """Sums are tiles 0 to 3, two a tile of rows; those of x are 4 and 5, the weights 6 and
         7."""
         for at in tiles:
             for half in (0, 1):
                 place = writer.at("%bias", half * TILE_ROWS)
-                _tile_op(writer, "tileloadd64", f"i8 {2 * at + half}", f"ptr {place}", "i64 0")
+                load(writer, 2 * at + half, place, 0)
 
         def step(k: Value) -> list[Value]:
             panel = writer.at("%w", writer.mul(k, panel_line * TILE_ROWS), "i8")
@@ -88,34 +111,30 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
                     writer.prefetch(writer.at(target, half), to_write=True)
             for at in tiles:
                 column = writer.add(writer.mul(k, 2 * _COLUMNS), at * TILE_ROWS * x_bytes)
-                given = f"ptr {writer.at('%x', column, 'i8')}", f"i64 {x_bytes}"
-                _tile_op(writer, "tileloaddt164", f"i8 {4 + at}", *given)
+                load_passing(writer, 4 + at, writer.at("%x", column, "i8"), x_bytes)
             for half in (0, 1):
-                given = f"ptr {writer.at(panel, 64 * half, 'i8')}", f"i64 {panel_line}"
-                _tile_op(writer, "tileloadd64", f"i8 {6 + half}", *given)
+                load(writer, 6 + half, writer.at(panel, 64 * half, "i8"), panel_line)
             for at in tiles:
                 for half in (0, 1):
-                    each = (f"i8 {2 * at + half}", f"i8 {4 + at}", f"i8 {6 + half}")
-                    _tile_op(writer, "tdpbf16ps", *each)
+                    multiply(writer, 2 * at + half, 4 + at, 6 + half)
             return []
 
         writer.loop(0, steps, [], step)
 
-        def store(target: Value, stride: Value | int) -> None:
+        def put(target: Value, stride: Value | int) -> None:
             """stride: in floats."""
             for at in tiles:
                 for half in (0, 1):
                     row = writer.at(target, writer.mul(stride, at * TILE_ROWS))
-                    place = writer.at(row, half * TILE_ROWS)
-                    given = f"ptr {place}", f"i64 {writer.mul(stride, 4)}"
-                    _tile_op(writer, "tilestored64", f"i8 {2 * at + half}", *given)
+                    place, apart = writer.at(row, half * TILE_ROWS), writer.mul(stride, 4)
+                    store(writer, 2 * at + half, place, apart)
 
         whole = writer.op(f"icmp eq i64 %rows, {len(tiles) * TILE_ROWS}")
         direct = writer.op(f"and i1 {whole}, {alone}")
-        writer.when(direct, lambda: store("%out", "%stride"))
+        writer.when(direct, lambda: put("%out", "%stride"))
 
         def by_buffer() -> None:
-            store(buffer, 2 * TILE_ROWS)
+            put(buffer, 2 * TILE_ROWS)
             writer.when(alone, lambda: write(False))
             writer.when(adding, lambda: write(True))
 
@@ -141,6 +160,6 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
     one, both = range(1), range(2)
     many = writer.op(f"and i1 {more}, {later}")
     few = writer.op(f"and i1 {more}, {writer.op(f'xor i1 {later}, true')}")
-    writer.when(many, lambda: multiply(both, True))
-    writer.when(few, lambda: multiply(both, False))
-    writer.when(writer.op(f"xor i1 {more}, true"), lambda: multiply(one, False))
+    writer.when(many, lambda: rows_of(both, True))
+    writer.when(few, lambda: rows_of(both, False))
+    writer.when(writer.op(f"xor i1 {more}, true"), lambda: rows_of(one, False))

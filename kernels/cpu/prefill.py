@@ -6,9 +6,10 @@ and a tile of one entry's queries: the keys and values of a tile are read where 
 out once for all of the item's rows, keys transposed. Memory is linear in the tile, whatever the
 length. Which keys a query sees is a range of its own, so a text may see both ways.
 
-Where the processor gains by multiplying pairs of bfloat16, keys and values of that type stay as
-they are: queries and weights are rounded to it, products of them are exact, and all sums and the
-softmax are float32. Elsewhere, and for other types, keys and values are widened and all is float32.
+Where the processor multiplies pairs of bfloat16 (AVX512-BF16) or tiles of it (AMX), keys and values
+of that type stay as they are: queries and weights are rounded to it, products of them are exact,
+and all sums and the softmax are float32. Elsewhere, and for other types, keys and
+values are widened and all is float32.
 
 A row's sums do not depend on the other rows, nor, where it sees all keys before it, on how its
 prompt was cut into chunks: tiles of keys then begin at the prompt's.
@@ -24,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.cpu import amx
 from kernels.cpu.codegen.compiler import (
     CompilerUnavailable,
     NativeFunction,
@@ -59,6 +61,12 @@ class PrefillShape:
     block_size: int
     dtype: str  # of the cache, LLVM's name
     pairs: bool = False  # of bfloat16 are multiplied
+    tiled: bool = False  # by AMX's tiles
+
+    @property
+    def block(self) -> int:
+        """Rows that are multiplied together."""
+        return amx.TILE_ROWS if self.tiled else _ROWS
 
     @property
     def words(self) -> int:
@@ -77,17 +85,19 @@ class PrefillShape:
     @property
     def rows(self) -> int:
         """Of a tile, filled up to blocks."""
-        return -(-self.queries * self.group // _ROWS) * _ROWS
+        return -(-self.queries * self.group // self.block) * self.block
 
     def floats(self, size: int) -> int:
         """Words of scratch that a thread needs."""
         tiles = 2 * _KEYS_A_TILE * self.words
         row = self.words + self.head_dim + 2 * size
-        return tiles + _ROWS * _KEYS_A_TILE + self.rows * row
+        return tiles + self.block * _KEYS_A_TILE + self.rows * row
 
 
 def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
+    if shape.tiled:
+        amx.configure(w)
     dim, words, group, kind, tile = (
         shape.head_dim, shape.words, shape.group, w.vector, _KEYS_A_TILE,
     )  # fmt: skip
@@ -99,13 +109,13 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     scale = w.spread(w.op(f"load float, ptr {w.at('%args', _SCALE, 'i64')}"))
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     own = w.at(w.argument(_SCRATCH, "ptr"), w.mul(thread, shape.floats(size)))
-    # Words: keys [words, tile], values [tile / each, dim], weights [_ROWS, tile], queries
+    # Words: keys [words, tile], values [tile / each, dim], weights [block, tile], queries
     # [rows, words]. float32: sums [rows, dim], the largest score [rows, lanes] and the weights'
     # sums [rows, lanes].
     columns = own
     mixed = w.at(columns, words * tile)
     weights = w.at(mixed, tile // each * dim)
-    query = w.at(weights, _ROWS * tile)
+    query = w.at(weights, shape.block * tile)
     sums = w.at(query, shape.rows * words)
     tops = w.at(sums, shape.rows * dim)
     totals = w.at(tops, shape.rows * size)
@@ -205,10 +215,105 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
 
         return w.loop(0, inner, [(kind, value) for value in start], one)
 
+    def soften(
+        r: Value | int,
+        begin: Value,
+        row: Value,
+        token: Value,
+        count: Value,
+        head: Value,
+        masked: bool,
+    ) -> Value:
+        """The r-th row of a block: its scores become weights. What its sums so far are multiplied
+        by."""
+        line, row = w.at(weights, w.mul(r, tile)), w.add(row, r)
+        parts = [w.load(w.at(line, at)) for at in range(0, tile, size)]
+        if masked or scored.slopes:
+            index = w.op(f"udiv i64 {row}, {group}")
+            index = w.add(token, least(index, w.sub(count, 1)))
+            last = w.sub(number(lasts, index), begin)
+        if not scored.plain:
+            slope = places.slope(head_of(head, row))
+            for v, part in enumerate(parts):
+                ahead = w.sub(v * size, last) if slope else ""
+                parts[v] = places.change(part, slope, ahead)
+        if masked:
+            first = w.sub(number(firsts, index), begin)
+            bounds = [w.spread(w.op(f"trunc i64 {bound} to i32"), "i32") for bound in (first, last)]
+            for v, part in enumerate(parts):
+                lane = ", ".join(f"i32 {v * size + i}" for i in range(size))
+                seen = w.op(f"icmp sle {w.integers} <{lane}>, {bounds[1]}")
+                after = w.op(f"icmp sge {w.integers} <{lane}>, {bounds[0]}")
+                seen = w.op(f"and <{size} x i1> {seen}, {after}")
+                parts[v] = w.op(
+                    f"select <{size} x i1> {seen}, {kind} {part}, {kind} {w.all(_LEAST)}"
+                )
+        best = parts[0]
+        for part in parts[1:]:
+            best = w.maximum(part, best)
+        held = w.at(tops, w.mul(row, size))
+        before = w.load(held)
+        top = w.maximum(w.largest(best), before)
+        w.store(top, held)
+        scale_ = power(w.binary("fsub", before, top))
+        place = w.at(totals, w.mul(row, size))
+        total = w.binary("fmul", w.load(place), scale_)
+        for v, part in enumerate(parts):
+            weight = power(w.binary("fsub", part, top))
+            round_store(weight, line, v * size)
+            total = w.binary("fadd", total, weight)
+        w.store(total, place)
+        return scale_
+
+    def block_of_tiles(
+        begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
+    ) -> None:
+        """As `block`. Sums are tiles 0 to 3, of 16 columns each; rows are tile 4."""
+        side = amx.TILE_ROWS
+
+        def multiply(
+            rows: Value, apart: int, matrix: Value, columns_: int, inner: int, vectors: range
+        ) -> None:
+            """Rows of words, `apart` from each other, with these vectors of the columns of matrix
+            [inner, columns_]."""
+            for step in range(0, inner, side):
+                amx.load(w, 4, w.at(rows, step), 4 * apart)
+                for v in vectors:
+                    place = w.at(matrix, step * columns_ + v * side)
+                    amx.load(w, 5 + v % 3, place, 4 * columns_)
+                    amx.multiply(w, v - vectors[0], 4, 5 + v % 3)
+
+        vectors = range(tile // side)
+        for v in vectors:
+            amx.clear(w, v)
+        multiply(w.at(query, w.mul(row, words)), words, columns, tile, words, vectors)
+        for v in vectors:
+            amx.store(w, v, w.at(weights, v * side), 4 * tile)
+        result = w.at(sums, w.mul(row, dim))
+
+        def some(r: Value) -> list[Value]:
+            for each_row in range(4):
+                here = w.add(r, each_row)
+                scale_ = soften(here, begin, row, token, count, head, masked)
+                line = w.at(result, w.mul(here, dim))
+                for d in range(0, dim, size):
+                    place = w.at(line, d)
+                    w.store(w.binary("fmul", w.load(place), scale_), place)
+            return []
+
+        w.loop(0, side, [], some, step=4)
+        for first in range(0, dim // side, 4):
+            vectors = range(first, min(first + 4, dim // side))
+            for v in vectors:
+                amx.load(w, v - first, w.at(result, v * side), 4 * dim)
+            multiply(weights, tile, mixed, dim, tile // each, vectors)
+            for v in vectors:
+                amx.store(w, v - first, w.at(result, v * side), 4 * dim)
+
     def block(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """_ROWS rows from `row` on with a tile of keys that begins at `begin`."""
+        """A block of rows from `row` on with a tile of keys that begins at `begin`."""
         rows = [w.at(query, w.mul(w.add(row, r), words)) for r in range(_ROWS)]
         vectors = min(width, tile // size)
 
@@ -221,48 +326,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
             return []
 
         w.loop(0, tile, [], scores, step=vectors * size)
-        scales = []
-        for r in range(_ROWS):
-            line = w.at(weights, r * tile)
-            parts = [w.load(w.at(line, at)) for at in range(0, tile, size)]
-            if masked or scored.slopes:
-                index = w.op(f"udiv i64 {w.add(row, r)}, {group}")
-                index = w.add(token, least(index, w.sub(count, 1)))
-                last = w.sub(number(lasts, index), begin)
-            if not scored.plain:
-                slope = places.slope(head_of(head, w.add(row, r)))
-                for v, part in enumerate(parts):
-                    ahead = w.sub(v * size, last) if slope else ""
-                    parts[v] = places.change(part, slope, ahead)
-            if masked:
-                first = w.sub(number(firsts, index), begin)
-                bounds = [
-                    w.spread(w.op(f"trunc i64 {bound} to i32"), "i32") for bound in (first, last)
-                ]
-                for v, part in enumerate(parts):
-                    lane = ", ".join(f"i32 {v * size + i}" for i in range(size))
-                    seen = w.op(f"icmp sle {w.integers} <{lane}>, {bounds[1]}")
-                    after = w.op(f"icmp sge {w.integers} <{lane}>, {bounds[0]}")
-                    seen = w.op(f"and <{size} x i1> {seen}, {after}")
-                    parts[v] = w.op(
-                        f"select <{size} x i1> {seen}, {kind} {part}, {kind} {w.all(_LEAST)}"
-                    )
-            best = parts[0]
-            for part in parts[1:]:
-                best = w.maximum(part, best)
-            held = w.at(tops, w.mul(w.add(row, r), size))
-            before = w.load(held)
-            top = w.maximum(w.largest(best), before)
-            w.store(top, held)
-            scale_ = power(w.binary("fsub", before, top))
-            scales.append(scale_)
-            place = w.at(totals, w.mul(w.add(row, r), size))
-            total = w.binary("fmul", w.load(place), scale_)
-            for v, part in enumerate(parts):
-                weight = power(w.binary("fsub", part, top))
-                round_store(weight, line, v * size)
-                total = w.binary("fadd", total, weight)
-            w.store(total, place)
+        scales = [soften(r, begin, row, token, count, head, masked) for r in range(_ROWS)]
         lines = [w.at(weights, r * tile) for r in range(_ROWS)]
         results = [w.at(sums, w.mul(w.add(row, r), dim)) for r in range(_ROWS)]
         wide = min(width, dim // size)
@@ -312,7 +376,8 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
             w.store("zeroinitializer", w.at(totals, w.mul(row, size)))
             return []
 
-        filled = w.mul(w.op(f"udiv i64 {w.add(num_rows, _ROWS - 1)}, {_ROWS}"), _ROWS)
+        length_ = shape.block
+        filled = w.mul(w.op(f"udiv i64 {w.add(num_rows, length_ - 1)}, {length_}"), length_)
         w.loop(0, filled, [], prepare)
         first = number(firsts, token)
         all_see_from = number(firsts, w.add(token, w.sub(count, 1)))
@@ -327,10 +392,11 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
 
             def blocks(masked: bool) -> None:
                 def rows(row: Value) -> list[Value]:
-                    block(begin, row, token, count, head, masked)
+                    one = block_of_tiles if shape.tiled else block
+                    one(begin, row, token, count, head, masked)
                     return []
 
-                w.loop(0, filled, [], rows, step=_ROWS)
+                w.loop(0, filled, [], rows, step=shape.block)
 
             w.when(some, lambda: blocks(True))
             w.when(w.op(f"xor i1 {some}, true"), lambda: blocks(False))
@@ -355,6 +421,8 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         w.loop(0, num_rows, [], finish)
 
     w.claim("%args", "1", w.mul(w.argument(_COUNT), shape.num_kv_heads), work)
+    if shape.tiled:
+        amx.release(w)
     return w, "void @prefill(ptr %args)"
 
 
@@ -429,13 +497,6 @@ class CpuPrefill:
         self._function(args, threads)
 
 
-def pairs_pay() -> bool:
-    """Whether products of pairs of bfloat16 are faster than float32's. Those with AMX do one of
-    pairs in the time of two of float32: there prompts took 1.3 to 1.6 times as long by pairs.
-    Raises CompilerUnavailable."""
-    return dot_bf16() and not amx_bf16()
-
-
 @lru_cache(maxsize=16)
 def prefill_for(
     num_heads: int,
@@ -451,8 +512,11 @@ def prefill_for(
         width = min(4 if size == 16 else 2, head_dim // size)
         if dtype not in _NAMES or head_dim % size or head_dim // size % max(1, width):
             return None
-        pairs = dtype == torch.bfloat16 and head_dim % (2 * size) == 0 and pairs_pay()
-        shape = PrefillShape(num_heads, num_kv_heads, head_dim, block_size, _NAMES[dtype], pairs)
+        pairs = dtype == torch.bfloat16 and head_dim % (2 * size) == 0 and dot_bf16()
+        shape = PrefillShape(
+            num_heads, num_kv_heads, head_dim, block_size, _NAMES[dtype], pairs,
+            pairs and amx_bf16(),
+        )  # fmt: skip
         return CpuPrefill(shape, compile_ir(module([_prefill(shape, scored, size)]))["prefill"])
     except CompilerUnavailable:
         return None

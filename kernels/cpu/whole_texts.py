@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention import rotation_for
-from kernels.cpu.codegen.compiler import CompilerUnavailable
-from kernels.cpu.prefill import Entries, pairs_pay, prefill_for
+from kernels.cpu.codegen.compiler import CompilerUnavailable, dot_bf16
+from kernels.cpu.prefill import Entries, prefill_for
 from kernels.cpu.scores import Numbers, Scored
 from kernels.metadata import AttentionMeta
 
@@ -68,7 +68,7 @@ def whole_texts(
     """See `Kernels.whole_texts`. None: nothing is generated here."""
     dim = qkv.shape[1] // (3 * num_heads)
     try:
-        kept = dtype if dtype == torch.bfloat16 and pairs_pay() else torch.float32
+        kept = dtype if dtype == torch.bfloat16 and dot_bf16() else torch.float32
     except CompilerUnavailable:
         return None
     rotary = 0 if cos_sin is None else cos_sin.shape[1]

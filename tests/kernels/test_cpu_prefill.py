@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kernels.cpu import prefill as module
 from kernels.cpu.attention import attention_for
-from kernels.cpu.codegen.compiler import CompilerUnavailable, dot_bf16, lanes
-from kernels.cpu.prefill import Entries, pairs_pay, prefill_for
+from kernels.cpu.codegen.compiler import CompilerUnavailable, amx_bf16, dot_bf16, lanes
+from kernels.cpu.prefill import Entries, prefill_for
 from kernels.cpu.scores import Numbers, Scored
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
@@ -106,23 +106,29 @@ def test_prefill(
 ) -> None:  # fmt: skip
     """Bug: a mask off by one at either end, a tile in which a row sees nothing, a block that went
     back to others read, a row of one token taken for another's."""
-    pairs = dtype == torch.bfloat16 and pairs_pay()
+    pairs = dtype == torch.bfloat16 and dot_bf16()
     check(queries, length, window, heads, dim, size, dtype, other, PAIRS if pairs else FLOAT32)
 
 
-@pytest.mark.parametrize("pairs", [False, True], ids=["widened", "pairs"])
+@pytest.mark.parametrize("kind", ["widened", "pairs", "tiles"])
 @pytest.mark.parametrize(("queries", "length", "window"), [SEEN[1], SEEN[4]], ids=str)
+@pytest.mark.parametrize("shape", HEADS[:2], ids=str)
 def test_prefill_of_another_processor(
-    queries: int, length: int, window: int, pairs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that has AVX-512 but gains nothing by products of bfloat16, and one that does."""
-    if pairs and not dot_bf16():
+    queries: int, length: int, window: int, shape: tuple[tuple[int, int], int, int], kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Bug: a processor that has AVX-512 alone, or pairs of bfloat16, or tiles of them, multiplies
+    what is laid out for another."""
+    if kind != "widened" and not dot_bf16():
         pytest.skip("no AVX512-BF16")
-    monkeypatch.setattr(module, "pairs_pay", lambda: pairs)
+    if kind == "tiles" and not amx_bf16():
+        pytest.skip("no AMX")
+    monkeypatch.setattr(module, "dot_bf16", lambda: kind != "widened")
+    monkeypatch.setattr(module, "amx_bf16", lambda: kind == "tiles")
     prefill_for.cache_clear()
     for other in OTHER:
-        bound = PAIRS if pairs else FLOAT32
-        check(queries, length, window, *HEADS[0], torch.bfloat16, other, bound)
+        bound = FLOAT32 if kind == "widened" else PAIRS
+        check(queries, length, window, *shape, torch.bfloat16, other, bound)
     prefill_for.cache_clear()
 
 
@@ -180,7 +186,7 @@ def test_whole_texts(heads: int, dim: int, window: int, dtype: torch.dtype) -> N
         found = native.whole_texts(made.clone(), *given, step(lengths), dtype)
         want = reference.whole_texts(made.clone(), *given, step(lengths), dtype)
         error = (found - want).norm(dim=1) / want.norm(dim=1)
-        rounded = dtype == torch.bfloat16 and pairs_pay()
+        rounded = dtype == torch.bfloat16 and dot_bf16()
         assert float(error.max()) < (2e-2 if rounded else 5e-6)
         alone = native.whole_texts(made[48:248].clone(), *given, step([200]), dtype)
         assert torch.equal(alone, found[48:248])
