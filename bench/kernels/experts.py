@@ -269,7 +269,11 @@ class Sweep:
         """The best tiles, which are printed with today's."""
         today = choice.tiles[0]
         found: list[tuple[float, Any]] = []
-        want = _numbers(choice.calls(today)[0]())
+        try:
+            want = _numbers(choice.calls(today)[0]())
+        except Exception as error:
+            print(f"  {choice.name} {today}, today's: {error}", flush=True)
+            return [today]
         for tile in dict.fromkeys(choice.tiles):
             if time.monotonic() > self.until:
                 print(f"  {choice.name}: out of time after {len(found)} tiles", flush=True)
@@ -400,7 +404,7 @@ def packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
 def few_packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
     """Pair by pair; whole: that (True) beside groups by expert."""
     x, layer = step.x, step.layer
-    inners = [few_packed_up(x, *each, packed) for each in step.routed]
+    inners = [random(len(x) * layer.chosen, layer.size) for _ in step.routed]
     both = list(zip(inners, step.routed, strict=True))
     places = 1 << (layer.chosen - 1).bit_length()
     up_bytes, down_bytes = step.met * layer.up_bytes, step.met * layer.down_bytes

@@ -157,37 +157,41 @@ def _rows_times_x(
     groups = (source // BAND * (COLUMNS // GROUP))[:, None]
     has = exists[:, None] & (first < COLUMNS)[None, :]
     w = tl.load(at, mask=has[:, :, None], other=0, eviction_policy="evict_first")
+    if not WHOLE:
+        s = tl.load(scale + groups + (first // GROUP)[None, :], mask=has, other=0.0)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros([source.shape[0], UNITS], tl.float32)
     for start in range(0, COLUMNS, STEP):
         inside = start + first < COLUMNS
-        has = exists[:, None] & inside[None, :]
-        if not WHOLE:
-            group = groups + ((start + first) // GROUP)[None, :]
-            s = tl.load(scale + group, mask=has, other=0.0).to(tl.float32) * REST
-        # The next codes are on their way while these are used.
+        # The next codes and scales are on their way while these are used.
         more = exists[:, None] & (start + STEP + first < COLUMNS)[None, :]
         at += UNITS * INTS
         ahead = tl.load(at, mask=more[:, :, None], other=0, eviction_policy="evict_first")
+        if not WHOLE:
+            group = groups + ((start + STEP + first) // GROUP)[None, :]
+            s_ahead = tl.load(scale + group, mask=more, other=0.0)
         total, sums = _multiply(
             w, here + start // PER, inside[None, :, None], table,
             TYPE, BITS, CODE, SPAN, LIFT, SUMS,
         )  # fmt: skip
         if SUMS:
             total -= BASE * sums
-        if OFFSET == 1:
+        if OFFSET != 0:
+            has = exists[:, None] & inside[None, :]
+            group = groups + ((start + first) // GROUP)[None, :]
             o = tl.load(offset + group, mask=has, other=0.0).to(tl.float32)
-            acc += total * s + o * sums
-        elif OFFSET == 2:
-            o = tl.load(offset + group, mask=has, other=0.0).to(tl.float32)
-            acc += (total + o * sums) * s
+            if OFFSET == 2:
+                o *= s.to(tl.float32)
+            acc += total * s.to(tl.float32) + o * sums
         elif WHOLE:
             acc += total
         else:
-            acc += total * s
+            acc += total * (s.to(tl.float32) * REST)
         w = ahead
+        if not WHOLE:
+            s = s_ahead
     y = tl.sum(acc, axis=1)
     if WHOLE:
         y *= tl.load(scale + source // BAND, mask=exists, other=0.0).to(tl.float32) * REST
