@@ -32,12 +32,15 @@ from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.kv.quantized import Cache
 from kernels.kv.write import rope_kv_write
+from kernels.launch.assembler import choose_assembler
 from kernels.metadata import AttentionMeta, LoraLinear, LoraStep
 from kernels.packed import PackedWeight
 from kernels.recurrent import convolution_cuda, delta_rule_cuda, mamba1_cuda, mamba2_cuda
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.reference import Kernels
+
+choose_assembler()
 
 # Of x, up to which packed weights are decoded in the product. At 256 rows the four of llama-8b's
 # layer in 4 bits with offsets took 305 microseconds so, and 342 expanded for cuBLAS, on one H200.

@@ -1,0 +1,30 @@
+"""Which assembler Triton makes machine code with.
+
+ptxas 12.8, which Triton 3.6 has for Hopper, gets one thing wrong. Where two operands of wgmma with
+different swizzles lie at one place in shared memory, one after the other, the descriptors of one
+are made from registers that nothing has written: what the last kernel left there says where the
+matrix unit reads. So launches of one stage, whose tiles take each other's places, read illegal
+addresses or not, by what ran before: a decode over latents in tiles of 128 keys, a pass of Gated
+DeltaNet in one stage. ptxas 12.9 makes them right, and the wheel brings it, for Blackwell.
+"""
+
+import contextlib
+import os
+
+from triton import knobs
+
+RIGHT = (12, 9)
+
+
+def choose_assembler() -> None:
+    """For this process and those that it starts. TRITON_PTXAS_PATH, where it is set, says more."""
+    if "TRITON_PTXAS_PATH" in os.environ:
+        return
+    with contextlib.suppress(RuntimeError):  # there is none: nothing is compiled here
+        newer = knobs.nvidia.ptxas_blackwell
+        if _release(knobs.nvidia.ptxas) < RIGHT <= _release(newer):
+            os.environ["TRITON_PTXAS_PATH"] = newer.path
+
+
+def _release(tool: knobs.NvidiaTool) -> tuple[int, ...]:
+    return tuple(map(int, tool.version.split(".")))
