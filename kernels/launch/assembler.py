@@ -9,7 +9,7 @@ DeltaNet in one stage. ptxas 12.9 makes them right, and the wheel brings it, for
 """
 
 import contextlib
-import os
+from pathlib import Path
 
 from triton import knobs
 
@@ -17,13 +17,12 @@ RIGHT = (12, 9)
 
 
 def choose_assembler() -> None:
-    """For this process and those that it starts. TRITON_PTXAS_PATH, where it is set, says more."""
-    if "TRITON_PTXAS_PATH" in os.environ:
-        return
+    """For this process and those that it starts. One that TRITON_PTXAS_PATH names is kept."""
     with contextlib.suppress(RuntimeError):  # there is none: nothing is compiled here
-        newer = knobs.nvidia.ptxas_blackwell
-        if _release(knobs.nvidia.ptxas) < RIGHT <= _release(newer):
-            os.environ["TRITON_PTXAS_PATH"] = newer.path
+        own, newer = knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell
+        wheels = Path(own.path).parent == Path(newer.path).parent
+        if wheels and _release(own) < RIGHT <= _release(newer):
+            knobs.nvidia.ptxas = newer.path
 
 
 def _release(tool: knobs.NvidiaTool) -> tuple[int, ...]:

@@ -1,39 +1,33 @@
 """Which of Triton's assemblers is chosen, without a device."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 
-from triton import knobs  # noqa: E402
+from triton import knobs
 
-from kernels.launch import assembler  # noqa: E402
+from kernels.launch import assembler
 
 
 @pytest.mark.parametrize(
-    ("own", "newer", "set_to", "want"),
+    ("own", "newer", "folder", "changes"),
     [
-        ("12.8", "12.9", None, "/newer"),
-        ("12.9", "12.9", None, None),
-        ("12.8", "12.8", None, None),
-        ("12.8", "13.0", "/mine", "/mine"),
+        ("12.8", "12.9", "/wheel", True),
+        ("12.9", "12.9", "/wheel", False),
+        ("12.8", "12.8", "/wheel", False),
+        ("12.8", "13.0", "/mine", False),
     ],
 )
 def test_the_right_one_is_taken(
-    own: str, newer: str, set_to: str | None, want: str | None, monkeypatch: pytest.MonkeyPatch
+    own: str, newer: str, folder: str, changes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: descriptors of registers that nothing has written, by ptxas 12.8; or somebody's choice
     that is not kept."""
-    tools = SimpleNamespace(
-        ptxas=SimpleNamespace(path="/own", version=own),
-        ptxas_blackwell=SimpleNamespace(path="/newer", version=newer),
-    )
+    first = SimpleNamespace(path=f"{folder}/ptxas", version=own)
+    second = SimpleNamespace(path="/wheel/ptxas-blackwell", version=newer)
+    tools = SimpleNamespace(ptxas=first, ptxas_blackwell=second)
     monkeypatch.setattr(knobs, "nvidia", tools)
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "")  # restored behind the test
-    del os.environ["TRITON_PTXAS_PATH"]
-    if set_to:
-        monkeypatch.setenv("TRITON_PTXAS_PATH", set_to)
     assembler.choose_assembler()
-    assert os.environ.get("TRITON_PTXAS_PATH") == want
+    assert tools.ptxas == (second.path if changes else first)
