@@ -158,16 +158,20 @@ def ours(line: Line) -> float:
     return float(min(line[way] for way in OURS if way in line))
 
 
-def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
-    """Of CROSSINGS and of `kernels.peer_sums`. Another setting than the first has to be 2 % better,
-    and no worse than that with small sums. The norm goes with the sum as far as that is no slower
-    than apart, as a mean over the widths."""
+def best_of(lines: dict[Setting, list[Line]]) -> Setting:
+    """Another than the first has to be 2 % better, and no worse than that with small sums."""
     better = {}
     for each in lines:
         small, others = over_the_first(lines, each)
         if small <= 1.02 and others <= 0.98:
             better[others] = each
-    best = better[min(better)] if better else SETTINGS[0]
+    return better[min(better)] if better else SETTINGS[0]
+
+
+def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
+    """Of CROSSINGS and of `kernels.peer_sums`. The norm goes with the sum as far as that is no
+    slower than apart, as a mean over the widths."""
+    best = best_of(lines)
 
     def pays(rows: int) -> bool:
         both = [line for line in lines[best] if line["norm"] and line["rows"] == rows]
@@ -184,7 +188,7 @@ def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
         "TILE": best[1],
         "CROSSINGS[2]": [most, most],
         "LARGEST": max(most, 8 << 20),
-        "NORM_ROWS": max(takewhile(pays, TOKENS[1:]), default=TOKENS[0]),
+        "NORM_ROWS": max(takewhile(pays, TOKENS[2:]), default=TOKENS[1]),
     }
 
 
@@ -194,12 +198,11 @@ def print_sweep(lines: dict[Setting, list[Line]]) -> None:
         small, others = over_the_first(lines, setting)
         print(f"{setting[0]:8} {setting[1]:6} {small:6.3f} {others:6.3f}")
     names = ("one_shot", "apart", "with_norm", "nccl")
-    print(f"{'rows':>6} {'columns':>7}", *(f"{name:>9}" for name in names), " of all settings")
-    for at in range(len(lines[SETTINGS[0]])):
-        for setting in SETTINGS:
-            line = lines[setting][at]
-            times = (f"{line[name]:9.2f}" if name in line else f"{'':9}" for name in names)
-            print(f"{line['rows']:6} {line['columns']:7}", *times, f" {setting}", flush=True)
+    print(f"{'rows':>6} {'columns':>7}", *(f"{name:>9}" for name in names), f"{'as fast':>12}")
+    for line, first in zip(lines[best_of(lines)], lines[SETTINGS[0]], strict=True):
+        times = (f"{line[name]:9.2f}" if name in line else f"{'':9}" for name in names)
+        place = f"{line['rows']:6} {line['columns']:7}"
+        print(place, *times, f"{ours(first) / ours(line):12.3f}", flush=True)
 
 
 def rank(number: int, size: int, port: int, one_gpu: bool, swept: bool) -> None:
