@@ -4,12 +4,14 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
 from engine import LLM, AsyncEngine, SamplingParams
 from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, EngineDead
+from engine.process.fake import FakeOptions
 
 
 def make_folder(folder: Path, **fields: object) -> Path:
@@ -20,6 +22,14 @@ def make_folder(folder: Path, **fields: object) -> Path:
     return folder
 
 
+def answer(key: str) -> list[int]:
+    """Three tokens of the fake core after a prompt of one token; key: of the adapter. Whether two
+    keys give different ones is chance: one pair in a thousand does not."""
+    options, shift = FakeOptions(), crc32(key.encode()) if key else 0
+    span = options.vocab_size - options.first
+    return [options.first + (position + shift) % span for position in (1, 2, 3)]
+
+
 def test_blocking(tmp_path: Path) -> None:
     """Names, replacement, removal and errors, as LLM shows them."""
     folder = make_folder(tmp_path / "a")
@@ -28,12 +38,13 @@ def test_blocking(tmp_path: Path) -> None:
         info = llm.add_adapter("a", folder)
         assert (info.name, info.kind, info.rank, info.targets) == ("a", "lora", 8, ["q_proj"])
         plain, first = llm.generate([[5], [5]], params, adapter=["", "a"])
-        assert plain.outputs[0].token_ids != first.outputs[0].token_ids
+        assert plain.outputs[0].token_ids == answer("")
+        assert first.outputs[0].token_ids == answer(f"a@{info.revision}")
         shutil.rmtree(folder)
         again = llm.add_adapter("a", make_folder(tmp_path / "a", r=16))
         assert again.revision != info.revision and again.rank == 16
         (second,) = llm.generate([5], params, adapter="a")
-        assert second.outputs[0].token_ids != first.outputs[0].token_ids
+        assert second.outputs[0].token_ids == answer(f"a@{again.revision}")
         assert llm.stats().adapters == ["a"] and llm.stats().adapter_loads == 2
         assert llm.remove_adapter("a") == again
         (gone,) = llm.generate([5], params, adapter="a")
