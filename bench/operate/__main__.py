@@ -11,8 +11,10 @@ keep their lines of the same day, and without a case the table is made of these.
 
 import argparse
 import os
+import re
 import sys
-from importlib import import_module
+import tomllib
+from importlib import import_module, metadata
 from pathlib import Path
 
 from bench.report.result_file import Line, RawLines, print_ratios, versions
@@ -37,6 +39,19 @@ PEERS = {
 }
 
 
+def missing() -> list[str]:
+    """The packages that Manta depends on, by pyproject.toml, and this Python does not have."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    found = []
+    for requirement in project["dependencies"]:
+        name = re.split(r"[^\w.-]", requirement)[0]
+        try:
+            metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            found.append(name)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     without = [name for name in CASES if name not in ON_GPU]
@@ -48,6 +63,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.model is None and any(name in args.cases for name in ON_GPU):
         parser.error(f"{', '.join(ON_GPU)} need --model, a folder with a config.json")
+    served = [name for name in args.cases if name not in ON_GPU]
+    if served and (packages := missing()):  # before a server is started that would die of it
+        sys.exit(
+            f"{', '.join(served)} serve a model, for which {sys.executable} lacks "
+            f"{', '.join(packages)}: install the checkout's dependencies (pip install -e .)"
+        )
 
     def case(line: dict[str, object]) -> str:
         return str(line["case"]).partition("/")[0]
