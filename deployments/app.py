@@ -25,6 +25,7 @@ from deployments.config.load import (
     MantaConfig,
     PoolConfig,
     RouterConfig,
+    check_model_files,
     default_config,
     load_config,
     parse_config,
@@ -207,29 +208,35 @@ def _changes(base: MantaConfig) -> ChangeModels:
 
 def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
     """Add a model to an endpoint of several that runs, or change it; the others stay as they are.
-    base: the endpoint's configuration; its models do not matter. section: of `models.NAME`. Needs a
-    connection to Ray, and blocks.
+    base: the endpoint's configuration; its models do not matter, and neither does what its keys
+    files have come to be since it was deployed. section: of `models.NAME`. Needs a connection to
+    Ray, and blocks.
 
     Raises ConfigError: naming the keys without `models.NAME`.
     """
     before = f"models.{name}."
     try:
         shared = base.model_dump(exclude_unset=True, exclude={"models"})
-        config = parse_config({**shared, "models": {name: dict(section)}}, {}).of(name)
+        models = {name: dict(section)}
+        config = parse_config({**shared, "models": models}, {}, check_files=False).of(name)
     except ConfigError as error:
         lines = [line.removeprefix("configuration: ") for line in error.message.splitlines()]
         param = lines[0].partition(": ")[0].removeprefix(before)
         message = "; ".join(line.removeprefix(before) for line in lines)
         raise ConfigError(message, param=param) from None
+    try:
+        check_model_files(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error.param}: {error.message}", param=error.param) from None
     with neighbours.turn():
         there = catalog.applications()
         known = catalog.entries(base.app_name, there)
         catalog.check_names(config, known)
         own = known.get(name)
         added = own is None or own.added
-        apply(
-            {"applications": [model_application(config, NodeCapacity.here(), added=added)]}, there
-        )
+        others = [one.config for one in known.values() if one is not own]
+        machine = parts.beside(others, config, NodeCapacity.here())
+        apply({"applications": [model_application(config, machine, added=added)]}, there)
     catalog.note_change(base.app_name)
 
 
@@ -275,7 +282,9 @@ def serve_config(
     machine = NodeCapacity.here()
     if config.models:
         applications = [_routers_application(config)]
-        applications += (model_application(one, machine) for one in config.each().values())
+        each = config.each()
+        shares = parts.shares(list(each.values()), machine)
+        applications += map(model_application, each.values(), shares)
     else:
         applications = [_application(config, machine)]
     http_options: dict[str, Any] = {

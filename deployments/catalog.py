@@ -148,15 +148,36 @@ def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
                 raise ConfigError(f"{key}: {taken!r} is a name of the model {name!r}", param=key)
 
 
-def trouble(app: str, name: str) -> str:
-    """Why a model does not start, by Serve's word, which may still try; "" if nothing is known to
-    be wrong. Needs a connection to Ray, and blocks."""
+def trouble(app: str, name: str) -> dict[str, str]:
+    """Why a model does not start, by Serve's word: `message`, and `status` failed unless it only
+    waits for room. Serve may still try. {} if nothing is known to be wrong. Needs a connection to
+    Ray, and blocks."""
     found = statuses().get(model_app(app, name))
     if found is None:
-        return ""
+        return {}
     told = why_failed(found.messages)
-    over = found.status in ("DEPLOY_FAILED", "UNHEALTHY")
-    return told if over or "Error: " in told else ""
+    if found.status in ("DEPLOY_FAILED", "UNHEALTHY") or "Error: " in told:
+        return {"status": "failed", "message": told}
+    waits = why_waiting(found.messages) if found.status == "DEPLOYING" else ""
+    return {"message": waits} if waits else {}
+
+
+# What Serve says after half a minute without a node for a replica.
+_NO_ROOM = re.compile(r"to be scheduled\. .*Resources required for each replica: (\{.*?\})")
+
+
+def why_waiting(messages: Sequence[str]) -> str:
+    """What a replica has been waiting for that no node has free; "" if none waits. messages: as of
+    why_failed. Pure."""
+    for message in messages:
+        if found := _NO_ROOM.search(message):
+            needs = re.findall(r"[\"'](\w+)[\"']: ([0-9.]+)", found[1])
+            named = ", ".join(f"{float(count):g} {name}" for name, count in needs)
+            return (
+                f"no node has {named} free, which a replica reserves. Give its pool less "
+                "(pools.cpu.num_cpus, or num_gpus), or other pools less, or the cluster a node"
+            )
+    return ""
 
 
 # The last line of a traceback: an error's name, and what it says unless that begins another one.

@@ -2,8 +2,8 @@
 open, their deployments, and the ServedModel that follows from a configuration."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -228,6 +228,43 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
             }
         )
     return resolved
+
+
+def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCapacity]:
+    """What each of several models has of a machine that is alone: CPU pools that leave num_cpus
+    open share equally what the others have not taken. Without it each would reserve all cores, and
+    the second would never start. Pure."""
+    if not machine.alone:
+        return [machine] * len(models)
+    open_replicas = [_open_replicas(one, machine) for one in models]
+    free = machine.cores - sum(_cores_taken(one, machine) for one in models)
+    each = free // max(1, sum(open_replicas))
+    return [replace(machine, cores=each * count) if count else machine for count in open_replicas]
+
+
+def beside(
+    others: Iterable[MantaConfig], config: MantaConfig, machine: NodeCapacity
+) -> NodeCapacity:
+    """The same for one model that is added to others, which keep what they have. Pure."""
+    if not machine.alone or not _open_replicas(config, machine):
+        return machine
+    taken = sum(_cores_taken(one, machine) for one in (*others, config))
+    return replace(machine, cores=machine.cores - taken)
+
+
+def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:
+    """Replicas whose number of cores is left open."""
+    pool = config.pools_on(machine.gpus).get("cpu")
+    return max(1, pool.replicas) if pool is not None and pool.num_cpus is None else 0
+
+
+def _cores_taken(config: MantaConfig, machine: NodeCapacity) -> float:
+    """Cores of the replicas whose number of cores is not left open."""
+    return sum(
+        pool.replicas * (config.node_ranks(pool) if pool.num_cpus is None else pool.num_cpus)
+        for kind, pool in config.pools_on(machine.gpus).items()
+        if kind != "cpu" or pool.num_cpus is not None
+    )
 
 
 def _update_options(pool: PoolConfig) -> dict[str, Any]:

@@ -28,8 +28,9 @@ class ModelChanges(Protocol):
         """ready; sleeping: the next request wakes it; starting."""
         ...
 
-    async def trouble(self, model: str) -> str:
-        """Why it does not start, "" if nothing is known to be wrong."""
+    async def trouble(self, model: str) -> dict[str, str]:
+        """Why it does not start: `message`, and `status` where that is failed. {} if nothing is
+        known to be wrong."""
         ...
 
     async def put(self, name: str, section: Mapping[str, Any]) -> None:
@@ -70,8 +71,7 @@ async def one_model(api: "Api", exchange: HttpExchange) -> None:
     shown = _shown(api, card)
     if shown.get("status") in ("starting", "sleeping") and _may_change(api, exchange):
         assert api.options.models is not None
-        if trouble := await api.options.models.trouble(card.id):
-            shown |= {"status": "failed", "message": trouble}
+        shown |= await api.options.models.trouble(card.id)
     await exchange.answer(200, msgspec.json.encode(shown))
 
 

@@ -169,7 +169,8 @@ class ChatServer:
             except ValueError:
                 reason = "not an OpenAI-compatible answer"
             told = {name.lower(): value for name, value in response.getheaders()}
-            message = f"{self._api}{path} answered {response.status}: {reason}"
+            way_out = "; --key FILE gives it" if response.status == 401 else ""
+            message = f"{self._api}{path} answered {response.status}: {reason}{way_out}"
             raise ServerError(message, status=response.status, headers=told)
         return response
 

@@ -127,18 +127,17 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
     from ray import serve
     from ray.serve._private.common import ReplicaState
 
-    from deployments.catalog import MODEL, why_failed
+    from deployments.catalog import MODEL, why_failed, why_waiting
 
     while True:
         app = serve.status().applications.get(app_name)
         if app is not None:
             if app.status == "RUNNING":
                 return
+            of = f" of {app_name}" if "." in app_name else ""  # one of several models
+            messages = [*(one.message for one in app.deployments.values()), app.message]
             if app.status in ("DEPLOY_FAILED", "UNHEALTHY", "DELETING"):
-                which = f" of {app_name}" if "." in app_name else ""  # one of several models
-                messages = [one.message for one in app.deployments.values()]
-                told = why_failed([*messages, app.message])
-                raise ServeError(f"the deployment{which} failed: {told}")
+                raise ServeError(f"the deployment{of} failed: {why_failed(messages)}")
             counts = []
             for name, deployment in app.deployments.items():
                 if name == MODEL:  # never has any
@@ -146,7 +145,9 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
                 running = deployment.replica_states.get(ReplicaState.RUNNING, 0)
                 total = sum(deployment.replica_states.values())
                 counts.append(f"{name} {running}/{total}")
-            status.update(f"Starting the replicas: {', '.join(counts) or 'placing them'}")
+            waits = why_waiting(messages)
+            told = f"{', '.join(counts) or 'placing them'}{of}{f': {waits}' if waits else ''}"
+            status.update(f"Starting the replicas: {told}")
         time.sleep(_POLL)
 
 

@@ -4,6 +4,7 @@ sha256:9f86d0...  name=team-a models=llama,legal-* requests=60 tokens=100000 bud
 sk-plain-text     priority=-8
 """
 
+import difflib
 import hashlib
 import re
 from collections.abc import Callable
@@ -77,12 +78,16 @@ def parse_line(line: str, where: str, param: str) -> ApiKey:
     if found is None and key.startswith("sha256:"):
         raise ConfigError(f"{where}: sha256: is followed by 64 hexadecimal digits", param=param)
     rule = KeyRule()
-    for word in words:
+    for number, word in enumerate(words, 1):
         name, equals, value = word.partition("=")
         changes = _PARSERS[name](value) if equals and name in _PARSERS else None
         if changes is None:
-            shown = name if equals and name in _PARSERS else "a word"
-            message = f"{where}: {shown} is not understood; behind the key may stand {FIELDS}"
+            known = name in _PARSERS
+            near = difflib.get_close_matches(name, _PARSERS, n=1) if equals and not known else ()
+            # A word that is no field's may be a key, and is not shown.
+            shown = f"the value of {name}=" if known else f"word {number} behind the key"
+            hint = f"; did you mean {near[0]}=?" if near else ""
+            message = f"{where}: {shown} is not understood{hint}; behind the key may stand {FIELDS}"
             raise ConfigError(message, param=param)
         rule = replace(rule, **changes)
     return ApiKey(found[1] if found else key_digest(key), rule)

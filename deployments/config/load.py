@@ -154,8 +154,7 @@ def _check_files(config: MantaConfig, complete: bool) -> None:
     ConfigError."""
     for name, one in config.each().items():
         with _under(f"models.{name}." if config.models else ""):
-            _check_model(one, complete)
-            one.adapters.check_folders()
+            check_model_files(one, complete)
     for name in ("api_keys_file", "admin_keys_file"):
         if (file := getattr(config.http, name)) is not None:
             read_api_keys(file, f"http.{name}")
@@ -173,9 +172,15 @@ def _under(prefix: str) -> Iterator[None]:
         raise
 
 
+def check_model_files(config: MantaConfig, complete: bool = True) -> None:
+    """What can be told of one model without loading it, and of its adapters' folders. complete: as
+    of `load_config`. Raises ConfigError, whose param is a key of the model's."""
+    _check_model(config, complete)
+    config.adapters.check_folders()
+
+
 def _check_model(config: MantaConfig, complete: bool) -> None:
-    """What can be told of the model without loading it. complete: as of `load_config`. Raises
-    ConfigError (param model)."""
+    """Raises ConfigError (param model)."""
     from deployments.checkpoints import resolve as models
     from engine.config.model_config import ModelConfig
 

@@ -140,7 +140,8 @@ class PoolConfig(Section):
         "several (engine.pipeline_nodes); its step uses as many threads. "
         "Default: 1 for each rank in a gpu pool (its step loop); in a cpu pool the cores of the "
         "machine that builds the configuration, or of the largest node if Ray runs, shared out "
-        "among the replicas. Set it for a cluster, whose nodes may be of another size.",
+        "among the replicas, on a single machine also among several models. Set it for a cluster, "
+        "whose nodes may be of another size.",
     )
     num_gpus: float | None = Field(
         None,

@@ -65,7 +65,8 @@ def add(
                 break
             if told.get("status") == "failed":
                 raise ServerError(f"{name} does not start: {told['message']}")
-            status.update(f"Starting {name}: {time.monotonic() - began:.0f} s")
+            why = f": {told['message']}" if "message" in told else ""
+            status.update(f"Starting {name}: {time.monotonic() - began:.0f} s{why}")
             time.sleep(_POLL)
     print(f"{name} is ready")
 

@@ -13,11 +13,11 @@ from deployments.router.models.keeper import ModelKeeper
 @dataclass(frozen=True, slots=True)
 class ChangeModels:
     """What changes Serve's list; all block. put(name, section): add a model, or change it.
-    remove(name). trouble(name): why it does not start, or "". They raise MantaError."""
+    remove(name). trouble(name): as of ModelChanges. They raise MantaError."""
 
     put: Callable[[str, Mapping[str, Any]], None]
     remove: Callable[[str], None]
-    trouble: Callable[[str], str]
+    trouble: Callable[[str], dict[str, str]]
 
 
 class RouterChanges:
@@ -34,7 +34,7 @@ class RouterChanges:
             return "starting"
         return dispatcher.status()
 
-    async def trouble(self, model: str) -> str:
+    async def trouble(self, model: str) -> dict[str, str]:
         return await asyncio.to_thread(self._change.trouble, model)
 
     async def put(self, name: str, section: Mapping[str, Any]) -> None:

@@ -26,8 +26,8 @@ class Changes:
     def status(self, model: str) -> str:
         return "ready" if self.started else "starting"
 
-    async def trouble(self, model: str) -> str:
-        return f"{model}: ConfigError: no such file: /secret"
+    async def trouble(self, model: str) -> dict[str, str]:
+        return {"status": "failed", "message": f"{model}: ConfigError: no such file: /secret"}
 
     async def put(self, name: str, section: Mapping[str, Any]) -> None:
         if "replcas" in section:

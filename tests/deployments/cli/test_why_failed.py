@@ -1,8 +1,8 @@
-"""What `manta serve` says of a deployment that failed, by what Serve tells of it."""
+"""What `manta serve` says of a deployment that failed or waits, by what Serve tells of it."""
 
 import pytest
 
-from deployments.catalog import why_failed
+from deployments.catalog import why_failed, why_waiting
 
 REPLICA = """The deployment failed to start 1 times in a row. Error:
 RuntimeError: Traceback (most recent call last):
@@ -24,3 +24,16 @@ RuntimeError: Traceback (most recent call last):
 def test_the_deepest_cause(message: str, found: str) -> None:
     """The line that a traceback begins with, or a line of code, for the cause."""
     assert why_failed([message, message]) == found
+
+
+def test_what_a_replica_waits_for() -> None:
+    """A model that no node has room for, and a command that only counts seconds."""
+    told = (
+        "Deployment 'engine-cpu' in application 'manta.b' has 1 replicas that have taken more than "
+        "30s to be scheduled. This may be due to waiting for the cluster to auto-scale or for a "
+        'runtime environment to be installed. Resources required for each replica: {"CPU": 2.0, '
+        '"GPU": 0.5}, total resources available: {}. Use `ray status` for more details.'
+    )
+    found = why_waiting(["", told, "app"])
+    assert found.startswith("no node has 2 CPU, 0.5 GPU free") and "pools.cpu.num_cpus" in found
+    assert why_waiting([told.replace("scheduled", "initialized"), ""]) == ""
