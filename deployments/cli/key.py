@@ -13,8 +13,9 @@ from engine.errors import ConfigError
 def run(file: Path, name: str, fields: list[str]) -> int:
     """Append the key's line and print the key, which is nowhere else. Raises ConfigError."""
     key = f"sk-{secrets.token_urlsafe(24)}"
-    line = " ".join((f"sha256:{key_digest(key)}", f"name={name}", *fields))
-    parse_line(line, name, "key")
+    digest = f"sha256:{key_digest(key)}"
+    line = " ".join((digest, f"name={name}", *fields))
+    parse_line(" ".join((digest, *fields, f"name={name}")), name, "key")  # words as they were given
     if file.exists():
         known = [one for one in read_api_keys(file, str(file)) if one.rule.name == name]
         if known:
