@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu import amx
 from kernels.cpu.argmax import argmax
 from kernels.cpu.attention import attention_for
 from kernels.cpu.codegen import compiler
@@ -137,6 +138,44 @@ def test_rows_in_bfloat16(threads: int, monkeypatch: pytest.MonkeyPatch) -> None
     linear = PackedLinear(weight, None)
     for rows in (1, 7, 8, 16, 33, 40):
         assert error(linear(x[:rows]), x[:rows].double() @ weight.double().T) < 2e-6
+
+
+@pytest.mark.usefixtures("bfloat16")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_blocks_of_rows(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a block of rows, or the last tile of one, that is lost, written elsewhere or read from
+    another thread's; a result that depends on how rows were divided."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    weight = (torch.randn(192, 96) * 0.05).bfloat16()
+    bias = torch.randn(192)
+    linear = PackedLinear(weight, bias)
+    for rows in (64, 129, 300, 530):
+        assert max(products(linear, rows, weight.double(), bias.double())) < 4e-3
+    x, residual, norm = torch.randn(530, 96), torch.randn(530, 192), torch.rand(96)
+    few = (slice(0, 9), slice(250, 283), slice(515, 530))
+    ways = (
+        lambda part: linear(x[part].contiguous()),
+        lambda part: linear.add(x[part].contiguous(), residual[part].clone()),
+        lambda part: linear.gated_after_norm(x[part].contiguous(), norm, 1e-5, "silu"),
+    )
+    for way in ways:
+        whole = way(slice(None))
+        for part in few:
+            assert torch.equal(way(part), whole[part])
+
+
+def test_blocks_fill_the_threads() -> None:
+    """Bug: a thread that waits for another one's block; blocks that no second-level cache holds;
+    few rows that are not shared by panels."""
+    assert amx.block_rows(127, 2, 1216) == 0
+    for threads in (1, 2, 3, 8):
+        for rows in range(64 * threads, 4000, 37):
+            for row_bytes in (832, 1216, 3136, 28736):
+                length = amx.block_rows(rows, threads, row_bytes)
+                blocks = -(-rows // length)
+                assert length % amx.MOST == 0 and length * row_bytes <= 1 << 20
+                most = -(-blocks // threads)  # of a thread
+                assert most * length <= rows / threads + most * amx.MOST
 
 
 def test_without_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
