@@ -147,13 +147,14 @@ def _delta_convolve_kernel(
     else:
         columns = tl.arange(0, VALUES)
         head -= 2 * KEY_HEADS
-        found = convolved_rows(
+        # Not `found`: to the compiler a name that both branches write has one shape.
+        v = convolved_rows(
             x, tail, conv, None, first_token, first, length, before,
             2 * KEY_HEADS * KEY + head * VALUE + columns, columns < VALUE, x_stride, ROWS, CHANNELS,
             TAPS,
         )  # fmt: skip
         into = values + ((slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK + origin) * VALUES
-        tl.store(into + steps[:, None] * VALUES + columns[None, :], silu(found).to(dtype))
+        tl.store(into + steps[:, None] * VALUES + columns[None, :], silu(v).to(dtype))
 
 
 @triton.jit(

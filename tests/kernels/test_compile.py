@@ -61,6 +61,8 @@ WIDE = {
     *("_conv_kernel", "_delta_convolve_kernel", "_delta_norm_kernel"),
     *("_latent_decode_kernel", "_latent_prefill_kernel"),
 }
+# But for OLMo Hybrid's, 17,340 to a row: 16 bytes at once want 16 elements to divide that.
+NARROW = ("smollm2-135m", "delta")
 
 
 @dataclass
@@ -130,7 +132,7 @@ def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
     for name, compiled in launches.seen:
         assert compiled.asm["cubin"], name
         assert compiled.metadata.shared <= SHARED_MEMORY, name
-        if name in WIDE:
+        if name in WIDE and (model, part) != NARROW:
             assert compiled.asm["ptx"].count("ld.global.b16") < 64, name
 
 

@@ -16,8 +16,12 @@ from kernels.recurrent.mamba2 import Mamba2Heads
 from kernels.recurrent.mamba2_cuda import mamba2
 from tests.kernels.launches.sizes import int32, int64
 
-# Key heads and value heads of 128: Qwen3.5-27B, Qwen3.5-0.8B, Qwen3-Next.
-_DELTAS = {"llama-8b": (16, 48), "qwen3-0.6b": (16, 16), "smollm2-135m": (16, 32)}
+# Key heads, value heads and their sizes: Qwen3.5-27B, Qwen3.5-0.8B, OLMo Hybrid 7B.
+_DELTAS = {
+    "llama-8b": (16, 48, 128, 128),
+    "qwen3-0.6b": (16, 16, 128, 128),
+    "smollm2-135m": (30, 30, 96, 192),
+}
 # Heads, their size, groups, elements of B: Granite 4 H Small, Nemotron-H 8B, Falcon-H1 0.5B.
 _MAMBAS = {
     "llama-8b": (128, 64, 1, 128),
@@ -35,14 +39,14 @@ def _meta(entries: int = 2) -> AttentionMeta:
 
 def delta(model: str) -> None:
     """A step of Gated DeltaNet."""
-    keys, values = _DELTAS[model]
-    channels = 2 * keys * 128 + values * 128
+    keys, values, key, value = _DELTAS[model]
+    channels, inner = 2 * keys * key + values * value, values * value
     vector = torch.empty(values)
-    conv, norm = torch.empty(channels, 4), torch.empty(128)
-    heads = DeltaHeads(keys, values, 128, 128, conv, vector, vector, norm, 1e-6)
-    whole = torch.empty(20, channels + values * 130, dtype=torch.bfloat16)
-    x, z, b, a = whole.split((channels, values * 128, values, values), dim=1)
-    tail, state = torch.empty(5, 3, channels), torch.empty(5, values, 128, 128)
+    conv, norm = torch.empty(channels, 4), torch.empty(value)
+    heads = DeltaHeads(keys, values, key, value, conv, vector, vector, norm, 1e-6)
+    whole = torch.empty(20, channels + inner + 2 * values, dtype=torch.bfloat16)
+    x, z, b, a = whole.split((channels, inner, values, values), dim=1)
+    tail, state = torch.empty(5, 3, channels), torch.empty(5, values, key, value)
     for decodes in (1, 19):  # programs that have a state in one piece, and in several
         some = replace(_meta(20), num_decodes=decodes)
         gated_delta(x, z, a, b, heads, tail, state, some)
@@ -50,17 +54,16 @@ def delta(model: str) -> None:
 
 
 def kimi(model: str) -> None:
-    """A step of Kimi Delta Attention."""
-    heads, _ = _DELTAS[model]
-    inner = heads * 128
-    conv, vector = torch.empty(3 * inner, 4), torch.empty(heads)
+    """A step of Kimi Delta Attention; heads of Kimi Linear."""
+    heads, (_, _, key, value) = 32, _DELTAS[model]
+    channels = heads * (2 * key + value)
+    conv, vector, bias = torch.empty(channels, 4), torch.empty(heads), torch.empty(heads * key)
     how = DeltaHeads(
-        heads, heads, 128, 128, conv, vector, torch.empty(inner), torch.empty(128), 1e-5,
-        by_key=True,
-    )  # fmt: skip
-    x, b = torch.empty(20, 3 * inner + heads, dtype=torch.bfloat16).split((3 * inner, heads), 1)
-    z, a = torch.empty(2, 20, inner, dtype=torch.bfloat16)
-    tail, state = torch.empty(5, 3, 3 * inner), torch.empty(5, heads, 128, 128)
+        heads, heads, key, value, conv, vector, bias, torch.empty(value), 1e-5, by_key=True
+    )
+    x, b = torch.empty(20, channels + heads, dtype=torch.bfloat16).split((channels, heads), 1)
+    z, a = (torch.empty(20, heads * size, dtype=torch.bfloat16) for size in (value, key))
+    tail, state = torch.empty(5, 3, channels), torch.empty(5, heads, key, value)
     for decodes in (1, 20):  # with prompts, and without
         some = replace(_meta(20), num_decodes=decodes)
         kimi_delta(x, z, a, b, how, tail, state, some)
