@@ -1,14 +1,13 @@
-"""Other launches of the kernels of latent attention and of recurrent layers beside today's, and the
-ways that are off, on one GPU: what the tables and constants in kernels/recurrent and
-kernels/attention/latent should say there.
+"""Other launches of the kernels of latent attention and of recurrent layers beside today's on one
+GPU: what the tables and constants in kernels/recurrent and kernels/attention/latent should say
+there.
 
     python -m bench.kernels.mixer_sweep --only "delta prefill" "kimi prefill" latent
 
-For each case the microseconds of each kernel in a call as it is today, and where another way is to
-be had (`WAYS`) as that has it; then of a call with one launch changed at a time, either way. At the
-end a table of each case, the fastest first, and the constants that say so. Every variant has run in
-a process of its own before anything is timed, so that one which faults or never ends is only left
-out.
+For each case the microseconds of each kernel in a call as it is today; then of a call with one
+launch changed at a time. At the end a table of each case, the fastest first, and the constants that
+say so. Every variant has run in a process of its own before anything is timed, so that one which
+faults or never ends is only left out.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,10 +84,9 @@ TABLES: dict[str, list[Table]] = {
         ),
     ],
     "kimi prefill/": [
-        (kimi_chunks_cuda, "GATES", [Launch(2, 1), Launch(8, 1)]),
+        (kimi_chunks_cuda, "DECAYS", [Launch(2, 1), Launch(8, 1)]),
         (kimi_chunks_cuda, "PAIRS", [Launch(2, 1), Launch(8, 1)]),
         (kimi_chunks_cuda, "SOLVE", [Launch(8, 1), Launch(4, 2)]),
-        (kimi_chunks_cuda, "APART", [True]),
         *PASSES,
     ],
     "delta decode/": [
@@ -142,28 +140,16 @@ TABLES: dict[str, list[Table]] = {
         )
     ],
 }
-# What turns another way on, and its tables.
-# Those that no GPU has run: the constant that chooses one, and what is changed along with it.
-WAYS: dict[str, tuple[Change, list[Table]]] = {
-    "kimi prefill/": (
-        (kimi_chunks_cuda, "HALVES", True),
-        [
-            (kimi_chunks_cuda, "HALVED", [Launch(4, 1)]),
-            (kimi_chunks_cuda, "APART", [True]),
-        ],
-    ),
-}
 
 
 class Variant(NamedTuple):
     case: str
     make: Callable[[], KernelWork]
-    changes: tuple[Change, ...]
-    way: bool  # another than today's
+    change: Change | None
 
     @property
     def what(self) -> str:
-        return ", ".join(map(said, self.changes)) or "as it is"
+        return said(self.change) if self.change else "as it is"
 
 
 def said(change: Change) -> str:
@@ -216,18 +202,12 @@ def variants(only: list[str]) -> Iterator[Variant]:
     for case, make in cases().items():
         if not case.startswith(tuple(only)):
             continue
-        yield Variant(case, make, (), False)
+        yield Variant(case, make, None)
         for prefix, tables in TABLES.items():
             if case.startswith(prefix):
                 for module, name, launches in tables:
                     for each in launches:
-                        yield Variant(case, make, ((module, name, each),), False)
-        for prefix, (way, tables) in WAYS.items():
-            if case.startswith(prefix):
-                yield Variant(case, make, (way,), True)
-                for module, name, launches in tables:
-                    for each in launches:
-                        yield Variant(case, make, (way, (module, name, each)), True)
+                        yield Variant(case, make, (module, name, each))
 
 
 def by_kernel(work: KernelWork) -> str:
@@ -257,13 +237,11 @@ def first(work: KernelWork) -> Any:
 
 
 def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
-    """use(the case's work), with the changes. The same numbers each time."""
+    """use(the case's work), with the change. The same numbers each time."""
     import torch
 
     torch.manual_seed(0)
-    with ExitStack() as stack:
-        for change in variant.changes:
-            stack.enter_context(replaced(*change))
+    with replaced(*variant.change) if variant.change else nullcontext():
         return use(variant.make())
 
 
@@ -290,29 +268,24 @@ def timed(variant: Variant, wanted: Any) -> tuple[float, str, Any]:
 
 
 def to_set(rows: list[tuple[float, Variant]]) -> str:
-    """The constants of the faster way, and of each of its tables the launch that is the fastest, if
-    that is faster than today's. Each was changed alone: what they are together is to be timed."""
+    """Of each table the fastest launch, if that is faster than today's. Each was changed alone:
+    what they are together is to be timed."""
     if not rows:
         return "nothing ran"
-    way = min(rows, key=lambda row: row[0])[1].way
-    own = [(us, variant) for us, variant in rows if variant.way == way]
-    base = next((us for us, variant in own if len(variant.changes) == way), float("inf"))
+    base = next((us for us, variant in rows if not variant.change), float("inf"))
     best: dict[str, tuple[float, Change]] = {}
-    for us, variant in own:
-        if len(variant.changes) > way:
-            change = variant.changes[-1]
-            if us < WORSE * base and us < best.get(change[1], (base,))[0]:
-                best[change[1]] = us, change
-    changes = [*(own[0][1].changes[:1] if way else ()), *(change for _, change in best.values())]
-    return "; ".join(map(said, changes)) or "nothing"
+    for us, variant in rows:
+        change = variant.change
+        if change and us < WORSE * base and us < best.get(change[1], (base,))[0]:
+            best[change[1]] = us, change
+    return "; ".join(said(change) for _, change in best.values()) or "nothing"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    prefixes = [*dict.fromkeys((*TABLES, *WAYS))]
-    parser.add_argument("--only", nargs="+", default=prefixes, metavar="PREFIX")
+    parser.add_argument("--only", nargs="+", default=[*TABLES], metavar="PREFIX")
     parser.add_argument(
         "--seconds", type=float, default=500, help="nothing is timed later; default %(default)s"
     )
@@ -337,12 +310,11 @@ def main() -> int:
         if not remark:
             try:
                 us, remark, found = timed(variant, wanted.get(variant.case))
-                if not variant.changes:
+                if not variant.change:
                     wanted[variant.case] = found
+                    parts = f"\n    {run(variant, by_kernel)}"
                 if not remark.startswith("WRONG"):
                     rows.append((us, variant))
-                if len(variant.changes) == variant.way:
-                    parts = f"\n    {run(variant, by_kernel)}"
             except RuntimeError as error:  # where it is CUDA's, nothing runs after it
                 remark = str(error).splitlines()[0]
                 dead = f"not run after {variant.what}" if "CUDA" in str(error) else ""

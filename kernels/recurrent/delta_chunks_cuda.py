@@ -18,8 +18,8 @@ multiprocessor for two programs, and heads of values that share a key would each
 
 Sums begin with a chunk, and chunks with an entry: the numbers depend on where a prompt was cut.
 
-pass and norm are those of Kimi Delta Attention too, whose decays are of each element of a key
-(`kimi_chunks_cuda`). Queries and keys have these in them by then.
+convolve, pass and norm are those of Kimi Delta Attention too, whose decays are of each element of a
+key (`kimi_chunks_cuda`). Before pass queries and keys have these in them.
 """
 
 from typing import NamedTuple

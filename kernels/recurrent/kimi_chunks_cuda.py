@@ -1,6 +1,7 @@
-"""Kimi Delta Attention over prompts on CUDA, 64 tokens at a time on tensor cores, in five launches:
+"""Kimi Delta Attention over prompts on CUDA, 64 tokens at a time on tensor cores, in six launches:
 
-    gates     of each chunk and head: convolutions of queries and keys, and sums of decays
+    convolve  that of `delta_chunks_cuda`
+    decays    of each chunk and head: sums of the logarithms of decays
     pairs     of each 16 tokens of a chunk and head: what earlier tokens leave for them
     solve     of each chunk and head: as `_delta_solve_kernel`, from what pairs found
     pass, norm   those of `delta_chunks_cuda`
@@ -29,90 +30,13 @@ from kernels.recurrent.chunks_cuda import (
     softplus,
     unit_lower_inverse,
 )
-from kernels.recurrent.convolution_cuda import convolved_rows
-from kernels.recurrent.delta_chunks_cuda import (
-    LOG2E,
-    Handed,
-    convolve,
-    pass_and_norm,
-    tile_sizes,
-)
+from kernels.recurrent.delta_chunks_cuda import Handed, convolve, pass_and_norm, tile_sizes
 from kernels.recurrent.delta_rule import DeltaHeads
 
 PART = 16  # tokens of a chunk whose pairs are summed element by element
-GATES = Launch(4, 1)
+DECAYS = Launch(4, 1)
 PAIRS = Launch(4, 1)
 SOLVE = Launch(4, 1)
-# No GPU has run these yet: `bench.kernels.mixer_sweep` times them and says which to set.
-# True: pairs are all products of matrices, as `_kimi_halves_kernel` has them.
-HALVES = False
-HALVED = Launch(8, 1)
-# True: convolutions have the launch that those of Gated DeltaNet have.
-APART = False
-
-
-# Strides of tiles are a model's few: where 16 divides one, 16 bytes are read at once.
-@triton.jit(
-    do_not_specialize=["a_stride", "num_tokens"],
-    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a"],
-)
-def _kimi_gates_kernel(
-    x,
-    a,
-    conv,
-    decay,
-    bias,
-    tail,
-    queries,  # [slots, HEADS, CHUNK, KEYS], as keys
-    keys,
-    totals,  # the same in float32: logarithms of decays since the chunk's begin
-    rows,
-    query_start,
-    kv_len,
-    counts,
-    x_stride,
-    a_stride,
-    num_tokens,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    KEYS: tl.constexpr,  # KEY padded
-    CHUNK: tl.constexpr,
-):
-    head = tl.program_id(0)
-    slot = tl.program_id(1)
-    entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
-    if (entry >= tl.load(counts + 1)) | (first >= length):
-        return
-    steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, KEYS)
-    there = (first + steps < length)[:, None] & (dims < KEY)[None, :]
-    first_token = (begin + first).to(tl.int64)
-    before = tl.load(kv_len + entry) - length  # 0: the request begins
-    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
-    own = head * KEY + dims
-    at = (slot.to(tl.int64) * HEADS + head) * CHUNK * KEYS
-    tile = at + steps[:, None] * KEYS + dims[None, :]
-    q = convolved_rows(
-        x, tail, conv, None, first_token, first, length, before, own, dims < KEY, x_stride, CHUNK,
-        CHANNELS, TAPS,
-    )  # fmt: skip
-    q = q * tl.sigmoid(q)
-    q = q * (tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * KEY**-0.5)[:, None]
-    tl.store(queries + tile, q.to(queries.dtype.element_ty))
-    k = convolved_rows(
-        x, tail, conv, None, first_token, first, length, before, HEADS * KEY + own, dims < KEY,
-        x_stride, CHUNK, CHANNELS, TAPS,
-    )  # fmt: skip
-    k = k * tl.sigmoid(k)
-    k = k * tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)[:, None]
-    tl.store(keys + tile, k.to(keys.dtype.element_ty))
-    step = a + ((first_token + steps) * a_stride)[:, None] + own[None, :]
-    step = tl.load(step, mask=there, other=0.0).to(tl.float32)
-    step += tl.load(bias + own, mask=dims < KEY, other=0.0)[None, :]
-    step = tl.where(there, -tl.exp(tl.load(decay + head)) * softplus(step), 0.0)
-    tl.store(totals + tile, tl.cumsum(step, axis=0))
 
 
 @triton.jit(
@@ -123,17 +47,16 @@ def _kimi_decays_kernel(
     a,
     decay,
     bias,
-    totals,
+    totals,  # [slots, HEADS, CHUNK, KEYS] float32: logarithms of decays since the chunk's begin
     query_start,
     counts,
     a_stride,
     num_tokens,
     HEADS: tl.constexpr,
     KEY: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr,  # KEY padded
     CHUNK: tl.constexpr,
 ):
-    """The sums of decays that `_kimi_gates_kernel` makes, alone."""
     head = tl.program_id(0)
     slot = tl.program_id(1)
     entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
@@ -213,96 +136,27 @@ def _kimi_pairs_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["query_start", "counts"],
-)
-def _kimi_halves_kernel(
-    queries,
-    keys,
-    totals,
-    lower,
-    overlaps,
-    query_start,
-    counts,
-    num_tokens,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,  # CHUNK is 2 to the power of this
-):
-    """As `_kimi_pairs_kernel`, of all pairs of a chunk. Two tokens are in the two halves of one
-    block of 2, 4 ... CHUNK tokens, so a level of blocks is a product of matrices. There the sum
-    at the end of the first half lies between theirs: no factor is above 1, and each token has one
-    factor for all others."""
-    head = tl.program_id(0)
-    slot = tl.program_id(1)
-    entry, _, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
-    if (entry >= tl.load(counts + 1)) | (first >= length):
-        return
-    dtype = keys.dtype.element_ty
-    steps = tl.arange(0, CHUNK)
-    dims = tl.arange(0, KEYS)
-    at = slot.to(tl.int64) * HEADS + head
-    totals += at * CHUNK * KEYS
-    tile = steps[:, None] * KEYS + dims[None, :]
-    q = tl.load(queries + at * CHUNK * KEYS + tile)
-    k = tl.load(keys + at * CHUNK * KEYS + tile)
-    total = tl.load(totals + tile)
-    same = steps[:, None] == steps[None, :]
-    own = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
-    of_queries = tl.where(same, own[:, None], 0.0)
-    of_keys = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for level in tl.static_range(LEVELS):
-        half = steps >> level
-        middle = ((half | 1) << level) - 1
-        apart = total - tl.load(totals + middle[:, None] * KEYS + dims[None, :])
-        left = tl.exp2(tl.abs(apart) * -LOG2E)
-        near = (k.to(tl.float32) * left).to(dtype)
-        turned = tl.trans(near)
-        found = tl.dot(near, turned, input_precision="ieee")
-        pairs = (half[:, None] == half[None, :] + 1) & (half[:, None] % 2 == 1)
-        of_keys = tl.where(pairs, found, of_keys)
-        near = (q.to(tl.float32) * left).to(dtype)
-        found = tl.dot(near, turned, input_precision="ieee")
-        of_queries = tl.where(pairs, found, of_queries)
-    into = at * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
-    tl.store(lower + into, of_keys)
-    tl.store(overlaps + into, of_queries.to(dtype))
-
-
-@triton.jit(
     do_not_specialize=["b_stride", "num_tokens"],
-    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "b"],
+    do_not_specialize_on_alignment=["query_start", "counts", "b"],
 )
 def _kimi_solve_kernel(
-    x,
     b,
-    conv,
-    tail,
     queries,  # leaves them as of the chunk's begin
     keys,  # leaves them as of the chunk's end
     totals,
     lower,
     weights,  # W: [slots, HEADS, CHUNK, KEYS]
-    values,  # U: [slots, HEADS, CHUNK, VALUES]
-    rows,
+    values,  # [slots, HEADS, CHUNK, VALUES]; U takes their place
     query_start,
-    kv_len,
     counts,
-    x_stride,
     b_stride,
     num_tokens,
     HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
     MOST: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,  # VALUE padded
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
-    APART: tl.constexpr,  # values are there, and U takes their place
 ):
     head = tl.program_id(0)
     slot = tl.program_id(1)
@@ -314,25 +168,14 @@ def _kimi_solve_kernel(
     dims = tl.arange(0, KEYS)
     columns = tl.arange(0, VALUES)
     there = first + steps < length
-    first_token = (begin + first).to(tl.int64)
-    before = tl.load(kv_len + entry) - length
-    tail += tl.load(rows + entry).to(tl.int64) * (TAPS - 1) * CHANNELS
     at = (slot.to(tl.int64) * HEADS + head) * CHUNK
-    beta = tl.load(b + (first_token + steps) * b_stride + head, mask=there, other=0.0)
-    beta = MOST * tl.sigmoid(beta.to(tl.float32))
+    gates = (begin + first + steps).to(tl.int64) * b_stride + head
+    beta = MOST * tl.sigmoid(tl.load(b + gates, mask=there, other=0.0).to(tl.float32))
     inverse = tl.load(lower + at * CHUNK + steps[:, None] * CHUNK + steps[None, :])
     inverse = unit_lower_inverse(inverse * beta[:, None], CHUNK, PRECISION) * beta[None, :]
     inverse = inverse.to(dtype)
     value_tile = at * VALUES + steps[:, None] * VALUES + columns[None, :]
-    if APART:
-        v = tl.load(values + value_tile)
-    else:
-        v = convolved_rows(
-            x, tail, conv, None, first_token, first, length, before,
-            2 * HEADS * KEY + head * VALUE + columns, columns < VALUE, x_stride, CHUNK, CHANNELS,
-            TAPS,
-        )  # fmt: skip
-        v = (v * tl.sigmoid(v)).to(dtype)
+    v = tl.load(values + value_tile)
     u = tl.dot(inverse, v, input_precision="ieee")
     tl.store(values + value_tile, u.to(dtype))
     tile = at * KEYS + steps[:, None] * KEYS + dims[None, :]
@@ -361,8 +204,7 @@ def kimi_chunks(
     """As `kernels.reference.Kernels.kimi_delta`, of the entries counts[0] .. counts[1] - 1 of meta;
     tokens after the last get zeros."""
     assert meta.rows is not None and heads.key_heads == heads.value_heads
-    num_tokens, (channels, taps) = x.shape[0], heads.conv.shape
-    slots = num_slots(num_tokens, meta)
+    num_tokens, slots = x.shape[0], num_slots(x.shape[0], meta)
     sizes = tile_sizes(heads, x.element_size())
     queries = x.new_empty(slots, heads.key_heads, CHUNK, sizes["KEYS"])
     keys, weights = torch.empty_like(queries), torch.empty_like(queries)
@@ -370,83 +212,52 @@ def kimi_chunks(
     lower = state.new_empty(slots, heads.key_heads, CHUNK, CHUNK)
     overlaps = x.new_empty(lower.shape)
     values = x.new_empty(slots, heads.key_heads, CHUNK, sizes["VALUES"])
-    where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
     common = {"HEADS": heads.key_heads, "KEYS": sizes["KEYS"], "CHUNK": CHUNK}
-    convolution = {"KEY": heads.key_size, "CHANNELS": channels, "TAPS": taps}
-    if APART:
-        convolve(x, heads, tail, queries, keys, values, meta)
-        _kimi_decays_kernel[(heads.key_heads, slots)](
-            a,
-            heads.decay,
-            heads.bias,
-            totals,
-            meta.query_start,
-            meta.counts,
-            a.stride(0),
-            num_tokens,
-            **common,
-            KEY=heads.key_size,
-            num_warps=GATES.num_warps,
-        )
-    else:
-        _kimi_gates_kernel[(heads.key_heads, slots)](
-            x,
-            a,
-            heads.conv,
-            heads.decay,
-            heads.bias,
-            tail,
-            queries,
-            keys,
-            totals,
-            *where,
-            x.stride(0),
-            a.stride(0),
-            num_tokens,
-            **common,
-            **convolution,
-            num_warps=GATES.num_warps,
-            num_stages=GATES.num_stages,
-        )
-    found = (queries, keys, totals, lower, overlaps, meta.query_start, meta.counts, num_tokens)
-    if HALVES:
-        _kimi_halves_kernel[(heads.key_heads, slots)](
-            *found,
-            **common,
-            LEVELS=CHUNK.bit_length() - 1,
-            num_warps=HALVED.num_warps,
-            num_stages=HALVED.num_stages,
-        )
-    else:
-        _kimi_pairs_kernel[(heads.key_heads, slots, CHUNK // PART)](
-            *found,
-            **common,
-            PART=PART,
-            num_warps=PAIRS.num_warps,
-            num_stages=PAIRS.num_stages,
-        )
+    convolve(x, heads, tail, queries, keys, values, meta)
+    _kimi_decays_kernel[(heads.key_heads, slots)](
+        a,
+        heads.decay,
+        heads.bias,
+        totals,
+        meta.query_start,
+        meta.counts,
+        a.stride(0),
+        num_tokens,
+        **common,
+        KEY=heads.key_size,
+        num_warps=DECAYS.num_warps,
+        num_stages=DECAYS.num_stages,
+    )
+    _kimi_pairs_kernel[(heads.key_heads, slots, CHUNK // PART)](
+        queries,
+        keys,
+        totals,
+        lower,
+        overlaps,
+        meta.query_start,
+        meta.counts,
+        num_tokens,
+        **common,
+        PART=PART,
+        num_warps=PAIRS.num_warps,
+        num_stages=PAIRS.num_stages,
+    )
     _kimi_solve_kernel[(heads.key_heads, slots)](
-        x,
         b,
-        heads.conv,
-        tail,
         queries,
         keys,
         totals,
         lower,
         weights,
         values,
-        *where,
-        x.stride(0),
+        meta.query_start,
+        meta.counts,
         b.stride(0),
         num_tokens,
         **common,
-        **convolution,
-        VALUE=heads.value_size,
         VALUES=sizes["VALUES"],
         MOST=heads.most,
         PRECISION="ieee" if x.element_size() > 2 else "tf32",
-        APART=APART,
         num_warps=SOLVE.num_warps,
         num_stages=SOLVE.num_stages,
     )

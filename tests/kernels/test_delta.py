@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
-from kernels.recurrent import delta_rule_cuda, kimi_chunks_cuda
+from kernels.recurrent import delta_rule_cuda
 from kernels.recurrent.delta_chunks_cuda import pass_launch
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import WalkLaunch
@@ -185,17 +185,12 @@ def test_decays_by_key(heads: int, sizes: tuple[int, int], back_end: str) -> Non
     assert row_error(state, want_state) < 1e-4
 
 
-@pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(16, 24), (64, 64)], ids=str)
-def test_chunks_by_key(
-    sizes: tuple[int, int], dtype: torch.dtype, newer: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_by_key(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     """Decays of single elements that add up to hundreds within a chunk, or within 16 tokens, beside
     others that keep all: factors of pairs that overflow, or that vanish where their product does
     not. Decodes, prompts of several chunks, one that goes on, and what a graph knows of them."""
-    monkeypatch.setattr(kimi_chunks_cuda, "HALVES", newer)
-    monkeypatch.setattr(kimi_chunks_cuda, "APART", newer)
     torch.manual_seed(6)
     lengths, kv_len = [1, 70, 64, 17], [7, 70, 100, 30]
     how, given = by_key(1, sizes, sum(lengths))

@@ -15,7 +15,6 @@ from tests.kernels.launches.recurrent import (
     convolution,
     delta,
     kimi,
-    kimi_newer,
     mamba,
     mamba_1,
 )
@@ -27,6 +26,6 @@ PARTS: dict[str, Callable[[str], None]] = {
     for part in (
         *(layers, packed, plain, attention, quantized_attention, latent),
         *(sampling, assembly, adapters, experts, experts_in_fewer_bits),
-        *(delta, kimi, kimi_newer, mamba, mamba_1, convolution, peers),
+        *(delta, kimi, mamba, mamba_1, convolution, peers),
     )
 }

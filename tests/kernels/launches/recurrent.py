@@ -1,13 +1,11 @@
 """Launches of the layers with states."""
 
 from dataclasses import replace
-from unittest.mock import patch
 
 import torch
 
 from kernels.metadata import AttentionMeta
 from kernels.norm import gated_norm
-from kernels.recurrent import kimi_chunks_cuda
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta
@@ -68,13 +66,6 @@ def kimi(model: str) -> None:
         some = replace(_meta(20), num_decodes=decodes)
         kimi_delta(x, z, a, b, how, tail, state, some)
     kimi_delta(x, z, a, b, how, tail, state, _meta(), deterministic=True)
-
-
-@patch.object(kimi_chunks_cuda, "HALVES", True)
-@patch.object(kimi_chunks_cuda, "APART", True)
-def kimi_newer(model: str) -> None:
-    """What is off."""
-    kimi(model)
 
 
 def mamba(model: str) -> None:
