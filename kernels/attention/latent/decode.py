@@ -190,22 +190,26 @@ def _latent_decode_kernel(
 
 
 def few_heads(group: int, element_size: int) -> bool:
-    """Whether the heads of a part are columns. The matrix unit takes no float32. Rows took 107.7
-    microseconds where columns took 114.1 with 16 heads on an H200; 17 to 32 were not measured."""
+    """Whether the heads of a part are columns. The matrix unit takes no float32. On an H200 64
+    entries of 4,096 latents took 220 microseconds with 20 heads as columns, 321 as rows; with 16
+    heads rows took 107.7 where columns took 114.1, products around them included."""
     return 16 < group <= 32 and element_size == 2
 
 
 def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> DecodeLaunch:
     """A program's results are rows x rank in registers, its tiles in shared memory. As measured on
-    an H200, microseconds: 64 entries of 4,096 latents and 16 heads take 115 in two small programs
-    on a multiprocessor, which hide each other's trips to memory, and 204 in one of eight warps; one
-    entry of 32,768 takes 35 with four tiles on their way, and 51 with two. With 128 heads the two
-    take 320 and 59 in tiles of 64 keys, 334 and 58 in tiles of 32."""
+    an H200, microseconds: 64 entries of 4,096 latents and 16 heads take 95 in two small programs on
+    a multiprocessor, which hide each other's trips to memory, and 115 in one with more tiles on
+    their way; one entry of 32,768 takes 31 and 24. With 20 heads the two take 220 and 48 in tiles
+    of 64 keys, 231 and 39 in tiles of 16; with 128 heads 319 and 60 in tiles of 64, 337 and 58 in
+    tiles of 32."""
     if element_size > 2:
         return DecodeLaunch(16, 8, 2, 1)
     many = 4 * entries > sms
     if rows * rank <= 16 * 512:
         return DecodeLaunch(32, 4, 3, 2) if many else DecodeLaunch(32, 4, 4, 1)
+    if rows == 32 and not many:
+        return DecodeLaunch(16, 8, 4, 1)
     if rows * rank <= 32 * 512 or many:
         return DecodeLaunch(64, 8, 2, 1)
     return DecodeLaunch(32, 8, 3, 1)

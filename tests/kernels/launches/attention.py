@@ -125,5 +125,6 @@ def latent(model: str) -> None:
         meta = replace(meta, query_start_host=[0, 10, 20], kv_len_host=[40, 30])
         up = torch.empty(heads, nope + 128, rank, dtype=dtype)
         latent_expanded(q, cache, up, out[:, :, :128].contiguous(), 0.1, meta)
-        splits = plan_latent(int32(20), heads, rank, cache, 8192, int32(1))
-        latent_decode(absorbed, q, cache, out, int32(20, 512), 0.1, splits)
+        for entries in (20, 64):  # the launch of a few, and that of many
+            splits = plan_latent(int32(entries), heads, rank, cache, 8192, int32(1))
+            latent_decode(absorbed, q, cache, out, int32(entries, 512), 0.1, splits)
