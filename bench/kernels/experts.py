@@ -173,18 +173,24 @@ def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:
     calls = [partial(kernels.experts, x, *each, stack, residual) for each in step.routed]
     yield "experts, whole", up_bytes + down_bytes, calls
     packed, few_bits = make_packed(stack), 4.5 / 16
-    tiles = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
-    pairs = [sort(ids, layer.experts) for _, ids in step.routed]
-    both = list(zip(step.routed, pairs, strict=True))
-    inners = [packed_up(x, *each, packed, mine, tiles.up) for each, mine in both]
-    calls = [partial(packed_up, x, *each, packed, mine, tiles.up) for each, mine in both]
-    yield "up in MXFP4", up_bytes * few_bits, calls
-    calls = [
-        partial(packed_down, inner, *each, packed, mine, tiles.down)
-        for inner, (each, mine) in zip(inners, both, strict=True)
-    ]
-    yield "down in MXFP4", down_bytes * few_bits, calls
-    calls = [partial(packed_experts, x, *each, packed, residual) for each in step.routed]
+    if len(x) <= few_moe.MOST:
+        ups = [partial(few_packed_up, x, *each, packed) for each in step.routed]
+        downs = [
+            partial(few_packed_down, up(), *each, packed, residual)
+            for up, each in zip(ups, step.routed, strict=True)
+        ]
+    else:
+        chosen_tiles = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
+        pairs = [sort(ids, layer.experts) for _, ids in step.routed]
+        both = list(zip(step.routed, pairs, strict=True))
+        ups = [partial(packed_up, x, *each, packed, mine, chosen_tiles.up) for each, mine in both]
+        downs = [
+            partial(packed_down, up(), *each, packed, mine, chosen_tiles.down)
+            for up, (each, mine) in zip(ups, both, strict=True)
+        ]
+    yield "up in MXFP4", up_bytes * few_bits, ups
+    yield "down in MXFP4", down_bytes * few_bits, downs
+    calls = [partial(kernels.packed_experts, x, *each, packed, residual) for each in step.routed]
     yield "experts in MXFP4, whole", (up_bytes + down_bytes) * few_bits, calls
 
 
@@ -371,29 +377,26 @@ def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
 
 
 def packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
-    """(a tile, `PAIRS_OF_FLOATS`)."""
     layer, x = step.layer, step.x
     tiles = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
     routed = list(zip(step.routed, pairs, strict=True))
     inners = [packed_up(x, *each, packed, mine, tiles.up) for each, mine in routed]
-    others = [(tile, True) for tile in packed_tiles(len(x) * layer.chosen / layer.experts)]
-    now = packed_moe.PAIRS_OF_FLOATS
+    others = list(packed_tiles(len(x) * layer.chosen / layer.experts))
     return [
         Choice(
             "up in MXFP4",
-            [(tiles.up, now), (tiles.up, not now), *others],
-            lambda way: [
-                partial(in_pairs, way[1], packed_up, x, *each, packed, mine, way[0])
-                for each, mine in routed
+            [tiles.up, *others],
+            lambda tile: [
+                partial(packed_up, x, *each, packed, mine, tile) for each, mine in routed
             ],
             step.met * layer.up_bytes * 4.5 / 16,
         ),
         Choice(
             "down in MXFP4",
-            [(tiles.down, now), (tiles.down, not now), *others],
-            lambda way: [
-                partial(in_pairs, way[1], packed_down, y, *each, packed, mine, way[0])
+            [tiles.down, *others],
+            lambda tile: [
+                partial(packed_down, y, *each, packed, mine, tile)
                 for y, (each, mine) in zip(inners, routed, strict=True)
             ],
             step.met * layer.down_bytes * 4.5 / 16,
@@ -411,13 +414,13 @@ def few_packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
     return [
         Choice(
             "up in MXFP4, pair by pair",
-            [few_moe.UP, *few_packed_tiles(1)],
+            [few_moe.up_tile(packed.gate_up), *few_packed_tiles(1)],
             lambda tile: [partial(few_packed_up, x, *each, packed, tile) for each in step.routed],
             up_bytes * 4.5 / 16,
         ),
         Choice(
             "down in MXFP4, pair by pair",
-            [few_moe.DOWN, *few_packed_tiles(places)],
+            [few_moe.down_tile(packed.down, len(x)), *few_packed_tiles(places)],
             lambda tile: [
                 partial(few_packed_down, y, *each, packed, None, tile) for y, each in both
             ],
@@ -425,7 +428,7 @@ def few_packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
         ),
         Choice(
             "whole in MXFP4, (pair by pair)",
-            [(False,), (True,)],
+            [(len(x) <= few_moe.MOST,), (len(x) > few_moe.MOST,)],
             lambda way: [
                 partial(few_packed if way[0] else packed_experts, x, *each, packed, None)
                 for each in step.routed
@@ -433,15 +436,6 @@ def few_packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
             (up_bytes + down_bytes) * 4.5 / 16,
         ),
     ]
-
-
-def in_pairs(pairs: bool, product: Callable[..., Tensor], *given: Any) -> Tensor:
-    """A launch with `PAIRS_OF_FLOATS` as told."""
-    before, packed_moe.PAIRS_OF_FLOATS = packed_moe.PAIRS_OF_FLOATS, pairs
-    try:
-        return product(*given)
-    finally:
-        packed_moe.PAIRS_OF_FLOATS = before
 
 
 def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
@@ -453,7 +447,7 @@ def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
             made.append((step, "few", few_choices(step)))
         if "grouped" in what and not small:
             made.append((step, "grouped", grouped_choices(step)))
-        if "packed" in what and len(step.x) <= 8:
+        if "packed" in what and len(step.x) <= 2 * few_moe.MOST:
             choices = few_packed_choices(step, make_packed(step.stack))
             made.append((step, "packed, pair by pair", choices))
         if "packed" in what:

@@ -22,13 +22,9 @@ from kernels.gemm.packed.gemv8 import in_words, number
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
-# Tokens; 0 until a GPU has run it: `python -m bench.kernels.experts --sweep few packed` says up to
-# how many it takes less time than `packed_experts`.
-MOST = 0
-
-# Rows of a program, units of a row (of 16 bytes in 4 bits, of 8 in 8 bits), warps.
-UP = (8, 32, 1)
-DOWN = (1, 32, 1)
+# Tokens up to which a sweep of bench.kernels.experts on one H200 found less time than with
+# `packed_experts`: of MXFP4, with 128 experts of which 8 are chosen, and 32 of which 4 are.
+MOST = 8
 
 _LIFT = 96
 # The exponent that a number as decoded lacks, by its kind of code.
@@ -337,8 +333,32 @@ def _few_packed_down_kernel(
     tl.store(out + at_out, total.to(out.dtype.element_ty), mask=outs < WIDTH)
 
 
-def _options(weight: PackedWeight, config: tuple[int, int, int]) -> dict[str, Any]:
+def _words_of(weight: PackedWeight) -> int:
+    """32-bit words of codes in a unit."""
     form = weight.form
+    return min(4, form.span // 8) if form.bits == 4 else 2
+
+
+def _in_one(weight: PackedWeight, units: int) -> int:
+    """Codes that so many units of a row have."""
+    return units * _words_of(weight) * (32 // weight.form.bits)
+
+
+def up_tile(weight: PackedWeight) -> tuple[int, int, int]:
+    """(rows of a program, units of a row at a time, warps), as `MOST` was found, of one token and
+    of eight: more units where no turn of them has less than all its codes."""
+    return (4, 32, 1) if weight.shape[1] % _in_one(weight, 64) else (2, 64, 1)
+
+
+def down_tile(weight: PackedWeight, tokens: int) -> tuple[int, int, int]:
+    """The same: rows of each of a token's experts. One token and eight were swept. One has few
+    programs, and takes short rows in one turn."""
+    if tokens > 2:
+        return 4, 8, 1
+    return (2, 64, 2) if weight.shape[1] <= _in_one(weight, 64) else (1, 32, 1)
+
+
+def _options(weight: PackedWeight, config: tuple[int, int, int]) -> dict[str, Any]:
     given = constants(weight)
     lacks = _LACKS.get(given["CODE"], 0)
     rows, units, warps = config
@@ -348,7 +368,7 @@ def _options(weight: PackedWeight, config: tuple[int, int, int]) -> dict[str, An
         "REST": 2.0 ** (lacks - _LIFT if lacks else 0),
         "ROWS": rows,
         "UNITS": units,
-        "INTS": min(4, form.span // 8) if form.bits == 4 else 2,
+        "INTS": _words_of(weight),
         "num_warps": warps,
         **pdl(weight.codes.device),
     }
@@ -369,13 +389,14 @@ def few_packed_up(
     weights: Tensor,
     ids: Tensor,
     stack: PackedExperts,
-    config: tuple[int, int, int] = UP,
+    config: tuple[int, int, int] | None = None,  # as `up_tile` has it
 ) -> Tensor:
     """act(gate) * up of each pair: [tokens * chosen, size]."""
     weight = stack.gate_up
     tokens, width = x.shape
     chosen, size = ids.shape[1], stack.down.shape[1]
     inner = x.new_empty((tokens * chosen, size))
+    config = config or up_tile(weight)
     outs = config[0] * size * stack.count // weight.shape[0]
     _few_packed_up_kernel[(triton.cdiv(size, outs), tokens * chosen)](
         _words(x, weight),
@@ -406,12 +427,13 @@ def few_packed_down(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    config: tuple[int, int, int] = DOWN,
+    config: tuple[int, int, int] | None = None,  # as `down_tile` has it
 ) -> Tensor:
     """[tokens, hidden]: the weighted sum of each token's experts."""
     weight = stack.down
     tokens, chosen = ids.shape
     width, size = weight.shape[0] // stack.count, weight.shape[1]
+    config = config or down_tile(weight, tokens)
     out = inner.new_empty((tokens, width)) if residual is None else residual
     _few_packed_down_kernel[(triton.cdiv(width, config[0]), tokens)](
         _words(inner, weight),
@@ -443,8 +465,8 @@ def few_packed(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    up: tuple[int, int, int] = UP,
-    down: tuple[int, int, int] = DOWN,
+    up: tuple[int, int, int] | None = None,
+    down: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.packed_experts`; of a few tokens, of which there is one at
     least."""

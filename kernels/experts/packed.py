@@ -20,10 +20,6 @@ from kernels.gemm.packed.dot import LOWERED, add_step, quick
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
-# Pairs of e2m1 codes by PTX, as pairs of bfloat16 numbers that are scaled at once. Off, as no GPU
-# has run it yet: `python -m bench.kernels.experts --sweep packed` tells whether it pays.
-PAIRS_OF_FLOATS = False
-
 
 class Tile(NamedTuple):
     pairs: int  # of one expert
@@ -38,13 +34,13 @@ class Tiles(NamedTuple):
 
 
 # The pairs that an expert has on average -> tiles, the first that fits: what a sweep of
-# bench.kernels.experts found on an H100 with MXFP4. One token has the narrow one, for there are few
-# experts then, and more programs.
+# bench.kernels.experts found on an H200 with MXFP4, at 0.5 to 64.
 TILES: tuple[tuple[float, Tiles], ...] = (
-    (0.5, Tiles(Tile(16, 32, 2, 3), Tile(16, 32, 2, 3))),
-    (10, Tiles(Tile(16, 64, 2, 4), Tile(16, 64, 2, 4))),
-    (24, Tiles(Tile(32, 32, 2, 3), Tile(16, 64, 2, 4))),
-    (float("inf"), Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 8, 4))),
+    (1, Tiles(Tile(16, 64, 2, 4), Tile(16, 128, 4, 4))),
+    (10, Tiles(Tile(16, 64, 2, 2), Tile(16, 128, 2, 2))),
+    (24, Tiles(Tile(32, 32, 1, 2), Tile(16, 128, 2, 2))),
+    (48, Tiles(Tile(64, 128, 8, 2), Tile(32, 128, 8, 4))),
+    (float("inf"), Tiles(Tile(64, 128, 4, 2), Tile(64, 128, 4, 2))),
 )
 # Where a row's numbers may not depend on how many rows there are.
 FIXED = Tiles(Tile(32, 64, 4, 3), Tile(32, 64, 4, 3))
@@ -251,9 +247,11 @@ def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[
     four = weight.form.bits == 4
     words = 32 if four else 128
     step = 4 * words if four else words
-    how = quick(x, weight, words)
-    if PAIRS_OF_FLOATS and _floats_fit(x, weight):
+    how, warps = quick(x, weight, words), tile.num_warps
+    if _floats_fit(x, weight):
         how = [scaled_floats(at) for at in range(4)]
+    else:  # registers for sums of a group beside those of all
+        warps = max(warps, tile.pairs * tile.outs // 1024)
     # A scale and an offset for each code are on their way too.
     stages = 2 if not how and weight.form.group % step else tile.num_stages
     return {
@@ -266,7 +264,7 @@ def _options(x: Tensor, weight: PackedWeight, tile: Tile, experts: int) -> dict[
         "WHOLE": bytes_fit(weight),
         **{f"HOW{i}": how[i] if how else "" for i in range(4)},
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-        "num_warps": tile.num_warps,
+        "num_warps": warps,
         "num_stages": stages,
         **constants(weight),
         **pdl(x.device),

@@ -243,7 +243,6 @@ def test_pairs_of_codes_compile(
 @pytest.mark.slow
 def test_pairs_of_floats_compile(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """PTX for experts in MXFP4, each tile; words that are decoded one code at a time after all."""
-    monkeypatch.setattr(packed_experts_module, "PAIRS_OF_FLOATS", True)
     monkeypatch.setattr(
         packed_experts_module, "_floats_fit", lambda x, weight: weight.form.table == E2M1
     )

@@ -399,11 +399,9 @@ def test_at_the_sizes_of_models(sizes: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(128, 8, 768, 2048), (32, 4, 2880, 2880)])
-def test_packed_at_the_sizes_of_models(
-    sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ways to decode MXFP4 in groups by expert, and pair by pair, alone and in a graph. Small
-    numbers and scales: products with codes as they are decoded would have no digits."""
+def test_packed_at_the_sizes_of_models(sizes: tuple[int, int, int, int]) -> None:
+    """MXFP4 in groups by expert, and pair by pair, alone and in a graph. Small numbers and scales:
+    products with codes as they are decoded would have no digits."""
     experts, count, size, hidden = sizes
     form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
 
@@ -421,10 +419,8 @@ def test_packed_at_the_sizes_of_models(
         x, (scale, ids) = random(tokens, hidden) / 64, chosen(tokens, experts, count)
         x = x.bfloat16()
         want = reference.experts(x.float(), scale, ids, dense, None)
-        for pairs in (False, True):
-            monkeypatch.setattr(packed_module, "PAIRS_OF_FLOATS", pairs)
-            found = packed_experts(x, scale, ids, stack, None)
-            assert row_error(found, want) < 4 * BOUND[torch.bfloat16], (tokens, pairs)
+        found = packed_experts(x, scale, ids, stack, None)
+        assert row_error(found, want) < 4 * BOUND[torch.bfloat16], tokens
         if tokens <= 8:
             found = few_packed(x, scale, ids, stack, None)
             assert row_error(found, want) < 2 * BOUND[torch.bfloat16], tokens

@@ -91,8 +91,9 @@ def experts_in_fewer_bits(model: str) -> None:
             7.0,
         )
         packed_moe.packed_experts(x[:1], scale[:1], ids[:1], stack, x[:1])
-        few_packed(x[:1], scale[:1], ids[:1], stack, x[:1])
-        for tiles in (tiles for _, tiles in packed_moe.TILES if form is forms[0]):
+        for tokens in (1, 8):
+            few_packed(x[:tokens], scale[:tokens], ids[:tokens], stack, x[:tokens])
+        for _, tiles in packed_moe.TILES if form is forms[0] else packed_moe.TILES[-1:]:
             packed_moe.packed_experts(x, scale, ids, stack, None, tiles)
         if not biased:
             stack.act = "relu2"
