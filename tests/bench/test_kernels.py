@@ -190,10 +190,10 @@ def test_the_sweep_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_sweep, "num_sms", lambda device: 132)
     for table, to, shape, tokens, tile in (
         ("gemv8.tile", "fp8-block", "qkv", 1, "(8, 256, 2)"),
-        ("gemv4.tile", "int4", "down", 1, "(4, 128, 1)"),
+        ("gemv4.tile", "int4", "down", 1, "(8, 256, 2)"),
         ("blocks.tile", "fp8-block", "down", 8, "(64, 16, 4, 3) x 8"),
         ("dot.tile", "int4", "gate_up", 256, "(128, 256, 32, 8, 3) x 1"),
-        ("dot.tile", "int8-128", "o", 16, "(64, 16, 128, 2, 4) x 4"),
+        ("dot.tile", "int8-128", "o", 128, "(64, 128, 128, 4, 3) x 4"),
     ):
         assert packed_sweep.now(table, to, shape, tokens) == tile
 

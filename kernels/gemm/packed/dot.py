@@ -367,17 +367,32 @@ def early_fits(weight: PackedWeight, step: int) -> bool:
     return weight.form.bits == 4 and weight.form.span == step and weight.shape[1] % step == 0
 
 
+def scales_sums(weight: PackedWeight) -> bool:
+    """Whether these are 8 bits with a scale for the sum of each step of 128 codes."""
+    eight = weight.form.bits == 8 and not bytes_fit(weight)
+    return eight and scales_only(weight) and weight.form.group % 128 == 0
+
+
 def tile(
-    bits: int, tokens: int, shape: tuple[int, int], sms: int, early: bool = False
+    bits: int,
+    tokens: int,
+    shape: tuple[int, int],
+    sms: int,
+    early: bool = False,  # as `packed_dot` has it
+    sums: bool = False,  # as `scales_sums`
 ) -> tuple[int, int, int, int, int]:
     """(ROWS, TOKENS, words or codes of a row, warps, stages): the best of sweeps over llama-8b's
-    matrices on one H200. early: as `packed_dot` has it."""
+    matrices on one H200."""
+    rows, columns = shape
     if tokens <= 16:
-        return (64, 16, 32, 2, 3) if bits == 4 else (64, 16, 128, 2, 4)
+        # Fewer stages leave room for more programs on a multiprocessor.
+        many = sums and triton.cdiv(rows, 64) > sms
+        return (64, 16, 32, 2, 3) if bits == 4 else (64, 16, 128, 2, 3 if many else 4)
     few = triton.next_power_of_2(min(tokens, 256))
     if bits == 8:
-        return (64, few, 128, 4, 3) if few <= 64 else (128, 64, 128, 8, 3)
-    rows, columns = shape
+        if few <= 64 or (sums and few == 128):
+            return 64, few, 128, 4, 3
+        return 128, 128 if sums else 64, 128, 8, 3
     if few == 64 and triton.cdiv(rows, 128) < sms:
         return 64, 64, 32, 4, 4 if columns >= 8192 else 3
     if early:
@@ -420,7 +435,7 @@ def packed_dot(
         early = early_pays(weight, tokens, sms) and early_fits(weight, 4 * _WORDS)
         early = early and bool(quick(x, weight, _WORDS))
     num_rows, num_tokens, width, warps, stages = config or tile(
-        bits, tokens, weight.shape, sms, early
+        bits, tokens, weight.shape, sms, early, scales_sums(weight)
     )
     grid = (triton.cdiv(rows, num_rows), triton.cdiv(tokens, num_tokens))
     step = width * (4 if bits == 4 else 1)

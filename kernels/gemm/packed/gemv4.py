@@ -215,7 +215,9 @@ def tile(rows: int, words: int) -> tuple[int, int, int]:
     row; one step is best where few rows have no more."""
     if rows >= 16384:
         return 8, 64, 1
-    return (4, 256, 2) if rows <= 4096 and words <= 256 else (4, 128, 1)
+    if rows > 4096:
+        return 8, 128, 2
+    return (4, 256, 2) if words <= 256 else (8, 256, 2)
 
 
 def gemv4_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
