@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,8 +29,27 @@ def early_kernels() -> dict[str, ast.FunctionDef]:
                 tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
                 assert isinstance(tree, ast.FunctionDef)
                 if any(argument.arg == "PDL" for argument in tree.args.args):
+                    tree.body = list(statements(tree, function.__globals__))
                     found[name] = tree
     return found
+
+
+def statements(tree: ast.FunctionDef, names: dict[str, Any]) -> Iterator[ast.stmt]:
+    """Of a kernel; in the place of a call that is given PDL, those of what it calls."""
+    for node in tree.body:
+        call = node.value if isinstance(node, ast.Assign) else None
+        given = [ast.unparse(each) for each in call.args] if isinstance(call, ast.Call) else []
+        if not isinstance(call, ast.Call) or "PDL" not in given:
+            yield node
+            continue
+        called = names[ast.unparse(call.func)].fn
+        inner = ast.parse(textwrap.dedent(inspect.getsource(called))).body[0]
+        assert isinstance(inner, ast.FunctionDef)
+        flag = inner.args.args[given.index("PDL")].arg
+        for each in ast.walk(inner):
+            if isinstance(each, ast.Name) and each.id == flag:
+                each.id = "PDL"
+        yield from inner.body
 
 
 def is_fetch(node: ast.stmt) -> bool:
