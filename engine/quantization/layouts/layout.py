@@ -74,7 +74,7 @@ class Layout(ABC):
     def grouped_order(self) -> Tensor | None:
         """int32 [in]: the matrix's inputs so that those of a group are neighbours; None: there is
         no such order, as groups differ in size. Only where `ordered`, once it is filled."""
-        raise NotImplementedError
+        return None
 
     def decoded(self, step: int) -> Iterator[Decoded]:
         """All rows, so many at a time. Raises TensorError for a scale that is not finite, or zero

@@ -315,10 +315,13 @@ class Stored(LinearMethod):
         out = x.new_empty(x.shape[0], sum(piece.spec.out_features for piece in pieces))
         column = 0
         for piece in pieces:
-            size = piece.spec.out_features
-            out[:, column : column + size] = self.apply_piece(piece, piece.inputs(x))
-            column += size
+            self.apply_into(piece, piece.inputs(x), out, column)
+            column += piece.spec.out_features
         return out
+
+    def apply_into(self, piece: LinearPiece, x: Tensor, out: Tensor, column: int) -> None:
+        """apply_piece, written into out [n, outputs of all pieces] from a column on."""
+        out[:, column : column + piece.spec.out_features] = self.apply_piece(piece, x)
 
 
 class _StoredEmbedding(EmbeddingTable):

@@ -65,20 +65,11 @@ class StoredCpu(Stored):
 
     # ---- Products
 
-    def apply(self, state: StoredState, x: Tensor) -> Tensor:
-        pieces = state.pieces
-        if len(pieces) == 1:
-            return self.apply_piece(pieces[0], pieces[0].inputs(x))
-        out = x.new_empty(x.shape[0], sum(piece.spec.out_features for piece in pieces))
-        column = 0
-        for piece in pieces:
-            size = piece.spec.out_features
-            if isinstance(piece.state, PackedBlocks):
-                piece.state.into(piece.inputs(x), out, column)
-            else:
-                out[:, column : column + size] = self.apply_piece(piece, piece.inputs(x))
-            column += size
-        return out
+    def apply_into(self, piece: LinearPiece, x: Tensor, out: Tensor, column: int) -> None:
+        if isinstance(piece.state, PackedBlocks):
+            piece.state.into(x, out, column)
+        else:
+            super().apply_into(piece, x, out, column)
 
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
         if isinstance(piece.state, PackedBlocks):
