@@ -34,11 +34,11 @@ from torch import Tensor
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 
 PROGRAMS = 64  # a power of two; at most as many as there are multiprocessors, as all have to run
-LARGEST = 8 << 20  # bytes of a message
+LARGEST = 16 << 20  # bytes of a message
 TILE = 1 << 14  # bytes that a program reads of each rank at once, at most
 # Rows up to which the residual and the norm are made with the sum. More would be several to a
 # program, which no GPU has run: `python -m bench.kernels.sums --sweep` says what to set.
-NORM_ROWS = 64
+NORM_ROWS = 8192
 PATIENCE = 1 << 29  # looks for a signal, of about a microsecond each: minutes
 
 
