@@ -36,9 +36,6 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 PROGRAMS = 64  # a power of two; at most as many as there are multiprocessors, as all have to run
 LARGEST = 16 << 20  # bytes of a message
 TILE = 1 << 14  # bytes that a program reads of each rank at once, at most
-# Rows up to which the residual and the norm are made with the sum. More would be several to a
-# program, which no GPU has run: `python -m bench.kernels.sums --sweep` says what to set.
-NORM_ROWS = 8192
 PATIENCE = 1 << 29  # looks for a signal, of about a microsecond each: minutes
 
 
@@ -325,9 +322,9 @@ class PeerMemory:
         return onto
 
     def norm_fits(self, x: Tensor) -> bool:
-        """Whether rows [n, columns] are few and short enough for `norm_one_shot`."""
+        """Whether rows [n, columns] are short enough for `norm_one_shot`, and any."""
         rows, columns = x.shape
-        return 0 < rows <= NORM_ROWS and triton.next_power_of_2(columns) * x.itemsize <= self.slot
+        return rows > 0 and triton.next_power_of_2(columns) * x.itemsize <= self.slot
 
     def norm_one_shot(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The residual as by `one_shot`, and then `norm.rms_norm` of it in new memory, with its

@@ -7,9 +7,9 @@ Prints a JSON line for each size: microseconds of a sum by one shot, by two shot
 of the sum, the residual and the norm behind it, in one kernel and apart. The last line has where
 the ways cross, as `engine.parallel.peers.CROSSINGS` keeps it.
 
---sweep: how many programs a sum has and how large their tiles are, for messages of up to 16 MB, and
-up to how many rows a norm pays in the sum's kernel. It prints a line for each, then a table, and
-last what to set in `kernels.peer_sums` and in CROSSINGS.
+--sweep: how many programs a sum has and how large their tiles are, for messages of up to 16 MB,
+alone and with the norm. It prints a line for each, then a table, and last what to set in
+`kernels.peer_sums` and in CROSSINGS.
 
 --one-gpu: all ranks are processes on the first GPU. They take turns there, and NCCL refuses them:
 it shows that the measurement works, and its figures mean nothing.
@@ -114,7 +114,6 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
         for shape in shapes
     }
     lines: dict[Setting, list[Line]] = {}
-    peer_sums.NORM_ROWS = max(TOKENS)
     for programs, peer_sums.TILE in SETTINGS:
         # All is laid out anew in the same memory, by all ranks while none uses it.
         torch.cuda.synchronize(device)
@@ -169,17 +168,8 @@ def best_of(lines: dict[Setting, list[Line]]) -> Setting:
 
 
 def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
-    """Of CROSSINGS and of `kernels.peer_sums`. The norm goes with the sum as far as that is no
-    slower than apart, as a mean over the widths."""
+    """Of CROSSINGS and of `kernels.peer_sums`."""
     best = best_of(lines)
-
-    def pays(rows: int) -> bool:
-        both = [line for line in lines[best] if line["norm"] and line["rows"] == rows]
-        ratios = [
-            line["with_norm"] / min(line.get("apart", line["nccl"]), line["nccl"]) for line in both
-        ]
-        return prod(ratios) <= 1.0
-
     _, most = crossings(
         [{"bytes": each["rows"] * each["columns"] * 2, **each} for each in lines[best]]
     )
@@ -188,7 +178,6 @@ def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
         "TILE": best[1],
         "CROSSINGS[2]": [most, most],
         "LARGEST": max(most, 8 << 20),
-        "NORM_ROWS": max(takewhile(pays, TOKENS[2:]), default=TOKENS[1]),
     }
 
 

@@ -58,6 +58,7 @@ MADE_BY = {
     "versus-http": "`python -m bench.versus.http`: Manta's server against another",
     "versus-lora": "`python -m bench.versus.lora`: many adapters, against none or a peer",
     "versus-mixer-kernels": "`python -m bench.versus.mixer_kernels`: latents, delta rules",
+    "versus-mixers": "`python -m bench.versus.engine`: latents and recurrent layers, offline",
     "versus-models": "`python -m bench.versus.engine`: other models than Llama and Qwen, offline",
     "versus-parallel": "`python -m bench.versus.parallel`: several GPUs against vLLM and one",
     "versus-quantised": "`python -m bench.versus.quantised`: weights in fewer bits, and 16 bits",

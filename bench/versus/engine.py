@@ -142,6 +142,8 @@ def run_vllm(
         "max_num_seqs": MAX_NUM_SEQS,
         "gpu_memory_utilization": MEMORY_FRACTION,
         "enable_prefix_caching": needs.get("prefix_caching", False),
+        # FlashInfer's kernels, the default for DeltaNet, are compiled by nvcc; these by Triton.
+        "additional_config": {"gdn_prefill_backend": "triton"},
         **({"worker_cls": WORKER} if drawn else {}),
         **(change or {}),
     }
@@ -184,6 +186,8 @@ def lines_of(command: list[str], folder: Path | None = None) -> Iterator[Line]:
         for line in process.stdout:
             if line.startswith("{"):
                 yield json.loads(line)
+            else:  # why an engine ended, if it did
+                print(line, end="", file=sys.stderr)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
 

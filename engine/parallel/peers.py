@@ -14,7 +14,7 @@ from engine.parallel.shared_memory import RankFailed
 from kernels.device_memory import reaches
 
 # Ranks -> bytes of a message up to which one shot is taken, and up to which memory is, beyond which
-# it is NCCL. `python -m bench.kernels.sums` measures where the ways cross. Two ranks: on two H100
+# it is NCCL. `python -m bench.kernels.sums` measures where the ways cross. Two ranks: on two H200
 # with NVLink, where one shot is fastest as far as the memory reaches. Four and eight: as others
 # measured them there (vLLM pull requests 24111 and 24532).
 CROSSINGS = {2: (16 << 20, 16 << 20), 4: (1 << 20, 8 << 20), 8: (256 << 10, 8 << 20)}

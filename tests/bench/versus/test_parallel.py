@@ -53,7 +53,6 @@ def test_what_a_sweep_says() -> None:
     asked = sums.what_to_set(found)
     assert (asked["PROGRAMS"], asked["TILE"]) == first
     assert asked["CROSSINGS[2]"] == [4 << 20] * 2 and asked["LARGEST"] == 8 << 20
-    assert asked["NORM_ROWS"] == 128
     found[third] = lines(0.8, 1.0)
     asked = sums.what_to_set(found)
     assert (asked["PROGRAMS"], asked["TILE"]) == third
