@@ -81,17 +81,15 @@ def resolve_model(
 
         key = f"{DEFAULT_MODEL.name}-{DEFAULT_MODEL.sha256[:12]}{kind}"
         return _cached(models, key, unpack, progress)
-    check_model(spec, weights=weights)
     path = Path(spec).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.is_file():
+    if path.suffix == ".gguf" and path.is_file():  # its faults were found if it is there already
 
         def build(target: Path, progress: Progress | None) -> None:
             convert(path, target, progress, blocks=blocks)
 
         return _cached(models, f"{path.stem}-{_fingerprint(path)}{kind}", build, progress)
-    return _from_hub(spec, revision)
+    check_model(spec, weights=weights)
+    return path.resolve() if path.is_dir() else _from_hub(spec, revision)
 
 
 def outlined(spec: str, progress: Progress | None = None, cache: Path | None = None) -> Path | None:

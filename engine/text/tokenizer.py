@@ -75,12 +75,7 @@ class Tokenizer:
         self.response_template = response_template  # as the checkpoint has it, or None
         self.sampling_defaults = dict(sampling_defaults or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        # Characters of the longest token, as the vocabulary writes it.
-        self._longest: int = (
-            max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-            if same is None
-            else same._longest
-        )
+        self._longest: int = _longest(backend) if same is None else same._longest
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token", ""))
@@ -338,6 +333,18 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
         (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids: list[int] = found.ids
     return ids
+
+
+def _longest(backend: tokenizers.Tokenizer) -> int:
+    """Characters of the longest token, as the vocabulary writes it. Other threads run meanwhile:
+    the library holds the GIL while it makes a dict of the vocabulary, 0.03 s for 50,000 tokens."""
+    found = 1
+    for token_id in range(backend.get_vocab_size(with_added_tokens=True)):
+        token = backend.id_to_token(token_id)
+        if token is None:  # a gap: there are ids behind the size
+            return max(map(len, backend.get_vocab(with_added_tokens=True)))
+        found = max(found, len(token))
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:

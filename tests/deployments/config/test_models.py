@@ -1,5 +1,6 @@
 """resolve_model and the GGUF conversion."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -361,6 +362,68 @@ def test_files_cut_short(part: float, message: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match=message):
         convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("order", ["LITTLE", "BIG"])
+def test_arrays_are_read_as_the_package_reads_them(order: str, tmp_path: Path) -> None:
+    """Bug: our way through arrays takes another order of bytes, or ends at another place, so that
+    tokens or all keys behind them are wrong."""
+    import gguf
+
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian[order])
+    for name, values in {
+        "texts": ["", "a b", "日本語", "x" * 300],
+        "numbers": [1, -2, 2**31 - 1],
+        "fractions": [0.5, -1e9],
+        "switches": [True, False, True],
+    }.items():
+        writer.add_array(f"general.{name}", values)
+    writer.add_string("general.behind", "them")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file, theirs = GGUFFile(path), gguf.GGUFReader(path)
+    assert file.get("general.texts")[2] == "日本語"
+    assert file.get("general.behind") == "them"
+    for name, field in theirs.fields.items():
+        assert file.get(name) == field.contents(), name
+
+
+def test_a_vocabulary_is_read_without_garbage(tmp_path: Path) -> None:
+    """Bug: a router that is asked to add a model makes some objects of each token of its file, and
+    the garbage collector, which looks at all of them at once, holds the streams of the other
+    models up for 0.2 s, several times."""
+    vocab, merges = small_vocab()
+    vocab += [f"token{i}" for i in range(20_000)]
+    write_gguf(tmp_path / "m.gguf", "llama", vocab, merges)
+    GGUFFile(tiny(tmp_path / "first.gguf"))  # what is imported and kept
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        file = GGUFFile(tmp_path / "m.gguf")
+        after = len(gc.get_objects())
+    finally:
+        gc.enable()
+    assert file.get("tokenizer.ggml.tokens") == vocab
+    assert after - before < len(vocab) / 5
+
+
+def test_a_file_that_is_converted_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: each router and replica reads the whole header to find the folder made of it."""
+    source = str(tiny(tmp_path / "m.gguf"))
+    folder = resolve_model(source, cache=tmp_path / "cache")
+
+    def read(path: Path) -> None:
+        raise AssertionError(f"{path} was read")
+
+    monkeypatch.setattr(models, "GGUFFile", read)
+    monkeypatch.setattr("deployments.checkpoints.gguf.GGUFFile", read)
+    assert resolve_model(source, cache=tmp_path / "cache") == folder
 
 
 def test_later_versions(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
 import engine.text.tokenizer as module
 from engine.errors import ConfigError, InvalidRequest
@@ -336,6 +338,21 @@ def test_models_with_the_same_file_share_what_was_made_of_it(tmp_path: Path) -> 
     assert [one.sampling_defaults["temperature"] for one in (a, b)] == [0.5, 0.25]
     (tmp_path / "b" / "tokenizer.json").write_text(content + " ")
     assert Tokenizer.load(tmp_path / "b").backend is not a.backend
+
+
+@pytest.mark.parametrize("ids", ["as they come", "with a gap", "two for one id"])
+def test_the_longest_token_is_known(ids: str) -> None:
+    """Bug: a token behind a gap of the ids is not looked at, so that a text is cut before its last
+    tokens where it is cut to a number of them."""
+    longest = "abba" * 4
+    vocab = {"a": 0, "b": 1, longest: 2}
+    if ids == "with a gap":
+        vocab[longest] = 9
+    elif ids == "two for one id":
+        vocab["abba"] = 2
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab))
+    backend.add_tokens(["added"])
+    assert Tokenizer(backend).encode(longest, max_tokens=1) == [vocab[longest]]
 
 
 def test_broken_folders_are_named(tmp_path: Path) -> None:
