@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Any
 
@@ -175,17 +175,15 @@ class Api:
             limits.charge(exchange.caller, sum(map(len, prompts)), time.monotonic())
             exchange.always += limits.headers(exchange.caller)
 
-    async def generate(
+    def generate(
         self, exchange: HttpExchange, *, chat: bool, turn: Turn | None = None
-    ) -> None:
-        """turn: of an API that is read into a chat."""
-        if turn is None:
-            await self._generate(exchange, chat, None)
-            return
-        try:
-            await self._generate(exchange, chat, turn)
-        except (ApiError, MantaError) as error:
-            raise turn.error(error) from None
+    ) -> Awaitable[None]:
+        """turn: of an API that is read into a chat.
+
+        Not a coroutine itself: each that awaits another one is resumed again for each chunk.
+        """
+        answer = self._generate(exchange, chat, turn)
+        return answer if turn is None else _as_of(turn, answer)
 
     async def _generate(self, exchange: HttpExchange, chat: bool, turn: Turn | None) -> None:
         self.check_room()
@@ -276,6 +274,14 @@ class Api:
             if len(bases) == 1:
                 return allowed(bases[0], caller)
         return await find_model(body.get("model"), self.backend, caller)
+
+
+async def _as_of(turn: Turn, answer: Awaitable[None]) -> None:
+    """Errors are told as the turn's API does."""
+    try:
+        await answer
+    except (ApiError, MantaError) as error:
+        raise turn.error(error) from None
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -94,12 +94,12 @@ class Route:
         return {method: one for method, one in named.items() if one is not None}
 
 
-async def _chat(api: "Api", exchange: HttpExchange) -> None:
-    await api.generate(exchange, chat=True)
+def _chat(api: "Api", exchange: HttpExchange) -> Awaitable[None]:
+    return api.generate(exchange, chat=True)
 
 
-async def _completions(api: "Api", exchange: HttpExchange) -> None:
-    await api.generate(exchange, chat=False)
+def _completions(api: "Api", exchange: HttpExchange) -> Awaitable[None]:
+    return api.generate(exchange, chat=False)
 
 
 async def _tokenize(api: "Api", exchange: HttpExchange) -> None:
