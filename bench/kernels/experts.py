@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels.measure import Calls, copy_bandwidth, matmul_rate, time_us
+from bench.kernels.sweeping import WRONG, Timed, differs, lines
 from kernels.dispatch import kernels_for
 from kernels.experts import few_packed as few_moe
 from kernels.experts import packed as packed_moe
@@ -48,7 +49,6 @@ from kernels.packed import E2M1, Format, PackedWeight
 
 COPIES = 8  # routings that a graph walks over, so that none finds its weights in the cache
 _BEST = 4  # of a sweep, that are printed
-_SAME = 0.03  # of the largest number of a result, by which two launches may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class Sweep:
     def best(self, choice: Choice) -> list[Any]:
         """The best tiles, which are printed with today's."""
         today = choice.tiles[0]
-        found: list[tuple[float, Any]] = []
+        rows: dict[Any, Timed] = {}
         try:
             want = _numbers(choice.calls(today)[0]())
         except Exception as error:
@@ -282,28 +282,25 @@ class Sweep:
             return [today]
         for tile in dict.fromkeys(choice.tiles):
             if time.monotonic() > self.until:
-                print(f"  {choice.name}: out of time after {len(found)} tiles", flush=True)
+                print(f"  {choice.name}: out of time after {len(rows)} tiles", flush=True)
                 break
             try:
                 calls = choice.calls(tile)
-                apart = float((_numbers(calls[0]()) - want).abs().max() / want.abs().max())
-                if not apart < _SAME:
-                    print(f"  {choice.name} WRONG by {apart:.3f}: {tile}", flush=True)
+                remark = differs(_numbers(calls[0]()), want)
+                if remark.startswith(WRONG):
+                    print(f"  {choice.name} {remark}: {tile}", flush=True)
                     continue
-                found.append((time_us(calls, 5), tile))
+                us = time_us(calls, 5)
             except Exception as error:  # one that does not fit the device
                 print(f"  {choice.name} {tile}: {str(error)[:80]}", flush=True)
-        found.sort(key=lambda each: each[0])
-        shown = found[:_BEST] + [each for each in found[_BEST:] if each[1] == today]
-        for us, tile in shown:
-            rate = f" {choice.num_bytes / us * 1e6 / self.copy:5.2f} of a copy"
-            mark = "   <- today" if tile == today else ""
-            print(
-                f"  {choice.name} {us:8.2f} us{rate if choice.num_bytes else ''}  "
-                f"{tuple(tile)}{mark}",
-                flush=True,
-            )
-        return [tile for _, tile in found[:2]] or [today]
+                continue
+            if choice.num_bytes:
+                remark += f", {choice.num_bytes / us * 1e6 / self.copy:.2f} of a copy"
+            table = "" if tile == today else choice.name
+            rows[tile] = Timed(us, f"{choice.name} {tuple(tile)}", table, remark)
+        for line in lines(rows.values(), _BEST):
+            print(f"  {line}", flush=True)
+        return sorted(rows, key=rows.__getitem__)[:2] or [today]
 
 
 def _numbers(result: object) -> Tensor:

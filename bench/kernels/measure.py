@@ -8,7 +8,6 @@ may be faster than a copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,11 +151,3 @@ def rows(
             yield measure(case, make(), best, timer)
         except Exception as error:
             yield {"case": case, "error": f"{type(error).__name__}: {error}"[:400]}
-
-
-def compile_only(cases: Mapping[str, Callable[[], KernelWork]]) -> None:
-    """Launch each once, so that Triton's cache has it. What fails will fail again, and be told,
-    when it is timed."""
-    for make in cases.values():
-        with suppress(Exception):
-            make().calls[0]()

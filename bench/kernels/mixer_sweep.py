@@ -6,26 +6,25 @@ there.
 
 For each case the microseconds of each kernel in a call as it is today; then of a call with one
 launch changed at a time. At the end a table of each case, the fastest first, and the constants that
-say so. Every variant has run in a process of its own before anything is timed, so that one which
-faults or never ends is only left out.
+say so. Every variant has run in another process before anything is timed, so that one which faults
+or never ends is only left out.
 """
 
 import argparse
-import os
-import subprocess
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bench.kernels.measure import KernelWork, apart, copies_for, time_us
+from bench.kernels.measure import KernelWork, copies_for, time_us
 from bench.kernels.mixers import DECODES, RANK, ROPE, cuda, delta, mixer_cases
 from bench.kernels.sizes import LLAMA, meta_of
+from bench.kernels.sweeping import Timed, differs, first_launches, launch_these, lines
 from kernels.attention.decode_plan import DecodeLaunch
 from kernels.attention.latent import decode, expanded
 from kernels.attention.latent.expanded import ExpandedLaunch
@@ -39,9 +38,7 @@ from kernels.recurrent.chunks_cuda import Launch, PassLaunch
 from kernels.recurrent.delta_chunks_cuda import RowsLaunch
 from kernels.recurrent.delta_rule_cuda import WalkLaunch
 
-PROCESSES = 14
-FIRST_S, COMPILE_S = 80, 240  # of one variant's first run, and until the last of them may begin
-WORSE = 0.99  # of the time as it is: what is slower is not worth a change
+COMPILE_S = 320  # of all first runs
 Table = tuple[Any, str, Sequence[Any]]  # a module, its table's name, launches
 Change = tuple[Any, str, Any]
 MANY_HEADS = [
@@ -151,6 +148,10 @@ class Variant(NamedTuple):
     def what(self) -> str:
         return said(self.change) if self.change else "as it is"
 
+    @property
+    def table(self) -> str:
+        return self.change[1] if self.change else ""
+
 
 def said(change: Change) -> str:
     module, name, value = change
@@ -245,40 +246,10 @@ def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
         return use(variant.make())
 
 
-def alone(job: list[str], until: float) -> str:
-    """Run this program with these arguments; why it failed, or ""."""
-    if time.monotonic() > until:
-        return "no time"
-    command = [sys.executable, "-m", "bench.kernels.mixer_sweep", *job]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FIRST_S)
-    except subprocess.TimeoutExpired:
-        return f"not done after {FIRST_S} s"
-    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    return lines[-1][:120] if done.returncode else ""
-
-
-def timed(variant: Variant, wanted: Any) -> tuple[float, str, Any]:
-    """Microseconds, how far the result is from the one wanted, and the result."""
+def timed(variant: Variant, wanted: Any) -> tuple[Timed, Any]:
+    """Its time, and the result."""
     found, us = run(variant, lambda work: (first(work), time_us(work.calls, 10)))
-    if wanted is None or found is None:
-        return us, "", found
-    error = apart(found, wanted)
-    return us, f"{'WRONG: ' if not error < 0.02 else ''}differs by {error:.1e}", found
-
-
-def to_set(rows: list[tuple[float, Variant]]) -> str:
-    """Of each table the fastest launch, if that is faster than today's. Each was changed alone:
-    what they are together is to be timed."""
-    if not rows:
-        return "nothing ran"
-    base = next((us for us, variant in rows if not variant.change), float("inf"))
-    best: dict[str, tuple[float, Change]] = {}
-    for us, variant in rows:
-        change = variant.change
-        if change and us < WORSE * base and us < best.get(change[1], (base,))[0]:
-            best[change[1]] = us, change
-    return "; ".join(said(change) for _, change in best.values()) or "nothing"
+    return Timed(us, variant.what, variant.table, differs(found, wanted)), found
 
 
 def main() -> int:
@@ -289,41 +260,36 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=500, help="nothing is timed later; default %(default)s"
     )
-    parser.add_argument("--this", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--these", nargs="+", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     every = list(variants(args.only))
-    if args.this is not None:
-        run(every[args.this], first)
+    if args.these is not None:
+        launch_these(args.these, lambda number: run(every[number], first))
         return 0
     began = time.monotonic()
-    jobs = [["--only", *args.only, "--this", str(number)] for number in range(len(every))]
-    with ThreadPoolExecutor(min(PROCESSES, os.cpu_count() or 1)) as pool:
-        failed = list(pool.map(lambda job: alone(job, began + COMPILE_S), jobs))
+    name = "bench.kernels.mixer_sweep"
+    failed = first_launches(name, ["--only", *args.only], len(every), COMPILE_S)
     print(f"compiled after {time.monotonic() - began:.1f} s", flush=True)
-    rows: list[tuple[float, Variant]] = []
-    table: dict[str, list[tuple[float, str]]] = {}
+    rows: dict[str, list[Timed]] = {}
     wanted, dead = {}, ""
-    for variant, why in zip(every, failed, strict=True):
+    for number, variant in enumerate(every):
+        why = failed.get(number, "") or dead
         if time.monotonic() > began + args.seconds:
             why = why or "no time"
-        us, remark, parts = float("inf"), why or dead, ""
-        if not remark:
+        row, parts = Timed(math.inf, variant.what, variant.table, why), ""
+        if not why:
             try:
-                us, remark, found = timed(variant, wanted.get(variant.case))
+                row, found = timed(variant, wanted.get(variant.case))
                 if not variant.change:
                     wanted[variant.case] = found
                     parts = f"\n    {run(variant, by_kernel)}"
-                if not remark.startswith("WRONG"):
-                    rows.append((us, variant))
             except RuntimeError as error:  # where it is CUDA's, nothing runs after it
-                remark = str(error).splitlines()[0]
+                row = row._replace(remark=str(error).splitlines()[0])
                 dead = f"not run after {variant.what}" if "CUDA" in str(error) else ""
-        line = f"{us:9.1f} us  {variant.what:<60} {remark}".rstrip()
-        table.setdefault(variant.case, []).append((us, line))
-        print(f"{variant.case:<28} {line}{parts}", flush=True)
-    for case, lines in table.items():
-        print(f"\n{case}\n" + "\n".join(line for _, line in sorted(lines)))
-        print("set: " + to_set([row for row in rows if row[1].case == case]))
+        rows.setdefault(variant.case, []).append(row)
+        print(f"{variant.case:<28} {row}{parts}", flush=True)
+    for case, tried in rows.items():
+        print(f"\n{case}\n" + "\n".join(lines(tried)))
     return 0
 
 

@@ -10,12 +10,9 @@ way. The last lines say what to set, and what a layer takes as an engine has it.
 """
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -24,8 +21,9 @@ import torch
 from torch import Tensor
 
 from bench.kernels.cases import LINEARS, cuda, form_of, random_weight
-from bench.kernels.measure import apart, copies_for, copy_bandwidth, time_us
+from bench.kernels.measure import copies_for, copy_bandwidth, time_us
 from bench.kernels.sizes import LLAMA, Sizes
+from bench.kernels.sweeping import NO_TIME, WRONG, differs, first_launches, launch_these, pays
 from kernels.gemm import cublaslt
 from kernels.gemm.packed import blocks, dot, fp8, gemv4, gemv8
 from kernels.gemm.packed.dot import packed_dot
@@ -35,9 +33,8 @@ from kernels.launch.pdl import num_sms
 from kernels.packed import PackedWeight
 
 SHAPES = {name: LINEARS[f"8b {name}"][0] for name in ("qkv", "o", "gate_up", "down")}
-SECONDS, COMPILING, PROCESSES = 155, 0.45, 12
+SECONDS, COMPILING = 155, 0.45  # of all, and the share of it that first launches have
 EPS, GATE = 1e-5, "silu"
-PAYS = 0.97  # of today's time: less is more than what two visits differ by
 AGAINST = "the other way"  # a launch of kernels that others' results are held against
 LAYER = "layer"  # not a table: a product with what an engine has around it
 LAYERS = {
@@ -305,7 +302,7 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
             best = min(tried, key=tried.__getitem__)
             tile, split, *early = best
             text = f"{tile}{f' x {split}' if split else ''}{' early' if early == [True] else ''}"
-            advice = "set it" if tried[best] < PAYS * each[None] else "leave it"
+            advice = "set it" if pays(tried[best], each[None]) else "leave it"
             others = "".join(f", {of} {us:.1f}" for of, us in each.items() if isinstance(of, str))
             yield (
                 f"  {what:<12} {case:<22} {shape:<8} today {today(what, to, shape, tokens)} "
@@ -325,49 +322,11 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
 
 
 def check(each: Try, wanted: Tensor | None) -> tuple[Tensor, str]:
-    """A launch's result, and a remark if it is not what was wanted."""
+    """A launch's result, and how far it is from what is wanted."""
     each.step.residual.zero_()
     found = each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
     found = found.clone()  # of the residual
     return found, differs(found, wanted)
-
-
-def differs(found: Any, wanted: Any, most: float = 0.02) -> str:
-    """A remark, of results that are not those of the launch as it is."""
-    if wanted is None or found is None:
-        return ""
-    error = apart(found, wanted)
-    return "" if error < most else f"  WRONG: differs by {error:.2g} of the result"
-
-
-def compile_all(
-    module: str, only: list[str], count: int, processes: int, seconds: float
-) -> dict[int, str]:
-    """Launch each of a module's variants once, in several processes; why those failed that did, by
-    their number. What reads beyond its memory takes its process with it: the rest goes on in
-    another one."""
-    base = [sys.executable, "-m", module, "--only", *only, "--these"]
-    failed: dict[int, str] = {}
-    limit = time.monotonic() + seconds
-
-    def walk(numbers: list[int]) -> None:
-        while numbers and time.monotonic() < limit:
-            try:
-                done = subprocess.run(
-                    [*base, *map(str, numbers)],
-                    capture_output=True,
-                    text=True,
-                    timeout=max(0.0, limit - time.monotonic()),
-                )
-            except subprocess.TimeoutExpired:
-                return
-            ran = [int(line) for line in done.stdout.split()]
-            if numbers := [number for number in numbers if number not in ran]:
-                failed[numbers.pop(0)] = done.stderr.strip().splitlines()[-1]
-
-    with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(walk, [[*range(i, count, processes)] for i in range(processes)]))
-    return failed
 
 
 def main() -> int:
@@ -385,16 +344,10 @@ def main() -> int:
         raise SystemExit("error: no CUDA device here")
     every = [each for each in tries() if each.case.startswith(tuple(args.only))]
     if args.these is not None:
-        for number in args.these:
-            each = every[number]
-            each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
-            torch.cuda.synchronize()
-            print(number, flush=True)
+        launch_these(args.these, lambda number: check(every[number], None))
         return 0
-    processes = max(1, min(PROCESSES, os.cpu_count() or 1))
-    seconds = COMPILING * args.seconds
-    name = "bench.kernels.packed_sweep"
-    failed = compile_all(name, args.only, len(every), processes, seconds)
+    seconds, name = COMPILING * args.seconds, "bench.kernels.packed_sweep"
+    failed = first_launches(name, ["--only", *args.only], len(every), seconds)
     copy = copy_bandwidth()
     print(
         f"{torch.cuda.get_device_name()}, copy {copy / 1e12:.2f} TB/s, {len(every)} launches, "
@@ -414,6 +367,7 @@ def main() -> int:
         line = f"{each.what:<15} {each.case:<22} {each.step.shape:<8} {each.launch}"
         weights = weights_of(LLAMA, each.to, each.step.shape, True)
         error, remark, us = failed.get(number, ""), "", 0.0
+        error = "" if error == NO_TIME else error  # it is compiled when it is timed
         try:
             if not error:
                 found, remark = check(each, wanted)
@@ -421,8 +375,8 @@ def main() -> int:
                 us = time_us([partial(each.call, weight) for weight in weights], 10)
         except Exception as caught:  # one that does not fit the device
             error = str(caught)
-        print(f"{line}: {error[:120] or f'{us:.2f} us'}{remark}", flush=True)
-        if not error and not remark:
+        print(f"{line}: {error[:120] or f'{us:.2f} us'}  {remark}".rstrip(), flush=True)
+        if not error and not remark.startswith(WRONG):
             results.setdefault(at[:2], {}).setdefault(at[2], {})[each.launch] = us
     print("\nTables: a launch's microseconds, x shares of the columns")
     print("\n".join(table_lines(results, now)))

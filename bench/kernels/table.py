@@ -7,12 +7,10 @@ the rate of a large matrix product for what multiplies. --only takes the cases w
 --fa3 also runs FlashAttention 3 on a long prompt, where vLLM, which brings it, is installed.
 What fails has a row that says so, and the exit code is 1.
 
-Kernels are compiled before anything is timed, in several processes.
+Each case runs once in one of several processes before anything is timed, so kernels are compiled.
 """
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -58,31 +56,6 @@ def fa3() -> dict[str, Callable[..., Callable[[], object]]]:
     return {"fa3": in_a_row, "fa3_paged": paged}
 
 
-def compile_all(only: list[str]) -> None:
-    """Fill Triton's cache: minutes in one process. What is missing then is compiled when due."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SystemExit("error: no CUDA device here")
-    count = max(1, min(8, (os.cpu_count() or 2) // 2))
-    base = [sys.executable, "-m", "bench.kernels.table", "--only", *only]
-    processes = [
-        subprocess.Popen(
-            [*base, "--compile-share", str(i), str(count)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for i in range(count)
-    ]
-    limit = time.monotonic() + COMPILE_S
-    for process in processes:
-        try:
-            process.wait(max(0.0, limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,11 +63,12 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], metavar="PREFIX", help="of cases' names")
     parser.add_argument("--fa3", action="store_true", help="needs vLLM")
     parser.add_argument("--out", type=Path, help="folder for the result files")
-    parser.add_argument("--compile-share", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--these", nargs="+", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
 
     from bench.kernels import measure
     from bench.kernels.cases import all_cases
+    from bench.kernels.sweeping import first_launches, launch_these
     from kernels.dispatch import kernels_for
 
     began = time.perf_counter()
@@ -111,13 +85,14 @@ def main() -> int:
     }
     if not cases:
         parser.error(f"--only: no case begins with {' or '.join(args.only)}")
-    if args.compile_share:
-        share, count = args.compile_share
+    if args.these is not None:
         # The others would disturb its times.
         kernels_for("cuda").tune_linear = lambda weights, sizes, add: None
-        measure.compile_only({name: cases[name] for name in [*cases][share::count]})
+        made = list(cases.values())
+        launch_these(args.these, lambda number: made[number]().calls[0]())
         return 0
-    compile_all(args.only)
+    # What fails or is missing then will fail, or be compiled, when it is timed.
+    first_launches("bench.kernels.table", ["--only", *args.only], len(cases), COMPILE_S)
     print(f"compiled after {time.perf_counter() - began:.1f} s", flush=True)
     best = measure.Best(measure.copy_bandwidth(), measure.matmul_rate())
     print(f"copy {best.copy / 1e12:.2f} TB/s, product {best.product / 1e12:.0f} TFLOP/s")

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from bench.kernels import cases as bench_cases
-from bench.kernels import measure
+from bench.kernels import measure, mixer_sweep, sweeping
 from bench.kernels import table as kernel_bench
 from bench.kernels.measure import KernelWork
 from kernels.dispatch import kernels_for
@@ -52,7 +52,7 @@ def test_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A result that is lost because one kernel failed, or whose run looks as if all was well."""
-    monkeypatch.setattr(kernel_bench, "compile_all", lambda only: None)
+    monkeypatch.setattr(sweeping, "first_launches", lambda *_: {})
     assert command("--fa3", "--out", str(tmp_path)) == 1
     (table,) = tmp_path.glob("kernels-*.json")
     document = json.loads(table.read_text())
@@ -69,32 +69,108 @@ def test_the_command(
         command("--only", "nothing")
 
 
-def test_compiling_is_shared(command: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_is_shared(
+    command: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A case that no process compiles, or a search for products that disturbs the timed one."""
     told: list[Any] = []
     monkeypatch.setattr(cuda, "tune_linear", lambda *_: told.append("searched"))
-    monkeypatch.setattr(measure, "compile_only", lambda cases: told.extend(cases))
-    for share in range(2):
-        assert command("--compile-share", str(share), "2") == 0
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    assert command("--these", "2", "0") == 0
     cuda.tune_linear([], [], add=False)
-    assert sorted(told) == ["decode/1", "norm/1", "norm/2"]
+    assert not told and capsys.readouterr().out.split() == ["2", "0"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        command("--these", "1")
 
 
-def test_compilers_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that waits for ever because a kernel does not compile."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no CUDA device"):
-        kernel_bench.compile_all([""])
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+def test_each_launch_runs_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that faults or hangs and takes those behind it along; one that is timed although
+    nobody knows whether it ends; a process that is left."""
     program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 60\n")
+    program.write_text(
+        f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n"
+        'while [ "$1" != --these ]; do shift; done; shift\n'
+        "for launch; do case $launch in\n"
+        "2) echo 'Traceback' >&2; echo 'no such tile' >&2; exit 1 ;;\n"
+        "3) sleep 60 ;;\n"
+        "5) exit 9 ;;\n"
+        "esac; echo $launch; done\n"
+    )
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    monkeypatch.setattr(kernel_bench, "COMPILE_S", 1.0)
-    kernel_bench.compile_all([""])
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        sweeping.first_launches("bench.kernels.any", [], 1, 60.0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(sweeping, "EACH_S", 1.0)
+    assert sweeping.first_launches("bench.kernels.any", ["--only", "x"], 9, 60.0) == {
+        2: "no such tile",
+        3: "not done after 1 s",
+        5: "exit status 9",
+    }
+    assert sweeping.first_launches("bench.kernels.any", [], 4, 0.5) == {
+        2: "no such tile",
+        3: sweeping.NO_TIME,
+    }
     pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert len(pids) >= 7 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_what_a_sweep_says_to_set() -> None:
+    """A launch that is wrong, did not run or gains no more than two visits differ by; today's
+    launch left out of the table because others are faster."""
+    rows = [
+        sweeping.Timed(10.0, "as it is"),
+        sweeping.Timed(9.9, "SOLVE = 1", "SOLVE"),
+        sweeping.Timed(5.0, "PASS = 1", "PASS", sweeping.differs(torch.ones(2), torch.ones(2) * 2)),
+        sweeping.Timed(9.0, "PASS = 2", "PASS", sweeping.differs(torch.ones(2), torch.ones(2))),
+        sweeping.Timed(8.0, "PASS = 3", "PASS"),
+        sweeping.Timed(float("inf"), "PASS = 4", "PASS", "no time"),
+    ]
+    assert sweeping.to_set(rows) == "PASS = 3"
+    *told, last = sweeping.lines(rows, most=2)
+    assert ["PASS = 1" in told[0], "PASS = 3" in told[1], "as it is" in told[2]] == [True] * 3
+    assert len(told) == 3 and "WRONG" in told[0] and last == "set: PASS = 3"
+    assert sweeping.to_set(rows[:2]) == "nothing"
+    assert sweeping.to_set([rows[5]]) == "nothing ran"
+    assert sweeping.to_set([rows[0]._replace(us=float("inf")), rows[1]]) == "SOLVE = 1"
+
+
+def test_a_sweep_of_mixers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launch that is timed although its first run failed, a constant that is not set back, or
+    launches after one that broke the device, as if their times meant anything."""
+    constants = ModuleType("kernels.constants")
+    monkeypatch.setattr(constants, "SOLVE", 1, raising=False)
+
+    def make() -> KernelWork:
+        def call() -> torch.Tensor:
+            if constants.SOLVE == 4:
+                raise RuntimeError("CUDA error: an illegal memory access")
+            return torch.ones(4)
+
+        return KernelWork([call], 1.0)
+
+    changes = [None, *((constants, "SOLVE", value) for value in (2, 3, 4, 5))]
+    variants = [mixer_sweep.Variant("case", make, change) for change in changes]
+    monkeypatch.setattr(mixer_sweep, "variants", lambda only: iter(variants))
+    monkeypatch.setattr(mixer_sweep, "by_kernel", lambda work: "")
+    monkeypatch.setattr(mixer_sweep, "time_us", lambda *_: 10.0 - constants.SOLVE)
+    monkeypatch.setattr(mixer_sweep, "first_launches", lambda *_: {1: "no such tile"})
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("sys.argv", ["mixer_sweep"])
+    assert mixer_sweep.main() == 0
+    _, said = capsys.readouterr().out.split("\ncase\n")
+    *table, last = said.splitlines()
+    assert "SOLVE = 3" in table[0] and "7.00 us" in table[0]
+    assert "as it is" in table[1] and "9.00 us" in table[1]
+    for line, remark in zip(table[2:], ("no such tile", "illegal", "not run after"), strict=True):
+        assert "inf us" in line and remark in line
+    assert last == "set: constants.SOLVE = 3" and constants.SOLVE == 1
 
 
 def test_what_flash_attention_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

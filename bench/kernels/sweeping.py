@@ -1,0 +1,153 @@
+"""What sweeps of launches share: each launch runs once in another process before any is timed, its
+result is held against the one wanted, and the table of times ends with what to set."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from tempfile import TemporaryFile
+from threading import Timer
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.kernels.measure import apart
+
+PROCESSES = 12
+EACH_S = 80.0  # of one launch: one that takes longer never ends
+NO_TIME = "no time"
+PAYS = 0.97  # of today's time: less is more than what two visits differ by
+DIFFERS = 0.02  # of a result's norm, by which two launches may be apart
+WRONG = "WRONG"  # begins the remark on a launch that is further apart
+
+
+class Timed(NamedTuple):
+    """us: inf where it did not run. table: what the launch is of; "" of today's launch."""
+
+    us: float
+    what: str
+    table: str = ""
+    remark: str = ""
+
+    def __str__(self) -> str:
+        mark = "" if self.table else "   <- today"
+        return f"{self.us:9.2f} us  {self.what:<60} {self.remark}{mark}".rstrip()
+
+    @property
+    def right(self) -> bool:
+        return math.isfinite(self.us) and not self.remark.startswith(WRONG)
+
+
+def differs(found: Any, wanted: Any) -> str:
+    """A remark: how far a result is from the one wanted, where both are there."""
+    if found is None or wanted is None:
+        return ""
+    error = apart(found, wanted)
+    return f"{'' if error < DIFFERS else f'{WRONG}: '}differs by {error:.1e}"
+
+
+def pays(us: float, today: float) -> bool:
+    return us < PAYS * today
+
+
+def to_set(rows: Iterable[Timed]) -> str:
+    """Of each table the fastest launch, if it pays. Each was changed alone: what they are together
+    is to be timed."""
+    ran = sorted(row for row in rows if row.right)
+    if not ran:
+        return "nothing ran"
+    today = next((row.us for row in ran if not row.table), math.inf)
+    best: dict[str, str] = {}
+    for row in ran:
+        if row.table and pays(row.us, today):
+            best.setdefault(row.table, row.what)
+    return "; ".join(best.values()) or "nothing"
+
+
+def lines(rows: Iterable[Timed], most: int | None = None) -> Iterator[str]:
+    """The `most` fastest, today's in any case, and what to set."""
+    ranked = sorted(rows)
+    for number, row in enumerate(ranked):
+        if most is None or number < most or not row.table:
+            yield str(row)
+    yield f"set: {to_set(ranked)}"
+
+
+def first_launches(module: str, arguments: list[str], count: int, seconds: float) -> dict[int, str]:
+    """Run each of a module's `count` launches once, in several processes. So Triton's cache has
+    them, and one that faults or never ends is known before anything is timed.
+
+    A process is `python -m MODULE ARGUMENTS --these NUMBERS`, which calls `launch_these`. One that
+    ends at a launch leaves the rest of its numbers to another. Returns by number why a launch
+    failed; NO_TIME of those that were not reached within `seconds`. Raises SystemExit without a
+    CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise SystemExit("error: no CUDA device here")
+    command = [sys.executable, "-m", module, *arguments, "--these"]
+    limit = time.monotonic() + seconds
+    failed = dict.fromkeys(range(count), NO_TIME)
+
+    def walk(numbers: list[int]) -> None:
+        while numbers and time.monotonic() < limit:
+            ran, why = _walk(command, numbers, limit)
+            for number in numbers[:ran]:
+                del failed[number]
+            numbers = numbers[ran:]
+            if numbers and time.monotonic() < limit:
+                failed[numbers.pop(0)] = why
+
+    processes = max(1, min(PROCESSES, os.cpu_count() or 1))
+    with ThreadPoolExecutor(processes) as pool:
+        list(pool.map(walk, [[*range(i, count, processes)] for i in range(processes)]))
+    return failed
+
+
+def launch_these(numbers: list[int], launch: Callable[[int], object]) -> None:
+    """A process of `first_launches`: a line for each launch that is done."""
+    for number in numbers:
+        launch(number)
+        torch.cuda.synchronize()
+        print(number, flush=True)
+
+
+def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, str]:
+    """How many of the numbers one process did, and why it did not do the next."""
+    ran, late = 0, False
+    with (
+        TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [*command, *map(str, numbers)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # an assembler that it waits for ends with it
+        ) as process,
+    ):
+        assert process.stdout is not None
+        while ran < len(numbers):
+            patience = max(0.0, min(EACH_S, limit - time.monotonic()))
+            began = time.monotonic()
+            timer = Timer(patience, _end, [process.pid])
+            timer.start()
+            line = process.stdout.readline()
+            timer.cancel()
+            late = time.monotonic() - began >= patience
+            if not line:
+                break
+            ran += line.strip() == str(numbers[ran])
+        _end(process.pid)
+        status = process.wait()
+        errors.seek(0)
+        said = errors.read().strip().splitlines() or [f"exit status {status}"]
+    return ran, f"not done after {EACH_S:.0f} s" if late else said[-1][:120]
+
+
+def _end(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.killpg(pid, signal.SIGKILL)
