@@ -5,7 +5,7 @@
 
 Random weights of real sizes, of one kind of number on both sides (--dtypes), texts of random token
 ids, pooling (the mean of encoders, the last token of decoders) and division by the length, with
-all cores. --peer NAME=PYTHON is one of `bench.versus.embedder`'s, run by the Python of its own
+all cores. --peer NAME=PYTHON is one of `bench.versus.cpu.embedder`'s, run by the Python of its own
 environment in a process that stays for all rounds. Without --peer, transformers stands against
 Manta in this process and gets what sentence-transformers would give it: texts sorted by length, in
 batches of 32, padded to the longest. The best round of each side counts, by the clock; beside it
@@ -143,8 +143,8 @@ def timed(embed: Embed) -> Side:
 
 @contextmanager
 def peer(name: str, python: str, folder: Path, dtype: str) -> Iterator[Side]:
-    """An embedder of `bench.versus.embedder`. Raises SystemExit if it ends."""
-    script = str(ROOT / "bench/versus/embedder.py")
+    """An embedder of `bench.versus.cpu.embedder`. Raises SystemExit if it ends."""
+    script = str(ROOT / "bench/versus/cpu/embedder.py")
     command = [python, "-P", script, name, str(folder), "--dtype", dtype]  # -P: or http is ours
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """An embedder of another project, for `bench.embeddings`: runs with that project's own Python, as a
 file, and imports nothing of ours.
 
-    VENV/bin/python bench/versus/embedder.py sentence-transformers|vllm FOLDER --dtype float32
+    VENV/bin/python bench/versus/cpu/embedder.py sentence-transformers|vllm FOLDER --dtype float32
 
 Reads lines of JSON from its input, {"texts": [[ids]], "vectors": FILE}; of each it makes the
 vectors, saves them as FILE (.npy, [texts, elements] float32) and prints

@@ -1,13 +1,13 @@
 """Formats of weights against peers in turns on this machine's CPU; ratios and, on a quiet machine,
 the result file.
 
-    python -m bench.versus.cpu_sides --workload FILE --out bench/results \\
+    python -m bench.versus.cpu.formats --workload FILE --out bench/results \\
         --ours bf16=default:none --ours q4_1=default:gguf --ours q4_0=smol-Q4_0.gguf:gguf \\
         --peer q4_0:llama.cpp='VENV/bin/python peer.py smol-Q4_0.gguf'
 
---ours FORMAT=MODEL:QUANTIZATION is run by `bench.versus.cpu_side`. --peer FORMAT:NAME=COMMAND is a
+--ours FORMAT=MODEL:QUANTIZATION is run by `bench.versus.cpu.side`. --peer FORMAT:NAME=COMMAND is a
 command line; --workload FILE is added, and it prints a line `RESULT {json}` with prefill_tok_s,
-single_decode_tok_s and batch_tok_s, which are defined in `bench.versus.cpu_side`. One command may
+single_decode_tok_s and batch_tok_s, which are defined in `bench.versus.cpu.side`. One command may
 stand against several formats: with FORMAT,FORMAT:NAME=COMMAND it runs once a round for all of them.
 Each side starts anew in every round, one after the other, and its best quiet round counts. A round
 in which other processes were busy is no measurement, and without a quiet one of each side nothing
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.result_file import print_ratios, write
-from bench.versus.cpu_side import COLUMNS, KEYS
+from bench.versus.cpu.side import COLUMNS, KEYS
 
 BUSY = 0.05  # cores that others may keep busy
 
@@ -58,7 +58,7 @@ def ours(text: str, workload: Path, repeat: int) -> Side:
     model, colon, quantization = rest.rpartition(":")
     if not (found and colon):
         raise SystemExit(f"--ours {text}: not FORMAT=MODEL:QUANTIZATION")
-    command = [sys.executable, "-m", "bench.versus.cpu_side", model, "--quantization", quantization]
+    command = [sys.executable, "-m", "bench.versus.cpu.side", model, "--quantization", quantization]
     command += ["--repeat", str(repeat)]
     return Side((form,), "", [*command, "--workload", str(workload)])
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.versus import cpu_sides as versus
-from bench.versus.cpu_side import measure
+from bench.versus.cpu import formats as versus
+from bench.versus.cpu.side import measure
 
 
 def saying(text: str, code: int = 0) -> str:

@@ -1,6 +1,6 @@
 """Manta's engine against transformers' `generate` on this machine's CPU; prints the ratios.
 
-    python -m bench.versus.cpu --model FOLDER --rounds 3 --out bench/results
+    python -m bench.versus.cpu.generate --model FOLDER --rounds 3 --out bench/results
 
 Same model, prompts and output lengths, bfloat16 weights, greedy, end tokens ignored. The sides take
 turns in one run, each with all cores while the others idle, and the best round of each counts. A

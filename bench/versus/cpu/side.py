@@ -1,7 +1,7 @@
-"""Manta's engine on the CPU over a workload of token ids: one turn of `bench.versus.cpu_sides`;
+"""Manta's engine on the CPU over a workload of token ids: one turn of `bench.versus.cpu.formats`;
 prints `RESULT {json}`.
 
-    python -m bench.versus.cpu_side MODEL --workload FILE --quantization gguf
+    python -m bench.versus.cpu.side MODEL --workload FILE --quantization gguf
 
 The workload has a JSON object a line: kind (single, prefill or batch), prompt_ids, max_tokens.
 Greedy, end tokens ignored, no prefix cache; each column once warm, then the best of --repeat.
