@@ -468,6 +468,6 @@ def run(
         limit -= 1
         assert limit > 0, "the engine never becomes idle"
     core.check_integrity()
-    assert all(pool.num_free == core.config.num_blocks for pool in core.scheduler.pools)
+    assert all(pool.num_free == core.config.num_blocks for pool in core.scheduler.memory.pools)
     assert all(output.finish for output in outputs.values()), "a request never ended"
     return outputs

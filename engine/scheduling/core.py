@@ -222,7 +222,7 @@ class EngineCore:
         """Run one round of the loop and return its deltas. With async_scheduling the first round
         after an idle time only launches, and returns none."""
         if self._may_fall_asleep():
-            self.scheduler.reset_prefix_cache()
+            self.scheduler.memory.reset_prefix_cache()
             self._sleep.begin()
         elif self._sleep.asleep and self.scheduler.can_run():
             self.wake()
@@ -349,7 +349,7 @@ class EngineCore:
         scheduler = self.scheduler
         scheduler.counters.out_of_memory += 1
         fewer = self.config.num_blocks * 7 // 8
-        can_shrink = fewer >= scheduler.pools[0].blocks_for(self.config.max_model_len)
+        can_shrink = fewer >= scheduler.memory.pools[0].blocks_for(self.config.max_model_len)
         num_tokens = newest.decodes + newest.prompt_tokens
         smaller = num_tokens // 2
         if not smaller and not can_shrink:
@@ -424,7 +424,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests that run keep their blocks."""
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.memory.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Give the memory of weights and caches back in the first step that finds no request. A
@@ -459,7 +459,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
-        pools, first = scheduler.pools, scheduler.pools[0]
+        pools, first = scheduler.memory.pools, scheduler.memory.pools[0]
         return EngineStats(
             step=scheduler.done_step,
             running=len(scheduler.running),
@@ -468,7 +468,7 @@ class EngineCore:
             + sum(len(request.token_ids) for request in self._preparing.values()),
             free_blocks=first.positions(sum(pool.num_free for pool in pools)),
             total_blocks=first.positions(sum(pool.num_blocks for pool in pools)),
-            reserved_blocks=first.positions(scheduler.reserved_blocks),
+            reserved_blocks=first.positions(scheduler.memory.reserved_blocks),
             block_size=first.block_size,
             preemptions=counters.preemptions,
             prefix_queries=counters.prefix_queries,
@@ -502,7 +502,7 @@ def _constraints(launched: LaunchedStep) -> list[Constraint]:
 
 def _of_states(scheduler: Scheduler) -> dict[str, int]:
     """What the stats say of models whose layers keep states."""
-    kept = scheduler.snapshots
+    kept = scheduler.memory.snapshots
     if kept is None:
         return {}
     return {

@@ -1,8 +1,8 @@
 """Scheduler: what each request computes in the next step, and which row and blocks it has.
 
-Rows and blocks change hands in this file alone, which is why it is long. Code about a single step,
-such as reading its result, is in step.py. The order of waiting requests is in queue.py, in which
-pool one can start in placement.py.
+Who has which row and blocks is in request_memory.py. Code about a single step, such as reading its
+result, is in step.py. The order of waiting requests is in queue.py, in which pool one can start in
+placement.py.
 
 The timeline, one batch ahead (`EngineCore.step`); without it, `schedule` comes after `update`:
 
@@ -38,8 +38,8 @@ from engine.errors import AdapterError
 from engine.lora.tiers.adapter import Adapter
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import Delta
-from engine.scheduling.admission import ADMISSION, BATCHING, Footprint, KVMemory
-from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
+from engine.scheduling.admission import ADMISSION, BATCHING, KVMemory
+from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
 from engine.scheduling.decode_group import DecodeGroup, next_turn
 from engine.scheduling.pacing.chunking import (
@@ -52,14 +52,15 @@ from engine.scheduling.pacing.step_target import StepTarget
 from engine.scheduling.placement import find_start
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.request import Request, RequestPhase
-from engine.scheduling.snapshots import Snapshots
-from engine.scheduling.step import DeferredRelease, LaunchedStep, SchedulerCounters, StepBuilder
+from engine.scheduling.request_memory import RequestMemory
+from engine.scheduling.step import LaunchedStep, SchedulerCounters, StepBuilder
 
 logger = logging.getLogger("manta.engine")
 
 
 class Scheduler:
-    """Owns the requests, their rows and their blocks. See the module for the order of calls."""
+    """Owns the requests and, in `memory`, their rows and blocks. See the module for the order of
+    calls."""
 
     def __init__(
         self,
@@ -69,54 +70,32 @@ class Scheduler:
     ) -> None:
         self.config = config
         self._adapters = adapters or AdapterStore.disabled()
-        self._free_blocks = free_blocks
-        self._empty_memory()
+        # Every running request must be able to decode in every step, so the budget bounds them.
+        self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.memory = RequestMemory(config, self._most_rows, free_blocks)
+        self.running = self.memory.running
         self.counters = SchedulerCounters()
         self._traced = logger.isEnabledFor(logging.DEBUG)
         self.step = 0  # the last step scheduled
         self.done_step = 0  # the last step whose result has arrived
         self.requests: dict[int, Request] = {}  # by id; all that have not ended
         self.queue = WaitingQueue()
-        self.running: dict[int, Request] = {}  # by id; those that have a row
         self.num_constrained = 0  # requests with a grammar
-        self.reserved_blocks = 0  # blocks of all running requests at their maximum lengths
         self.computing: list[Request] = []  # phase COMPUTING
         self.lanes = [
             DecodeGroup(config.block_size, len(config.kinds), lane) for lane in range(config.lanes)
         ]
         self.decoding = self.lanes[0]  # those of the step that is being scheduled
         self.in_flight: deque[LaunchedStep] = deque()
-        self.deferred_releases: list[DeferredRelease] = []
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
         target = config.target_tpot  # the core tells the pace what steps take
         self.pace = StepTarget(target) if target else PromptPace()
         self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
-        # Every running request must be able to decode in every step, so the budget bounds them.
-        self._most_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._free_rows = list(range(self._most_rows - 1, -1, -1))
         self._fits = ADMISSION[config.admission]
         self._joins = BATCHING[config.batching]
         self._lag = int(config.async_scheduling or config.lanes > 1)
         self._arrivals = 0
         self._end_tokens = set(config.eos_token_ids)  # and the stop ids seen since last idle
-
-    def _empty_memory(self) -> None:
-        config = self.config
-        size, free_blocks = config.block_size, self._free_blocks
-        # Of each rank that has blocks of its own; they are numbered from 0 in each.
-        self.pools = [
-            BlockManager(config.num_blocks, size, free_blocks, config.kinds)
-            for _ in range(config.kv_ranks)
-        ]
-        self.snapshots: Snapshots | None = None
-        if config.snapshots is not None:
-            (pool,) = self.pools
-            self.snapshots = Snapshots(config.snapshots, size, pool.is_resident)
-            pool.on_forget = self.snapshots.forget
-
-    def _pool(self, request: Request) -> BlockManager:
-        """That its blocks are of, while it has a row."""
-        return self.pools[request.kv_rank]
 
     # ---- in and out ----------------------------------------------------------------------------
 
@@ -187,14 +166,14 @@ class Scheduler:
         """
         touched = [request for launched in self.in_flight for request in launched.requests]
         self.in_flight.clear()
-        if self.snapshots is not None:
-            self.snapshots.forget_after(self.done_step)
+        if self.memory.snapshots is not None:
+            self.memory.snapshots.forget_after(self.done_step)
         self.done_step = self.step
         self._give_back()
         running = list(self.running.values())
         if not trusted:
             for request in {*touched, *running}:
-                self._discard_cached(request)
+                self.memory.discard_cached(request)
         for request in running:
             self._return_to_queue(request)
 
@@ -205,16 +184,8 @@ class Scheduler:
 
     def shrink(self, num_blocks: int) -> None:
         """Go on with num_blocks blocks, all empty. Legal when no request runs."""
-        assert not self.running and not self.deferred_releases
+        self.memory.empty(num_blocks)
         self.config = replace(self.config, num_blocks=num_blocks)
-        self._empty_memory()
-
-    def reset_prefix_cache(self) -> None:
-        """From now on no request matches a block that was computed before this call."""
-        for pool in self.pools:
-            pool.reset()
-        for request in self.running.values():
-            request.cacheable = False
 
     # ---- schedule ------------------------------------------------------------------------------
 
@@ -247,31 +218,25 @@ class Scheduler:
             return
         stalled = any(r.remaining == 1 for r in self.computing)
         for request in due:
-            pool = self._pool(request)
+            pool = self.memory.pool(request)
             pool.hash_blocks(request, request.base + turn)
             if not pool.whole:
                 pool.drop_behind(request, request.base + turn)
+        by_pool = self.memory.by_pool(due)
         if stalled or any(
-            len(some) * pool.next_cost(some[0]) > pool.num_free for pool, some in self._pooled(due)
+            len(some) * pool.next_cost(some[0]) > pool.num_free for pool, some in by_pool
         ):
             for request in due:
                 self.decoding.leave(request)
                 request.phase = RequestPhase.COMPUTING
                 self.computing.append(request)
             return
-        for pool, some in self._pooled(due):
+        for pool, some in by_pool:
             builder.batch.new_blocks += pool.extend(some)
         for request in due:
             self.decoding.extended(request)
-            if self.snapshots is not None:
-                self.snapshots.decoded(request, request.base + turn, builder.batch.step)
-
-    def _pooled(self, requests: list[Request]) -> list[tuple[BlockManager, list[Request]]]:
-        """By the pools that their blocks are of."""
-        if len(self.pools) == 1:
-            return [(self.pools[0], requests)]
-        found = ([r for r in requests if r.kv_rank == rank] for rank in range(len(self.pools)))
-        return [(pool, some) for pool, some in zip(self.pools, found, strict=True) if some]
+            if self.memory.snapshots is not None:
+                self.memory.snapshots.decoded(request, request.base + turn, builder.batch.step)
 
     def _schedule_running(self, builder: StepBuilder) -> None:
         """Schedule running requests outside the decode group, those that lack one token first."""
@@ -290,8 +255,8 @@ class Scheduler:
         scored = request.prompt_logprobs is not None and not request.delivered
         if scored and self.decoding:
             budget = min(budget, scored_prefill_tokens(self.token_limit) - builder.scored_tokens)
-        if self.snapshots is not None:
-            budget = min(budget, self.snapshots.advance(request, builder.batch.step))
+        if self.memory.snapshots is not None:
+            budget = min(budget, self.memory.snapshots.advance(request, builder.batch.step))
         length = self._give_blocks(request, budget, builder) if budget > 0 else 0
         if length > 0:
             builder.scored_tokens += length if scored else 0
@@ -317,7 +282,7 @@ class Scheduler:
 
     def _give_blocks(self, request: Request, budget: int, builder: StepBuilder) -> int:
         """Allocate blocks for up to `budget` tokens. Returns how many tokens have a block now."""
-        size, manager = self.config.block_size, self._pool(request)
+        size, manager = self.config.block_size, self.memory.pool(request)
         length = min(request.remaining, budget)
         room = len(request.blocks) // manager.num_groups * size - request.num_computed
         if length > room:
@@ -335,28 +300,14 @@ class Scheduler:
         No request is preempted for a later one: the last request waits for its block.
         A chunk scheduled in this step is never a victim: chunks are scheduled in order.
         """
-        manager, rank = self._pool(request), request.kv_rank
-        needed = manager.next_cost(request)
-        while manager.num_free < needed:
-            running = [r for r in self.running.values() if r.kv_rank == rank]
-            coming = sum(
-                manager.num_exclusive(r.blocks) for r in self.deferred_releases if r.kv_rank == rank
-            ) + sum(
-                manager.num_exclusive(manager.held(r))
-                for r in running
-                if r.phase is RequestPhase.FINISHING
-            )
-            if not manager.whole:
-                coming += sum(
-                    manager.num_behind(r, r.num_computed + length)
-                    for r, length in builder.sampling + builder.prefill_only
-                    if r.kv_rank == rank
-                )
-            if manager.num_free + coming >= builder.owed[rank] + needed:
+        pool, rank = self.memory.pool(request), request.kv_rank
+        needed = pool.next_cost(request)
+        while pool.num_free < needed:
+            coming = self.memory.coming(rank, builder.sampling + builder.prefill_only)
+            if pool.num_free + coming >= builder.owed[rank] + needed:
                 builder.owed[rank] += needed
                 return
-            victims = [r for r in running if r.phase is not RequestPhase.FINISHING]
-            victim = max(victims, key=lambda r: r.order)
+            victim = self.memory.last_in_order(rank)
             if victim is request:
                 return
             self._preempt(victim, builder)
@@ -372,7 +323,7 @@ class Scheduler:
         """Start waiting requests, in order, while tokens, rows and memory suffice for the first."""
         memories: list[KVMemory] = []  # of each pool
         queue, rows = self.queue, self.rows
-        while self._free_rows and self._budget(builder) > 0 and (request := queue.first()):
+        while self.memory.free_rows and self._budget(builder) > 0 and (request := queue.first()):
             if len(self.running) >= rows:
                 return
             if request.last_step > self.done_step:  # its token in flight is not known yet
@@ -386,7 +337,7 @@ class Scheduler:
             if request.adapter is not None and not self._has_adapter(request.adapter, request):
                 continue
             if not memories:
-                memories = [self._memory(rank) for rank in range(len(self.pools))]
+                memories = self._memories()
             if not self._start(request, memories, builder):
                 queue.retry = False
                 return
@@ -408,33 +359,24 @@ class Scheduler:
     def _start(self, request: Request, memories: list[KVMemory], builder: StepBuilder) -> bool:
         """Give the request a row and the cached blocks of its prefix, if memory allows. memories:
         of each pool."""
-        size, num_tokens = self.config.block_size, len(request.token_ids)
+        held, size, num_tokens = self.memory, self.config.block_size, len(request.token_ids)
         caching = self.config.prefix_caching and request.pooled is None
         lookup = caching and request.prompt_logprobs is None
         hashes: list[bytes] = []
         if lookup:
             # The last token is computed again even if it is cached: sampling needs its logits.
-            hashes = self.pools[0].hash_prefix(request, (num_tokens - 1) // size)
-        start = find_start(request, hashes, self.pools, memories, self.snapshots, self._fits)
+            hashes = held.pools[0].hash_prefix(request, (num_tokens - 1) // size)
+        start = find_start(request, hashes, held.pools, memories, held.snapshots, self._fits)
         if start is None:
             return False
-        request.kv_rank, cached, num_resident, footprint = start
-        pool, memory = self._pool(request), memories[request.kv_rank]
-        num_cached = len(cached) // pool.num_groups
+        pool, memory = held.pools[start.kv_rank], memories[start.kv_rank]
         self.queue.take(request)
-        pool.share([block for block in cached if block >= 0])
-        request.blocks = cached
-        request.num_computed = num_cached * size
-        request.num_registered = num_cached
-        request.cacheable = caching
-        request.row = self._free_rows.pop()
+        held.start(request, start, cacheable=caching)
         if request.adapter is not None:
             first = request.num_cached < 0
             request.adapter_slot = self._adapters.pin(request.adapter, first=first)
         request.phase = RequestPhase.COMPUTING
         self.computing.append(request)
-        self.running[request.id] = request
-        self.reserved_blocks += self._most_blocks(request)
         if request.num_cached < 0:
             found = min(request.num_computed, request.num_prompt) - request.num_virtual
             request.num_cached = max(0, found)
@@ -445,16 +387,16 @@ class Scheduler:
         free = pool.num_free
         if request.num_computed < request.num_prefix:
             self._copy_prefix(request, builder)
-        memory.free -= footprint.held - footprint.shared + free - pool.num_free
+        memory.free -= start.footprint.held - start.footprint.shared + free - pool.num_free
         memory.promised += max(0, memory.blocks(num_tokens) - len(pool.held(request)))
-        if self.snapshots is not None:
-            snapshot = self.snapshots.begin(request, num_resident)
+        if held.snapshots is not None:
+            snapshot = held.snapshots.begin(request, start.num_resident)
             if snapshot >= 0:
                 builder.batch.resumed_states.append((request.row, snapshot))
-            memory.cuts += self.snapshots.plan.cuts(num_tokens)
+            memory.cuts += held.snapshots.plan.cuts(num_tokens)
         for each in memories:  # of a step's tokens, which all share
             each.uncomputed += num_tokens - request.num_computed
-        memory.add(self._footprint(request))
+        memory.add(held.footprint(request, self._turn(request)))
         builder.batch.new_rows.append(request.new_row())
         builder.batch.new_blocks.extend(
             (request.row, index, block) for index, block in enumerate(request.blocks) if block >= 0
@@ -463,59 +405,26 @@ class Scheduler:
 
     def _copy_prefix(self, request: Request, builder: StepBuilder) -> None:
         """Give it blocks for prefix keys that are not cached. They are copied, not computed."""
-        start, stop, pool = request.num_computed, request.num_prefix, self._pool(request)
-        count = -(-stop // self.config.block_size) - len(request.blocks)
+        start, stop, pool = request.num_computed, request.num_prefix, self.memory.pool(request)
         assert pool.num_groups == 1 and pool.whole, "such adapters are refused"
-        blocks = [block for _, _, block in pool.extend((request,), count)]
+        blocks = self.memory.extend_to(request, stop)
         copy = PrefixCopy(request.adapter_slot, start, stop, blocks, request.kv_rank)
         builder.batch.prefixes.append(copy)
         request.num_computed = stop
         # A request that starts in this same step may share them.
         pool.hash_blocks(request, stop)
 
-    def _memory(self, rank: int) -> KVMemory:
-        """A pool's memory as the admission policies see it at this point of the step."""
-        config, pool = self.config, self.pools[rank]
-        memory = KVMemory(
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            free=pool.num_free,
-            kinds=config.kinds,
-            footprints=lambda: self._footprints(rank),
-            num_running=len(self.running)
-            if len(self.pools) == 1
-            else sum(r.kv_rank == rank for r in self.running.values()),
-            uncomputed=sum(r.remaining for r in self.computing),
-            budget=max(1, self.token_limit - len(self.running)),
-            lag=self._lag,
-            snapshots=config.snapshots,
-        )
-        if config.snapshots is not None:
-            chunked = [r.remaining for r in self.computing if r.remaining > 1]
-            memory.cuts = sum(map(config.snapshots.cuts, chunked))
-        memory.promised = sum(
-            max(0, memory.blocks(r.num_tokens) - len(pool.held(r)))
-            for r in self.computing
-            if r.kv_rank == rank
-        )
-        return memory
+    def _memories(self) -> list[KVMemory]:
+        """Each pool as the admission policies see it at this point of the step."""
+        budget = max(1, self.token_limit - len(self.running))
+        return [
+            self.memory.seen(rank, self.computing, self._turn, budget, self._lag)
+            for rank in range(len(self.memory.pools))
+        ]
 
-    def _footprints(self, rank: int) -> list[Footprint]:
-        leaving, groups = [], self.pools[rank].num_groups
-        for release in self.deferred_releases:
-            if release.kv_rank == rank:
-                held = len(release.blocks)
-                tokens = held // groups * self.config.block_size
-                leaving.append(Footprint(now=tokens, final=tokens, held=held))
-        return leaving + [self._footprint(r) for r in self.running.values() if r.kv_rank == rank]
-
-    def _footprint(self, request: Request) -> Footprint:
-        held = len(self._pool(request).held(request))
-        return request.footprint(self.lanes[request.lane].turn, held)
-
-    def _most_blocks(self, request: Request) -> int:
-        """Blocks at its maximum length. The key of the last token is never computed."""
-        return self._pool(request).blocks_for(max(request.num_prompt, request.limit - 1))
+    def _turn(self, request: Request) -> int:
+        """Of its lane."""
+        return self.lanes[request.lane].turn
 
     def _add_chunk(self, request: Request, length: int, builder: StepBuilder) -> None:
         """Add `length` tokens of the request to the step. Their blocks must be allocated."""
@@ -529,14 +438,14 @@ class Scheduler:
         (builder.sampling if samples else builder.prefill_only).append((request, length))
         builder.chunk_tokens += length
         # Registered now: a request that is admitted in this same step can share these blocks.
-        self._pool(request).hash_blocks(request, request.num_computed + length)
+        self.memory.pool(request).hash_blocks(request, request.num_computed + length)
 
     def _build(self, builder: StepBuilder) -> Batch:
         """Complete the batch, and set every request's phase for the next step."""
         group = self.decoding
         launched = builder.build(group)
-        if self.snapshots is not None:
-            builder.batch.saved_states = self.snapshots.take_saves()
+        if self.memory.snapshots is not None:
+            builder.batch.saved_states = self.memory.snapshots.take_saves()
             self.counters.snapshots_taken += len(builder.batch.saved_states)
         step = self.step = launched.step
         for entry in launched.finishing:
@@ -547,7 +456,7 @@ class Scheduler:
             samples = entry < len(launched.ids)
             reaches_end = samples or length == request.remaining
             request.num_computed += length
-            if not (pool := self._pool(request)).whole:
+            if not (pool := self.memory.pool(request)).whole:
                 pool.drop_behind(request, request.num_computed)
             request.last_step = step
             if samples and not request.delivered:
@@ -585,11 +494,11 @@ class Scheduler:
         self.counters.prompt_tokens += launched.prompt_tokens
         self.counters.output_tokens += outcome.num_tokens
         for request in outcome.failed:
-            self._discard_cached(request)
+            self.memory.discard_cached(request)
             self._end(request)
         for request in outcome.ended:
             self._end(request)
-        if self.deferred_releases:
+        if self.memory.deferred:
             self._give_back()
         return outcome.deltas
 
@@ -632,46 +541,16 @@ class Scheduler:
         if request.adapter is not None:
             self._adapters.release(request.adapter, started=request.num_cached >= 0)
 
-    def _discard_cached(self, request: Request) -> None:
-        """Its keys may be wrong: remove its blocks from the prefix cache."""
-        request.cacheable = False
-        for pool in self.pools:  # it may have run in another one before
-            pool.forget(request.hashes)
-
     def _release(self, request: Request) -> None:
         """Release its row and blocks, now or when the steps in flight that use them are done."""
-        pool = self._pool(request)
-        pool.hash_blocks(request, request.num_computed)
-        if self.snapshots is not None:
-            self.snapshots.leave(request)
-        del self.running[request.id]
-        self.reserved_blocks -= self._most_blocks(request)
-        self.deferred_releases.append(
-            DeferredRelease(
-                request.last_step,
-                request.row,
-                request.kv_rank,
-                pool.held(request),
-                request.adapter_slot,
-            )
-        )
-        request.row = request.adapter_slot = -1
-        request.blocks = []
-        request.num_registered = 0
+        self.memory.release(request)
         self._give_back()
 
     def _give_back(self) -> None:
-        kept = []
-        for release in self.deferred_releases:
-            if release.step > self.done_step:
-                kept.append(release)
-                continue
-            self.pools[release.kv_rank].free(release.blocks)
-            self._free_rows.append(release.row)
+        for release in self.memory.give_back(self.done_step):
             if release.adapter_slot >= 0:
                 self._adapters.unpin(release.adapter_slot)
             self.queue.retry = True
-        self.deferred_releases = kept
 
     # ---- figures and checks --------------------------------------------------------------------
 
@@ -690,16 +569,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert the invariants of requests, rows and blocks. Legal between steps."""
-        held = [(r.row, r.kv_rank, r.blocks) for r in self.running.values()]
-        held += [(each.row, each.kv_rank, each.blocks) for each in self.deferred_releases]
-        for rank, pool in enumerate(self.pools):
-            pool.check_integrity([blocks for _, its, blocks in held if its == rank])
-        if self.snapshots is not None:
-            self.snapshots.check_integrity()
-        rows = [row for row, _, _ in held]
-        assert sorted(rows + self._free_rows) == list(range(self._most_rows)), (
-            "a row is lost or shared"
-        )
+        self.memory.check_integrity()
         phases = dict.fromkeys(RequestPhase, 0)
         for request in self.requests.values():
             phases[request.phase] += 1
@@ -713,9 +583,8 @@ class Scheduler:
         assert num_queued == len(self.queue)
         assert len(self.running) + len(self.queue) == len(self.requests)
         self.queue.check_integrity()
-        assert self.reserved_blocks == sum(map(self._most_blocks, self.running.values()))
         pins = Counter(r.adapter_slot for r in self.running.values())
-        pins.update(r.adapter_slot for r in self.deferred_releases)
+        pins.update(r.adapter_slot for r in self.memory.deferred)
         users = Counter(r.adapter for r in self.requests.values() if r.adapter is not None)
         self._adapters.check_integrity(pins, users)
         constrained = [r for r in self.requests.values() if r.constraint is not None]
@@ -725,4 +594,4 @@ class Scheduler:
                 assert (request.lane, request.slot) == (group.lane, slot)
                 assert group.rows[slot] == request.row
         if not self.requests and not self.in_flight:
-            assert not self.deferred_releases, "idle, yet a request holds blocks"
+            assert not self.memory.deferred, "idle, yet a request holds blocks"

@@ -1,5 +1,6 @@
-"""One step: being built (StepBuilder), launched (LaunchedStep), its outcome (StepOutcome), and
-what is released when it is done (DeferredRelease). State that outlasts a step is the scheduler's.
+"""One step: being built (StepBuilder), launched (LaunchedStep), its outcome (StepOutcome).
+
+What outlasts a step is the scheduler's.
 
 Be paranoid about adding lines to `build` and `accept`: they run for every request in every step.
 """
@@ -136,17 +137,6 @@ class LaunchedStep:
             except ValueError as error:
                 failed[entry] = str(error)
         return ended
-
-
-@dataclass(slots=True)
-class DeferredRelease:
-    """A row and blocks to give back when `step` is done."""
-
-    step: int
-    row: int
-    kv_rank: int  # that has the blocks
-    blocks: list[int]
-    adapter_slot: int = -1
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ def test_texts_with_latents(model: Path, two_cores: None) -> None:
     for ranks in (1, 2):
         options = {"tensor_parallel": ranks, "attention_data_parallel": ranks > 1}
         core, others = start(config_of(model, max_loras=0, num_blocks=7, **options))
-        pools = core.scheduler.pools
+        pools = core.scheduler.memory.pools
         assert [pool.num_blocks for pool in pools] == [7] * ranks
         assert core.stats().total_blocks == 7 * ranks
         homes: list[int] = []

@@ -97,7 +97,7 @@ class Driver:
             self.step()
             steps += 1
             assert steps < 20_000, "the engine never becomes idle"
-        pools, each = self.scheduler.pools, self.core.config.num_blocks
+        pools, each = self.scheduler.memory.pools, self.core.config.num_blocks
         assert all(pool.num_free == each for pool in pools)
         assert self.outputs.keys() == self.expected.keys(), "a request vanished"
         for request_id, output in self.outputs.items():
@@ -122,10 +122,10 @@ class Driver:
             self._tables[row] = {}
         for row, index, block in batch.new_blocks:
             self._tables[row][index] = block
-        groups = self.scheduler.pools[0].num_groups
+        groups = self.scheduler.memory.pools[0].num_groups
         users: dict[int, list[Request]] = {}
         for request in by_row.values():
-            for block in self.scheduler.pools[request.kv_rank].held(request):
+            for block in self.scheduler.memory.pools[request.kv_rank].held(request):
                 users.setdefault(request.kv_rank * each + block, []).append(request)
         for prefix in batch.prefixes:
             for block in prefix.blocks:

@@ -82,7 +82,7 @@ def test_a_window_holds_no_more_than_it_needs() -> None:
     most = 0
     while core.has_work():
         core.step()
-        held = [core.scheduler.pools[0].held(r) for r in core.scheduler.running.values()]
+        held = [core.scheduler.memory.pools[0].held(r) for r in core.scheduler.running.values()]
         most = max([most, *map(len, held)])
     assert most == blocks_for((Window(10),), 120, SIZE) == 4
     assert core.config.max_model_len == 128, "far more than 8 blocks of 4 tokens"

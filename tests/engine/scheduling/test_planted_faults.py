@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling import block_manager, core, queue, request, scheduler
+from engine.scheduling import block_manager, core, queue, request, request_memory, scheduler
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.core import EngineCore
 from engine.scheduling.decode_group import DecodeGroup
 from engine.scheduling.prefix_hash import extend_hashes, root_hash
 from engine.scheduling.request import Request
-from engine.scheduling.scheduler import DeferredRelease, Scheduler
+from engine.scheduling.request_memory import DeferredRelease, RequestMemory
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling import test_block_manager, test_core, test_scheduler
 from tests.engine.scheduling.driver import random_run
 
@@ -64,13 +65,13 @@ def a_reference_is_not_dropped(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def blocks_are_freed_while_a_step_uses_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "DeferredRelease", lambda step, *held: DeferredRelease(0, *held))
+    patch.setattr(request_memory, "DeferredRelease", lambda step, *held: DeferredRelease(0, *held))
 
 
 @fault
 def blocks_are_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        scheduler, "DeferredRelease", lambda step, *held: DeferredRelease(step + 10**9, *held)
+        request_memory, "DeferredRelease", lambda step, *held: DeferredRelease(step + 10**9, *held)
     )
 
 
@@ -215,7 +216,7 @@ def the_token_in_flight_is_lost_by_preemption(patch: pytest.MonkeyPatch) -> None
 
 @fault
 def the_first_in_order_is_preempted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "max", lambda *a, key=None: _first(a, key), raising=False)
+    patch.setattr(request_memory, "max", lambda *a, key=None: _first(a, key), raising=False)
 
 
 def _first(args: Any, key: Any) -> Any:
@@ -280,13 +281,14 @@ def output_is_counted_from_the_resume(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def an_aborted_request_keeps_its_row(patch: pytest.MonkeyPatch) -> None:
-    release = Scheduler._release
+    give_back = RequestMemory.give_back
 
-    def wrong(self: Scheduler, r: Request) -> None:
-        release(self, r)
-        self._free_rows = [row for row in self._free_rows if row != 3]
+    def wrong(self: RequestMemory, done_step: int) -> list[DeferredRelease]:
+        freed = give_back(self, done_step)
+        self.free_rows = [row for row in self.free_rows if row != 3]
+        return freed
 
-    patch.setattr(Scheduler, "_release", wrong)
+    patch.setattr(RequestMemory, "give_back", wrong)
 
 
 @fault
@@ -295,7 +297,7 @@ def blocks_are_another_ranks(patch: pytest.MonkeyPatch) -> None:
         def __init__(self, step: int, row: int, kv_rank: int, *held: Any) -> None:
             super().__init__(step, row, 0, *held)
 
-    patch.setattr(scheduler, "DeferredRelease", Wrong)
+    patch.setattr(request_memory, "DeferredRelease", Wrong)
 
 
 @fault
@@ -321,7 +323,7 @@ def one_row_is_given_to_two(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Scheduler, r: Request, memory: Any, builder: Any) -> bool:
         started = start(self, r, memory, builder)
         if started and r.row == 2:
-            self._free_rows.append(2)
+            self.memory.free_rows.append(2)
         return started
 
     patch.setattr(Scheduler, "_start", wrong)
@@ -329,12 +331,12 @@ def one_row_is_given_to_two(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def a_failed_requests_keys_stay_cached(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_discard_cached", lambda self, r: None)
+    patch.setattr(RequestMemory, "discard_cached", lambda self, r: None)
 
 
 @fault
 def a_reset_cache_goes_on_being_filled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "reset_prefix_cache", lambda self: self.pools[0].reset())
+    patch.setattr(RequestMemory, "reset_prefix_cache", lambda self: self.pools[0].reset())
 
 
 @fault
@@ -377,7 +379,7 @@ def the_peak_is_sorted_upside_down(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def a_careful_policy_forgets_who_runs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_footprints", lambda self, rank: [])
+    patch.setattr(RequestMemory, "_footprints", lambda self, rank, turn_of: [])
 
 
 @pytest.mark.parametrize("name", FAULTS)

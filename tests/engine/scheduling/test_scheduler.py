@@ -195,11 +195,11 @@ def test_a_result_for_an_ended_request_is_dropped() -> None:
     hand.schedule()
     assert hand.update({1: EOS})[1].finish == "stop"
     assert request.phase is RequestPhase.ENDED and request.row == -1
-    free = hand.scheduler.pools[0].num_free
+    free = hand.scheduler.memory.pools[0].num_free
     hand.schedule()
     deltas = hand.update({1: 33})
     assert list(deltas) == [2] and request.token_ids[-1] == EOS
-    assert hand.scheduler.pools[0].num_free > free
+    assert hand.scheduler.memory.pools[0].num_free > free
     assert hand.scheduler.abort([2])[0].finish == "abort"
     assert hand.update() == {} and other.token_ids[-1] == 9
     hand.scheduler.check_integrity()
@@ -222,7 +222,7 @@ def test_abort_anywhere() -> None:
     assert [(d.id, d.finish) for d in deltas] == [(id, "abort") for id in range(4)]
     assert hand.scheduler.schedule() is None
     assert hand.update() == {}
-    assert hand.scheduler.pools[0].num_free == hand.config.num_blocks
+    assert hand.scheduler.memory.pools[0].num_free == hand.config.num_blocks
     assert hand.scheduler.num_waiting_tokens == 0
 
 
@@ -264,8 +264,8 @@ def test_a_failure_that_comes_after_the_preemption() -> None:
     assert failing.phase is RequestPhase.WAITING and hand.scheduler.counters.preemptions == 1
     deltas = hand.update(errors={2: "numerical_error: x"})
     assert deltas[2].finish == "error" and failing.phase is RequestPhase.ENDED
-    hashes = hand.scheduler.pools[0].hash_prefix(failing, 3)
-    assert len(hashes) == 3 and not hand.scheduler.pools[0].match_prefix(hashes)
+    hashes = hand.scheduler.memory.pools[0].hash_prefix(failing, 3)
+    assert len(hashes) == 3 and not hand.scheduler.memory.pools[0].match_prefix(hashes)
 
 
 def lp(token: int) -> TokenLogprobs:

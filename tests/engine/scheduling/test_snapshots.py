@@ -32,8 +32,8 @@ def core_with(plan: SnapshotPlan = PLAN, **changes: Any) -> tuple[EngineCore, Fa
 
 
 def snapshots_of(core: EngineCore) -> Snapshots:
-    assert core.scheduler.snapshots is not None
-    return core.scheduler.snapshots
+    assert core.scheduler.memory.snapshots is not None
+    return core.scheduler.memory.snapshots
 
 
 def computed_by(core: EngineCore, runner: FakeRunner, request: EngineRequest) -> int:

@@ -107,4 +107,4 @@ def test_a_smaller_cache_has_a_pool_of_its_size() -> None:
     core = EngineCore(config, FakeRunner(config), make_store(), pool_of)
     core.scheduler.shrink(130)
     core.config = replace(core.config, num_blocks=130)
-    assert core.stats().free_blocks == 130 == core.scheduler.pools[0].num_free
+    assert core.stats().free_blocks == 130 == core.scheduler.memory.pools[0].num_free

@@ -1,0 +1,232 @@
+"""RequestMemory: who has which row, blocks and snapshots, and when they are free again.
+
+Rows and blocks change hands in this file alone. It knows nothing of the queue, of lanes or of what
+a step is made of: the scheduler says who starts and who leaves, and which step is done.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.scheduling.admission import Footprint, KVMemory
+from engine.scheduling.block_manager import BlockManager, FreeBlocks, FreeList
+from engine.scheduling.core_config import CoreConfig
+from engine.scheduling.placement import Start
+from engine.scheduling.request import Request, RequestPhase
+from engine.scheduling.snapshots import Snapshots
+
+
+@dataclass(slots=True)
+class DeferredRelease:
+    """A row and blocks to give back when `step` is done."""
+
+    step: int
+    row: int
+    kv_rank: int  # that has the blocks
+    blocks: list[int]
+    adapter_slot: int = -1
+
+
+class RequestMemory:
+    """pools: of each rank that has blocks of its own; they are numbered from 0 in each. running:
+    requests that have a row, by id. reserved_blocks: of all of these at their maximum lengths."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        num_rows: int,
+        free_blocks: Callable[[int], FreeBlocks] = FreeList,
+    ) -> None:
+        self._config = config
+        self._free_blocks = free_blocks
+        self.num_rows = num_rows
+        self.free_rows = list(range(num_rows - 1, -1, -1))
+        self.running: dict[int, Request] = {}
+        self.deferred: list[DeferredRelease] = []
+        self.reserved_blocks = 0
+        self.empty(config.num_blocks)
+
+    def empty(self, num_blocks: int) -> None:
+        """Begin with so many blocks a pool, all empty. Legal when no request has any."""
+        assert not self.running and not self.deferred
+        config, size = self._config, self._config.block_size
+        self.pools = [
+            BlockManager(num_blocks, size, self._free_blocks, config.kinds)
+            for _ in range(config.kv_ranks)
+        ]
+        self.snapshots: Snapshots | None = None
+        if config.snapshots is not None:
+            (pool,) = self.pools
+            self.snapshots = Snapshots(config.snapshots, size, pool.is_resident)
+            pool.on_forget = self.snapshots.forget
+
+    def pool(self, request: Request) -> BlockManager:
+        """That its blocks are of, while it has a row."""
+        return self.pools[request.kv_rank]
+
+    def by_pool(self, requests: list[Request]) -> list[tuple[BlockManager, list[Request]]]:
+        """Those of each pool that some of them have blocks of."""
+        if len(self.pools) == 1:
+            return [(self.pools[0], requests)]
+        found = ([r for r in requests if r.kv_rank == rank] for rank in range(len(self.pools)))
+        return [(pool, some) for pool, some in zip(self.pools, found, strict=True) if some]
+
+    # ---- in and out ----------------------------------------------------------------------------
+
+    def start(self, request: Request, start: Start, *, cacheable: bool) -> None:
+        """Give the request a free row and the cached blocks of its prefix."""
+        pool = self.pools[start.kv_rank]
+        num_cached = len(start.cached) // pool.num_groups
+        pool.share([block for block in start.cached if block >= 0])
+        request.kv_rank = start.kv_rank
+        request.blocks = start.cached
+        request.num_computed = num_cached * pool.block_size
+        request.num_registered = num_cached
+        request.cacheable = cacheable
+        request.row = self.free_rows.pop()
+        self.running[request.id] = request
+        self.reserved_blocks += self.most_blocks(request)
+
+    def extend_to(self, request: Request, tokens: int) -> list[int]:
+        """Blocks for its keys up to so many tokens, of which there are enough."""
+        pool = self.pool(request)
+        count = -(-tokens // pool.block_size) - len(request.blocks)
+        return [block for _, _, block in pool.extend((request,), count)]
+
+    def release(self, request: Request) -> None:
+        """Take its row and blocks. `give_back` frees them when its last step is done."""
+        pool = self.pool(request)
+        pool.hash_blocks(request, request.num_computed)
+        if self.snapshots is not None:
+            self.snapshots.leave(request)
+        del self.running[request.id]
+        self.reserved_blocks -= self.most_blocks(request)
+        self.deferred.append(
+            DeferredRelease(
+                request.last_step,
+                request.row,
+                request.kv_rank,
+                pool.held(request),
+                request.adapter_slot,
+            )
+        )
+        request.row = request.adapter_slot = -1
+        request.blocks = []
+        request.num_registered = 0
+
+    def give_back(self, done_step: int) -> list[DeferredRelease]:
+        """Free what no step after this one uses. Returns what became free."""
+        freed = [release for release in self.deferred if release.step <= done_step]
+        for release in freed:
+            self.pools[release.kv_rank].free(release.blocks)
+            self.free_rows.append(release.row)
+        self.deferred = [release for release in self.deferred if release.step > done_step]
+        return freed
+
+    def discard_cached(self, request: Request) -> None:
+        """Its keys may be wrong: remove its blocks from the prefix cache."""
+        request.cacheable = False
+        for pool in self.pools:  # it may have run in another one before
+            pool.forget(request.hashes)
+
+    def reset_prefix_cache(self) -> None:
+        """From now on no request matches a block that was computed before this call."""
+        for pool in self.pools:
+            pool.reset()
+        for request in self.running.values():
+            request.cacheable = False
+
+    # ---- what there is -------------------------------------------------------------------------
+
+    def most_blocks(self, request: Request) -> int:
+        """Blocks at its maximum length. The key of the last token is never computed."""
+        return self.pool(request).blocks_for(max(request.num_prompt, request.limit - 1))
+
+    def coming(self, rank: int, chunks: Sequence[tuple[Request, int]]) -> int:
+        """Blocks of a pool that will be free without anybody's preemption: of requests that have
+        left or are in their last step, and behind these chunks' windows. chunks: requests and how
+        many tokens they compute in the step that is being built."""
+        pool = self.pools[rank]
+        found = sum(pool.num_exclusive(r.blocks) for r in self.deferred if r.kv_rank == rank)
+        found += sum(
+            pool.num_exclusive(pool.held(r))
+            for r in self.running.values()
+            if r.kv_rank == rank and r.phase is RequestPhase.FINISHING
+        )
+        if not pool.whole:
+            found += sum(
+                pool.num_behind(r, r.num_computed + length)
+                for r, length in chunks
+                if r.kv_rank == rank
+            )
+        return found
+
+    def last_in_order(self, rank: int) -> Request:
+        """Of the requests that have blocks of this pool and are not in their last step."""
+        found = (r for r in self.running.values() if r.kv_rank == rank)
+        return max((r for r in found if r.phase is not RequestPhase.FINISHING), key=_order)
+
+    def footprint(self, request: Request, turn: int) -> Footprint:
+        """turn: of its lane."""
+        return request.footprint(turn, len(self.pool(request).held(request)))
+
+    def seen(
+        self,
+        rank: int,
+        computing: Sequence[Request],
+        turn_of: Callable[[Request], int],
+        budget: int,
+        lag: int,
+    ) -> KVMemory:
+        """A pool as the admission policies see it now. computing: requests of all pools that are
+        not in a decode group. budget and lag are `KVMemory`'s."""
+        pool, snapshots = self.pools[rank], self._config.snapshots
+        memory = KVMemory(
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            free=pool.num_free,
+            kinds=pool.kinds,
+            footprints=lambda: self._footprints(rank, turn_of),
+            num_running=len(self.running)
+            if len(self.pools) == 1
+            else sum(r.kv_rank == rank for r in self.running.values()),
+            uncomputed=sum(r.remaining for r in computing),
+            budget=budget,
+            lag=lag,
+            snapshots=snapshots,
+        )
+        if snapshots is not None:
+            memory.cuts = sum(snapshots.cuts(r.remaining) for r in computing if r.remaining > 1)
+        memory.promised = sum(
+            max(0, memory.blocks(r.num_tokens) - len(pool.held(r)))
+            for r in computing
+            if r.kv_rank == rank
+        )
+        return memory
+
+    def _footprints(self, rank: int, turn_of: Callable[[Request], int]) -> list[Footprint]:
+        found, pool = [], self.pools[rank]
+        for release in self.deferred:
+            if release.kv_rank == rank:
+                held = len(release.blocks)
+                tokens = held // pool.num_groups * pool.block_size
+                found.append(Footprint(now=tokens, final=tokens, held=held))
+        running = (r for r in self.running.values() if r.kv_rank == rank)
+        return found + [self.footprint(r, turn_of(r)) for r in running]
+
+    def check_integrity(self) -> None:
+        """Assert that no row or block is lost or shared. Legal between steps."""
+        held = [(r.row, r.kv_rank, r.blocks) for r in self.running.values()]
+        held += [(each.row, each.kv_rank, each.blocks) for each in self.deferred]
+        for rank, pool in enumerate(self.pools):
+            pool.check_integrity([blocks for _, its, blocks in held if its == rank])
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
+        rows = [row for row, _, _ in held]
+        assert sorted(rows + self.free_rows) == list(range(self.num_rows)), (
+            "a row is lost or shared"
+        )
+        assert self.reserved_blocks == sum(map(self.most_blocks, self.running.values()))
+
+
+def _order(request: Request) -> tuple[int, ...]:
+    return request.order
