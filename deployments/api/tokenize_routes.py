@@ -7,12 +7,11 @@ import msgspec
 from deployments.api.fields.others import DETOKENIZE, TOKENIZE
 from deployments.api.generation.fields import check_names, take_bool, take_str, take_token_ids
 from deployments.api.generation.messages import check_messages
-from deployments.api.generation.openai_request import encode_texts, template_options
+from deployments.api.generation.openai_request import chat_ids, encode_texts
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
-from deployments.api.tools.prompt import render_options
 from deployments.api.tools.request import take_tools
 from deployments.backend import Backend, ModelCard
 from engine.text.tokenizer import TooManyTokens
@@ -46,9 +45,7 @@ async def tokenize(
         if chat is not None:
             messages = check_messages(chat, exchange.ignored)
             tools = take_tools({"tools": body.get("tools")})
-            shape = template_options(body, options)
-            shape |= render_options(tokenizer, body, messages, tools, shape, exchange.ignored)
-            ids = tokenizer.encode_chat(messages, max_tokens=limit, **shape)
+            ids, _ = chat_ids(tokenizer, body, messages, tools, options, exchange.ignored, limit)
         else:
             text = take_str(body, "prompt", options.max_body_bytes) or ""
             ids = encode_texts(tokenizer, [text], special, limit)[0]

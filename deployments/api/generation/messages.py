@@ -38,14 +38,19 @@ def check_messages(value: Any, ignored: list[str]) -> list[dict[str, Any]]:
     belong in a thread.
     Raises ApiError 400 naming the part at fault, e.g. ``messages[0].content[1].type``.
     """
+    seen = _ChatState(ignored)
+    return [_message(item, f"messages[{i}]", seen) for i, item in enumerate(take_messages(value))]
+
+
+def take_messages(value: Any) -> list[Any]:
+    """A list of a length that is allowed, its items as they are. Raises ApiError 400."""
     if value is None:
         raise invalid("messages is required", "messages", "missing_field")
     if not isinstance(value, list):
         raise wrong_type("messages", "a list")
     if not 1 <= len(value) <= MAX_MESSAGES:
         raise invalid(f"messages must have 1 to {MAX_MESSAGES} items", "messages")
-    seen = _ChatState(ignored)
-    return [_message(item, f"messages[{i}]", seen) for i, item in enumerate(value)]
+    return value
 
 
 @dataclass(slots=True)

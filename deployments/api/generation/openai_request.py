@@ -37,7 +37,7 @@ from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
 from deployments.api.tools.plan import OutputPlan, plan_output
 from deployments.api.tools.prompt import render_options
-from deployments.api.tools.request import refuse_tools, take_tools
+from deployments.api.tools.request import RequestedTools, refuse_tools, take_tools
 from deployments.backend import Backend, GenerationRequest, ModelCard
 from engine.errors import InvalidRequest, context_too_long
 from engine.sampling_params import MAX_N, SamplingParams
@@ -212,13 +212,11 @@ async def chat_call(
         if modalities is not None and modalities != ["text"]:
             raise invalid("only text can be generated", "modalities", "modality_not_supported")
         tools = take_tools(body)
-        shape = template_options(body, options)
-        shape |= render_options(call.tokenizer, body, messages, tools, shape, ignored)
-        ids = call.tokenizer.encode_chat(messages, max_tokens=card.max_model_len, **shape)
+        most = card.max_model_len
+        ids, opened = chat_ids(call.tokenizer, body, messages, tools, options, ignored, most)
         if not ids:
             raise invalid("the messages render to an empty prompt", "messages")
         call.prompts = [ids]
-        opened = bool(shape["add_generation_prompt"])
         call.output = plan_output(call.tokenizer, tools, ids, generation=opened)
         budget = take_int(body, "thinking_token_budget", -1, 2**31 - 1)  # -1: none
         if budget is not None and budget >= 0:
@@ -237,7 +235,25 @@ async def chat_call(
         raise invalid(error.message, error.param, error.code) from None
 
 
-def template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any]:
+def chat_ids(
+    tokenizer: Tokenizer,
+    body: dict[str, Any],
+    messages: list[dict[str, Any]],
+    tools: RequestedTools | None,
+    options: ApiOptions,
+    ignored: list[str],
+    max_tokens: int,
+) -> tuple[list[int], bool]:
+    """The prompt of a chat, and whether it opens the model's turn. Changes messages to the form
+    that the template wants; fields that it does not read go to ignored. Raises ApiError 400 and
+    TooManyTokens."""
+    shape = _template_options(body, options)
+    shape |= render_options(tokenizer, body, messages, tools, shape, ignored)
+    ids = tokenizer.encode_chat(messages, max_tokens=max_tokens, **shape)
+    return ids, bool(shape["add_generation_prompt"])
+
+
+def _template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any]:
     """add_generation_prompt, continue_final_message and the allowed chat_template_kwargs."""
     continued = take_bool(body, "continue_final_message")
     generation = take_bool(body, "add_generation_prompt", not continued)

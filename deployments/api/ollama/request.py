@@ -6,7 +6,7 @@ from typing import Any
 from deployments.api.agents.renaming import Renaming
 from deployments.api.fields.ollama import CHAT, IGNORED, OPTIONS, ROLES, SAME, THINK
 from deployments.api.generation.fields import check_names, name_fields, take_bool, take_int
-from deployments.api.generation.messages import MAX_MESSAGE_CALLS, MAX_MESSAGES
+from deployments.api.generation.messages import MAX_MESSAGE_CALLS, take_messages
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from engine.sampling_params import MAX_LOGPROBS
 
@@ -80,16 +80,10 @@ def _options(options: Any, made: OllamaChat) -> None:
 def _messages(value: Any, made: OllamaChat) -> list[dict[str, Any]]:
     """Calls have ids in a chat and need none here: a result answers the first open call of its
     function, or the first one at all."""
-    if value is None:
-        raise invalid("messages is required", "messages", "missing_field")
-    if not isinstance(value, list):
-        raise wrong_type("messages", "a list")
-    if not 1 <= len(value) <= MAX_MESSAGES:
-        raise invalid(f"messages must have 1 to {MAX_MESSAGES} items", "messages")
     found: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # (id, function) of calls without a result
     count = 0  # of calls
-    for i, message in enumerate(value):
+    for i, message in enumerate(take_messages(value)):
         place = f"messages[{i}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:

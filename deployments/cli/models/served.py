@@ -8,25 +8,20 @@ from urllib.parse import quote
 import typer
 
 from deployments.cli.console import StatusLine
+from deployments.cli.running import HERE, AdminKey, Url, ask
 
 app = typer.Typer(name="models", help="List, add, change and remove models of a running server.")
 
 _Name = Annotated[str, typer.Argument(help="What requests call it.")]
-_Url = Annotated[str, typer.Option(help="Server to talk to.")]
-_Key = Annotated[
-    Path | None,
-    typer.Option(help="File with a key of http.admin_keys_file; default: OPENAI_API_KEY."),
-]
-_HERE = "http://127.0.0.1:8000"
 _CHANGE_SECONDS = 120.0  # for the server to take a change; what it starts then is waited for apart
 _POLL = 1.0
 _KNOWN_SECONDS = 30.0  # for all routers to have heard of a model; they look every second
 
 
 @app.command("list")
-def show(url: _Url = _HERE, key: _Key = None) -> None:
+def show(url: Url = HERE, key: AdminKey = None) -> None:
     """Name, status, context and aliases of each."""
-    for model in _ask(url, key, "GET", "/models")["data"]:
+    for model in ask(url, key, "GET", "/models")["data"]:
         if model["parent"] is None:
             aliases = ", ".join(model.get("aliases", ()))
             length = f"{model['max_model_len']:,} tokens"
@@ -47,11 +42,11 @@ def add(
         ),
     ],
     wait: Annotated[bool, typer.Option(help="Wait until it is ready.")] = True,
-    url: _Url = _HERE,
-    key: _Key = None,
+    url: Url = HERE,
+    key: AdminKey = None,
 ) -> None:
     """Serve a model, or change one: the others go on as they are."""
-    _ask(url, key, "POST", "/models", {**_section(spec), "name": name}, _CHANGE_SECONDS)
+    ask(url, key, "POST", "/models", {**_section(spec), "name": name}, _CHANGE_SECONDS)
     if not wait:
         print(f"{name} is starting")
         return
@@ -72,9 +67,9 @@ def add(
 
 
 @app.command()
-def remove(name: _Name, url: _Url = _HERE, key: _Key = None) -> None:
+def remove(name: _Name, url: Url = HERE, key: AdminKey = None) -> None:
     """Serve a model no longer: what it answers may end. Its files stay."""
-    _ask(url, key, "DELETE", f"/models/{quote(name, safe='')}", None, _CHANGE_SECONDS)
+    ask(url, key, "DELETE", f"/models/{quote(name, safe='')}", None, _CHANGE_SECONDS)
     print(f"{name} is removed")
 
 
@@ -84,7 +79,7 @@ def _told(name: str, url: str, key: Path | None, seconds: float) -> dict[str, An
     from deployments.cli.chat import ServerError
 
     try:
-        return _ask(url, key, "GET", f"/models/{quote(name, safe='')}")
+        return ask(url, key, "GET", f"/models/{quote(name, safe='')}")
     except ServerError as error:
         if error.status == 404 and seconds < _KNOWN_SECONDS:
             return {"status": "starting"}
@@ -110,19 +105,3 @@ def _section(spec: str) -> dict[str, Any]:
     if "name" in found:
         raise ConfigError(f"{spec}: name: unknown key; the name is given on the command line")
     return found
-
-
-def _ask(
-    url: str,
-    key: Path | None,
-    method: str,
-    path: str,
-    body: dict[str, Any] | None = None,
-    seconds: float | None = None,
-) -> dict[str, Any]:
-    from deployments.cli.chat import ChatServer, read_key
-
-    server = ChatServer(url, read_key(key))
-    if seconds is None:
-        return dict(server.ask(method, path))
-    return dict(server.ask(method, path, body, seconds))
