@@ -30,7 +30,7 @@ def test_add_waits_for_routers_that_have_not_heard_of_the_model(
             raise found
         return dict(found)
 
-    monkeypatch.setattr(served, "_ask", ask)
+    monkeypatch.setattr(served, "ask", ask)
     monkeypatch.setattr(served, "_POLL", 0.0)
     served.add("two", "org/two")
     assert capsys.readouterr().out == "two is ready\n" and not answers
