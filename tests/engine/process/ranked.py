@@ -52,15 +52,27 @@ class Threads(Ranks):
         return SimpleNamespace(wait=lambda timeout=None: 0, kill=lambda: None, pid=0)
 
 
-def model_and_adapters(folder: Path, **changes: Any) -> dict[str, Path]:
-    """A model in a folder and adapters for it, by names."""
+def save_with_bytes(folder: Path, model_type: str, **changes: Any) -> Any:
+    """A checkpoint and a tokenizer of bytes beside it, which ends its texts. Returns transformers'
+    model."""
     tokenizer = small_tokenizers.byte_level()
     theirs = save_checkpoint(
-        folder, "llama", vocab_size=tokenizer.vocab_size + 6, max_position_embeddings=512,
-        eos_token_id=list(tokenizer.eos_token_ids), num_attention_heads=4, num_key_value_heads=2,
+        folder,
+        model_type,
+        vocab_size=tokenizer.vocab_size + 6,
+        max_position_embeddings=512,
+        eos_token_id=list(tokenizer.eos_token_ids),
         **changes,
-    )  # fmt: skip
+    )
     tokenizer.backend.save(str(folder / "tokenizer.json"))
+    return theirs
+
+
+def model_and_adapters(folder: Path, **changes: Any) -> dict[str, Path]:
+    """A model in a folder and adapters for it, by names."""
+    theirs = save_with_bytes(
+        folder, "llama", num_attention_heads=4, num_key_value_heads=2, **changes
+    )
     made = {"model": folder, "lora": save_adapter(theirs, folder / "lora")}
     for kind in ("prompt_tuning", "prefix_tuning"):
         made[kind] = save_prompt(theirs, folder / kind, kind, 5)

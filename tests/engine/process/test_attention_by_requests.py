@@ -22,11 +22,11 @@ from tests.engine.process.ranked import (
     everything,
     logprobs_of,
     model_and_adapters,
+    save_with_bytes,
     serve,
     start,
     told,
 )
-from tests.engine.text import small_tokenizers
 
 LATENT = {
     "q_lora_rank": 24,
@@ -44,12 +44,7 @@ LATENT = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of one layer with latents."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = small_tokenizers.byte_level()
-    save_checkpoint(
-        folder, "deepseek_v3", vocab_size=tokenizer.vocab_size + 6, max_position_embeddings=512,
-        eos_token_id=list(tokenizer.eos_token_ids), **LATENT,
-    )  # fmt: skip
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    save_with_bytes(folder, "deepseek_v3", **LATENT)
     return folder
 
 

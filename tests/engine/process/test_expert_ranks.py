@@ -19,9 +19,16 @@ from engine.resolve import resolve, spreads_experts
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from tests.engine.models.checkpoints import save_checkpoint
-from tests.engine.process.ranked import config_of, everything, logprobs_of, serve, start, told
+from tests.engine.process.ranked import (
+    config_of,
+    everything,
+    logprobs_of,
+    save_with_bytes,
+    serve,
+    start,
+    told,
+)
 from tests.engine.process.test_packed_ranks import made
-from tests.engine.text import small_tokenizers
 
 SIZES = {
     "num_experts": 6,
@@ -34,13 +41,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = small_tokenizers.byte_level()
-    save_checkpoint(
-        folder, "qwen3_moe", vocab_size=tokenizer.vocab_size + 6, max_position_embeddings=512,
-        eos_token_id=list(tokenizer.eos_token_ids), num_attention_heads=4, num_key_value_heads=2,
-        **SIZES,
-    )  # fmt: skip
-    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    save_with_bytes(folder, "qwen3_moe", num_attention_heads=4, num_key_value_heads=2, **SIZES)
     return folder
 
 

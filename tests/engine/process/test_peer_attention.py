@@ -11,18 +11,17 @@ import pytest
 from engine.config.engine_config import EngineConfig
 from engine.messages import EngineRequest
 from engine.runner.graphs import StepGraphs
-from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.process.ranked import (
     add_adapters,
     everything,
     logprobs_of,
     model_and_adapters,
+    save_with_bytes,
     serve,
     start,
     told,
 )
 from tests.engine.process.test_peer_ranks import LATENT, ON_ONE_GPU, OnOneGpu, on_gpu, one_gpu
-from tests.engine.text import small_tokenizers
 from tests.fakes import Output
 
 __all__ = ["one_gpu"]  # a fixture
@@ -63,12 +62,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Alone]:
     def serve_alone(latents: bool) -> Alone:
         folder = tmp_path_factory.mktemp("model")
         if latents:
-            tokenizer = small_tokenizers.byte_level()
-            save_checkpoint(
-                folder, "deepseek_v3", vocab_size=tokenizer.vocab_size + 6, hidden_size=64,
-                max_position_embeddings=512, eos_token_id=list(tokenizer.eos_token_ids), **LATENT,
-            )  # fmt: skip
-            tokenizer.backend.save(str(folder / "tokenizer.json"))
+            save_with_bytes(folder, "deepseek_v3", hidden_size=64, **LATENT)
             folders = {"model": folder}
         else:
             folders = model_and_adapters(folder, head_dim=16, hidden_size=64)

@@ -17,19 +17,18 @@ from engine.parallel import opening, peers
 from engine.parallel.peers import PeerGroup
 from engine.parallel.ranks import Ranks
 from kernels.peer_sums import LARGEST
-from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.process.ranked import (
     add_adapters,
     config_of,
     everything,
     logprobs_of,
     model_and_adapters,
+    save_with_bytes,
     serve,
     start,
     told,
     two_gpus,
 )
-from tests.engine.text import small_tokenizers
 
 ON_ONE_GPU = """
 import os
@@ -112,12 +111,7 @@ def test_attention_by_requests(
     kind: type[Ranks], tmp_path: Path, architecture: str, sizes: dict[str, Any]
 ) -> None:
     """Bug: a rank's own requests are laid out in memory that the step in flight still reads."""
-    tokenizer = small_tokenizers.byte_level()
-    save_checkpoint(
-        tmp_path, architecture, vocab_size=tokenizer.vocab_size + 6, max_position_embeddings=512,
-        eos_token_id=list(tokenizer.eos_token_ids), hidden_size=64, **sizes,
-    )  # fmt: skip
-    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    save_with_bytes(tmp_path, architecture, hidden_size=64, **sizes)
     requests = [each for each in everything({"model": tmp_path}) if not each.adapter]
     found = []
     for size in (1, 2):
