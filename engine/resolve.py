@@ -151,7 +151,9 @@ def decide(
             f"raise max_num_seqs, which is {max_num_seqs}",
             param="graph_sizes",
         )
-    budget = config.max_num_batched_tokens or (8192 if cuda else 512)
+    # Encoders let no decode wait: what a launch costs is shared by more tokens.
+    on_cpu = 2048 if model.whole_texts else 512
+    budget = config.max_num_batched_tokens or (8192 if cuda else on_cpu)
     if model.whole_texts:
         budget = max(budget, max_model_len)
     dtype = _dtype(config, model, cuda, without(BFLOAT16))

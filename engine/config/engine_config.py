@@ -91,7 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         leaves out is the model's own. Texts of any length are computed with it.
     max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA (a prefill chunk that
         saturates the device while a step stays short), 512 on the CPU (about half a second of
-        prefill on two cores).
+        prefill on two cores) and 2048 there of encoders, which keep no decode waiting.
     max_num_seqs: requests running at once, i.e. device rows; 0 = 1024 on CUDA, 64 on the CPU;
         128 and 32 where layers keep states.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.

@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 
 from engine.config.kv_groups import kv_groups
 from engine.errors import ConfigError
+from engine.layers.attention.bidirectional import BidirectionalAttention
 from engine.layers.attention.edited import attention_block
 from engine.layers.attention.plain import Attention
 from engine.layers.block import Block
@@ -22,7 +23,7 @@ from engine.layers.experts import Experts, Stack, mlp_block
 from engine.layers.layer_inputs import LayerInput, LayerInputs
 from engine.layers.linear import HeadProducts, Linear, RowParallelLinear
 from engine.layers.mlp import Mlp
-from engine.layers.norm import Norm, RMSNorm
+from engine.layers.norm import LayerNorm, Norm, RMSNorm
 from engine.layers.rotary import Tables
 from engine.models.entrance import Entrance
 from engine.quantization.method import DenseState, ExpertsSpec, LinearMethod, LinearSpec, Part
@@ -152,6 +153,43 @@ class DecoderLayer:
         return residual if self.scale is None else residual.mul_(self.scale.tensor)
 
 
+class PostNormLayer(DecoderLayer):
+    """Of which all that follows attention may be one launch."""
+
+    def __init__(self, build: Builder, tables: Tables) -> None:
+        super().__init__(build, tables)
+        attention, mlp = self.attention, self.mlp
+        assert attention is not None and mlp is not None
+        self.rest: tuple[BidirectionalAttention, Mlp, LayerNorm, LayerNorm] | None = None
+        norms, blocks = (attention.after, mlp.after), (attention.block, mlp.block)
+        if (
+            build.group.size == 1
+            and isinstance(blocks[0], BidirectionalAttention)
+            and type(blocks[1]) is Mlp
+            and not blocks[1].gated
+            and isinstance(norms[0], LayerNorm)
+            and isinstance(norms[1], LayerNorm)
+        ):
+            self.rest = blocks[0], blocks[1], norms[0], norms[1]
+
+    def forward(
+        self, residual: Tensor, kv: KV, meta: AttentionMeta, inputs: Tensor | None = None
+    ) -> Tensor:
+        if self.rest is None or meta.lora is not None:
+            return super().forward(residual, kv, meta, inputs)
+        attention, mlp, *norms = self.rest
+        attended = attention.attended(residual, meta)
+        states = attention.out.state, mlp.up.state, mlp.down.state
+        first, second = ((norm.weight, norm.bias, norm.eps) for norm in norms)
+        done = mlp.down.method.apply_post_norms(
+            states, attended, residual, (first, second), mlp.act
+        )
+        if done is not None:
+            return done
+        summed = attention.out.forward(attended, residual=residual)
+        return self.sublayers[1].forward(norms[0](summed), kv, meta)
+
+
 class ParallelLayer(DecoderLayer):
     """Attention and the MLP of one residual, which both are added to."""
 
@@ -223,7 +261,9 @@ class Decoder:
                 "norm", config.hidden_size, of_residual=True, scale=config.logit_scale
             )
         tables = Tables(config.max_positions, build.device)
-        layer = ParallelLayer if config.parallel else DecoderLayer
+        layer = DecoderLayer
+        if config.parallel or config.post_norm:
+            layer = ParallelLayer if config.parallel else PostNormLayer
         self.layer_inputs = LayerInputs(build) if config.layer_input_size else None
         self.project_out: Linear | None = None
         if hidden != config.hidden_size:

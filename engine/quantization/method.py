@@ -23,6 +23,7 @@ from kernels.cpu.codegen.compiler import CompilerUnavailable, has_int8
 from kernels.cpu.gemm import PackedInt8, PackedLinear
 from kernels.cpu.linear import Packed, pack
 from kernels.cpu.panels import GATES, Panels
+from kernels.cpu.post_norm import NormParts, rest_of_layer
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import up_rows
@@ -191,6 +192,19 @@ class LinearMethod(ABC):
     def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
         """residual + apply(x), written over residual."""
         return residual.add_(self.apply(state, x))
+
+    def apply_post_norms(
+        self,
+        states: tuple[Any, Any, Any],
+        attended: Tensor,
+        residual: Tensor,
+        norms: tuple[NormParts, NormParts],
+        act: str,
+    ) -> Tensor | None:
+        """What follows attention in a layer that norms its sums, written over residual [n, hidden];
+        None: its steps are to be taken apart, and nothing is written. The numbers are the same.
+        states: of the products out, up and down. act: a key of `Kernels.activation`."""
+        return None
 
     def takes_gate(self, state: Any, x: Tensor) -> bool:
         """Whether apply_inner costs less, for as many rows as x has, than apply or apply_add of
@@ -392,6 +406,22 @@ class DenseCpu(Dense):
         if isinstance(state, PackedState) and isinstance(state.multiply, Panels):
             return state.multiply.add(x, residual)
         return super().apply_add(state, x, residual)
+
+    def apply_post_norms(
+        self,
+        states: tuple[Any, Any, Any],
+        attended: Tensor,
+        residual: Tensor,
+        norms: tuple[NormParts, NormParts],
+        act: str,
+    ) -> Tensor | None:
+        products = [each.multiply for each in states if isinstance(each, PackedState)]
+        packed = [each for each in products if isinstance(each, PackedLinear)]
+        # Deterministic, an activation is torch's, row by row.
+        if len(packed) < len(states) or self.kernels.DETERMINISTIC:
+            return None
+        out, up, down = packed
+        return rest_of_layer(attended, residual, (out, up, down), norms, act)
 
 
 class Int8Cpu(DenseCpu):

@@ -26,6 +26,8 @@ from kernels.cpu.codegen.compiler import (
 )
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
 from kernels.cpu.panels import (
+    BIAS,
+    BIAS_STEP,
     EPS,
     NORM,
     NUM_ROWS,
@@ -33,6 +35,7 @@ from kernels.cpu.panels import (
     Panels,
     RoundedRows,
     RowNorm,
+    W,
     X,
     gate_buffer,
     norm_scale,
@@ -44,7 +47,7 @@ from kernels.cpu.panels import (
 _ROWS = {16: 12, 8: 5}  # by lanes: rows of a tile, as many as the registers hold
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}
 _DOT = "bfloat dot"  # bfloat16 weights where the processor multiplies pairs of bfloat16
-_AMX = "bfloat amx"  # where it multiplies tiles of them
+AMX = "bfloat amx"  # where it multiplies tiles of them
 _ROW_END = 64  # bytes behind a quantised row of x: its scale
 _AHEAD = 2048  # weights from here that are asked for now
 
@@ -199,7 +202,7 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
     put(writer, rows, writer.loop(0, width // 4, sums, two))
 
 
-def _round_bf16(
+def round_bf16(
     writer: IRWriter, width: int, source: Value, target: Value, norm: RowNorm | None
 ) -> None:
     """A row of x."""
@@ -221,7 +224,7 @@ def _round_bf16(
 
 def _rounded_bf16(writer: IRWriter, width: int, num_bytes: int, norm: bool) -> RoundedRows:
     def row(writer: IRWriter, source: Value, target: Value, norm: RowNorm | None) -> None:
-        _round_bf16(writer, width, source, target, norm)
+        round_bf16(writer, width, source, target, norm)
 
     return RoundedRows(writer, num_bytes, row, norm)
 
@@ -280,11 +283,11 @@ def _driver(
     size, int8 = writer.lanes, dtype == "i8"
     x, num_rows = writer.argument(X, "ptr"), writer.argument(NUM_ROWS)
     buffer = "" if gate is None else gate_buffer(writer, most)
-    if dtype in _ROW_BYTES:
-        tiled = dtype == _AMX
+    if dtype in ROW_BYTES:
+        tiled = dtype == AMX
         if tiled:
             amx.configure(writer)
-        rows = _rounded_bf16(writer, width, _ROW_BYTES[dtype](width), norm)
+        rows = _rounded_bf16(writer, width, ROW_BYTES[dtype](width), norm)
         x, panel = rows.all(), 4 * size * width
         given = writer, most, x, rows.bytes, panel
         products(*given, add=add, gate=gate, buffer=buffer, rows=rows if tiled else None)
@@ -308,9 +311,9 @@ def _driver(
 
 # Of a row of x in bfloat16, by the kind of product. Rows of tiles lie so that they do not all fall
 # on the same lines of the first-level cache.
-_ROW_BYTES: dict[str, Callable[[int], int]] = {
+ROW_BYTES: dict[str, Callable[[int], int]] = {
     _DOT: lambda width: 2 * width,
-    _AMX: lambda width: 2 * width + _ROW_END,
+    AMX: lambda width: 2 * width + _ROW_END,
 }
 
 
@@ -319,32 +322,40 @@ def scratch_bytes(width: int, int8: bool) -> int:
     return 4 * width + (2 * width + _ROW_END if int8 else 0)
 
 
+def most_rows(dtype: str) -> int:
+    """Of a tile."""
+    return amx.MOST if dtype == AMX else _ROWS[lanes()] // (2 if dtype == "i8" else 1)
+
+
+def write_tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
+    if dtype == "i8":
+        _tile_int8(writer, rows, width)
+    elif dtype == _DOT:
+        _tile_bf16(writer, rows, width)
+    elif dtype == AMX:
+        amx.tile(writer, width, ROW_BYTES[AMX](width))
+    else:
+        _tile(writer, rows, width, dtype)
+
+
 @lru_cache(maxsize=32)
 def _functions(width: int, dtype: str) -> dict[str, NativeFunction]:
-    int8 = dtype == "i8"
-    most = amx.MOST if dtype == _AMX else _ROWS[lanes()] // (2 if int8 else 1)
+    most = most_rows(dtype)
 
     def tile(writer: IRWriter, rows: int) -> None:
-        if int8:
-            _tile_int8(writer, rows, width)
-        elif dtype == _DOT:
-            _tile_bf16(writer, rows, width)
-        elif dtype == _AMX:
-            amx.tile(writer, width, _ROW_BYTES[_AMX](width))
-        else:
-            _tile(writer, rows, width, dtype)
+        write_tile(writer, rows, width, dtype)
 
     def driver(writer: IRWriter, norm: bool, add: bool, gate: str | None) -> None:
         _driver(writer, width, most, norm=norm, add=add, gate=gate, dtype=dtype)
 
     others: list[tuple[str, Callable[[IRWriter], None]]] = []
-    if dtype in _ROW_BYTES:
-        row = _ROW_BYTES[dtype](width)
+    if dtype in ROW_BYTES:
+        row = ROW_BYTES[dtype](width)
         others = [
             ("round", lambda writer: _rounded_bf16(writer, width, row, norm=False).together()),
             ("round_norm", lambda writer: _rounded_bf16(writer, width, row, norm=True).together()),
         ]
-    return product_functions(most, tile, driver, others, any_rows=dtype == _AMX)
+    return product_functions(most, tile, driver, others, any_rows=dtype == AMX)
 
 
 def _bias_bytes(outputs: int, bias: bool) -> int:
@@ -361,7 +372,17 @@ class PackedLinear(Panels):
         kind = self._kind(weight)
         packed = self._pack(weight, lanes())
         super().__init__(_functions(width, kind), packed, bias, outputs, width)
-        self._kind_of_x = kind
+        self.kind = kind
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight."""
+        return self._outputs, self._width
+
+    @property
+    def words(self) -> tuple[int, int, int]:
+        """The addresses of panels and bias, and the bias's floats from panel to panel."""
+        return self._args[W], self._args[BIAS], self._args[BIAS_STEP]
 
     @staticmethod
     def fits(outputs: int, width: int) -> bool:
@@ -381,7 +402,7 @@ class PackedLinear(Panels):
     def _kind(self, weight: Tensor) -> str:
         if weight.dtype != torch.bfloat16 or not dot_bf16():
             return _NAMES[weight.dtype]
-        return _AMX if weight.shape[1] % 32 == 0 and amx_bf16() else _DOT
+        return AMX if weight.shape[1] % 32 == 0 and amx_bf16() else _DOT
 
     def _pack(self, weight: Tensor, size: int) -> Tensor:
         view = weight.view(-1, 2, size, weight.shape[1] // 2, 2)
@@ -390,10 +411,10 @@ class PackedLinear(Panels):
         return view.permute(0, 3, 4, 1, 2).contiguous()
 
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
-        int8 = self._kind_of_x == "i8"
-        if self._kind_of_x in _ROW_BYTES:
-            row = _ROW_BYTES[self._kind_of_x](self._width)
-            blocks = amx.block_rows(rows, threads, row) if self._kind_of_x == _AMX else 0
+        int8 = self.kind == "i8"
+        if self.kind in ROW_BYTES:
+            row = ROW_BYTES[self.kind](self._width)
+            blocks = amx.block_rows(rows, threads, row) if self.kind == AMX else 0
             self._round(rows, threads, norm, row, block_rows=blocks)
         elif norm or int8:
             self._need(threads * rows * scratch_bytes(self._width, int8))

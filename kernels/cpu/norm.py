@@ -123,42 +123,63 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     return out
 
 
+def layer_norm_row(
+    w: IRWriter,
+    width: int,
+    source: Value,
+    target: Value,
+    weight: Value,
+    bias: Value,
+    eps: Value,
+    added: Value = "",
+) -> None:
+    """A row's layer norm into target, which may be source. weight, bias: "" where there is none.
+    added: a row that is added to source first, whose memory source must be for what is written."""
+    start = [(w.vector, "zeroinitializer")]
+
+    def mean(total: Value) -> Value:
+        return w.op(f"fdiv float {w.sum(total)}, {constant(width)}")
+
+    def add(at: Value, total: Value) -> list[Value]:
+        value = w.load(w.at(source, at))
+        if added:
+            value = w.binary("fadd", value, w.load(w.at(added, at)))
+            w.store(value, w.at(source, at))
+        return [w.binary("fadd", total, value)]
+
+    middle = w.spread(mean(w.loop(0, width, start, add, step=w.lanes)[0]))
+
+    def squares(at: Value, total: Value) -> list[Value]:
+        apart = w.binary("fsub", w.load(w.at(source, at)), middle)
+        return [w.fma(apart, apart, total)]
+
+    variance = mean(w.loop(0, width, start, squares, step=w.lanes)[0])
+    scale = w.spread(inverse_root(w, w.op(f"fadd float {variance}, {eps}")))
+
+    def write(at: Value) -> list[Value]:
+        value = w.binary("fsub", w.load(w.at(source, at)), middle)
+        value = w.binary("fmul", value, scale)
+        factor = w.load(w.at(weight, at)) if weight else w.all(1.0)
+        if bias:
+            value = w.fma(value, factor, w.load(w.at(bias, at)))
+        elif weight:
+            value = w.binary("fmul", value, factor)
+        w.store(value, w.at(target, at))
+        return []
+
+    w.loop(0, width, [], write, step=w.lanes)
+
+
 def _layer_norm(width: int, weighted: bool, biased: bool, size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
     x, weight, bias, out = (w.argument(word, "ptr") for word in (_X, _WEIGHT, _BIAS, _OUT))
     eps = w.load(w.at("%args", _EPS, "i64"), "float")
-    start = [(w.vector, "zeroinitializer")]
 
     def work(row: Value) -> None:
         source, target = (w.at(each, w.mul(row, width)) for each in (x, out))
-
-        def mean(total: Value) -> Value:
-            return w.op(f"fdiv float {w.sum(total)}, {constant(width)}")
-
-        def add(at: Value, total: Value) -> list[Value]:
-            return [w.binary("fadd", total, w.load(w.at(source, at)))]
-
-        middle = w.spread(mean(w.loop(0, width, start, add, step=size)[0]))
-
-        def squares(at: Value, total: Value) -> list[Value]:
-            apart = w.binary("fsub", w.load(w.at(source, at)), middle)
-            return [w.fma(apart, apart, total)]
-
-        variance = mean(w.loop(0, width, start, squares, step=size)[0])
-        scale = w.spread(inverse_root(w, w.op(f"fadd float {variance}, {eps}")))
-
-        def write(at: Value) -> list[Value]:
-            value = w.binary("fsub", w.load(w.at(source, at)), middle)
-            value = w.binary("fmul", value, scale)
-            factor = w.load(w.at(weight, at)) if weighted else w.all(1.0)
-            if biased:
-                value = w.fma(value, factor, w.load(w.at(bias, at)))
-            elif weighted:
-                value = w.binary("fmul", value, factor)
-            w.store(value, w.at(target, at))
-            return []
-
-        w.loop(0, width, [], write, step=size)
+        layer_norm_row(
+            w, width, source, target, weight if weighted else "", bias if biased else "", eps
+        )
 
     w.claim("%args", "1", w.argument(_ROWS), work)
     return w, "void @layer_norm(ptr %args)"

@@ -27,7 +27,12 @@ class BidirectionalAttention(Attention):
         residual: Tensor | None = None,
     ) -> Tensor:
         """See Attention."""
-        attended = self.kernels.whole_texts(
+        attended = self.attended(x, meta, norm)
+        return self.out.forward(attended, meta.lora, residual=residual)
+
+    def attended(self, x: Tensor, meta: AttentionMeta, norm: Norm | None = None) -> Tensor:
+        """What `out` is to multiply."""
+        return self.kernels.whole_texts(
             self.qkv.forward(x, meta.lora, norm=norm),
             self.cos_sin if self.rotates else None,
             self.num_heads,
@@ -36,4 +41,3 @@ class BidirectionalAttention(Attention):
             meta,
             self.dtype,
         )
-        return self.out.forward(attended, meta.lora, residual=residual)

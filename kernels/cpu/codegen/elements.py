@@ -52,7 +52,7 @@ def _relu2(w: IRWriter, x: Value) -> Value:
     return w.binary("fmul", positive, positive)
 
 
-_FUNCTIONS: dict[str, Callable[[IRWriter, Value], Value]] = {
+FUNCTIONS: dict[str, Callable[[IRWriter, Value], Value]] = {
     "copy": lambda w, x: x,
     "silu": lambda w, x: w.silu(x),
     "gelu": _gelu_erf,
@@ -79,7 +79,7 @@ def _elements(name: str, width: int, multiplied: bool, size: int) -> tuple[IRWri
         factor = w.at(other, w.add(w.mul(row, other_stride), first))
 
         def some(at: Value, count: int) -> list[Value]:
-            value = _FUNCTIONS[name](w, w.load_some(w.at(source, at), count))
+            value = FUNCTIONS[name](w, w.load_some(w.at(source, at), count))
             if multiplied:
                 value = w.binary("fmul", value, w.load_some(w.at(factor, at), count))
             w.store_some(value, w.at(target, at), count)
@@ -101,7 +101,7 @@ def _function(name: str, width: int, multiplied: bool) -> NativeFunction | None:
 
 def known(name: str) -> bool:
     """Whether there is such a function."""
-    return name in _FUNCTIONS
+    return name in FUNCTIONS
 
 
 def fits(x: Tensor) -> bool:

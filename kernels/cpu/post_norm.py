@@ -1,0 +1,271 @@
+"""What follows attention in a layer that norms its sums (BERT's), in one launch:
+
+    x = norm(residual + attended @ out.T)
+    x = norm(x + act(x @ up.T) @ down.T)
+
+A thread takes a block of rows through all of it. What stands between two products is read where it
+was written, in the second-level cache, and where the next product takes bfloat16 it is written so.
+No thread waits for another in between. The numbers are those of the same steps apart, to the bit.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+
+from torch import Tensor, get_num_threads
+
+from kernels.cpu import amx
+from kernels.cpu.codegen import elements
+from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
+from kernels.cpu.codegen.ir import IRWriter, Value, module
+from kernels.cpu.codegen.scratch import scratch
+from kernels.cpu.gemm import AMX, ROW_BYTES, PackedLinear, most_rows, round_bf16, write_tile
+from kernels.cpu.norm import layer_norm_row
+from kernels.cpu.panels import SPARE_ROWS, TILE, tiles
+
+NormParts = tuple[Tensor | None, Tensor | None, float]
+"""Of a layer norm: weight, bias, eps."""
+
+# Words of args, after the two counters.
+_ATTENDED, _RESIDUAL, _ROWS, _BLOCK, _SCRATCH, _FLOATS = range(2, 8)
+_PRODUCTS, _NORMS, _WORDS = 8, 17, 23  # three words a product, and a norm
+_LEAST = 64  # rows a thread; of fewer, threads share panels of weights and not rows
+_MOST, _BYTES = 256, 1 << 20  # rows of a block, and what they take at most
+
+
+class _Shape:
+    """Where a thread's rows lie in its scratch: of each row what the first products take, sums of
+    the second, and what the last takes."""
+
+    def __init__(self, kind: str, hidden: int, attended: int, inner: int) -> None:
+        self.kind, self.hidden, self.attended, self.inner = kind, hidden, attended, inner
+        self.rounds = kind in ROW_BYTES
+        row = ROW_BYTES.get(kind, lambda width: 4 * width)
+        self.bytes = {width: row(width) for width in (hidden, attended, inner)}
+        self.taken = max(row(hidden), row(attended)) if self.rounds else 0
+        self.row = self.taken + 4 * hidden + row(inner)
+
+    def block(self, rows: int, threads: int) -> int:
+        """Rows of a block, so that threads have about as many."""
+        step = most_rows(self.kind)
+        most = max(step, min(_MOST, _BYTES // self.row) // step * step)
+        blocks = -(-rows // (most * threads)) * threads
+        return -(-rows // (blocks * step)) * step
+
+    def floats(self, block: int) -> int:
+        """Of a thread's scratch; tiles of rows are read whole."""
+        return -(-((block + SPARE_ROWS) * self.row + 3 * 64) // 64) * 16
+
+
+def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None:
+    size, hidden = w.lanes, shape.hidden
+    tiled, most = shape.kind == AMX, most_rows(shape.kind)
+    attended, residual = w.argument(_ATTENDED, "ptr"), w.argument(_RESIDUAL, "ptr")
+    rows, length = w.argument(_ROWS), w.argument(_BLOCK)
+    buffer = w.op(f"alloca [{most * 2 * size} x float], align 64")
+    if tiled:
+        amx.configure(w)
+    slot = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
+    own = w.at(w.argument(_SCRATCH, "ptr"), w.mul(slot, w.argument(_FLOATS)))
+    kept = w.add(length, SPARE_ROWS)
+
+    def behind(place: Value, row: int) -> Value:
+        """From a cache line's beginning on."""
+        count = w.add(w.mul(kept, row), 63)
+        return w.at(place, w.mul(w.op(f"lshr i64 {count}, 6"), 64), "i8")
+
+    taken, sums = own, behind(own, shape.taken)
+    inside = behind(sums, 4 * hidden)
+    inner_bytes = shape.bytes[shape.inner]
+
+    def over(count: Value | int, body: Callable[[Value], None], step: int = 1) -> None:
+        def one(index: Value) -> list[Value]:
+            body(index)
+            return []
+
+        w.loop(0, count, [], one, step=step)
+
+    def multiply(
+        number: int, x: Value, width: int, outputs: int, count: Value,
+        place: Callable[[Value, Value], tuple[Value, int]],
+        then: Callable[[Value, Value, Value], None] | None = None,
+    ) -> None:  # fmt: skip
+        """x [count, width] by all panels. place: where a panel's tile from a row on goes, and the
+        floats between rows. then: what follows each, with its rows."""
+        first = _PRODUCTS + 3 * number
+        weight, bias = w.argument(first, "ptr"), w.argument(first + 1, "ptr")
+        bias_step = w.argument(first + 2)
+        x_bytes = shape.bytes[width]
+        itemsize = 4 if shape.kind == "float" else 2
+        w_bytes = 2 * size * width * itemsize
+
+        def panel_of(panel: Value) -> None:
+            own_weight = w.at(weight, w.mul(panel, w_bytes), "i8")
+            own_bias = w.at(bias, w.mul(panel, bias_step))
+
+            def rows_of(row: Value) -> None:
+                left = [("i64", w.sub(count, row)), ("i64", str(most))]
+                here = w.call("i64", "llvm.smin.i64", left)
+                target, stride = place(row, panel)
+                given = [
+                    f"i64 {here}",
+                    f"ptr {w.at(x, w.mul(row, x_bytes), 'i8')}",
+                    f"ptr {own_weight}",
+                    f"ptr {target}",
+                    f"i64 {stride}",
+                    f"ptr {own_bias}",
+                    "i64 0",
+                    f"i64 {width}",
+                ]
+                if tiled:  # each tile of rows asks for its part of the next panel
+                    lines = w.op(f"udiv i64 {w.mul(row, w_bytes)}, {amx.ROWS_A_PANEL}")
+                    given.append(f"ptr {w.at(w.at(own_weight, w_bytes, 'i8'), lines, 'i8')}")
+                w.do(f"call void @in{width}_tiles({', '.join(given)})")
+                if then is not None:
+                    then(row, here, panel)
+
+            over(count, rows_of, step=most)
+
+        over(outputs // (2 * size), panel_of)
+
+    def to_sums(row: Value, panel: Value) -> tuple[Value, int]:
+        return w.at(sums, w.add(w.mul(row, hidden), w.mul(panel, 2 * size))), hidden
+
+    def normed(number: int, x: Value, count: Value, rounded: bool) -> None:
+        """x, of the residual, with what was summed added, and normed."""
+        first = _NORMS + 3 * number
+        weight, bias = (
+            w.argument(first + part, "ptr") if parts[2 * number + part] else "" for part in (0, 1)
+        )
+        eps = w.load(w.at("%args", first + 2, "i64"), "float")
+
+        def one(row: Value) -> None:
+            line, more = w.at(x, w.mul(row, hidden)), w.at(sums, w.mul(row, hidden))
+            layer_norm_row(w, hidden, line, line, weight, bias, eps, added=more)
+            if rounded:
+                target = w.at(taken, w.mul(row, shape.bytes[hidden]), "i8")
+                round_bf16(w, hidden, line, target, None)
+
+        over(count, one)
+
+    def activate(first: Value, count: Value, panel: Value) -> None:
+        """The buffer's rows, into what the last product takes."""
+
+        def one(row: Value) -> None:
+            place = w.at(inside, w.mul(w.add(first, row), inner_bytes), "i8")
+            for half in (0, size):
+                value = w.load(w.at(buffer, w.add(w.mul(row, 2 * size), half)))
+                value = elements.FUNCTIONS[act](w, value)
+                at = w.add(w.mul(panel, 2 * size), half)
+                if shape.rounds:
+                    w.store_pairs(value, w.at(place, at, "i16"))
+                else:
+                    w.store(value, w.at(place, at))
+
+        over(count, one)
+
+    def block(index: Value) -> None:
+        first = w.mul(index, length)
+        left = [("i64", w.sub(rows, first)), ("i64", length)]
+        count = w.call("i64", "llvm.smin.i64", left)
+        x, given = (
+            w.at(each, w.mul(first, width))
+            for each, width in ((residual, hidden), (attended, shape.attended))
+        )
+        if shape.rounds:
+
+            def rounded(row: Value) -> None:
+                target = w.at(taken, w.mul(row, shape.bytes[shape.attended]), "i8")
+                round_bf16(w, shape.attended, w.at(given, w.mul(row, shape.attended)), target, None)
+
+            over(count, rounded)
+        taken_rows = taken if shape.rounds else given
+        multiply(0, taken_rows, shape.attended, hidden, count, to_sums)
+        normed(0, x, count, shape.rounds)
+        taken_rows = taken if shape.rounds else x
+        in_buffer = (buffer, 2 * size)
+        multiply(1, taken_rows, hidden, shape.inner, count, lambda row, panel: in_buffer, activate)
+        multiply(2, inside, shape.inner, hidden, count, to_sums)
+        normed(1, x, count, False)
+
+    total = w.op(f"udiv i64 {w.add(rows, w.sub(length, 1))}, {length}")
+    w.claim("%args", "1", total, block)
+    if tiled:
+        amx.release(w)
+
+
+@lru_cache(maxsize=8)
+def _function(
+    kind: str, hidden: int, attended: int, inner: int, act: str, parts: tuple[bool, ...]
+) -> NativeFunction | None:
+    shape = _Shape(kind, hidden, attended, inner)
+
+    def write(size: int) -> str:
+        found: list[tuple[IRWriter, str]] = []
+
+        def function(signature: str, body: Callable[[IRWriter], None]) -> None:
+            writer = IRWriter(size)
+            body(writer)
+            found.append((writer, signature))
+
+        for width in sorted({hidden, attended, inner}):
+            most, name = most_rows(kind), f"in{width}_tile"
+            if kind == AMX:
+                function(
+                    f"internal void @{name}s(i64 %rows, {TILE}, {amx.AHEAD})",
+                    lambda writer, width=width: write_tile(writer, amx.MOST, width, kind),
+                )
+                continue
+            sizes = [*range(1, most + 1)]
+            for rows in sizes:
+                function(
+                    f"internal void @{name}{rows}({TILE}) noinline",
+                    lambda writer, rows=rows, width=width: write_tile(writer, rows, width, kind),
+                )
+            function(
+                f"internal void @{name}s(i64 %rows, {TILE})",
+                lambda writer, name=name, sizes=sizes: tiles(writer, name, sizes),
+            )
+        function("void @rest(ptr %args)", lambda writer: _rest(shape, act, parts, writer))
+        return module(found)
+
+    made = compile_or_none(write)
+    return made and made["rest"]
+
+
+def rest_of_layer(
+    attended: Tensor,
+    residual: Tensor,
+    products: tuple[PackedLinear, PackedLinear, PackedLinear],
+    norms: tuple[NormParts, NormParts],
+    act: str,
+) -> Tensor | None:
+    """residual [n, hidden], written over with the layer's result, which follows from attended
+    [n, in of out]: both float32, contiguous. products: out, up, down. None: nothing is generated
+    here, or there are so few rows that threads had better share each product."""
+    out, up, _ = products
+    (hidden, width), (inner, _) = out.shape, up.shape
+    rows, threads = len(residual), get_num_threads()
+    alike = {each.kind for each in products}
+    fits = len(alike) == 1 and out.kind != "i8" and hidden % (2 * lanes()) == 0
+    if not fits or rows < _LEAST * threads or not elements.known(act):
+        return None
+    parts = tuple(part is not None for weight, bias, _ in norms for part in (weight, bias))
+    function = _function(out.kind, hidden, width, inner, act, parts)
+    if function is None:
+        return None
+    shape, args = _Shape(out.kind, hidden, width, inner), (ctypes.c_int64 * _WORDS)()
+    args[_ATTENDED], args[_RESIDUAL] = attended.data_ptr(), residual.data_ptr()
+    args[_ROWS], args[_BLOCK] = rows, shape.block(rows, threads)
+    args[_FLOATS] = shape.floats(args[_BLOCK])
+    args[_SCRATCH] = scratch(threads * args[_FLOATS])
+    for number, product in enumerate(products):
+        first = _PRODUCTS + 3 * number
+        args[first : first + 3] = product.words
+    for number, (weight, bias, eps) in enumerate(norms):
+        first = _NORMS + 3 * number
+        args[first] = 0 if weight is None else weight.data_ptr()
+        args[first + 1] = 0 if bias is None else bias.data_ptr()
+        args[first + 2] = bits(eps)
+    function(args, threads)
+    return residual
