@@ -7,6 +7,7 @@ hint that they need no place in the first.
 """
 
 import struct
+from collections.abc import Sequence
 
 from kernels.cpu.codegen.ir import IRWriter, Value
 
@@ -41,9 +42,10 @@ def _tile_op(writer: IRWriter, name: str, *given: str) -> None:
     writer._called.add(f"declare void @llvm.x86.{name}({kinds})")
 
 
-def configure(writer: IRWriter) -> None:
-    """All tiles are whole. Until `release`."""
-    words = struct.pack("<BB14x8H16x8B8x", 1, 0, *[64] * 8, *[TILE_ROWS] * 8)
+def configure(writer: IRWriter, shapes: Sequence[tuple[int, int]] = ((TILE_ROWS, 64),) * 8) -> None:
+    """shapes: rows and bytes of a row, of each tile. Until `release`."""
+    rows, row_bytes = zip(*shapes, strict=True)
+    words = struct.pack("<BB14x8H16x8B8x", 1, 0, *row_bytes, *rows)
     config = writer.op("alloca [64 x i8], align 64")
     for at, word in enumerate(struct.unpack("<8q", words)):
         writer.store(str(word), writer.at(config, at, "i64"), "i64")
@@ -75,6 +77,12 @@ def store(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> Non
 def multiply(writer: IRWriter, sums: int, rows: int, columns: int) -> None:
     """sums += rows, of 32 bfloat16, times columns, of as many in pairs."""
     _tile_op(writer, "tdpbf16ps", f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
+
+
+def multiply_codes(writer: IRWriter, name: str, sums: int, rows: int, columns: int) -> None:
+    """sums += rows, of signed bytes, times columns, of as many in fours. name: tdpbssd, or tdpbsud
+    for columns without a sign."""
+    _tile_op(writer, name, f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
 
 
 def tile(writer: IRWriter, width: int, x_bytes: int) -> None:

@@ -13,13 +13,27 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kernels.cpu import tiled_blocks
 from kernels.cpu.codegen import compiler
 from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, lanes
-from kernels.cpu.codegen.ir import IRWriter, Value, constant
+from kernels.cpu.codegen.ir import IRWriter, Value
+from kernels.cpu.codes import (
+    NAMES,
+    RoundedBlock,
+    bytes_type,
+    nibbles,
+    reinterpret,
+    round_row,
+    table_of,
+)
 from kernels.cpu.panels import (
+    BLOCK_ROWS,
     EXPANDED,
     NUM_ROWS,
     OUT,
+    OWN,
+    OWN_BYTES,
+    SCRATCH,
     WIDTH,
     Expansion,
     Panels,
@@ -28,7 +42,6 @@ from kernels.cpu.panels import (
     W,
     X,
     gate_buffer,
-    norm_scale,
     product_functions,
     products,
     put,
@@ -40,7 +53,6 @@ _ROWS = {16: 6, 8: 2}  # by lanes: rows of a tile
 # as much by it as it takes.
 _MANY = 48
 _AHEAD = 4096  # bytes from here that are asked for now
-_NAMES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 
 
 def fits(form: Format, outputs: int, width: int) -> bool:
@@ -62,18 +74,10 @@ def num_bytes(form: Format, outputs: int, width: int, bias: bool) -> int:
 # ---- Generation ----------------------------------------------------------------------------------
 
 
-def _bytes(writer: IRWriter) -> Value:
-    return f"<{4 * writer.lanes} x i8>"
-
-
-def _as(writer: IRWriter, value: Value, source: str, target: str) -> Value:
-    return writer.op(f"bitcast {source} {value} to {target}")
-
-
 def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> Value:
     """total + of each lane the sum of four products, u8 codes times s8 x. wide: codes that have
     more than 7 bits."""
-    size, integers, whole = writer.lanes, writer.integers, _bytes(writer)
+    size, integers, whole = writer.lanes, writer.integers, bytes_type(writer)
     if compiler.vnni():
         name = f"llvm.x86.avx512.vpdpbusd.{32 * size}"
         return writer.call(integers, name, [(integers, value) for value in (total, codes, x)])
@@ -83,7 +87,7 @@ def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> 
         8: ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
         16: ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
     }[size]
-    x = _as(writer, x, integers, whole)
+    x = reinterpret(writer, x, integers, whole)
     parts = [(codes, 1)]
     if wide:
         low = writer.op(f"and {integers} {codes}, {writer.whole(0x0F0F0F0F)}")
@@ -91,7 +95,7 @@ def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> 
         high = writer.op(f"and {integers} {high}, {writer.whole(0x0F0F0F0F)}")
         parts = [(low, 1), (high, 16)]
     for part, factor in parts:
-        part = _as(writer, part, integers, whole)
+        part = reinterpret(writer, part, integers, whole)
         two = writer.call(pairs, multiply, [(whole, part), (whole, x)])
         four = writer.call(integers, join, [(pairs, two), (pairs, f"splat (i16 {factor})")])
         total = writer.op(f"add {integers} {total}, {four}")
@@ -106,35 +110,11 @@ def _expanded(form: Format) -> Format | None:
     return replace(form, bits=8, scale=torch.float32, table=())
 
 
-def _table(writer: IRWriter, form: Format) -> Value:
-    if not form.table:
-        return ""
-    return f"<{', '.join(f'i8 {value}' for value in form.table * (writer.lanes // 4))}>"
-
-
-def _nibbles(writer: IRWriter, raw: Value, table: Value) -> tuple[Value, Value]:
-    """The low and the high halves of bytes, as bytes; what they stand for, if there is a table."""
-    integers, kind = writer.integers, _bytes(writer)
-    mask = writer.whole(0x0F0F0F0F)
-    low = writer.op(f"and {integers} {raw}, {mask}")
-    high = writer.op(f"lshr {integers} {raw}, {writer.whole(4)}")
-    high = writer.op(f"and {integers} {high}, {mask}")
-    if not table:
-        return low, high
-    name = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}[writer.lanes]
-
-    def looked_up(value: Value) -> Value:
-        given = [(kind, table), (kind, _as(writer, value, integers, kind))]
-        return _as(writer, writer.call(kind, name, given), kind, integers)
-
-    return looked_up(low), looked_up(high)
-
-
 def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks: Value) -> None:
     """A panel as one of `_expanded(form)`."""
     wide, size = _expanded(form), writer.lanes
     assert wide is not None
-    table = _table(writer, form)
+    table = table_of(writer, form)
     heads = 2 * form.units * (1 if form.offset == "none" else 2)
     form_bytes, wide_bytes = form.chunk_bytes(2 * size), wide.chunk_bytes(2 * size)
 
@@ -143,9 +123,7 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks:
         place = writer.at(target, writer.mul(index, wide_bytes), "i8")
         for each in range(heads):
             at = writer.at(base, each * size * form.scale.itemsize, "i8")
-            writer.store(
-                writer.load_as_float(at, _NAMES[form.scale]), writer.at(place, each * size)
-            )
+            writer.store(writer.load_as_float(at, NAMES[form.scale]), writer.at(place, each * size))
         codes = writer.at(base, heads * size * form.scale.itemsize, "i8")
         found = writer.at(place, heads * size)
 
@@ -155,7 +133,7 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks:
             for word in range(4):
                 for half in (0, 1):
                     at = writer.at(source, (2 * word + half) * 4 * size, "i8")
-                    both = _nibbles(writer, writer.load(at, writer.integers), table)
+                    both = nibbles(writer, writer.load(at, writer.integers), table)
                     for to, value in zip((word, word + 4), both, strict=True):
                         at = writer.at(into, (2 * to + half) * 4 * size, "i8")
                         writer.store(value, at, writer.integers)
@@ -178,7 +156,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
     x_blocks = writer.op(f"lshr i64 %width, {BLOCK.bit_length() - 1}")
     row_bytes = writer.mul(x_blocks, form.x_bytes)
     x_rows = [writer.at("%x", writer.mul(row_bytes, row), "i8") for row in range(rows)]
-    table = _table(writer, form)
+    table = table_of(writer, form)
 
     def ask(begin: Value, length: int) -> None:
         for line in range(0, length if ahead else 0, 64):
@@ -187,7 +165,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
     def vector(base: Value, index: int) -> Value:
         """Of the scales and offsets at the head of a chunk."""
         at = writer.at(base, index * size * form.scale.itemsize, "i8")
-        return writer.load_as_float(at, _NAMES[form.scale])
+        return writer.load_as_float(at, NAMES[form.scale])
 
     def words(codes: Value) -> list[tuple[int, int, Value]]:
         """(which four inputs of the block, half of the panel, their codes as bytes)"""
@@ -199,7 +177,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
                 if form.bits == 8:
                     found.append((word, half, raw))
                     continue
-                low, high = _nibbles(writer, raw, table)
+                low, high = nibbles(writer, raw, table)
                 found += [(word, half, low), (word + 4, half, high)]
         return found
 
@@ -275,79 +253,15 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
     put(writer, rows, writer.loop(0, chunks, start, chunk))
 
 
-def _round_row(
-    writer: IRWriter,
-    form: Format,
-    source: Value,
-    target: Value,
-    width: Value,
-    norm: RowNorm | None,
-) -> None:
-    """A row of x, in blocks of form.x_bytes. norm: its weight, and eps."""
-    size, kind, integers = writer.lanes, writer.vector, writer.integers
-    weight, by = "", ""
-    if norm is not None:
-        weight, eps = norm
-        by = norm_scale(writer, source, width, eps)
-
-    def block(index: Value) -> list[Value]:
-        column = writer.mul(index, BLOCK)
-        values = []
-        for part in range(0, BLOCK, size):
-            value = writer.load(writer.at(writer.at(source, column), part))
-            if norm is not None:
-                value = writer.binary("fmul", value, by)
-                scale = writer.load(writer.at(writer.at(weight, column), part))
-                value = writer.binary("fmul", value, scale)
-            values.append(value)
-        best = _as(writer, writer.all(1e-30), kind, integers)
-        for value in values:  # bits of floats without a sign are in order, a NaN above all
-            bits = _as(writer, value, kind, integers)
-            bits = writer.op(f"and {integers} {bits}, {writer.whole(0x7FFFFFFF)}")
-            best = writer.larger(best, bits)
-        stride = size // 2
-        while stride:
-            best = writer.larger(best, writer.swapped(best, stride, integers))
-            stride //= 2
-        top = writer.op(f"extractelement {integers} {best}, i64 0")
-        top = writer.op(f"bitcast i32 {top} to float")
-        inverse = writer.spread(writer.op(f"fdiv float {constant(127.0)}, {top}"))
-        scale = writer.op(f"fdiv float {top}, {constant(127.0)}")
-        place = writer.at(target, writer.mul(index, form.x_bytes), "i8")
-        whole = []
-        for part, value in enumerate(values):
-            # Adding 1.5 * 2^23 rounds to a whole number, which then is in the low bits.
-            shifted = writer.fma(value, inverse, writer.all(12582912.0))
-            whole.append(writer.binary("fsub", shifted, writer.all(12582912.0)))
-            bits = _as(writer, shifted, kind, integers)
-            narrow = writer.op(f"trunc {integers} {bits} to <{size} x i8>")
-            writer.store(narrow, writer.at(place, part * size, "i8"), f"<{size} x i8>")
-        writer.store(scale, writer.at(place, BLOCK, "i8"), "float")
-        each = len(whole) // form.units
-        for unit in range(form.units):
-            total = whole[unit * each]
-            for value in whole[unit * each + 1 : (unit + 1) * each]:
-                total = writer.binary("fadd", total, value)
-            total = writer.sum(total)
-            at = writer.at(place, BLOCK + 4 + 4 * unit, "i8")
-            if form.zero:
-                product = writer.op(f"fmul float {total}, {constant(-form.zero)}")
-                # A NaN has no integer; that of 0 is as good, its scale is a NaN too.
-                name = "llvm.fptosi.sat.i32.f32"
-                writer.store(writer.call("i32", name, [("float", product)]), at, "i32")
-            else:
-                writer.store(writer.op(f"fmul float {total}, {scale}"), at, "float")
-        return []
-
-    blocks = writer.op(f"lshr i64 {width}, {BLOCK.bit_length() - 1}")
-    writer.loop(0, blocks, [], block)
-
-
 def _rounded(writer: IRWriter, form: Format, norm: bool) -> RoundedRows:
     width = writer.argument(WIDTH)
 
     def row(writer: IRWriter, source: Value, target: Value, norm: RowNorm | None) -> None:
-        _round_row(writer, form, source, target, width, norm)
+        def place(index: Value) -> RoundedBlock:
+            block = writer.at(target, writer.mul(index, form.x_bytes), "i8")
+            return block, writer.at(block, BLOCK, "i8"), writer.at(block, BLOCK + 4, "i8")
+
+        round_row(writer, form, source, place, width, norm)
 
     blocks = writer.op(f"lshr i64 {width}, {BLOCK.bit_length() - 1}")
     return RoundedRows(writer, writer.mul(blocks, form.x_bytes), row, norm)
@@ -384,7 +298,7 @@ def _unpack(writer: IRWriter, form: Format) -> None:
     ids, out, w = (writer.argument(word, "ptr") for word in (X, OUT, W))
     width, chunk_bytes = writer.argument(WIDTH), form.chunk_bytes(2 * size)
     chunks = writer.op(f"udiv i64 {width}, {form.chunk}")
-    some, name = "<16 x i8>", _NAMES[form.scale]
+    some, name = "<16 x i8>", NAMES[form.scale]
 
     def number(base: Value, index: Value) -> Value:
         raw = writer.load(writer.at(base, index, name), name)
@@ -399,7 +313,7 @@ def _unpack(writer: IRWriter, form: Format) -> None:
             at = writer.add(lane, 2 * size * word)
             raw = writer.load(writer.at(codes, at, "i32"), "i32")
             quad = writer.op(f"insertelement <4 x i32> {quad}, i32 {raw}, i64 {place}")
-        return _as(writer, quad, "<4 x i32>", some)
+        return reinterpret(writer, quad, "<4 x i32>", some)
 
     def row(index: Value) -> None:
         chosen = writer.load(writer.at(ids, index, "i64"), "i64")
@@ -508,7 +422,11 @@ class PackedBlocks(Panels):
             chunks = width // form.chunk
             shape = (outputs // self._panel, chunks, form.chunk_bytes(self._panel))
             weight = torch.empty(shape, dtype=torch.uint8)
-        super().__init__(_functions(form), weight, bias, outputs, width)
+        self._tiled = tiled_blocks.fits(form, width)
+        functions = _functions(form)
+        if self._tiled:
+            functions = functions | tiled_blocks.functions(form)
+        super().__init__(functions, weight, bias, outputs, width)
 
     def fill(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor | None) -> None:
         """Rows from first on, a multiple of 64.
@@ -556,9 +474,27 @@ class PackedBlocks(Panels):
         """self(x) into out's columns from this one on."""
         return self._run("plain", x, out, self._panels, column=column)
 
+    def _name(self, name: str, rows: int) -> str:
+        return f"tiled_{name}" if self._by_tiles(rows) else name
+
+    def _by_tiles(self, rows: int) -> bool:
+        return self._tiled and rows >= tiled_blocks.FROM
+
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
+        if self._by_tiles(rows):
+            self._prepare_tiles(rows, threads, norm)
+            return
         expanded, wide = 0, _expanded(self.form)
         if wide is not None and rows >= _MANY:  # a panel of the gate, and of the up
             panel = self._width // wide.chunk * wide.chunk_bytes(self._panel)
             expanded = 2 * threads * panel
         self._round(rows, threads, norm, self._width // BLOCK * self.form.x_bytes, expanded)
+
+    def _prepare_tiles(self, rows: int, threads: int, norm: bool) -> None:
+        shared, own = tiled_blocks.scratch_bytes(self.form, self._width, rows, threads)
+        self._need(shared + threads * own)
+        args = self._args
+        args[OWN], args[OWN_BYTES] = args[SCRATCH] + shared, own
+        args[BLOCK_ROWS] = tiled_blocks.block_rows(rows, threads)
+        if not args[BLOCK_ROWS]:
+            self._functions["tiled_round_norm" if norm else "tiled_round"](args, threads)

@@ -16,6 +16,14 @@ from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
 
 GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)}
+CALLS: dict[str, tuple[bool, bool, str | None]] = {
+    "plain": (False, False, None),
+    "add": (False, True, None),
+    "norm": (True, False, None),
+    **{gate: (True, False, gate) for gate in GATES},
+}
+"""The functions of a product: whether x is normed and the result added, and the gate."""
+
 # From so many rows on, they are rounded once by all threads together; fewer, by each for itself,
 # which costs less than waiting for the others.
 TOGETHER = 8
@@ -23,7 +31,8 @@ SPARE_ROWS = 32  # that the last tile may read behind them
 
 # Words of args, after the two counters.
 X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, THREADS, STRIDE = range(2, 11)
-NORM, EPS, SCRATCH, WIDTH, READY, EXPANDED, BLOCK_ROWS, WORDS = range(11, 19)
+NORM, EPS, SCRATCH, WIDTH, READY, EXPANDED, BLOCK_ROWS = range(11, 18)
+OWN, OWN_BYTES, WORDS = range(18, 21)  # scratch of each thread (`kernels.cpu.tiled_blocks`)
 
 _ARGUMENTS = ("ptr %x", "ptr %w", "ptr %out", "i64 %stride", "ptr %bias", "i64 %add", "i64 %width")
 TILE = ", ".join(_ARGUMENTS)  # of tile<rows>; stride: out's, in floats
@@ -59,6 +68,17 @@ def tiles(writer: IRWriter, name: str, sizes: Sequence[int]) -> None:
         writer.do(f"call void @{name}{rows}({TILE})")
         writer.do("br label %done")
     writer.label("done")
+
+
+def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
+    """gate(g) * u. gate: of GATES."""
+    scale, cubic = GATES[gate]
+    t = g
+    if cubic:
+        t = writer.binary("fmul", g, writer.binary("fmul", g, g))
+        t = writer.fma(t, writer.all(cubic), g)
+        t = writer.binary("fmul", t, writer.all(scale))
+    return writer.binary("fmul", writer.binary("fmul", g, writer.sigmoid(t)), u)
 
 
 def gate_buffer(writer: IRWriter, most: int) -> Value:
@@ -164,11 +184,10 @@ def products(
 
             with_tiles([panel], all_rows)
 
-        def gated(panel: Value) -> None:
+        def both(panel: Value) -> None:
             """A panel of the gate, the same of the up, and their product."""
             assert gate is not None
             upper = writer.at(buffer, most * 2 * size)
-            scale, cubic = GATES[gate]
 
             def all_rows(gate_tile: Tile, up_tile: Tile) -> None:
                 def rows_of(first: Value, rows: Value) -> None:
@@ -180,13 +199,7 @@ def products(
                         for half in (0, size):
                             at = writer.add(writer.mul(index, 2 * size), half)
                             g, u = (writer.load(writer.at(part, at)) for part in (buffer, upper))
-                            t = g
-                            if cubic:
-                                t = writer.binary("fmul", g, writer.binary("fmul", g, g))
-                                t = writer.fma(t, writer.all(cubic), g)
-                                t = writer.binary("fmul", t, writer.all(scale))
-                            value = writer.binary("fmul", g, writer.sigmoid(t))
-                            value = writer.binary("fmul", value, u)
+                            value = gated(writer, gate, g, u)
                             place = writer.add(writer.mul(index, stride), half)
                             writer.store(value, writer.at(writer.at(out, target), place))
                         return []
@@ -197,7 +210,7 @@ def products(
 
             with_tiles([panel, writer.add(panel, panels)], all_rows)
 
-        return plain if gate is None else gated
+        return plain if gate is None else both
 
     def share() -> None:
         writer.claim_shares("%args", threads, panels, of_rows(x, out, num_rows))
@@ -376,12 +389,7 @@ def product_functions(
             f"internal void @{name}s(i64 %rows, {TILE})",
             lambda writer, name=name, sizes=sizes: tiles(writer, name, sizes),
         )
-    kinds: dict[str, tuple[bool, bool, str | None]] = {
-        "plain": (False, False, None),
-        "add": (False, True, None),
-        "norm": (True, False, None),
-    }
-    for name, kind in (kinds | {gate: (True, False, gate) for gate in GATES}).items():
+    for name, kind in CALLS.items():
         write(f"void @{name}(ptr %args)", lambda writer, kind=kind: driver(writer, *kind))
     for name, body in others:
         write(f"void @{name}(ptr %args)", body)
@@ -437,6 +445,10 @@ class Panels(ABC):
         if together:
             self._functions["round_norm" if norm else "round"](self._args, threads)
 
+    def _name(self, name: str, rows: int) -> str:
+        """Of the function that makes a call of so many rows."""
+        return name
+
     @abstractmethod
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
         """Before a product of so many rows, with args set: its scratch, and work before it."""
@@ -468,7 +480,7 @@ class Panels(ABC):
             args[NORM] = norm.data_ptr()
             args[EPS] = bits(eps)
         self._prepare(rows, threads, norm is not None)
-        self._functions[name](args, threads)
+        self._functions[self._name(name, rows)](args, threads)
         return out
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -63,7 +63,18 @@ def dot_bf16() -> bool:
 def amx_bf16() -> bool:
     """Whether the processor multiplies tiles of bfloat16 (AMX), and Linux lets this process. Raises
     CompilerUnavailable."""
-    if not (dot_bf16() and _has("amx_bf16") and _has("amx_tile")):
+    return dot_bf16() and _has("amx_bf16") and _tiles()
+
+
+@lru_cache(maxsize=1)
+def amx_int8() -> bool:
+    """The same of 8-bit integers, which it multiplies in registers of 16 lanes, too."""
+    return vnni() == "avx512vnni" and _has("amx_int8") and _tiles()
+
+
+@lru_cache(maxsize=1)
+def _tiles() -> bool:
+    if not _has("amx_tile"):
         return False
     call = ctypes.CDLL(None).syscall
     call.restype, call.argtypes = ctypes.c_long, (ctypes.c_long,) * 3
@@ -191,6 +202,7 @@ def _object_code(ir: str) -> bytes:
         vnni() and f"+{vnni()}",
         dot_bf16() and "+avx512bf16",
         amx_bf16() and "+amx-tile,+amx-bf16,+prfchw",
+        amx_int8() and "+amx-tile,+amx-int8",
     )
     features = ",".join(filter(None, (_FEATURES[capability], *optional)))
     arguments = [ir, _TRIPLE, _PROCESSORS[capability][0], features, [], True, True]
