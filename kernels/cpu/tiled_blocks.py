@@ -40,7 +40,7 @@ from kernels.cpu.panels import (
 )
 from kernels.packed import BLOCK, Format
 
-FROM = 16  # rows from which tiles are ahead
+FROM = 24  # rows from which tiles are ahead
 _MOST = 256  # rows that a thread rounds and multiplies together, so that they stay near it
 _A_THREAD = 64  # rows from which threads take blocks of them, and not panels
 
