@@ -495,6 +495,6 @@ class PackedBlocks(Panels):
         self._need(shared + threads * own)
         args = self._args
         args[OWN], args[OWN_BYTES] = args[SCRATCH] + shared, own
-        args[BLOCK_ROWS] = tiled_blocks.block_rows(rows, threads)
+        args[BLOCK_ROWS] = tiled_blocks.block_rows(self.form, self._width, rows, threads)
         if not args[BLOCK_ROWS]:
             self._functions["tiled_round_norm" if norm else "tiled_round"](args, threads)

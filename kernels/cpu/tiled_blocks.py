@@ -41,7 +41,9 @@ from kernels.cpu.panels import (
 from kernels.packed import BLOCK, Format
 
 FROM = 24  # rows from which tiles are ahead
-_MOST = 256  # rows that a thread rounds and multiplies together, so that they stay near it
+# Rows that a thread rounds and multiplies together, and their bytes, at most, so that they stay in
+# its second-level cache.
+_MOST, _MOST_BYTES = 256, 1280 << 10
 _A_THREAD = 64  # rows from which threads take blocks of them, and not panels
 
 _PANEL = 2 * TILE_ROWS  # outputs
@@ -89,19 +91,20 @@ def _panel_bytes(form: Format, width: int) -> int:
     return width * _PANEL + width // form.chunk * _head_bytes(form)
 
 
-def block_rows(rows: int, threads: int) -> int:
+def block_rows(form: Format, width: int, rows: int, threads: int) -> int:
     """Rows that a thread multiplies with all panels; 0: threads share rows, and take panels."""
     if threads > 1 and rows < _A_THREAD * threads:
         return 0
-    blocks = -(-rows // (_MOST * threads)) * threads
+    tiles = _MOST_BYTES // (width // BLOCK * _x_bytes(form))
+    most = min(_MOST, max(2, tiles) * TILE_ROWS)
+    blocks = -(-rows // (most * threads)) * threads
     return -(-rows // (blocks * TILE_ROWS)) * TILE_ROWS
 
 
 def scratch_bytes(form: Format, width: int, rows: int, threads: int) -> tuple[int, int]:
     """(rows that all threads share, what each has of its own): whole cache lines."""
-    block = block_rows(rows, threads)
-    whole = -(-(block or rows) // TILE_ROWS) * TILE_ROWS
-    x = whole // TILE_ROWS * (width // BLOCK) * _x_bytes(form)
+    block = block_rows(form, width, rows, threads)
+    x = -(-(block or rows) // TILE_ROWS) * (width // BLOCK) * _x_bytes(form)
     own = 2 * _panel_bytes(form, width)
     return (0, own + x) if block else (x, own)
 

@@ -118,7 +118,7 @@ def test_blocks_fill_the_threads(threads: int) -> None:
     """A thread that waits for another one's block, or scratch that is too small for a block."""
     form = FORMATS["4-add"]
     for rows in range(1, 3000, 37):
-        length = tiled_blocks.block_rows(rows, threads)
+        length = tiled_blocks.block_rows(form, WIDTH, rows, threads)
         shared, own = tiled_blocks.scratch_bytes(form, WIDTH, rows, threads)
         assert shared % 64 == own % 64 == 0
         tile = WIDTH // BLOCK * 16 * (BLOCK + 8)
