@@ -424,6 +424,14 @@ def _kv_format(
             f"CUDA, which {model.architecture} has not; int8 does not, and the CPU does not",
             param="kv_dtype",
         )
+    # A scale and an offset are read as one word of 32 bits.
+    odd = [each.kept[1] for each in model.attention if each.attends and each.kept[1] % 8]
+    if cuda and form.name == "int4" and config.block_size % 2 and odd:
+        raise ConfigError(
+            f"kv_dtype: int4 needs an even block_size on CUDA where heads have {odd[0]} elements, "
+            f"no multiple of 8, and block_size is {config.block_size}; give an even one, or int8",
+            param="kv_dtype",
+        )
     return form
 
 

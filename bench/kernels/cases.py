@@ -57,6 +57,7 @@ CODED: dict[str, float | None] = {
 }
 # Keys and queries of each entry.
 PREFILLS = {
+    "8 x 1024": ([1024] * 8, [1024] * 8),
     "4 x 2048": ([2048] * 4, [2048] * 4),
     "2048 after 6144": ([8192], [2048]),
     "64 x 128": ([128] * 64, [128] * 64),
@@ -446,7 +447,7 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
             target = least if kv == "fp8" else None
             make = partial(decode, fewer, DECODES[name][0], 16, target)
             cases[f"{kv} decode/{name}"] = make
-        for name in ("4 x 2048", "2048 after 6144"):
+        for name in ("8 x 1024", "4 x 2048", "2048 after 6144"):
             cases[f"{kv} prefill/{name}"] = partial(prefill, fewer, *PREFILLS[name])
         for rows in (1, 256, 8192):
             cases[f"rope and {kv} KV write/{rows}"] = partial(rope, fewer, rows, False)

@@ -1,9 +1,10 @@
 """`decode.py` over keys and values in 8 and 4 bits: the same plan, splits and merge.
 
-A tile is read as codes, and multiplied as such. A key's scale is a factor of its score. A value's
-goes into the exponent of its weight and times it, so that the largest product of a weight and a
-scale is near 1, and all of them fit into float16; the sum of the weights takes it out again. The
-numbers of a tile are read while the tile before it is multiplied, and block ids a tile earlier.
+A tile is read as codes, and multiplied as such. A key's scale is a factor of its score, a value's
+one of its weight. What is taken off all scores is the largest sum of a score and its value's
+exponent, so that the largest product of a weight and a scale is near 1, and all of them fit into
+float16; the weights themselves, which are added up, are float32. The numbers of a tile are read
+while the tile before it is multiplied, and block ids a tile earlier.
 
 Where a byte or a pair of them has several elements, each has products of its own: of int4's even
 and odd elements of keys, of every second or fourth element of values. int4's least element needs
@@ -20,13 +21,14 @@ from kernels.kv.codes import (
     constants,
     exponent_of,
     middle_of,
-    numbers_at,
+    numbers_in,
     pair_parts,
     pairs,
     parts_of,
     products,
     shift_of,
     words,
+    words_at,
 )
 from kernels.kv.quantized import QuantizedKV
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
@@ -40,7 +42,7 @@ def _quantized_decode_kernel(
     q,
     k_codes,
     v_codes,  # pairs of bytes
-    k_words,  # int16: bfloat16 numbers
+    k_words,  # bfloat16 numbers of a token and head, as bits
     v_words,
     out,
     block_table,
@@ -135,8 +137,8 @@ def _quantized_decode_kernel(
             last = tl.load(items + item * 8 + 5)
         in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
         seen = position < end
-        k_scale, k_least = numbers_at(k_words, page, in_page, seen, NUMBER_PAGE, KIND)
-        v_scale, v_least = numbers_at(v_words, page, in_page, seen, NUMBER_PAGE, KIND)
+        k_word = words_at(k_words, page, in_page, seen, NUMBER_PAGE)
+        v_word = words_at(v_words, page, in_page, seen, NUMBER_PAGE)
         # Draw the next pair while the first loads are on their way. A layer draws exactly `pairs`
         # numbers (each program's last is one too many), so the remainder starts again at zero.
         next_work = pairs
@@ -152,12 +154,13 @@ def _quantized_decode_kernel(
             mask = seen[:, None] & dim_mask[None, :] if HEAD_DIM < DIMS else seen[:, None]
             offset = page.to(tl.int64) * (CODE_PAGE // 2) + in_page * (HEAD_DIM // PARTS)
             value_where = offset[:, None] + value_columns[None, :]
-            key_factor, key_least, value_scale, value_least = k_scale, k_least, v_scale, v_least
+            key_factor, key_least = numbers_in(k_word, KIND)
+            value_scale, value_least = numbers_in(v_word, KIND)
             ahead = position + KEYS
             page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
             in_page = head * BLOCK_SIZE + ahead % BLOCK_SIZE
-            k_scale, k_least = numbers_at(k_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
-            v_scale, v_least = numbers_at(v_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
+            k_word = words_at(k_words, page, in_page, ahead < end, NUMBER_PAGE)
+            v_word = words_at(v_words, page, in_page, ahead < end, NUMBER_PAGE)
             key = tl.load(k_codes + where, mask=mask, other=0.0)
             low, high = parts_of(key, KIND, DTYPE, ASM)
             score = tl.dot(query, tl.trans(low), input_precision="ieee")
@@ -173,19 +176,18 @@ def _quantized_decode_kernel(
             if SLOPES:
                 distance = position - last
                 score += slope[:, None] * distance[None, :].to(tl.float32)
-            exponent, mantissa = exponent_of(value_scale)
-            score = tl.where(seen[None, :], score + exponent[None, :], float("-inf"))
-            new_top = tl.maximum(top, tl.max(score, axis=1))
-            weight = tl.exp2(score - new_top[:, None])
+            score = tl.where(seen[None, :], score, float("-inf"))
+            scaled = score + exponent_of(value_scale)[None, :]
+            new_top = tl.maximum(top, tl.max(scaled, axis=1))
+            own = tl.exp2(score - new_top[:, None])
             shrink = tl.exp2(top - new_top)
-            own = weight * tl.exp2(-exponent)[None, :]
             # In parts that no two threads share: they are added up once, behind the loop.
             part = tl.sum(tl.reshape(own, [ROWS, KEYS // SHARES, SHARES]), axis=1)
             denominator = denominator * shrink[:, None] + part
             if HEAD_DIM < DIMS:
                 mask = seen[:, None] & value_mask[None, :]
             value = tl.load(v_codes + value_where, mask=mask, other=0)
-            weight = (weight * mantissa[None, :]).to(DTYPE)
+            weight = (own * value_scale[None, :]).to(DTYPE)
             value0, value1, value2, value3 = pair_parts(value, KIND, DTYPE, ASM)
             acc0 = tl.dot(weight, value0, acc0 * shrink[:, None], input_precision="ieee")
             acc1 = tl.dot(weight, value1, acc1 * shrink[:, None], input_precision="ieee")

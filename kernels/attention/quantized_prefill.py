@@ -8,10 +8,10 @@ from kernels.attention.decode import LOG2E, capped
 from kernels.attention.prefill import PrefillLaunch, borders
 from kernels.kv.codes import (
     constants,
+    elements_of,
     exponent_of,
     middle_of,
-    numbers_at,
-    parts_of,
+    numbers_in,
     products,
     shift_of,
     words,
@@ -30,9 +30,38 @@ def _seen(position, end, lowest, PART: tl.constexpr):
 
 
 @triton.jit
+def _words(k_words, v_words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIND: tl.constexpr):
+    """[keys, 2], one of each two zero: a key's in the first column, its value's in the second.
+
+    Each thread of a tile of scores would read and unpack a quarter of all numbers. No layout of
+    scores fits these columns, so a thread reads one number or two, and scores get them by way of
+    shared memory.
+    """
+    one = tl.arange(0, 2)[None, :]
+    at = (page.to(tl.int64) * NUMBER_PAGE + in_page)[:, None] + one
+    at = tl.max_contiguous(at, [1, 2])  # neighbouring threads have the columns of a key
+    k_word = tl.load(k_words + at, mask=mask[:, None] & (one == 0), other=0)
+    v_word = tl.load(v_words - 1 + at, mask=mask[:, None] & (one == 1), other=0)
+    return k_word, v_word
+
+
+@triton.jit
+def _numbers(k_word, v_word, KIND: tl.constexpr):
+    """What `numbers_in` gives of both."""
+    if KIND == 3:
+        key_scale, key_least = numbers_in(tl.sum(k_word, axis=1), KIND)
+        value_scale, value_least = numbers_in(tl.sum(v_word, axis=1), KIND)
+    else:
+        low = k_word.to(tl.uint16, bitcast=True).to(tl.int32)
+        word = tl.sum(low | (v_word.to(tl.int32) << 16), axis=1)
+        key_scale, value_scale = numbers_in(word, 3)
+        key_least, value_least = key_scale, value_scale
+    return key_scale, key_least, value_scale, value_least
+
+
+@triton.jit
 def _walk(
     query,
-    odd,
     total,  # of each row's elements
     factor,  # of each row's scores
     k_codes,
@@ -48,7 +77,6 @@ def _walk(
     denominator,
     middle,  # of weights times `middle_of` values, if int4; in parts as the denominator
     acc,
-    acc_odd,  # if int4
     cap_log2,
     slope,  # of each row, if SLOPES
     lowest,  # the first key that any row sees
@@ -75,24 +103,28 @@ def _walk(
     keys = tl.arange(0, KEYS)
     columns = tl.arange(0, DIMS // PACKED)
     dim_mask = (columns * PACKED < HEAD_DIM)[None, :]
-    # Block ids and numbers are read a tile ahead, codes more tiles by the compiler.
+    # What is the same for each tile stays out of the loop (`prefill._walk`). Block ids and numbers
+    # are read a tile ahead, codes more tiles by the compiler.
+    WHOLE: tl.constexpr = KEYS % BLOCK_SIZE == 0
     position = begin + keys
+    rows_in = head * BLOCK_SIZE + (keys if WHOLE else position) % BLOCK_SIZE
+    ids = table + position // BLOCK_SIZE
     seen = _seen(position, end, lowest, PART)
-    page = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0)
-    in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
-    k_scale, k_least = numbers_at(k_words, page, in_page, seen, NUMBER_PAGE, KIND)
-    v_scale, v_least = numbers_at(v_words, page, in_page, seen, NUMBER_PAGE, KIND)
+    page = tl.load(ids, mask=seen, other=0)
+    k_word, v_word = _words(k_words, v_words, page, rows_in, seen, NUMBER_PAGE, KIND)
     for start in range(begin, end, KEYS):
         position = start + keys
-        in_page = head * BLOCK_SIZE + position % BLOCK_SIZE
-        where = (page.to(tl.int64) * CODE_PAGE + in_page * (HEAD_DIM // PACKED))[:, None]
-        where = where + columns[None, :]
-        key_factor, key_least, value_scale, value_least = k_scale, k_least, v_scale, v_least
+        where = (page.to(tl.int64) * CODE_PAGE)[:, None]
+        where += (rows_in * (HEAD_DIM // PACKED))[:, None] + columns[None, :]
+        key_factor, key_least, value_scale, value_least = _numbers(k_word, v_word, KIND)
         ahead = position + KEYS
-        page = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-        in_page = head * BLOCK_SIZE + ahead % BLOCK_SIZE
-        k_scale, k_least = numbers_at(k_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
-        v_scale, v_least = numbers_at(v_words, page, in_page, ahead < end, NUMBER_PAGE, KIND)
+        if WHOLE:
+            ids += KEYS // BLOCK_SIZE
+        else:
+            rows_in = head * BLOCK_SIZE + ahead % BLOCK_SIZE
+            ids = table + ahead // BLOCK_SIZE
+        page = tl.load(ids, mask=ahead < end, other=0)
+        k_word, v_word = _words(k_words, v_words, page, rows_in, ahead < end, NUMBER_PAGE, KIND)
         if MASKED:
             mask = _seen(position, end, lowest, PART)[:, None]
             if HEAD_DIM < DIMS:
@@ -103,22 +135,21 @@ def _walk(
             key = tl.load(k_codes + where, mask=mask, other=0.0)
         else:
             key = tl.load(k_codes + where)
-        low, high = parts_of(key, KIND, DTYPE, ASM)
-        score = tl.dot(query, tl.trans(low), input_precision="ieee")
+        key = elements_of(key, KIND, DTYPE, ASM)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee")
         if PACKED == 2:
-            score = tl.dot(odd, tl.trans(high), score, input_precision="ieee")
             key_middle = middle_of(key_factor, key_least)
             score = score * key_factor[None, :] + total[:, None] * key_middle[None, :]
-            score = score * factor[:, None]
         else:
-            score = score * (factor[:, None] * key_factor[None, :])
+            score = score * key_factor[None, :]
+        row_factor = factor[:, None]
         if SOFTCAP:
-            score = capped(score, cap_log2)
+            score = capped(score * row_factor, cap_log2)
         elif SLOPES:
             distance = position[None, :] - row_position[:, None]
-            score += slope[:, None] * distance.to(tl.float32)
-        exponent, mantissa = exponent_of(value_scale)
-        score = score + exponent[None, :]
+            score = score * row_factor + slope[:, None] * distance.to(tl.float32)
+        if SOFTCAP or SLOPES:
+            row_factor = tl.full([ROWS, 1], 1.0, tl.float32)
         if MASKED:
             score = tl.where(position[None, :] <= row_position[:, None], score, float("-inf"))
         if PART:
@@ -126,14 +157,15 @@ def _walk(
             if CHUNK:
                 first_key = row_position // CHUNK * CHUNK
             score = tl.where(position[None, :] >= first_key[:, None], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, axis=1))
+        # The factor twice, because it is part of an addition.
+        scaled = score * row_factor + exponent_of(value_scale)[None, :]
+        new_top = tl.maximum(top, tl.max(scaled, axis=1))
         base = new_top
         if PART:  # rows that have seen no key yet: a finite stand-in keeps inf - inf out
             base = tl.where(new_top > float("-inf"), new_top, 0.0)
-        weight = tl.exp2(score - base[:, None])
+        own = tl.exp2(score * row_factor - base[:, None])
         shrink = tl.exp2(top - base)
         # In parts that no two threads share: they are added up once, behind the loop.
-        own = weight * tl.exp2(-exponent)[None, :]
         part = tl.sum(tl.reshape(own, [ROWS, KEYS // 8, 8]), axis=1)
         denominator = denominator * shrink[:, None] + part
         acc = acc * shrink[:, None]
@@ -141,17 +173,15 @@ def _walk(
             value = tl.load(v_codes + where, mask=mask, other=0.0)
         else:
             value = tl.load(v_codes + where)
-        weight = (weight * mantissa[None, :]).to(DTYPE)
-        low, high = parts_of(value, KIND, DTYPE, ASM)
-        acc = tl.dot(weight, low, acc, input_precision="ieee")
+        weight = (own * value_scale[None, :]).to(DTYPE)
+        value = elements_of(value, KIND, DTYPE, ASM)
+        acc = tl.dot(weight, value, acc, input_precision="ieee")
         if PACKED == 2:
             own = own * middle_of(value_scale, value_least)[None, :]
             part = tl.sum(tl.reshape(own, [ROWS, KEYS // 8, 8]), axis=1)
             middle = middle * shrink[:, None] + part
-            acc_odd = acc_odd * shrink[:, None]
-            acc_odd = tl.dot(weight, high, acc_odd, input_precision="ieee")
         top = new_top
-    return top, denominator, middle, acc, acc_odd
+    return top, denominator, middle, acc
 
 
 @triton.jit(
@@ -162,7 +192,7 @@ def _quantized_prefill_kernel(
     q,
     k_codes,
     v_codes,
-    k_words,  # int16: bfloat16 numbers
+    k_words,  # bfloat16 numbers of a token and head, as bits
     v_words,
     out,
     block_table,
@@ -195,7 +225,6 @@ def _quantized_prefill_kernel(
     DETERMINISTIC: tl.constexpr,
 ):
     QUERIES: tl.constexpr = ROWS // GROUP
-    PACKED: tl.constexpr = 2 if KIND == 3 else 1
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     head = tl.program_id(0)
     # The last queries of a request see the most keys: start them first.
@@ -212,29 +241,23 @@ def _quantized_prefill_kernel(
         return
 
     rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, DIMS // PACKED) * PACKED
+    dims = tl.arange(0, DIMS)
     query_index = first + rows // GROUP
     row_mask = (rows < QUERIES * GROUP) & (query_index < query_len)
     token = (begin + query_index).to(tl.int64)
     at = (token * NUM_HEADS + head * GROUP + rows % GROUP) * HEAD_DIM
     where = at[:, None] + dims[None, :]
     tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-    acc = tl.zeros([ROWS, DIMS // PACKED], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
     if entry == num_entries:
         tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
-        if PACKED == 2:
-            tl.store(out + where + 1, acc.to(out.dtype.element_ty), mask=tile_mask)
         return
 
     query = tl.load(q + where, mask=tile_mask, other=0.0).to(tl.float32)
-    odd = query
-    if PACKED == 2:
-        odd = tl.load(q + where + 1, mask=tile_mask, other=0.0).to(tl.float32)
-    shift = shift_of(query, odd)
+    shift = shift_of(query, query)
     query = query * tl.exp2(-shift)[:, None]
-    odd = odd * tl.exp2(-shift)[:, None]
-    total = tl.sum(query + odd, axis=1)
-    query, odd = query.to(DTYPE), odd.to(DTYPE)
+    total = tl.sum(query, axis=1)
+    query = query.to(DTYPE)
     factor = tl.exp2(shift) * scale_log2
     length = tl.load(kv_len + entry)
     table = block_table + entry.to(tl.int64) * table_stride
@@ -247,7 +270,6 @@ def _quantized_prefill_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, 8], tl.float32)
     middle = tl.zeros([ROWS, 8], tl.float32)
-    acc_odd = acc
     query_head = head * GROUP + rows % GROUP
     if SINKS:  # as a key without a value, whose scale would be 2^-24
         top = tl.load(sinks + query_head) * LOG2E - 24.0
@@ -256,30 +278,27 @@ def _quantized_prefill_kernel(
     if SLOPES:
         slope = tl.load(slopes + query_head) * LOG2E
     if WINDOW or CHUNK:
-        top, denominator, middle, acc, acc_odd = _walk(
-            query, odd, total, factor, k_codes, v_codes, k_words, v_words, table, head,
+        top, denominator, middle, acc = _walk(
+            query, total, factor, k_codes, v_codes, k_words, v_words, table, head,
             lowest // KEYS * KEYS, tl.minimum(begin_full, end), row_position, top, denominator,
-            middle, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+            middle, acc, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
             True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE, ASM,
         )  # fmt: skip
-    top, denominator, middle, acc, acc_odd = _walk(
-        query, odd, total, factor, k_codes, v_codes, k_words, v_words, table, head,
+    top, denominator, middle, acc = _walk(
+        query, total, factor, k_codes, v_codes, k_words, v_words, table, head,
         begin_full, full, row_position, top, denominator,
-        middle, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+        middle, acc, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
         False, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE, ASM,
     )  # fmt: skip
-    top, denominator, middle, acc, acc_odd = _walk(
-        query, odd, total, factor, k_codes, v_codes, k_words, v_words, table, head,
+    top, denominator, middle, acc = _walk(
+        query, total, factor, k_codes, v_codes, k_words, v_words, table, head,
         full, end, row_position, top, denominator,
-        middle, acc, acc_odd, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
+        middle, acc, cap_log2, slope, lowest, HEAD_DIM, BLOCK_SIZE, DIMS, KEYS,
         True, WINDOW, CHUNK, SOFTCAP, SLOPES, KIND, CODE_PAGE, NUMBER_PAGE, DTYPE, ASM,
     )  # fmt: skip
     under = tl.sum(denominator, axis=1)[:, None]
-    middle_sum = tl.sum(middle, axis=1)[:, None]
-    tl.store(out + where, ((acc + middle_sum) / under).to(out.dtype.element_ty), mask=tile_mask)
-    if PACKED == 2:
-        acc_odd = (acc_odd + middle_sum) / under
-        tl.store(out + where + 1, acc_odd.to(out.dtype.element_ty), mask=tile_mask)
+    acc = (acc + tl.sum(middle, axis=1)[:, None]) / under
+    tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
 
 
 def _launch(dims: int, element_size: int, deterministic: bool) -> PrefillLaunch:

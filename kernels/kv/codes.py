@@ -22,13 +22,14 @@ def constants(cache: QuantizedKV) -> dict[str, Any]:
     return {
         "KIND": KINDS[cache.form.name],
         "CODE_PAGE": cache.codes.stride(0),
-        "NUMBER_PAGE": cache.numbers.stride(0),
+        "NUMBER_PAGE": cache.numbers.stride(0) // cache.form.words,
     }
 
 
 def words(*caches: QuantizedKV) -> tuple[Tensor, ...]:
-    """Their numbers, as `number` reads them: int16."""
-    return tuple(cache.numbers.view(torch.int16) for cache in caches)
+    """The numbers of a token and head as one word: int16, or int32 where these are two."""
+    kinds = {1: torch.int16, 2: torch.int32}
+    return tuple(cache.numbers.view(kinds[cache.form.words]) for cache in caches)
 
 
 def products(q: Tensor) -> dict[str, Any]:
@@ -53,21 +54,23 @@ def shift_of(query, odd):
 
 
 @triton.jit
-def number(words, at, mask):
-    """bfloat16 numbers as float32; read as int16, because the interpreter's bfloat16 is wrong."""
-    bits = tl.load(words + at, mask=mask, other=0).to(tl.int32)
-    return (bits << 16).to(tl.float32, bitcast=True)
+def words_at(words, page, in_page, mask, NUMBER_PAGE: tl.constexpr):
+    """Of the rows in_page [n] of the blocks page [n]."""
+    return tl.load(words + page.to(tl.int64) * NUMBER_PAGE + in_page, mask=mask, other=0)
 
 
 @triton.jit
-def numbers_at(words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIND: tl.constexpr):
-    """Scale and least element of the rows in_page [n] of the blocks page [n]; for other kinds than
-    int4 the latter is the scale once more."""
-    at = page.to(tl.int64) * NUMBER_PAGE + in_page * (2 if KIND == 3 else 1)
-    scale = number(words, at, mask)
-    least = scale
+def numbers_in(word, KIND: tl.constexpr):
+    """Scale and least element as float32; for other kinds than int4 the latter is the scale once
+    more. A bfloat16 is read as bits, because the interpreter's is wrong."""
     if KIND == 3:
-        least = number(words, at + 1, mask)
+        scale = (word << 16).to(tl.float32, bitcast=True)
+        least = (word & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        # Without a sign, as no scale has one: ptxas takes 8 instructions to extend each.
+        bits = word.to(tl.uint16, bitcast=True).to(tl.uint32)
+        scale = (bits << 16).to(tl.float32, bitcast=True)
+        least = scale
     return scale, least
 
 
@@ -80,11 +83,10 @@ def middle_of(scale, least):
 
 @triton.jit
 def exponent_of(scale):
-    """[n] scales -> exponent, at least -60, as float32, and mantissa: scale = 2^exponent *
-    mantissa."""
-    bits = scale.to(tl.int32, bitcast=True)
-    exponent = tl.maximum((bits >> 23) - 127, -60).to(tl.float32)
-    return exponent, ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    """[n] scales -> their logarithms to the base 2, too small by at most 0.09, and at least -60:
+    float32. A float's own bits are one, with a straight line for the mantissa's curve."""
+    bits = scale.to(tl.int32, bitcast=True).to(tl.float32)
+    return tl.maximum(bits * (2.0**-23) - 127.0, -60.0)
 
 
 @triton.jit
@@ -141,6 +143,42 @@ def parts_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     else:
         low = codes.to(DTYPE)
     return low, low
+
+
+@triton.jit
+def elements_of(codes, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Codes [keys, bytes] as numbers [keys, elements] in the elements' order; int4's less 8."""
+    if KIND == 3:
+        KEYS: tl.constexpr = codes.shape[0]
+        WIDTH: tl.constexpr = 2 * codes.shape[1]
+        twice = tl.reshape(tl.join(codes, codes), [KEYS, WIDTH])
+        if ASM:  # 1024 + low half, 1024 + 16 * high half
+            numbers = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 a, b, mask, big, each, less;
+                mov.b32 mask, 0x00F0000F;
+                mov.b32 big, 0x64006400;
+                mov.b32 each, 0x2C003C00;
+                mov.b32 less, 0xD480E408;
+                prmt.b32 a, $2, 0, 0x4140;
+                prmt.b32 b, $2, 0, 0x4342;
+                lop3.b32 a, a, mask, big, 0xEA;
+                lop3.b32 b, b, mask, big, 0xEA;
+                fma.rn.f16x2 $0, a, each, less;
+                fma.rn.f16x2 $1, b, each, less;
+                }""",
+                "=&r,=&r,r",
+                [twice],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            high = (tl.arange(0, WIDTH) % 2 == 1)[None, :]
+            numbers = (tl.where(high, twice >> 4, twice & 15).to(tl.int16) - 8).to(DTYPE)
+    else:
+        numbers, _ = parts_of(codes, KIND, DTYPE, ASM)
+    return numbers
 
 
 @triton.jit
@@ -252,13 +290,12 @@ def numbers_of(low, high, KIND: tl.constexpr):
 
 @triton.jit
 def store_numbers(words, at, scale, least, mask, KIND: tl.constexpr):
-    """As int16 [n], at rows at [n]."""
-    WORDS: tl.constexpr = 2 if KIND == 3 else 1
+    """As words [n], at rows at [n]."""
     bits = scale.to(tl.int32, bitcast=True) >> 16
-    tl.store(words + at * WORDS, bits.to(tl.int16), mask=mask)
     if KIND == 3:
-        bits = least.to(tl.int32, bitcast=True) >> 16
-        tl.store(words + at * WORDS + 1, bits.to(tl.int16), mask=mask)
+        tl.store(words + at, bits | least.to(tl.int32, bitcast=True), mask=mask)
+    else:
+        tl.store(words + at, bits.to(tl.int16), mask=mask)
 
 
 @triton.jit
@@ -281,7 +318,7 @@ def store_codes(target, x, scale, least, exists, count, KIND: tl.constexpr):
         code = nearest(tl.minimum(tl.maximum(above, 0.0), 15.0))
         even, odd = tl.split(tl.reshape(code, [x.shape[0], size // 2, 2]))
         at = tl.arange(0, size // 2)
-        mask = exists[:, None] & (2 * at < count)[None, :]
+        mask = exists[:, None] & (at < count // 2)[None, :]
         tl.store(target + at[None, :], (even | (odd << 4)).to(tl.uint8), mask=mask)
 
 
@@ -296,9 +333,11 @@ def by_hadamard(x, STAGES: tl.constexpr):
     """Each 2^STAGES elements of x [heads, n] by Hadamard's matrix: `quantized.by_hadamard`."""
     heads: tl.constexpr = x.shape[0]
     size: tl.constexpr = x.shape[1]
+    # Sums over pairs, which go from thread to thread: to exchange halves takes shared memory.
+    second = (tl.arange(0, 2) == 1)[None, None, :, None]
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(x, [heads, size // (2 << stage), 2, 1 << stage])
-        first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-        both = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
-        x = tl.reshape(both, [heads, size])
+        total = tl.expand_dims(tl.sum(pairs, axis=2), 2)
+        apart = tl.expand_dims(tl.sum(tl.where(second, -pairs, pairs), axis=2), 2)
+        x = tl.reshape(tl.where(second, apart, total), [heads, size])
     return x * (2.0 ** (-0.5 * STAGES))

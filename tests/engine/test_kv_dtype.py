@@ -78,6 +78,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"kv_dtype: int4 .* even number of elements on CUDA"):
         decide(odd, odd_model, torch.device("cuda"))
+    odd = config_of(tmp_path, HEADS | {"head_dim": 60}, kv_dtype="int4", block_size=1)
+    with pytest.raises(ConfigError, match=r"even block_size on CUDA where heads have 60 elements"):
+        decide(odd, ModelConfig.from_folder(tmp_path), torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"kv_dtype: bf16 .* float32 here"):
         resolve(config_of(tmp_path, HEADS, kv_dtype="bf16", dtype="float32"))
     with pytest.raises(ConfigError, match="kv_dtype: int4 needs heads of a multiple of 4"):
