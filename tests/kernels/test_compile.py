@@ -187,6 +187,28 @@ def test_codes_compile_for_ampere(launches: Launches, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_numbers_of_codes_are_read_once(name: str, launches: Launches) -> None:
+    """Bug: each thread of a tile of scores reads and unpacks the numbers of a quarter of the keys,
+    191 and 399 loads for 40; codes of keys that are stored a byte at a time, or pass shared memory
+    for each of six sums of Hadamard's."""
+    form = replace(FORMATS[name], hadamard=64 if name == "int4" else 0)
+    caches = [QuantizedKV.empty(form, (NUM_BLOCKS, 8, 16, 128)) for _ in range(2)]
+    meta = AttentionMeta(
+        int32(300), int64(300), int32(3), int32(2), int32(2, 40), 0, 600, counts=int32(2)
+    )
+    qkv, table = bf16(300, 48 * 128), torch.empty(1024, 128)
+    q = rope_kv_write(qkv, table, None, None, EPS, *caches, 32, meta)
+    attend_chunks(q, *caches, torch.empty_like(q), 128**-0.5, meta)
+    found = {kernel: compiled.asm["ptx"] for kernel, compiled in launches.seen}
+    written, attended = found["_rope_kv_write_kernel"], found["_quantized_prefill_kernel"]
+    assert attended.count("ld.global") < 64
+    assert "cp.async.cg" in attended and "wgmma.mma_async" in attended
+    assert "st.global.b8" not in written
+    assert written.count("bar.sync") <= 2
+
+
+@pytest.mark.slow
 def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """8-bit floats, which it does not convert, and products of 8-bit integers in tiles for
     Hopper."""
