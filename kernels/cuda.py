@@ -13,7 +13,7 @@ from kernels.attention.latent.expanded import latent_expanded, worth_expanding
 from kernels.attention.latent.prefill import latent_prefill
 from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
-from kernels.experts import few, few_packed, topk
+from kernels.experts import few, few_packed, fragments, topk
 from kernels.experts.few_route import few_route, few_route_fits
 from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_experts
@@ -418,6 +418,8 @@ class Cuda(Kernels):
         residual: Tensor | None,
     ) -> Tensor:
         """Pair by pair, or grouped by expert."""
+        if stack.gate_up.in_fragments:
+            return fragments.fragments(x, weights, ids, stack, residual)
         if 0 < x.shape[0] <= few.MOST:
             return few.few(x, weights, ids, stack, residual)
         return grouped(x, weights, ids, stack, residual)
@@ -431,9 +433,16 @@ class Cuda(Kernels):
         residual: Tensor | None,
     ) -> Tensor:
         """Pair by pair, or grouped by expert."""
+        if stack.gate_up.in_fragments:
+            return fragments.fragments(x, weights, ids, stack, residual)
         if 0 < x.shape[0] <= few_packed.MOST and few_packed.few_packed_fits(x):
             return few_packed.few_packed(x, weights, ids, stack, residual)
         return packed_experts(x, weights, ids, stack, residual)
+
+    def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:
+        if fragments.ON and fragments.fragments_fit(stack, dtype):
+            stack.gate_up.to_fragments()
+            stack.down.to_fragments()
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         return lora.lora_add(y, x, layer, step)

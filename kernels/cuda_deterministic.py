@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.attention.paged import attend_chunks
 from kernels.cuda import Cuda, _count
+from kernels.experts import fragments
 from kernels.experts import packed as packed_module
 from kernels.experts.grouped import FIXED, grouped
 from kernels.experts.reference import ExpertWeights, PackedExperts
@@ -92,6 +93,9 @@ class CudaDeterministic(Cuda):
         stack: PackedExperts,
         residual: Tensor | None,
     ) -> Tensor:
+        if stack.gate_up.in_fragments:
+            tiles = fragments.FIXED
+            return fragments.grouped_fragments(x, weights, ids, stack, residual, tiles)
         return packed_module.packed_experts(x, weights, ids, stack, residual, packed_module.FIXED)
 
     def prepare(

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels.gemm.packed import fragments
+
 BLOCK = 32  # inputs of a run of codes as they are handed over; on the CPU, that share a scale of x
 
 # e2m1 numbers by their codes, doubled and moved by 12 so that they are whole and positive.
@@ -24,6 +26,7 @@ FLOAT8 = (8, 9)
 INT8_PRODUCTS = (8, 0)
 FLOAT8_PRODUCTS = 9  # the first number
 
+_TILES = 512  # of fragments that are put in order at a time
 _SQUARE = 128  # outputs and inputs of a block with a scale that products of e4m3 know
 
 Code = Literal["int", "e4m3"]
@@ -143,7 +146,8 @@ class PackedWeight:
     """A weight [out, in] of a Format on a GPU. `fill` gives it its rows.
 
     codes: 4 bits: int16 [out, in / 4], in the order that `Format.span` says. 8 bits: [out, in],
-        uint8 that are e4m3 numbers, or int8, where a code is stored less 128.
+        uint8 that are e4m3 numbers, or int8, where a code is stored less 128. After
+        `to_fragments` as `kernels.gemm.packed.fragments` has them, and so are scales.
     scale: [ceil(out / form.rows), in / group].
     offset: the same, or None.
     bias: [out], or None.
@@ -154,6 +158,7 @@ class PackedWeight:
     ) -> None:
         assert width % form.group == 0, (form, width)
         self.form, self.shape, self.bias = form, (outputs, width), bias
+        self.in_fragments = False
         if form.bits == 4:
             self.codes = torch.empty(outputs, width // 4, dtype=torch.int16, device=device)
         else:
@@ -208,17 +213,42 @@ class PackedWeight:
         assert at == self.shape[0], (at, self.shape)
         return self
 
+    def to_fragments(self) -> None:
+        """Another order of the same e2m1 codes in groups of 32, for which `fill` is over."""
+        codes, scale = self.codes, self.scale
+        self.codes = torch.empty(
+            self.shape[0] // fragments.ROWS,
+            self.shape[1] // fragments.INPUTS,
+            fragments.LANES,
+            fragments.WORDS,
+            dtype=torch.int32,
+            device=codes.device,
+        )
+        for tile in range(0, len(self.codes), _TILES):
+            rows = slice(tile * fragments.ROWS, (tile + _TILES) * fragments.ROWS)
+            self.codes[tile : tile + _TILES] = fragments.arranged(self._nibbles(codes[rows]))
+        self.scale = fragments.arranged_scales(scale)
+        self.in_fragments = True
+
+    def _nibbles(self, words: Tensor) -> Tensor:
+        """Words in the order of spans -> uint8 [n, in]."""
+        spans = words.view(len(words), -1, 1, self.form.span // 4)
+        shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)
+        return ((spans >> shifts.view(4, 1)) & 15).to(torch.uint8).view(len(words), -1)
+
     def decoded(self) -> Decoded:
         """What `fill` was given for all rows."""
         form = self.form
         if form.bits == 8:
             codes = self.codes.view(torch.uint8)
             return codes if form.code == "e4m3" else codes ^ 128, self.scale, self.offset
-        spans = self.codes.view(self.shape[0], -1, 1, form.span // 4)
-        shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=self.codes.device)
-        nibbles = ((spans >> shifts.view(4, 1)) & 15).to(torch.uint8).view(self.shape[0], -1)
+        if self.in_fragments:
+            nibbles = fragments.restored(self.codes)
+            scale = fragments.restored_scales(self.scale)
+        else:
+            nibbles, scale = self._nibbles(self.codes), self.scale
         both = nibbles.view(self.shape[0], -1, 2, 16)
-        return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1), self.scale, self.offset
+        return (both[:, :, 0] | (both[:, :, 1] << 4)).flatten(1), scale, self.offset
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weights [out, in] in this dtype, rounded once."""

@@ -553,6 +553,10 @@ class Kernels:
         """As experts."""
         return self.experts(x, weights, ids, stack.dense(x.dtype), residual)
 
+    def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:
+        """Puts the codes of a stack that is filled in the order in which `packed_experts` reads
+        them best, for x of this dtype."""
+
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         """y [num_tokens, out], the layer's output for x [num_tokens, in], plus B (A x) of each
         token's adapter; written over y. Tokens without an adapter are not touched.

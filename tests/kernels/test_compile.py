@@ -51,7 +51,11 @@ from kernels.recurrent.chunks_cuda import PassLaunch  # noqa: E402
 from tests.kernels.hopper import Ampere, Hopper  # noqa: E402
 from tests.kernels.launches import PARTS  # noqa: E402
 from tests.kernels.launches.attention import latent, quantized_attention  # noqa: E402
-from tests.kernels.launches.experts import experts, experts_in_fewer_bits  # noqa: E402
+from tests.kernels.launches.experts import (  # noqa: E402
+    experts,
+    experts_in_fewer_bits,
+    experts_in_fragments,
+)
 from tests.kernels.launches.recurrent import delta  # noqa: E402
 from tests.kernels.launches.sizes import EPS, MODELS, NUM_BLOCKS, bf16, int32, int64  # noqa: E402
 
@@ -290,6 +294,26 @@ def test_packed_experts_are_read_wide(launches: Launches) -> None:
         assert codes, name
         assert all(".v4.b32" in line or ".v2.b32" in line for line in codes), name
         assert compiled.metadata.shared <= 1024, name  # of sums alone
+
+
+@pytest.mark.slow
+def test_fragments_go_from_memory_to_matrix_units(launches: Launches) -> None:
+    """Codes that are read by less than 16 bytes, or take another way than through a thread's own
+    registers; a pair of codes that costs more than nine logical operations in four; spills."""
+    experts_in_fragments("llama-8b")
+    seen = [each for each in launches.seen if each[0].startswith("_fragments_")]
+    assert len({name for name, _ in seen}) == 3
+    for name, compiled in seen:
+        ptx = compiled.asm["ptx"]
+        codes = [line for line in ptx.split("\n") if "evict_first" in line and "ld." in line]
+        assert codes, name
+        assert all(".v4.b32" in line for line in codes), name
+        assert "cp.async" not in ptx, name
+        assert compiled.metadata.shared <= 1024, name  # of sums, and of the expert that is found
+        decoded = ptx.count("0x81c081c0")
+        assert decoded and decoded % 3 == 0, name
+        assert ptx.count("lop3.b32 t, l") == ptx.count("0x81808180") == decoded // 3, name
+        assert ".local" not in ptx, name
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import kernels_for
+from kernels.experts import fragments, reference
 from kernels.experts import packed as packed_module
-from kernels.experts import reference
 from kernels.experts.few import MOST, few
 from kernels.experts.few_packed import few_packed, few_packed_fits
 from kernels.experts.few_route import few_route
@@ -429,6 +429,50 @@ def test_packed_at_the_sizes_of_models(sizes: tuple[int, int, int, int]) -> None
                 again = few_packed(x, scale, ids, stack, None)
             graph.replay()
             assert torch.equal(again, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(128, 8, 768, 2048), (32, 4, 2880, 2880), (8, 3, 320, 192)])
+def test_fragments_at_the_sizes_of_models(
+    sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, with codes as matrix instructions take them: a lane that has its neighbour's inputs
+    or scale, a step behind a row's end, an expert's pairs in another's block."""
+    experts, count, size, hidden = sizes
+    form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
+
+    def weight(rows: int, width: int) -> PackedWeight:
+        made = PackedWeight(form, rows, width, None, torch.device(DEVICE))
+        made.codes.view(torch.uint8).random_(0, 256)
+        made.scale.copy_(2.0 ** torch.randint(-9, -4, made.scale.shape, device=DEVICE))
+        return made
+
+    biased = size >= hidden
+    stack = PackedExperts(
+        weight(experts * 2 * size, hidden),
+        weight(experts * hidden, size),
+        random(experts, 2 * size) if biased else None,
+        random(experts, hidden) if biased else None,
+        CLAMPED if biased else "silu",
+        7.0,
+    )
+    dense = stack.dense(torch.float32)
+    monkeypatch.setattr(fragments, "ON", True)
+    cuda = kernels_for(DEVICE)
+    cuda.order_experts(stack, torch.bfloat16)
+    assert stack.gate_up.in_fragments and stack.down.in_fragments
+    for tokens in (1, 3, 8, 64, 300, 1500):
+        x, (scale, ids) = random(tokens, hidden) / 64, chosen(tokens, experts, count)
+        x = x.bfloat16()
+        want = reference.experts(x.float(), scale, ids, dense, None)
+        for way in (fragments.few_fragments, fragments.grouped_fragments):
+            if way is fragments.grouped_fragments or tokens <= 8:
+                found = way(x, scale, ids, stack, None)
+                assert row_error(found, want) < 4 * BOUND[torch.bfloat16], (tokens, way)
+        before = random(tokens, hidden, dtype=torch.bfloat16)
+        want += before.float()
+        assert cuda.packed_experts(x, scale, ids, stack, before) is before
+        assert row_error(before, want) < 4 * BOUND[torch.bfloat16], tokens
 
 
 @pytest.mark.gpu

@@ -80,7 +80,9 @@ class StoredCuda(Stored):
         rest = (*biases, spec.act, spec.limit, spec.weigh_input, spec.total)
         if self._packs_all(*(each.pieces for each in both)):
             gate_up, down = (self.finish(each).pieces[0].state for each in both)
-            return PackedExperts(gate_up, down, *rest)
+            stack = PackedExperts(gate_up, down, *rest)
+            self.kernels.order_experts(stack, spec.dtype)
+            return stack
         gate_up, down = (
             self.expanded(each).unflatten(0, (spec.count, -1)).contiguous() for each in both
         )

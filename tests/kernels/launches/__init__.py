@@ -7,7 +7,11 @@ from tests.kernels.launches.attention import (
     latent,
     quantized_attention,
 )
-from tests.kernels.launches.experts import experts, experts_in_fewer_bits
+from tests.kernels.launches.experts import (
+    experts,
+    experts_in_fewer_bits,
+    experts_in_fragments,
+)
 from tests.kernels.launches.gemm import layers, packed, plain
 from tests.kernels.launches.lora import adapters
 from tests.kernels.launches.ranks import peers
@@ -25,7 +29,7 @@ PARTS: dict[str, Callable[[str], None]] = {
     part.__name__: part
     for part in (
         *(layers, packed, plain, attention, quantized_attention, latent),
-        *(sampling, assembly, adapters, experts, experts_in_fewer_bits),
+        *(sampling, assembly, adapters, experts, experts_in_fewer_bits, experts_in_fragments),
         *(delta, kimi, mamba, mamba_1, convolution, peers),
     )
 }

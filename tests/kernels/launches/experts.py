@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.experts import fragments
 from kernels.experts import grouped as moe
 from kernels.experts import packed as packed_moe
 from kernels.experts.few import few
@@ -100,3 +101,38 @@ def experts_in_fewer_bits(model: str) -> None:
             stack.gate_up = PackedWeight(up, count * size, hidden, None, torch.device("cpu"))
             packed_moe.packed_experts(x, scale, ids, stack, x)
             few_packed(x[:2], scale[:2], ids[:2], stack, None)
+
+
+def experts_in_fragments(model: str) -> None:
+    """MXFP4 as matrix instructions take it: each tile."""
+    count, chosen, size, hidden = MIXTURES[model]
+    biased = size == hidden
+    form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
+
+    def weight(rows: int, width: int) -> PackedWeight:
+        made = PackedWeight(form, rows, width, None, torch.device("cpu"))
+        made.codes = torch.empty(rows // 16, width // 64, 32, 4, dtype=torch.int32)
+        made.scale = torch.empty(rows // 16, width // 64, 8, 4, dtype=torch.bfloat16)
+        made.in_fragments = True
+        return made
+
+    stack = PackedExperts(
+        weight(count * 2 * size, hidden),
+        weight(count * hidden, size),
+        bf16(count, 2 * size) if biased else None,
+        bf16(count, hidden) if biased else None,
+        CLAMPED if biased else "silu",
+        7.0,
+    )
+    x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
+    for tokens in (1, 2):
+        fragments.fragments(x[:tokens], scale[:tokens], ids[:tokens], stack, x[:tokens])
+    for tiles in (*(tiles for _, tiles in fragments.TILES), fragments.FIXED):
+        fragments.grouped_fragments(x, scale, ids, stack, None, tiles)
+    stack.total = 2 * count
+    fragments.few_fragments(x[:1], scale[:1], ids[:1], stack, None)
+    if not biased:
+        stack.act, stack.weigh_input, stack.total = "relu2", True, 0
+        stack.gate_up = weight(count * size, hidden)
+        fragments.few_fragments(x[:1], scale[:1], ids[:1], stack, None)
+        fragments.grouped_fragments(x, scale, ids, stack, x)

@@ -1,0 +1,68 @@
+"""4-bit floats (e2m1) in the order in which a warp's matrix instruction takes its left operand:
+what a thread reads in one load is what it multiplies.
+
+A tile is 16 outputs by 64 inputs. Of lane 4 * g + c it has four words of 32 bits: outputs g and
+8 + g, of each the inputs 8 * c to 8 * c + 7 of the tile's first group of 32 and of its second. The
+scales of a tile follow the same order: of each g those of output g, then those of output 8 + g.
+
+In a word the bits lie so that each of four pairs of codes comes to its place in two bfloat16
+numbers by one shift and one logical operation at most, the last pair by two of each.
+"""
+
+import torch
+from torch import Tensor
+
+ROWS, INPUTS, GROUP = 16, 64, 32  # of a tile, and inputs of a scale
+LANES, WORDS = 32, 4  # of a tile: a thread's words are 16 bytes
+
+# Bits of a word in which a code's mantissa, both bits of its exponent and its sign are, of the even
+# code of each pair; the odd code's are 16 further, modulo 32.
+_PLACES = ((6, 7, 8, 15), (12, 13, 14, 21), (2, 3, 4, 11), (0, 9, 10, 17))
+
+
+def arranged(codes: Tensor) -> Tensor:
+    """Codes [rows, width], uint8 in their order -> int32 [rows / 16, width / 64, 32, 4]."""
+    rows, width = codes.shape
+    eights = codes.view(rows, width // 8, 8)
+    words = torch.zeros(rows, width // 8, dtype=torch.int64, device=codes.device)
+    for code in range(8):
+        for bit, place in enumerate(_PLACES[code // 2]):
+            found = ((eights[..., code] >> bit) & 1).to(torch.int64)
+            words |= found << ((place + 16 * (code % 2)) % 32)
+    words = torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32)
+    # [tile, half, g, tile of inputs, group, c]
+    return _lanes(words.view(rows // ROWS, 2, 8, width // INPUTS, 2, 4))
+
+
+def _lanes(words: Tensor) -> Tensor:
+    """-> [tile, tile of inputs, g, c, half, group]"""
+    tiles, _, _, steps, _, _ = words.shape
+    return words.permute(0, 3, 2, 5, 1, 4).reshape(tiles, steps, LANES, WORDS).contiguous()
+
+
+def restored(words: Tensor) -> Tensor:
+    """The codes of `arranged`."""
+    tiles, steps, _, _ = words.shape
+    rows, width = tiles * ROWS, steps * INPUTS
+    ordered = words.view(tiles, steps, 8, 4, 2, 2).permute(0, 4, 2, 1, 5, 3)
+    ordered = ordered.reshape(rows, width // 8)
+    codes = torch.zeros(rows, width // 8, 8, dtype=torch.uint8, device=words.device)
+    for code in range(8):
+        for bit, place in enumerate(_PLACES[code // 2]):
+            found = (ordered >> ((place + 16 * (code % 2)) % 32)) & 1
+            codes[..., code] |= found.to(torch.uint8) << bit
+    return codes.view(rows, width)
+
+
+def arranged_scales(scale: Tensor) -> Tensor:
+    """[rows, width / 32] -> [rows / 16, width / 64, 8, 4]"""
+    rows, groups = scale.shape
+    parts = scale.view(rows // ROWS, 2, 8, groups // 2, 2).permute(0, 3, 2, 1, 4)
+    return parts.reshape(rows // ROWS, groups // 2, 8, WORDS).contiguous()
+
+
+def restored_scales(scale: Tensor) -> Tensor:
+    """The scales of `arranged_scales`."""
+    tiles, steps, _, _ = scale.shape
+    parts = scale.view(tiles, steps, 8, 2, 2).permute(0, 3, 2, 1, 4)
+    return parts.reshape(tiles * ROWS, 2 * steps)
