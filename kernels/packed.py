@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.gemm.packed import fragments
+from kernels import fragments
 
 BLOCK = 32  # inputs of a run of codes as they are handed over; on the CPU, that share a scale of x
 
@@ -147,7 +147,7 @@ class PackedWeight:
 
     codes: 4 bits: int16 [out, in / 4], in the order that `Format.span` says. 8 bits: [out, in],
         uint8 that are e4m3 numbers, or int8, where a code is stored less 128. After
-        `to_fragments` as `kernels.gemm.packed.fragments` has them, and so are scales.
+        `to_fragments` as `kernels.fragments` has them, and so are scales.
     scale: [ceil(out / form.rows), in / group].
     offset: the same, or None.
     bias: [out], or None.

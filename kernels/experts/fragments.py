@@ -1,5 +1,5 @@
 """Experts in MXFP4 whose codes lie as a warp's matrix instruction takes them
-(`kernels.gemm.packed.fragments`), for bfloat16 on Hopper and later: codes go from memory into the
+(`kernels.fragments`), for bfloat16 on Hopper and later: codes go from memory into the
 registers that the matrix units read them from, with no shared memory and no barrier between, 16
 bytes a load.
 
@@ -27,8 +27,8 @@ from triton.experimental.gluon import language as gl
 from kernels.experts.gate import code, gated
 from kernels.experts.grouped import Sorted, sort, sum_experts
 from kernels.experts.reference import PackedExperts
+from kernels.fragments import GROUP, INPUTS, ROWS
 from kernels.gemm.packed.codes import E2M1_CODE, code_of
-from kernels.gemm.packed.fragments import GROUP, INPUTS, ROWS
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 

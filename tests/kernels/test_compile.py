@@ -309,7 +309,7 @@ def test_fragments_go_from_memory_to_matrix_units(launches: Launches) -> None:
         assert codes, name
         assert all(".v4.b32" in line for line in codes), name
         assert "cp.async" not in ptx, name
-        assert compiled.metadata.shared <= 1024, name  # of sums, and of the expert that is found
+        assert compiled.metadata.shared <= 8192, name  # of sums, and of the expert that is found
         decoded = ptx.count("0x81c081c0")
         assert decoded and decoded % 3 == 0, name
         assert ptx.count("lop3.b32 t, l") == ptx.count("0x81808180") == decoded // 3, name

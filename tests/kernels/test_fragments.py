@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gemm.packed import fragments
+from kernels import fragments
 from kernels.packed import E2M1, Format, PackedWeight
 
 NUMBERS = torch.tensor(E2M1, dtype=torch.float64) / 2 - 6
