@@ -27,6 +27,7 @@ from bench.kernels.sizes import LLAMA, meta_of
 from bench.kernels.sweeping import Timed, differs, first_launches, launch_these, lines
 from kernels.attention.decode_plan import DecodeLaunch
 from kernels.attention.latent import decode, expanded
+from kernels.attention.latent.decode_groups import WAYS
 from kernels.attention.latent.expanded import ExpandedLaunch
 from kernels.recurrent import (
     delta_chunks_cuda,
@@ -122,7 +123,14 @@ TABLES: dict[str, list[Table]] = {
         ]
         for heads in (20, 32)
     },
-    "latents of 128 heads/": [(decode, "_launch", MANY_HEADS)],
+    **{
+        f"latents of {heads} heads/": [
+            (decode, "groups", [*WAYS.values()]),
+            (decode, "_launch", MANY_HEADS),
+            (decode, "merge_pieces", [2, 4]),
+        ]
+        for heads in (64, 128)
+    },
     "latent prefill/": [
         (
             expanded,
@@ -193,7 +201,7 @@ def cases() -> dict[str, Callable[[], KernelWork]]:
     for count, tokens in ((8, 2048), (2, 4096)):
         lengths = [tokens] * count
         found[f"delta prefill/{count} x {tokens}"] = partial(delta, LLAMA, lengths, lengths)
-    for heads in (16, 20, 32, 128):
+    for heads in (16, 20, 32, 64, 128):
         for name, lengths in DECODES.items():
             found[f"latents of {heads} heads/{name}"] = partial(latents, lengths, heads)
     return found

@@ -77,7 +77,8 @@ def _merge_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, MERGE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one (entry, query head), where there are several."""
+    """Merge the splits of one (entry, query head, piece of its DIMS elements), where there are
+    several."""
     entry = tl.program_id(0).to(tl.int64)
     first = tl.load(entries + entry * 2).to(tl.int64)
     splits = tl.load(entries + entry * 2 + 1)
@@ -85,6 +86,8 @@ def _merge_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if splits > 1:
+        out += tl.program_id(2) * DIMS
+        partial += tl.program_id(2) * DIMS
         merge_into(
             out, partial, partial_lse, entry, first, splits, tl.program_id(1),
             NUM_HEADS, 1, HEAD_DIM, DIMS, MERGE, 1,
@@ -285,11 +288,12 @@ def attention_decode(
         merge(out, plan)
 
 
-def merge(out: Tensor, plan: DecodePlan) -> None:
-    """Into out [num_entries, num_heads, size] what the splits of an entry have found."""
+def merge(out: Tensor, plan: DecodePlan, pieces: int = 1) -> None:
+    """Into out [num_entries, num_heads, size] what the splits of an entry have found. pieces: into
+    which programs share out a head's elements; of several each is a power of 2."""
     _, num_heads, size = plan.partial.shape
-    dims = triton.next_power_of_2(size)
-    _merge_kernel[(plan.entries.shape[0], num_heads)](
+    dims = triton.next_power_of_2(triton.cdiv(size, pieces))
+    _merge_kernel[(plan.entries.shape[0], num_heads, pieces)](
         out,
         plan.partial,
         plan.partial_lse,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import cuda
-from kernels.attention.latent import decode, expanded
+from kernels.attention.latent import decode, decode_groups, expanded
 from kernels.attention.latent.decode import head_parts, plan_latent
 from kernels.attention.latent.expanded import worth_expanding
 from kernels.dispatch import kernels_for
@@ -116,6 +116,48 @@ def test_many_heads_are_parts(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     cache, meta = latents([70, 5, 30], [1, 1, 4], 2, 16, dtype=dtype)
     check("cuda", 96, cache, meta, 16)
+
+
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("way", decode_groups.WAYS)
+@pytest.mark.parametrize(("heads", "block_size"), [(128, 16), (128, 64), (96, 32), (64, 128)])
+def test_groups(way: str, heads: int, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps that do different things: a tile that is read before it is there or overwritten while
+    it is read, NaN behind an entry's last latent, a split or an entry that takes the one's before,
+    queries of heads that there are not; an entry without a latent; pieces of a merge."""
+    taken = []
+    real = decode.in_groups
+    monkeypatch.setattr(decode, "groups", lambda group: decode_groups.WAYS[way])
+    monkeypatch.setattr(decode, "in_groups", lambda *args: taken.append(real(*args)))
+    torch.manual_seed(6)
+    rank, rope = decode_groups.RANK, decode_groups.ROPE
+    for lengths in ([0, 1, 63, 64, 65, 200, 3000], [40_001], [*range(1, 300)]):
+        for dtype in (torch.bfloat16, torch.float16):
+            count = len(lengths)
+            cache, _, meta = paged(
+                lengths, [1] * count, 1, rank + rope, block_size, count, dtype, padding=2
+            )
+            padded = len(meta.slots)
+            absorbed = random(heads, padded, rank, dtype=dtype)
+            q = random(padded, heads, 128 + rope, dtype=dtype)
+            BACK_ENDS["cuda"].prepare(meta, heads, cache, rank)
+            found = []
+            for pieces in (1, 4):
+                monkeypatch.setattr(decode, "merge_pieces", lambda out, pieces=pieces: pieces)
+                out = torch.full_like(absorbed, torch.nan).transpose(0, 1).contiguous()
+                decode.latent_decode(absorbed, q, cache, out, meta.block_table, 0.1, meta.plan)
+                found.append(out[:count])
+            assert torch.equal(*found)
+            query = torch.cat((absorbed.transpose(0, 1), q[..., -rope:]), -1)
+            for entry, length in enumerate(lengths):
+                blocks = meta.block_table[entry, : -(-length // block_size)].long()
+                key = cache[blocks, 0].flatten(0, 1)[:length].double()
+                ref = (query[entry].double() @ key.T * 0.1).softmax(-1) @ key[:, :rank]
+                assert row_error(found[0][entry], ref) < 2 * BOUND[dtype], (length, dtype)
+    assert len(taken) == 12
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.attention.decode import item_of, merge
 from kernels.attention.decode_plan import DecodeLaunch, DecodePlan, cut
+from kernels.attention.latent.decode_groups import Groups, in_groups, in_groups_fits
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl, shared_memory
 
 MOST_HEADS = 64  # of a program
@@ -225,6 +226,17 @@ def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
     return launch._replace(num_stages=max(1, min(launch.num_stages, room // (launch.keys * row))))
 
 
+def merge_pieces(out: Tensor) -> int:
+    """Programs that share a head's elements of a merge."""
+    return 1
+
+
+def groups(group: int) -> Groups | None:
+    """How warps that do different things share out a part of so many heads; None where all do the
+    same."""
+    return None
+
+
 def aligned(absorbed: Tensor) -> bool:
     """Whether a kernel may read absorbed queries 16 bytes at once."""
     return absorbed.stride(0) % 16 == 0
@@ -262,6 +274,11 @@ def latent_decode(
     rope = cache.shape[3] - rank
     parts = head_parts(num_heads)
     shape = plan.shape
+    how = groups(num_heads // parts)
+    if how and in_groups_fits(absorbed, q, cache, num_heads // parts):
+        in_groups(absorbed, q, cache, out, block_table, scale, plan, parts, how)
+        merge(out, plan, merge_pieces(out))
+        return
     ranks = max(16, triton.next_power_of_2(rank))
     _latent_decode_kernel[(num_sms(q.device) * shape.per_sm,)](
         absorbed,
@@ -292,4 +309,4 @@ def latent_decode(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-    merge(out, plan)
+    merge(out, plan, merge_pieces(out))

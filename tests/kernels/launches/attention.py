@@ -8,6 +8,7 @@ from triton.runtime import driver
 from kernels.attention.decode import attention_decode
 from kernels.attention.decode_plan import plan
 from kernels.attention.latent.decode import latent_decode, plan_latent
+from kernels.attention.latent.decode_groups import WAYS, in_groups
 from kernels.attention.latent.expanded import latent_expanded
 from kernels.attention.latent.prefill import latent_prefill
 from kernels.attention.latent.write import latent_write
@@ -128,3 +129,9 @@ def latent(model: str) -> None:
         for entries in (20, 64):  # the launch of a few, and that of many
             splits = plan_latent(int32(entries), heads, rank, cache, 8192, int32(1))
             latent_decode(absorbed, q, cache, out, int32(entries, 512), 0.1, splits)
+            if dtype == torch.bfloat16 and entries == 64:
+                q, tall = bf16(entries, 128, nope + rope), bf16(128, entries, rank)
+                result, table = bf16(entries, 128, rank), int32(entries, 512)
+                splits = plan_latent(int32(entries), 128, rank, cache, 8192, int32(1))
+                for how in WAYS.values():
+                    in_groups(tall, q, cache, result, table, 0.1, splits, 2, how)
