@@ -440,7 +440,7 @@ class Cuda(Kernels):
         return packed_experts(x, weights, ids, stack, residual)
 
     def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:
-        if fragments.ON and fragments.fragments_fit(stack, dtype):
+        if fragments.fragments_fit(stack, dtype):
             stack.gate_up.to_fragments()
             stack.down.to_fragments()
 

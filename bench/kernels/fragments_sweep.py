@@ -368,8 +368,8 @@ def decide(cases: list[Case]) -> str:
     slower = [f"{name}: {ratio:.2f}" for name, ratio in ratios.items() if ratio >= 1.02]
     pays = sum(ratio < _PAYS for ratio in ratios.values())
     return (
-        f"set: ON={bool(pays and not slower)} ({pays} of {len(ratios)} faster, slower: "
-        f"{', '.join(slower) or 'none'}) {' '.join(lines)}"
+        f"set: {' '.join(lines)} ({pays} of {len(ratios)} faster than in the order of spans, "
+        f"slower: {', '.join(slower) or 'none'})"
     )
 
 

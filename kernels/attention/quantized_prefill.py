@@ -301,13 +301,13 @@ def _quantized_prefill_kernel(
     tl.store(out + where, acc.to(out.dtype.element_ty), mask=tile_mask)
 
 
-def _launch(dims: int, element_size: int, deterministic: bool) -> PrefillLaunch:
+def _launch(dims: int, element_size: int) -> PrefillLaunch:
     """As `prefill.prefill_launch`; a tile is in memory as codes, and once more as float16."""
     if dims > 256:  # larger tiles do not fit
         return PrefillLaunch(32, 32, 8, 2)
     if dims > 128 or element_size > 2:
         return PrefillLaunch(64, 32, 4, 2)
-    return PrefillLaunch(64, 64, 4, 3) if deterministic else PrefillLaunch(128, 64, 8, 3)
+    return PrefillLaunch(64, 64, 4, 3)
 
 
 def quantized_prefill(
@@ -328,7 +328,7 @@ def quantized_prefill(
     num_entries = meta.kv_len.shape[0]
     group = num_heads // num_kv_heads
     dims = max(32, triton.next_power_of_2(head_dim))
-    shape = _launch(dims, q.element_size(), deterministic)
+    shape = _launch(dims, q.element_size())
     rows = max(shape.rows, triton.next_power_of_2(group))
     # Each entry, and the padding after the last, may leave its last block part empty.
     blocks = num_tokens // (rows // group) + num_entries + 1

@@ -94,19 +94,20 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# Whether experts are put in this order as they are loaded. Off: no GPU has run it.
-ON = False
 # Tokens up to which pairs are multiplied one by one, and tiles for that. The warps of a program
 # below each other are a token's experts in the second product.
-MOST = 4
-FEW = Tiles(Tile(8, 1, 1, 4, 4), Tile(8, 1, 8, 2, 3))
+MOST = 1
+FEW = Tiles(Tile(8, 1, 2, 4, 3), Tile(8, 1, 8, 2, 6))
 # The pairs that an expert has on average -> tiles, the first that fits.
 TILES: tuple[tuple[float, Tiles], ...] = (
-    (1, Tiles(Tile(8, 1, 2, 2, 4), Tile(8, 1, 4, 1, 4))),
-    (10, Tiles(Tile(16, 1, 4, 1, 2), Tile(16, 2, 4, 1, 2))),
-    (24, Tiles(Tile(24, 1, 8, 1, 2), Tile(24, 2, 4, 1, 2))),
-    (40, Tiles(Tile(40, 1, 8, 1, 1), Tile(40, 2, 8, 1, 1))),
-    (float("inf"), Tiles(Tile(64, 1, 8, 1, 1), Tile(64, 2, 8, 1, 1))),
+    (0.25, Tiles(Tile(8, 1, 2, 2, 4), Tile(8, 1, 4, 1, 4))),
+    (1, Tiles(Tile(8, 1, 4, 1, 4), Tile(8, 1, 4, 1, 4))),
+    (2, Tiles(Tile(8, 1, 4, 1, 4), Tile(8, 2, 4, 1, 3))),
+    (4, Tiles(Tile(8, 1, 4, 1, 2), Tile(8, 2, 4, 1, 3))),
+    (8, Tiles(Tile(16, 1, 8, 1, 1), Tile(16, 2, 8, 1, 1))),
+    (16, Tiles(Tile(24, 2, 4, 1, 1), Tile(16, 2, 8, 1, 1))),
+    (32, Tiles(Tile(40, 1, 8, 1, 1, 128), Tile(48, 2, 4, 1, 1))),
+    (float("inf"), Tiles(Tile(64, 1, 4, 1, 1), Tile(64, 2, 4, 1, 1))),
 )
 # Where a row's numbers may not depend on how many rows there are.
 FIXED = Tiles(Tile(16, 1, 4, 1, 2), Tile(16, 2, 4, 1, 2))

@@ -457,7 +457,6 @@ def test_fragments_at_the_sizes_of_models(
         7.0,
     )
     dense = stack.dense(torch.float32)
-    monkeypatch.setattr(fragments, "ON", True)
     cuda = kernels_for(DEVICE)
     cuda.order_experts(stack, torch.bfloat16)
     assert stack.gate_up.in_fragments and stack.down.in_fragments
