@@ -290,11 +290,16 @@ class _Values:
         self._less = file.layout.plus_one and piece.name.endswith("norm.weight")
 
     def _slices(self, row_bytes: int) -> Iterator[NDArray[Any]]:
-        """Of a matrix."""
+        """Of a matrix. What was read of the map before the next one is asked for is given back."""
         step = max(1, _SLICE_BYTES // row_bytes)
         for start in range(0, len(self.data), step):
             end = start + step
-            yield self.data[start:end] if self._order is None else self.data[self._order[start:end]]
+            if self._order is None:
+                yield self.data[start:end]
+                self._file.give_back(self.data[start:end])
+            else:  # rows of anywhere
+                yield self.data[self._order[start:end]]
+                self._file.give_back(self.data)
 
     def raw(self) -> Iterator[bytes | memoryview]:
         """The file's bytes."""

@@ -1,5 +1,6 @@
 """GGUFFile: an open GGUF file, its metadata and tensors."""
 
+import mmap
 import struct
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -159,6 +160,16 @@ class GGUFFile:
     def data(self, tensor: str) -> NDArray[Any]:
         """As the file has it: the last axis is of bytes unless the type is a float."""
         return self._tensors[tensor].data
+
+    def give_back(self, data: NDArray[Any]) -> None:
+        """What `data` returned, or rows of it, takes no memory of this process any more until it is
+        read again. Does nothing where the system cannot."""
+        whole = self._reader.data
+        begin = data.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+        end = min(begin + data.nbytes, whole.nbytes)
+        begin -= begin % mmap.PAGESIZE
+        if isinstance(whole.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            whole.base.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def unpacked(self, tensor: str, data: NDArray[Any]) -> NDArray[np.float32]:
         """Some of its rows, as values. Raises ConfigError for one that is not finite."""

@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import struct
 import time
@@ -168,6 +169,33 @@ def test_plan_reads_the_header_alone(
     convert(source, tmp_path / "out", blocks=True)
     whole = (tmp_path / "out" / "config.json").read_text()
     assert (outline / "config.json").read_text() == whole
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_file_is_in_memory_tensor_by_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: bool
+) -> None:
+    """Bug: whoever converts a file of 40 GB has 40 GB of it mapped and resident at the end, for
+    which a container's limit ends it."""
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        pytest.skip("this system does not tell what is resident of a file")
+    monkeypatch.setattr(f"{__name__}.FFN", 1 << 14)
+    from gguf import GGMLQuantizationType
+
+    source = tiny(tmp_path / "m.gguf", quant=GGMLQuantizationType.Q8_0)
+    tensor, size = (1 << 14) * HIDDEN, source.stat().st_size  # about a byte a weight
+    resident = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        at = smaps.read_text().split(f" {source}\n")[1]
+        (found,) = re.findall(r"^Rss: +(\d+) kB", at, re.M)[:1]
+        resident.append(int(found) << 10)
+
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", progress, blocks=blocks)
+    assert size > 6 * tensor
+    assert tensor < max(resident) < 3 * tensor
 
 
 @pytest.mark.parametrize(
