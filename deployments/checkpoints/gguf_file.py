@@ -164,7 +164,7 @@ class GGUFFile:
     def give_back(self, data: NDArray[Any]) -> None:
         """What `data` returned, or rows of it, takes no memory of this process any more until it is
         read again. Does nothing where the system cannot."""
-        whole = self._reader.data
+        whole: Any = self._reader.data
         begin = data.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
         end = min(begin + data.nbytes, whole.nbytes)
         begin -= begin % mmap.PAGESIZE
