@@ -65,7 +65,7 @@ MADE_BY = {
     "versus-structured": "`python -m bench.versus.structured`: a schema on every stream, and none",
     "versus-tools": "`python -m bench.versus.tools`: the load tester against two others",
 }
-_LESS_IS_BETTER = ("s", "ms", "us")
+_LESS_IS_BETTER = ("s", "ms", "us", "MB")
 _NAME = re.compile(r"(.+)-(\d{4}-\d\d-\d\d)\.json")
 
 _WIDTH, _LEFT, _BAR, _PAIR, _TOP, _FOOT = 760, 190, 13, 46, 66, 34

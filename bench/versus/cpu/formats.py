@@ -7,11 +7,13 @@ the result file.
 
 --ours FORMAT=MODEL:QUANTIZATION is run by `bench.versus.cpu.side`. --peer FORMAT:NAME=COMMAND is a
 command line; --workload FILE is added, and it prints a line `RESULT {json}` with prefill_tok_s,
-single_decode_tok_s and batch_tok_s, which are defined in `bench.versus.cpu.side`. One command may
-stand against several formats: with FORMAT,FORMAT:NAME=COMMAND it runs once a round for all of them.
+single_decode_tok_s, batch_tok_s and peak_rss_mb, which are defined in `bench.versus.cpu.side`. One
+command may stand against several formats: with FORMAT,FORMAT:NAME=COMMAND it runs once a round for
+all of them.
 Each side starts anew in every round, one after the other, and its best quiet round counts. A round
 in which other processes were busy is no measurement, and without a quiet one of each side nothing
-is written. The result file is versus-cpu-DATE.json, its cases FORMAT/COLUMN/NAME.
+is written. The result file is versus-cpu-DATE.json, its cases FORMAT/COLUMN/NAME. In
+the column `memory`, which is of MB at the peak, less is better.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from typing import Any
 from bench.report.result_file import print_ratios, write
 from bench.versus.cpu.side import COLUMNS, KEYS
 
+MEMORY = "peak_rss_mb"  # of a side's processes together
 BUSY = 0.05  # cores that others may keep busy
 
 
@@ -45,6 +48,12 @@ class Side:
     @property
     def quiet(self) -> list[dict[str, Any]]:
         return [each for each in self.rounds if each["other"] <= BUSY]
+
+    @property
+    def memory(self) -> tuple[float, float] | None:
+        """(MB at the peak, cores that others kept busy in that round), of the least of them."""
+        peaks = [(each[MEMORY], each["other"]) for each in self.quiet if MEMORY in each]
+        return min(peaks, default=None)
 
     def best(self, column: str) -> tuple[float, float] | None:
         """(tokens a second, cores that others kept busy in that round)"""
@@ -104,15 +113,17 @@ def turn(side: Side) -> dict[str, Any]:
 
 
 def rows(sides: list[Side]) -> list[dict[str, Any]]:
-    """A row for each peer and column that both have. busy: cores that other processes kept busy in
-    the busier of the two rounds that count."""
+    """A row for each peer and column that both have, memory at the peak included. busy: cores that
+    other processes kept busy in the busier of the two rounds that count."""
     mine = {side.formats[0]: side for side in sides if not side.name}
     found: list[dict[str, Any]] = []
     for side in sides:
-        for form, column in product(side.formats, COLUMNS):
+        for form, column in product(side.formats, (*COLUMNS, "memory")):
             if not side.name or form not in mine:
                 continue
-            one, other = mine[form].best(column), side.best(column)
+            both = (mine[form], side)
+            memory = column == "memory"
+            one, other = (each.memory if memory else each.best(column) for each in both)
             if one is None or other is None:
                 continue
             found.append(
@@ -120,7 +131,7 @@ def rows(sides: list[Side]) -> list[dict[str, Any]]:
                     "case": f"{form}/{column}/{side.name}",
                     "ours": one[0],
                     "peer": other[0],
-                    "unit": "tok/s",
+                    "unit": "MB" if memory else "tok/s",
                     "ratio": round(one[0] / other[0], 2),
                     "busy": max(one[1], other[1]),
                 }

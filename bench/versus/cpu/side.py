@@ -8,6 +8,7 @@ Greedy, end tokens ignored, no prefix cache; each column once warm, then the bes
     prefill  tokens of the first such prompt / seconds to its first token
     single   (tokens - 1) / (seconds of all - seconds to the first)
     batch    new tokens of all such requests, handed in at once / seconds to the last
+peak_rss_mb: the most that this process had in memory and the most that the engine's had, added up.
 """
 
 import argparse

@@ -39,6 +39,17 @@ def test_the_best_quiet_round_counts(tmp_path: Path) -> None:
     assert cases == {"q4/prefill/peer": 2.0, "int8/prefill/peer": 0.5}
 
 
+def test_the_least_memory_of_a_quiet_round_counts() -> None:
+    """Bug: memory is left out, so that nobody sees which side takes twice as much."""
+    mine, other = versus.Side(("q4",), "", []), versus.Side(("q4",), "peer", [])
+    mine.rounds = [{"peak_rss_mb": 300, "other": 0.0}, {"peak_rss_mb": 250, "other": 0.02}]
+    mine.rounds.append({"peak_rss_mb": 100, "other": 0.9})
+    other.rounds = [{"peak_rss_mb": 500, "other": 0.0}]
+    (row,) = versus.rows([mine, other])
+    assert row["case"] == "q4/memory/peer" and row["unit"] == "MB"
+    assert row["ratio"] == 0.5 and row["busy"] == 0.02
+
+
 def test_a_turn_is_a_process(tmp_path: Path) -> None:
     """A peer that failed counted as slow, or its message lost."""
     side = versus.peer(f"q4:x={saying('RESULT ' + json.dumps({'batch_tok_s': 3.5}))}", tmp_path)
