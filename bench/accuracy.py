@@ -49,7 +49,17 @@ BLOCK = 16
 
 FILE = "gguf-file"
 GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-ON_THE_FLY = ("int8", "w8a8", "uint8-64", "uint8-512", "uint4-32", "uint4-64", "uint4-128")
+ON_THE_FLY = (
+    "int8",
+    "w8a8",
+    "uint8-64",
+    "uint8-128",
+    "uint8-256",
+    "uint8-512",
+    "uint4-32",
+    "uint4-64",
+    "uint4-128",
+)
 CONVERTED = tuple(f"convert-{name}" for name in NAMES)
 KV = ("kv-int8", "kv-fp8", "kv-int4")
 CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY, *CONVERTED, *KV)
