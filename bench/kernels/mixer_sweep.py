@@ -27,7 +27,6 @@ from bench.kernels.sizes import LLAMA, meta_of
 from bench.kernels.sweeping import Timed, differs, first_launches, launch_these, lines
 from kernels.attention.decode_plan import DecodeLaunch
 from kernels.attention.latent import decode, expanded
-from kernels.attention.latent.decode_groups import WAYS
 from kernels.attention.latent.expanded import ExpandedLaunch
 from kernels.recurrent import (
     delta_chunks_cuda,
@@ -125,9 +124,8 @@ TABLES: dict[str, list[Table]] = {
     },
     **{
         f"latents of {heads} heads/": [
-            (decode, "groups", [*WAYS.values()]),
             (decode, "_launch", MANY_HEADS),
-            (decode, "merge_pieces", [2, 4]),
+            (decode, "merge_pieces", [1, 2, 4]),
         ]
         for heads in (64, 128)
     },

@@ -4,7 +4,8 @@ whose plan and merge serve here too.
 A latent is read once for all heads, as their key and as their value. Its tile stays where it is
 between the two products, so a program takes as many heads as registers hold results for. The matrix
 unit multiplies 64 rows at once: those are heads where there are so many, and else latents, whose
-products with few heads waste nothing. Up to 16 heads it multiplies 16 rows at a time instead.
+products with few heads waste nothing. Up to 16 heads it multiplies 16 rows at a time instead. On
+Hopper 33 to 64 heads of a part are specialized_decode.py's.
 """
 
 import triton
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kernels.attention.decode import item_of, merge
 from kernels.attention.decode_plan import DecodeLaunch, DecodePlan, cut
-from kernels.attention.latent.decode_groups import Groups, in_groups, in_groups_fits
+from kernels.attention.latent.specialized_decode import specialized_decode, specialized_fits
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl, shared_memory
 
 MOST_HEADS = 64  # of a program
@@ -227,14 +228,10 @@ def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
 
 
 def merge_pieces(out: Tensor) -> int:
-    """Programs that share a head's elements of a merge."""
-    return 1
-
-
-def groups(group: int) -> Groups | None:
-    """How warps that do different things share out a part of so many heads; None where all do the
-    same."""
-    return None
+    """Programs that share a head's elements of a merge: several where heads are too few for all
+    multiprocessors, and elements are a power of 2, so that pieces end where the head does."""
+    tokens, num_heads, rank = out.shape
+    return 4 if tokens * num_heads <= 512 and rank & (rank - 1) == 0 else 1
 
 
 def aligned(absorbed: Tensor) -> bool:
@@ -274,9 +271,8 @@ def latent_decode(
     rope = cache.shape[3] - rank
     parts = head_parts(num_heads)
     shape = plan.shape
-    how = groups(num_heads // parts)
-    if how and in_groups_fits(absorbed, q, cache, num_heads // parts):
-        in_groups(absorbed, q, cache, out, block_table, scale, plan, parts, how)
+    if specialized_fits(absorbed, q, cache, num_heads // parts):
+        specialized_decode(absorbed, q, cache, out, block_table, scale, plan, parts)
         merge(out, plan, merge_pieces(out))
         return
     ranks = max(16, triton.next_power_of_2(rank))

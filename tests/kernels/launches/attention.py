@@ -8,9 +8,9 @@ from triton.runtime import driver
 from kernels.attention.decode import attention_decode
 from kernels.attention.decode_plan import plan
 from kernels.attention.latent.decode import latent_decode, plan_latent
-from kernels.attention.latent.decode_groups import WAYS, in_groups
 from kernels.attention.latent.expanded import latent_expanded
 from kernels.attention.latent.prefill import latent_prefill
+from kernels.attention.latent.specialized_decode import specialized_decode
 from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
 from kernels.attention.prefill import attention_prefill
@@ -133,5 +133,4 @@ def latent(model: str) -> None:
                 q, tall = bf16(entries, 128, nope + rope), bf16(128, entries, rank)
                 result, table = bf16(entries, 128, rank), int32(entries, 512)
                 splits = plan_latent(int32(entries), 128, rank, cache, 8192, int32(1))
-                for how in WAYS.values():
-                    in_groups(tall, q, cache, result, table, 0.1, splits, 2, how)
+                specialized_decode(tall, q, cache, result, table, 0.1, splits, 2)

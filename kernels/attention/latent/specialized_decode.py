@@ -1,0 +1,491 @@
+"""Warp-specialised attention of many heads over paged latents on Hopper: latent/decode.py's result
+for entries with one query token.
+
+With 64 heads to a program its products take longer than its bytes, so the matrix units must not
+wait: not for exponentials, not for memory. One warp, the producer, has latents copied into one of
+two places, by the tensor memory accelerator. Four warps multiply them with the queries, which gives
+64 x 64 scores that are computed once, and weigh the first half of the latents' elements. Four
+others weigh the other half, with the weights that the first have left in shared memory. So one
+warpgroup's product runs while the other makes exponentials. Triton's own compiler gives all warps
+the same to do; this is Gluon, which no interpreter runs.
+
+Checked against float64 and timed on an H200 with Triton 3.6, in microseconds a call with its merge,
+beside the kernel of latent/decode.py:
+
+    heads  keys         here   there  others
+    128    64 x 4,096   154    319    134 (FlashMLA)
+    128    1 x 32,768   33     58     43 (FlashAttention 3)
+    64     1 x 32,768   26.4   47
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.attention.decode_plan import DecodePlan
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
+
+# Later than Triton 3.6 they have other names.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or (
+    gl.shared_memory_descriptor._reinterpret
+)
+
+ROWS, KEYS = 64, 64  # heads of a program, latents of a tile
+RANK, ROPE = 512, 64
+HALF = RANK // 2
+WIDE = 64  # elements that the accelerator copies of a row
+PLACES = 2  # of tiles
+REGISTERS = 208  # of a thread of `_half`
+COPIES = 56  # registers of a thread of those that copy
+
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@gluon.jit
+def _copy_tiles(
+    cache, block_table, table_stride, listed, tiles, barriers,
+    PARTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, KEYS: gl.constexpr,
+    PLACES: gl.constexpr,
+):  # fmt: skip
+    """Tiles of latents, page by page, into the places that are free."""
+    counted, items = listed
+    first, second, shared = tiles
+    full_first, full_second, free_first, free_second, _weighed, _taken = barriers
+    BOXES: gl.constexpr = KEYS // BOX
+    WIDE: gl.constexpr = 64
+    pairs = gl.load(counted) * PARTS
+    step = 0
+    for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
+        item = items + work // PARTS * 8
+        table = block_table + gl.load(item).to(gl.int64) * table_stride
+        begin = gl.load(item + 1)
+        end = gl.load(item + 2)
+        for start in range(begin, end, KEYS):
+            rows = ()
+            for box in gl.static_range(BOXES):
+                position = start + box * BOX
+                page = gl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+                rows = rows + (page * BLOCK_SIZE + position % BLOCK_SIZE,)  # noqa: RUF005
+            place = step % PLACES
+            turn = (step // PLACES & 1) ^ 1
+            mbarrier.wait(free_first.index(place), turn)
+            ready = full_first.index(place)
+            mbarrier.expect(ready, KEYS * 4 * WIDE * 2)
+            for wide in gl.static_range(4):
+                for box in gl.static_range(BOXES):
+                    to = first.index((place * 4 + wide) * BOXES + box)
+                    load_box(cache, [rows[box], wide * WIDE], ready, to)
+            mbarrier.wait(free_second.index(place), turn)
+            ready = full_second.index(place)
+            mbarrier.expect(ready, KEYS * 5 * WIDE * 2)
+            for wide in gl.static_range(4):
+                for box in gl.static_range(BOXES):
+                    to = second.index((place * 4 + wide) * BOXES + box)
+                    at = [rows[box], (wide + 4) * WIDE]
+                    load_box(cache, at, ready, to)
+            for box in gl.static_range(BOXES):
+                to = shared.index(place * BOXES + box)
+                load_box(cache, [rows[box], 8 * WIDE], ready, to)
+            step += 1
+
+
+@gluon.jit
+def _store(
+    acc, denominator, out, partial, item, entry, splits, heads, begin,
+    row_mask, NUM_HEADS: gl.constexpr, RANK: gl.constexpr, HALF: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    dims = begin + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT))
+    acc = acc / denominator[:, None]
+    if splits == 1:
+        where = (entry * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
+        gl.store(out + where, acc.to(out.dtype.element_ty), mask=row_mask[:, None])
+    else:
+        where = (item.to(gl.int64) * NUM_HEADS + heads)[:, None] * RANK + dims[None, :]
+        gl.store(partial + where, acc, mask=row_mask[:, None])
+
+
+@gluon.jit
+def _half(
+    out, partial, listed, values, handed, barriers,
+    PARTS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """The elements from RANK / 2 on, with the weights of `_scores`."""
+    counted, items = listed
+    weights, shrinks = handed
+    full, free, weighed, taken = barriers
+    HALF: gl.constexpr = RANK // 2
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    NUM_HEADS: gl.constexpr = PARTS * GROUP
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+    pairs = gl.load(counted) * PARTS
+    step = 0  # tiles
+    gone = 0  # entries, each of which ends with a denominator in the place of what shrinks
+    for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
+        item = work // PARTS
+        entry = gl.load(items + item * 8).to(gl.int64)
+        begin = gl.load(items + item * 8 + 1)
+        end = gl.load(items + item * 8 + 2)
+        splits = gl.load(items + item * 8 + 3)
+        acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
+        for _start in range(begin, end, KEYS):
+            place = step % PLACES
+            mbarrier.wait(weighed, step + gone & 1)
+            shrink = shrinks.load(gl.SliceLayout(1, OUT))
+            acc = acc * shrink[:, None]
+            # The weights were made of this tile's scores, but it is the copy that this group sees.
+            mbarrier.wait(full.index(place), step // PLACES & 1)
+            acc = warpgroup_mma(weights, values.index(place), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            barrier()
+            mbarrier.arrive(taken, count=1)
+            mbarrier.arrive(free.index(place), count=1)
+            step += 1
+        mbarrier.wait(weighed, step + gone & 1)
+        denominator = shrinks.load(gl.SliceLayout(1, OUT))
+        barrier()
+        mbarrier.arrive(taken, count=1)
+        gone += 1  # noqa: SIM113 (range only, in Gluon)
+        heads = work % PARTS * GROUP + rows
+        _store(
+            acc, denominator, out, partial, item, entry, splits, heads, HALF, rows < GROUP,
+            NUM_HEADS, RANK, HALF, OUT,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _without(tile, count, ROWS: gl.constexpr):
+    """Zeros from row `count` on: times a weight of zero a NaN would be one."""
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WHOLE))
+    found = tile.load(WHOLE)
+    tile.store(gl.where((row < count)[:, None], found, gl.zeros_like(found)))
+
+
+@gluon.jit
+def _read(
+    to, pointer, stride, heads, row_mask, BEGIN: gl.constexpr, COLUMNS: gl.constexpr,
+    WHOLE: gl.constexpr,
+):  # fmt: skip
+    columns = BEGIN + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, WHOLE))
+    where = heads.to(gl.int64)[:, None] * stride + columns[None, :]
+    mask = row_mask[:, None] & (columns >= 0)[None, :]
+    load_rows(to, pointer + where, mask=mask)
+
+
+@gluon.jit
+def _score_first(
+    query, tile, ROWS: gl.constexpr, KEYS: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
+    """[heads, latents] of the first half of the elements, which the matrix units have to do."""
+    zero = gl.zeros([ROWS, KEYS], gl.float32, layout=SCORES)
+    return warpgroup_mma(query, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _score_rest(score, q_second, q_shared, second, shared):
+    score = warpgroup_mma(q_second, second.permute((1, 0)), score, is_async=True)
+    return warpgroup_mma(q_shared, shared.permute((1, 0)), score, is_async=True)
+
+
+@gluon.jit
+def _cut(pieces_first, pieces_second, shared, place, count, KEYS: gl.constexpr):
+    """The last tile of an entry: nothing that lies behind its `count` latents."""
+    PIECES: gl.constexpr = 4
+    for each in range(PIECES):
+        _without(pieces_first.index(place * PIECES + each), count, KEYS)
+        _without(pieces_second.index(place * PIECES + each), count, KEYS)
+    _without(shared.index(place), count, KEYS)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _scores(
+    absorbed, q, out, partial, partial_lse, scale_log2, head_stride,
+    listed, queries, tiles, pieces, handed, barriers,
+    PARTS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """Scores and weights, and the elements below RANK / 2. The next tile's scores are asked for
+    before the product with this tile's values is there."""
+    counted, items = listed
+    q_first, q_second, q_shared = queries
+    first, second, shared = tiles
+    pieces_first, pieces_second = pieces
+    weights, shrinks = handed
+    full_first, full_second, free_first, _free_second, weighed, taken = barriers
+    HALF: gl.constexpr = RANK // 2
+    NUM_HEADS: gl.constexpr = PARTS * GROUP
+    WHOLE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    keys = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    score_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    q_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WHOLE))
+    pairs = gl.load(counted) * PARTS
+    step = 0  # tiles
+    gone = 0  # entries, each of which ends with a denominator in the place of what shrinks
+    for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
+        item = work // PARTS
+        entry = gl.load(items + item * 8).to(gl.int64)
+        begin = gl.load(items + item * 8 + 1)
+        end = gl.load(items + item * 8 + 2)
+        splits = gl.load(items + item * 8 + 3)
+        head = work % PARTS * GROUP
+        row_mask = q_rows < GROUP
+        from_absorbed = absorbed + entry * RANK
+        barrier()  # the queries before were read
+        _read(q_first, from_absorbed, head_stride, head + q_rows, row_mask, 0, HALF, WHOLE)
+        _read(q_second, from_absorbed, head_stride, head + q_rows, row_mask, HALF, HALF, WHOLE)
+        from_q = q + entry * NUM_HEADS * HEAD_DIM + (HEAD_DIM - ROPE)
+        _read(q_shared, from_q, HEAD_DIM, head + q_rows, row_mask, 0, ROPE, WHOLE)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+        denominator = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, SCORES))
+        acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
+        place = step % PLACES
+        turn = step // PLACES & 1
+        some = begin < end
+        mbarrier.wait(full_first.index(place), turn, pred=some)
+        mbarrier.wait(full_second.index(place), turn, pred=some)
+        if some & (begin + KEYS > end):
+            _cut(pieces_first, pieces_second, shared, place, end - begin, KEYS)
+        score = _score_first(q_first, first.index(place), ROWS, KEYS, SCORES)
+        score = _score_rest(score, q_second, q_shared, second.index(place), shared.index(place))
+        for start in range(begin, end, KEYS):
+            place = step % PLACES
+            found = warpgroup_mma_wait(0, deps=[score])
+            if start + KEYS > end:
+                found = gl.where((start + keys < end)[None, :], found, float("-inf"))
+            new_top = gl.maximum(top, gl.max(found, axis=1) * scale_log2)
+            weight = gl.exp2(found * scale_log2 - new_top[:, None])
+            shrink = gl.exp2(top - new_top)
+            top = new_top
+            taking = weight.to(q.dtype.element_ty)
+            mbarrier.wait(taken, (step + gone & 1) ^ 1)
+            weights.store(taking)
+            shrinks.store(shrink)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(weighed, count=1)
+            denominator = denominator * shrink + gl.sum(weight, axis=1)
+            after = start + KEYS
+            other = (step + 1) % PLACES
+            other_turn = (step + 1) // PLACES & 1
+            if (after < end) & (after + KEYS > end):
+                mbarrier.wait(full_first.index(other), other_turn)
+                mbarrier.wait(full_second.index(other), other_turn)
+                _cut(pieces_first, pieces_second, shared, other, end - after, KEYS)
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+            acc = warpgroup_mma(weights, first.index(place), acc, is_async=True)
+            # After the last tile these are scores of what lies there; nobody reads them.
+            mbarrier.wait(full_first.index(other), other_turn, pred=after < end)
+            score = _score_first(q_first, first.index(other), ROWS, KEYS, SCORES)
+            # `taking` needs no wait; without it ptxas gives 64 heads other registers, untimed.
+            acc = warpgroup_mma_wait(1, deps=[acc, taking])[0]
+            barrier()
+            mbarrier.arrive(free_first.index(place), count=1)
+            mbarrier.wait(full_second.index(other), other_turn, pred=after < end)
+            score = _score_rest(score, q_second, q_shared, second.index(other), shared.index(other))
+            step += 1
+        warpgroup_mma_wait(0, deps=[score])
+        # A padding entry may have no key at all: 0 / 1 instead of 0 / 0.
+        denominator = gl.where(denominator > 0.0, denominator, 1.0)
+        mbarrier.wait(taken, (step + gone & 1) ^ 1)
+        shrinks.store(denominator)
+        barrier()
+        mbarrier.arrive(weighed, count=1)
+        gone += 1  # noqa: SIM113 (range only, in Gluon)
+        if splits > 1:
+            where = item.to(gl.int64) * NUM_HEADS + head + score_rows
+            gl.store(partial_lse + where, top + gl.log2(denominator), mask=score_rows < GROUP)
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+        _store(
+            acc, gl.convert_layout(denominator, gl.SliceLayout(1, OUT)), out, partial, item, entry,
+            splits, head + rows, 0, rows < GROUP, NUM_HEADS, RANK, HALF, OUT,
+        )  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride", "head_stride"],
+    do_not_specialize_on_alignment=["block_table", "counted", "items"],
+)
+def _latent_specialized_kernel(
+    absorbed,  # [heads, tokens, RANK]
+    q,  # [tokens, heads, HEAD_DIM]: the last ROPE elements are rotated
+    cache,  # a descriptor of [blocks * BLOCK_SIZE, RANK + ROPE]
+    out,  # [tokens, heads, RANK]
+    block_table,
+    counted,
+    items,
+    partial,
+    partial_lse,
+    scale_log2,
+    table_stride,
+    head_stride,  # of absorbed, a multiple of 16
+    PARTS: gl.constexpr,
+    GROUP: gl.constexpr,  # heads a part
+    RANK: gl.constexpr,
+    ROPE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    BOX: gl.constexpr,  # rows that the accelerator copies at once
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    PLACES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    COPIES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    HALF: gl.constexpr = RANK // 2
+    SWIZZLED: gl.constexpr = cache.layout
+    BOXES: gl.constexpr = KEYS // BOX
+    WIDES: gl.constexpr = HALF // 64
+    dtype: gl.constexpr = q.dtype.element_ty
+    head_stride = head_stride // 16 * 16
+    q_first = gl.allocate_shared_memory(dtype, [ROWS, HALF], SWIZZLED)
+    q_second = gl.allocate_shared_memory(dtype, [ROWS, HALF], SWIZZLED)
+    q_shared = gl.allocate_shared_memory(dtype, [ROWS, ROPE], SWIZZLED)
+    first = gl.allocate_shared_memory(dtype, [PLACES, KEYS, HALF], SWIZZLED)
+    second = gl.allocate_shared_memory(dtype, [PLACES, KEYS, HALF], SWIZZLED)
+    shared = gl.allocate_shared_memory(dtype, [PLACES, KEYS, ROPE], SWIZZLED)
+    weights = gl.allocate_shared_memory(dtype, [ROWS, KEYS], SWIZZLED)
+    shrinks = gl.allocate_shared_memory(
+        gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
+    full_first = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    full_second = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    free_first = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    free_second = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(PLACES):
+        mbarrier.init(full_first.index(place), count=1)
+        mbarrier.init(full_second.index(place), count=1)
+        mbarrier.init(free_first.index(place), count=1)
+        mbarrier.init(free_second.index(place), count=1)
+    mbarrier.init(weighed, count=1)
+    mbarrier.init(taken, count=1)
+    fence_async_shared()
+    barrier()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # A tile's elements lie 64 by 64, each 64 of all its rows behind the 64 before.
+    listed = (counted, items)
+    queries = (q_first, q_second, q_shared)
+    tiles = (first, second, shared)
+    pieces = (
+        seen_as(first, dtype, [PLACES * WIDES, KEYS, 64], SWIZZLED),
+        seen_as(second, dtype, [PLACES * WIDES, KEYS, 64], SWIZZLED),
+    )
+    boxes = (
+        seen_as(first, dtype, [PLACES * WIDES * BOXES, BOX, 64], SWIZZLED),
+        seen_as(second, dtype, [PLACES * WIDES * BOXES, BOX, 64], SWIZZLED),
+        seen_as(shared, dtype, [PLACES * BOXES, BOX, 64], SWIZZLED),
+    )
+    handed = (weights, shrinks)
+    barriers = (full_first, full_second, free_first, free_second, weighed, taken)
+    of_second = (full_second, free_second, weighed, taken)
+    gl.warp_specialize(
+        [
+            (
+                _scores,
+                (
+                    absorbed, q, out, partial, partial_lse, scale_log2, head_stride,
+                    listed, queries, tiles, pieces, handed, barriers,
+                    PARTS, GROUP, RANK, ROPE, HEAD_DIM, ROWS, KEYS, PLACES,
+                ),
+            ),
+            (
+                _half,
+                (
+                    out, partial, listed, second, handed, of_second,
+                    PARTS, GROUP, RANK, ROWS, KEYS, PLACES,
+                ),
+            ),
+            (
+                _copy_tiles,
+                (
+                    cache, block_table, table_stride, listed, boxes, barriers,
+                    PARTS, BLOCK_SIZE, BOX, KEYS, PLACES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [REGISTERS, COPIES],
+    )  # fmt: skip
+
+
+def specialized_fits(absorbed: Tensor, q: Tensor, cache: Tensor, group: int) -> bool:
+    """Whether `specialized_decode` takes these: 33 to 64 heads a part, latents of 512 + 64 in 16
+    bits, pages that tiles of 64 consist of or that consist of them; on Hopper alone."""
+    _, _, block_size, kept = cache.shape
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return False
+    sizes = (absorbed.shape[2], kept) == (RANK, RANK + ROPE) and ROWS // 2 < group <= ROWS
+    pages = block_size % 16 == 0 and (KEYS % block_size == 0 or block_size % KEYS == 0)
+    return sizes and pages and q.element_size() == 2 and absorbed.stride(0) % 16 == 0
+
+
+def specialized_decode(
+    absorbed: Tensor,
+    q: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    block_table: Tensor,
+    scale: float,
+    plan: DecodePlan,
+    parts: int,
+) -> None:
+    """What `latent_decode` does before the merge."""
+    num_heads = absorbed.shape[0]
+    block_size = cache.shape[2]
+    box = min(KEYS, block_size)
+    flat = cache.view(-1, RANK + ROPE)
+    _latent_specialized_kernel[(num_sms(q.device),)](
+        absorbed,
+        q,
+        TensorDescriptor.from_tensor(flat, [box, WIDE], SWIZZLED),
+        out,
+        block_table,
+        plan.count,
+        plan.items,
+        plan.partial,
+        plan.partial_lse,
+        scale * 1.4426950408889634,
+        block_table.stride(0),
+        absorbed.stride(0),
+        PARTS=parts,
+        GROUP=num_heads // parts,
+        RANK=RANK,
+        ROPE=ROPE,
+        HEAD_DIM=q.shape[2],
+        BLOCK_SIZE=block_size,
+        BOX=box,
+        ROWS=ROWS,
+        KEYS=KEYS,
+        PLACES=PLACES,
+        REGISTERS=REGISTERS,
+        COPIES=COPIES,
+        **pdl(q.device),
+        num_warps=4,
+        maxnreg=168,
+    )
