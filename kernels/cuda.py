@@ -418,8 +418,6 @@ class Cuda(Kernels):
         residual: Tensor | None,
     ) -> Tensor:
         """Pair by pair, or grouped by expert."""
-        if stack.gate_up.in_fragments:
-            return fragments.fragments(x, weights, ids, stack, residual)
         if 0 < x.shape[0] <= few.MOST:
             return few.few(x, weights, ids, stack, residual)
         return grouped(x, weights, ids, stack, residual)

@@ -65,6 +65,8 @@ def once(calls: Calls) -> float:
 
 
 _SUMS = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel"}
+# Of one kind of GPU, where the cases of latents launch it.
+_HOPPER = {"_latent_specialized_kernel"}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")
@@ -91,7 +93,7 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.clear()
     assert found.keys() == cases.keys()
     # Sums of ranks are timed by bench.kernels.sums, as they need others.
-    wanted = every_kernel(kernels) - every_kernel(kernels.experts) - _SUMS
+    wanted = every_kernel(kernels) - every_kernel(kernels.experts) - _SUMS - _HOPPER
     assert names == wanted, "a kernel that nothing times"
     targets = {case: row["target"] for case, row in found.items() if "target" in row}
     assert targets == {
@@ -132,7 +134,9 @@ def test_every_launch_of_a_mixture_is_timed(monkeypatch: pytest.MonkeyPatch) -> 
         for _, _, calls in experts.launches(step):
             for call in calls:
                 call()
-    assert launched >= every_kernel(kernels.experts)
+    # MXFP4 in the order of matrix instructions is of Hopper, where fragments_sweep times it.
+    fragments = {name for name in every_kernel(kernels.experts) if name.startswith("_fragments_")}
+    assert fragments and launched >= every_kernel(kernels.experts) - fragments
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")
