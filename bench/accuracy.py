@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from bench.report.result_file import write
-from engine.config.engine_config import EngineConfig
+from engine.config.engine_config import EngineConfig, Quantization
 from engine.config.model_config import ModelConfig
 from engine.config.quantized import Quantized
 from engine.conversion import convert_rounded
@@ -49,17 +49,7 @@ BLOCK = 16
 
 FILE = "gguf-file"
 GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-ON_THE_FLY = (
-    "int8",
-    "w8a8",
-    "uint8-64",
-    "uint8-128",
-    "uint8-256",
-    "uint8-512",
-    "uint4-32",
-    "uint4-64",
-    "uint4-128",
-)
+ON_THE_FLY = ("int8", "w8a8", *(name for name in get_args(Quantization) if "uint" in name))
 CONVERTED = tuple(f"convert-{name}" for name in NAMES)
 KV = ("kv-int8", "kv-fp8", "kv-int4")
 CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY, *CONVERTED, *KV)

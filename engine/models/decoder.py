@@ -262,8 +262,10 @@ class Decoder:
             )
         tables = Tables(config.max_positions, build.device)
         layer = DecoderLayer
-        if config.parallel or config.post_norm:
-            layer = ParallelLayer if config.parallel else PostNormLayer
+        if config.parallel:
+            layer = ParallelLayer
+        elif config.post_norm:
+            layer = PostNormLayer
         self.layer_inputs = LayerInputs(build) if config.layer_input_size else None
         self.project_out: Linear | None = None
         if hidden != config.hidden_size:

@@ -16,6 +16,7 @@ it, so that its tests need a GPU (`tests/kernels/test_experts.py`) and
 `tests/kernels/test_compile.py` only compiles it.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.experts.gate import code, gated
-from kernels.experts.grouped import Sorted, sort, sum_experts
+from kernels.experts.grouped import Sorted, by_expert
 from kernels.experts.reference import PackedExperts
 from kernels.fragments import GROUP, INPUTS, ROWS
 from kernels.gemm.packed.codes import E2M1_CODE, code_of
@@ -136,6 +137,18 @@ def _indices(SHARES: gl.constexpr, ROWS: gl.constexpr):
     lane = gl.arange(0, 32, layout=_on(2, L)).expand_dims(0).expand_dims(1).expand_dims(3)
     at = gl.arange(0, 4, layout=_on(3, L)).expand_dims(0).expand_dims(1).expand_dims(2)
     return share, row, lane, at
+
+
+@gluon.jit
+def _summed_indices(SHARES: gl.constexpr, ROWS: gl.constexpr):
+    """Row of warps, lane and element, each along its axis of what is summed over the shares."""
+    S: gl.constexpr = gl.SliceLayout(0, _layout(SHARES, ROWS))
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
+    lane = lane.expand_dims(0).expand_dims(2)
+    at = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, S)))
+    at = at.expand_dims(0).expand_dims(1)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
+    return row.expand_dims(1).expand_dims(2), lane, at
 
 
 @gluon.jit
@@ -277,7 +290,6 @@ def _fragments_up_kernel(
     AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    L: gl.constexpr = _layout(SHARES, ROWS)
     HALVES: gl.constexpr = 1 if ACT == 4 else 2  # 4: without gates
     COUNT: gl.constexpr = HALVES * TILES
     STEPS: gl.constexpr = WIDTH // 64
@@ -326,13 +338,7 @@ def _fragments_up_kernel(
         words, scales, codes_at, scales_at, x_at, share, steps,
         STEPS, COUNT, COLUMNS, SHARES, ROWS, AHEAD, EVEN,
     )  # fmt: skip
-    S: gl.constexpr = gl.SliceLayout(0, L)
-    lane3 = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
-    lane3 = lane3.expand_dims(0).expand_dims(2)
-    at3 = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, S)))
-    at3 = at3.expand_dims(0).expand_dims(1)
-    row3 = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
-    row3 = row3.expand_dims(1).expand_dims(2)
+    row3, lane3, at3 = _summed_indices(SHARES, ROWS)
     for tile in gl.static_range(TILES):
         out = ((block * ROWS + row3) * TILES + tile) * 16 + lane3 // 4 + at3 // 2 * 8
         has = out < SIZE
@@ -384,7 +390,6 @@ def _fragments_down_kernel(
     AHEAD: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    L: gl.constexpr = _layout(SHARES, ROWS)
     STEPS: gl.constexpr = SIZE // 64
     EVEN: gl.constexpr = STEPS % (SHARES * AHEAD) == 0
     EACH: gl.constexpr = WIDTH // 16
@@ -418,13 +423,7 @@ def _fragments_down_kernel(
         words, scales, codes_at, scales_at, x_at, share, STEPS,
         STEPS, TILES, COLUMNS, SHARES, ROWS, AHEAD, EVEN,
     )  # fmt: skip
-    S: gl.constexpr = gl.SliceLayout(0, L)
-    lane3 = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
-    lane3 = lane3.expand_dims(0).expand_dims(2)
-    at3 = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, S)))
-    at3 = at3.expand_dims(0).expand_dims(1)
-    row3 = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
-    row3 = row3.expand_dims(1).expand_dims(2)
+    row3, lane3, at3 = _summed_indices(SHARES, ROWS)
     for tile in gl.static_range(TILES):
         out = ((block * ROWS + row3) * TILES + tile) * 16 + lane3 // 4 + at3 // 2 * 8
         has = out < WIDTH
@@ -494,19 +493,13 @@ def _fragments_few_down_kernel(
         words, scales, codes_at, scales_at, x_at, share, steps,
         STEPS, TILES, 1, SHARES, PLACES, AHEAD, EVEN,
     )  # fmt: skip
-    S: gl.constexpr = gl.SliceLayout(0, L)
-    lane3 = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
-    lane3 = lane3.expand_dims(0).expand_dims(2)
-    at3 = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, S)))
-    at3 = at3.expand_dims(0).expand_dims(1)
-    place3 = gl.arange(0, PLACES, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
-    place3 = place3.expand_dims(1).expand_dims(2)
+    place3, lane3, at3 = _summed_indices(SHARES, PLACES)
     pair3 = token * CHOSEN + gl.minimum(place3, CHOSEN - 1)
     exists = place3 < CHOSEN
     expert3 = gl.load(ids + pair3)
     if OTHERS:
         exists = exists & (expert3 < EXPERTS)
-    T: gl.constexpr = gl.SliceLayout(0, S)
+    T: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, L))
     lane2 = gl.arange(0, 32, layout=gl.SliceLayout(1, T)).expand_dims(1)
     at2 = gl.arange(0, 4, layout=gl.SliceLayout(0, T)).expand_dims(0)
     for tile in gl.static_range(TILES):
@@ -700,13 +693,9 @@ def grouped_fragments(
     tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """See `kernels.reference.Kernels.packed_experts`; of any number of tokens."""
-    if not x.shape[0]:
-        return torch.empty_like(x) if residual is None else residual
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
-    pairs = sort(ids, stack.count)
-    inner = fragments_up(x, weights, ids, stack, pairs, tiles.up)
-    given = fragments_down(inner, weights, ids, stack, pairs, tiles.down)
-    return sum_experts(given, ids, stack, residual)
+    up, down = partial(fragments_up, tile=tiles.up), partial(fragments_down, tile=tiles.down)
+    return by_expert(x, weights, ids, stack, stack.count, residual, up, down)
 
 
 def tiles_for(pairs: int, experts: int) -> Tiles:

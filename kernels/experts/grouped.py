@@ -9,6 +9,8 @@ Large tiles come through the tensor memory accelerator (TMA) where the device ha
 instruction for a tile of weights, and gate and up become one product of twice the width.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -452,6 +454,26 @@ def sum_experts(
     return out
 
 
+def by_expert(
+    x: Tensor,  # [tokens, hidden], any number of them
+    weights: Tensor,
+    ids: Tensor,
+    stack: Any,  # ExpertWeights, or PackedExperts
+    experts: int,
+    residual: Tensor | None,
+    up: Callable[..., Tensor],  # of `grouped_up`'s arguments but the tile
+    down: Callable[..., Tensor],  # of `grouped_down`'s
+) -> Tensor:
+    """Both products of pairs that are sorted by expert, and the sum of each token's: see
+    `kernels.reference.Kernels.experts`."""
+    if not x.shape[0]:
+        return torch.empty_like(x) if residual is None else residual
+    pairs = sort(ids, experts)
+    inner = up(x, weights, ids, stack, pairs)
+    given = down(inner, weights, ids, stack, pairs)
+    return sum_experts(given, ids, stack, residual)
+
+
 def grouped(
     x: Tensor,  # [tokens, hidden], any number of them
     weights: Tensor,
@@ -461,11 +483,7 @@ def grouped(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.experts`."""
-    if not x.shape[0]:
-        return torch.empty_like(x) if residual is None else residual
     experts = stack.down.shape[0]
     tiles = tiles or tiles_for(ids.numel(), stack.total or experts, x.dtype)
-    pairs = sort(ids, experts)
-    inner = grouped_up(x, weights, ids, stack, pairs, tiles.up)
-    given = grouped_down(inner, weights, ids, stack, pairs, tiles.down)
-    return sum_experts(given, ids, stack, residual)
+    up, down = partial(grouped_up, tile=tiles.up), partial(grouped_down, tile=tiles.down)
+    return by_expert(x, weights, ids, stack, experts, residual, up, down)

@@ -5,6 +5,7 @@ The weight is the left operand, so that the few pairs of an expert fill the shor
 tiles.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.experts.gate import code, gated
-from kernels.experts.grouped import Sorted, _find, sort, sum_experts
+from kernels.experts.grouped import Sorted, _find, by_expert
 from kernels.experts.reference import PackedExperts
 from kernels.gemm.packed.codes import E2M1_CODE, bytes_fit, code_of, constants, scaled_floats
 from kernels.gemm.packed.dot import LOWERED, add_step, quick
@@ -345,10 +346,6 @@ def packed_experts(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.packed_experts`."""
-    if not x.shape[0]:
-        return torch.empty_like(x) if residual is None else residual
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
-    pairs = sort(ids, stack.count)
-    inner = packed_up(x, weights, ids, stack, pairs, tiles.up)
-    given = packed_down(inner, weights, ids, stack, pairs, tiles.down)
-    return sum_experts(given, ids, stack, residual)
+    up, down = partial(packed_up, tile=tiles.up), partial(packed_down, tile=tiles.down)
+    return by_expert(x, weights, ids, stack, stack.count, residual, up, down)

@@ -118,6 +118,14 @@ def _store(
 
 
 @gluon.jit
+def _listed(at):
+    """An item of the plan: its entry, its first key, the one behind its last, and how many splits
+    the entry has."""
+    entry = gl.load(at).to(gl.int64)
+    return entry, gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
+
+
+@gluon.jit
 def _half(
     out, partial, listed, values, handed, barriers,
     PARTS: gl.constexpr, GROUP: gl.constexpr, RANK: gl.constexpr, ROWS: gl.constexpr,
@@ -136,10 +144,7 @@ def _half(
     gone = 0  # entries, each of which ends with a denominator in the place of what shrinks
     for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
         item = work // PARTS
-        entry = gl.load(items + item * 8).to(gl.int64)
-        begin = gl.load(items + item * 8 + 1)
-        end = gl.load(items + item * 8 + 2)
-        splits = gl.load(items + item * 8 + 3)
+        entry, begin, end, splits = _listed(items + item * 8)
         acc = gl.zeros([ROWS, HALF], gl.float32, layout=OUT)
         for _start in range(begin, end, KEYS):
             place = step % PLACES
@@ -241,10 +246,7 @@ def _scores(
     gone = 0  # entries, each of which ends with a denominator in the place of what shrinks
     for work in range(gl.program_id(0), pairs, gl.num_programs(0)):
         item = work // PARTS
-        entry = gl.load(items + item * 8).to(gl.int64)
-        begin = gl.load(items + item * 8 + 1)
-        end = gl.load(items + item * 8 + 2)
-        splits = gl.load(items + item * 8 + 3)
+        entry, begin, end, splits = _listed(items + item * 8)
         head = work % PARTS * GROUP
         row_mask = q_rows < GROUP
         from_absorbed = absorbed + entry * RANK
