@@ -77,6 +77,41 @@ def _xielu_kernel(x, parameters, out, count, BLOCK: tl.constexpr, PDL: tl.conste
     tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_opened_kernel(
+    given,  # [tokens, SIZE]
+    x,  # [tokens, HIDDEN]
+    gate,  # [HIDDEN]
+    residual,  # [tokens, SIZE]
+    out,  # [tokens, SIZE]
+    HIDDEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A token a program, whose number all its columns wait for."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for start in tl.static_range(0, HIDDEN, BLOCK):
+        mask = start + column < HIDDEN
+        value = tl.load(x + token * HIDDEN + start + column, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(gate + start + column, mask=mask, other=0.0).to(tl.float32)
+        total += value * weight
+    opened = tl.sigmoid(tl.sum(total, axis=0))
+    for start in tl.static_range(0, SIZE, BLOCK):
+        mask = start + column < SIZE
+        at = token * SIZE + start + column
+        value = tl.load(given + at, mask=mask, other=0.0).to(tl.float32) * opened
+        if ADD:
+            value += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+
+
 def _gated(gate_up: Tensor, name: str) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
@@ -103,6 +138,27 @@ def activation(x: Tensor, name: str) -> Tensor:
     if count:
         grid = (triton.cdiv(count, _BLOCK),)
         _plain_kernel[grid](x, out, count, ACT=CODES[name], BLOCK=_BLOCK, **pdl(x.device))
+    return out
+
+
+def add_opened(given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:
+    """See `kernels.reference.Kernels.add_opened`. A token's numbers do not depend on others."""
+    out = given if residual is None else residual
+    tokens, size = given.shape
+    if tokens:
+        _add_opened_kernel[(tokens,)](
+            given,
+            x,
+            gate,
+            residual,
+            out,
+            HIDDEN=x.shape[1],
+            SIZE=size,
+            ADD=residual is not None,
+            BLOCK=min(2048, triton.next_power_of_2(max(size, x.shape[1]))),
+            num_warps=8,
+            **pdl(out.device),
+        )
     return out
 
 

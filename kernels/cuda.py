@@ -93,6 +93,9 @@ class Cuda(Kernels):
             return super().activation(x, name)
         return activation.activation(x, name)
 
+    def add_opened(self, given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:
+        return activation.add_opened(given, x, gate, residual)
+
     def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
         return activation.xielu(x, parameters)
 

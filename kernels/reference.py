@@ -163,6 +163,12 @@ class Kernels:
         stride; written over x."""
         return x.mul_(torch.sigmoid(gate.flatten(1)))
 
+    def add_opened(self, given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:
+        """given [n, size] times the sigmoid of x [n, hidden] @ gate [1, hidden], a number a token;
+        added to residual and written over it if there is one, else over given."""
+        opened = self.activation(self.linear(x, gate, None), "sigmoid")
+        return given.mul_(opened) if residual is None else residual.addcmul_(given, opened)
+
     def xielu(self, x: Tensor, parameters: Tensor) -> Tensor:
         """xIELU (Huang and Schlag 2024), in float32; a new tensor of x's dtype.
 

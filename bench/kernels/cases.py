@@ -274,6 +274,14 @@ def plain_activation(s: Sizes, rows: int, name: str) -> KernelWork:
     return KernelWork(calls, num_bytes)
 
 
+def shared_gate(s: Sizes, rows: int) -> KernelWork:
+    """What a shared expert gives, times the sigmoid of a token's product, onto the residual."""
+    num_bytes = 4.0 * rows * s.hidden * s.dtype.itemsize
+    gate = s.random(1, s.hidden)
+    given = [[s.random(rows, s.hidden) for _ in range(3)] for _ in range(copies_for(num_bytes))]
+    return KernelWork([partial(cuda.add_opened, y, x, gate, r) for y, x, r in given], num_bytes)
+
+
 def residual_norm(s: Sizes, rows: int) -> KernelWork:
     """The product after attention with the residual, then the norm before the MLP: the sum itself
     has no kernel of its own, it is part of the product."""
@@ -462,6 +470,7 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for name in ("gelu", "xielu"):
         cases[f"{name} without a gate/256"] = partial(plain_activation, s, 256, name)
     for rows in (1, 256):
+        cases[f"shared expert's gate/{rows}"] = partial(shared_gate, s, rows)
         cases[f"product + residual, norm/{rows}"] = partial(residual_norm, s, rows)
     for name, ((size, width), counts) in LINEARS.items():
         for rows in counts:

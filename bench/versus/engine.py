@@ -142,6 +142,8 @@ def run_vllm(
         "max_num_seqs": MAX_NUM_SEQS,
         "gpu_memory_utilization": MEMORY_FRACTION,
         "enable_prefix_caching": needs.get("prefix_caching", False),
+        # Recurrent states as Manta has them. Its default is the model's own 16 bits for most.
+        "mamba_ssm_cache_dtype": "float32",
         # FlashInfer's kernels, the default for DeltaNet, are compiled by nvcc; these by Triton.
         "additional_config": {"gdn_prefill_backend": "triton"},
         **({"worker_cls": WORKER} if drawn else {}),

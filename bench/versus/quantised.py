@@ -7,10 +7,11 @@ LLAMA is a folder with the config.json of a model in 16 bits. A format of weight
 with a `quantization_config`, which both engines read, and random weights: `fp8` has e4m3 weights
 with a scale a channel and e4m3 activations with a scale a token, `w8a8` the same in integers,
 `fp8-block` e4m3 weights with a scale for 128 x 128 and activations as each engine takes them,
-`int4` symmetric weights in groups of 128 and 16-bit activations, `mxfp4` the experts of gpt-oss in
-e2m1 with a scale for 32. The head and the routers of experts stay in 16 bits.
-`kv-fp8`, `kv-int8` and `kv-int4` have 16-bit weights and keys and values in so many bits; vLLM has
-the first only. Workloads, settings and turns are those of `bench.versus.engine`. `ratio` is to
+`int4` symmetric weights in groups of 128 and 16-bit activations, `mxfp4` experts in e2m1 with a
+scale for 32 (as the files of gpt-oss or of compressed-tensors have them). The head and the routers
+of experts stay in 16 bits. `kv-fp8`, `kv-int8` and `kv-int4` have 16-bit weights and keys and
+values in so many bits; vLLM has the first only. Workloads, settings and turns are those of
+`bench.versus.engine`. `ratio` is to
 vLLM, `own` to Manta's bfloat16 in the same run. What vLLM really loaded is in its log (`Model
 loading took`), which goes to stderr.
 
@@ -52,6 +53,28 @@ def _eight_bits(kind: str, form: str) -> dict[str, Any]:
     )
 
 
+def _mxfp4() -> dict[str, Any]:
+    """Of experts that a file names one by one."""
+    weights = {"num_bits": 4, "type": "float", "symmetric": True}
+    made = _group(
+        {**weights, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        None,
+        "mxfp4-pack-quantized",
+    )
+    return {**made, "ignore": [*made["ignore"], "re:.*self_attn.*"]}
+
+
+GPT_OSS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
 class Form(NamedTuple):
     """config: quantization_config, or nothing. manta, vllm: options of each engine, "key=value";
     vllm is None where it has no such format."""
@@ -86,17 +109,7 @@ FORMATS = {
             "pack-quantized",
         )
     ),
-    "mxfp4": Form(
-        {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-        }
-    ),
+    "mxfp4": Form(_mxfp4()),
     "kv-fp8": Form(manta=("kv_dtype=fp8",), vllm=("kv_cache_dtype=fp8",)),
     "kv-int8": Form(manta=("kv_dtype=int8",), vllm=None),
     "kv-int4": Form(manta=("kv_dtype=int4",), vllm=None),
@@ -106,8 +119,11 @@ FORMATS = {
 def with_format(model: Path, name: str, folder: Path) -> Path:
     """A folder whose config.json is the model's with this format."""
     config = json.loads((model / "config.json").read_text())
-    if FORMATS[name].config:
-        config["quantization_config"] = FORMATS[name].config
+    chosen = FORMATS[name].config
+    if name == "mxfp4" and config.get("model_type") == "gpt_oss":
+        chosen = GPT_OSS  # whose files have all experts of a layer in one tensor
+    if chosen:
+        config["quantization_config"] = chosen
     made = folder / name
     made.mkdir()
     (made / "config.json").write_text(json.dumps(config))

@@ -161,8 +161,7 @@ class Experts:
         if self.shared_gate is None:
             return self.shared.forward(x, kv, meta, residual=residual)
         given = self.shared.forward(x, kv, meta)
-        opened = self.kernels.activation(self.kernels.linear(x, self.shared_gate, None), "sigmoid")
-        return given.mul_(opened) if residual is None else residual.addcmul_(given, opened)
+        return self.kernels.add_opened(given, x, self.shared_gate, residual)
 
 
 class ExpertsBeside(Experts):

@@ -6,6 +6,7 @@ from torch.nn.functional import gelu, relu, silu, softplus
 
 from kernels.activation import (
     activation,
+    add_opened,
     gelu_mul,
     gelu_tanh_mul,
     relu_mul,
@@ -59,3 +60,23 @@ def test_xielu(dtype: torch.dtype) -> None:
     below = (torch.expm1(torch.minimum(wide, eps)) - wide) * (beta + softplus(alpha_n))
     ref = torch.where(wide > 0, softplus(alpha_p) * wide * wide, below) + beta * wide
     assert row_error(xielu(x, parameters), ref) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(2048, 2048), (96, 5000)], ids=str)
+def test_add_opened(sizes: tuple[int, int], dtype: torch.dtype, add: bool) -> None:
+    """A token's number of another token, a residual left out, columns behind the first block."""
+    hidden, size = sizes
+    given, x, gate = (
+        random(3, size, dtype=dtype),
+        random(3, hidden, dtype=dtype),
+        random(1, hidden, dtype=dtype) * 0.1,
+    )
+    residual = random(3, size, dtype=dtype) if add else None
+    ref = given.double() * torch.sigmoid(x.double() @ gate.double().T)
+    if residual is not None:
+        ref = ref + residual.double()
+    found = add_opened(given, x, gate, residual)
+    assert found is (given if residual is None else residual)
+    assert row_error(found, ref) < BOUND[dtype]

@@ -34,7 +34,26 @@ def test_formats_are_read_as_they_are_called() -> None:
         "fp8-block": ("FP8 by 128 x 128", 8),
         "w8a8": ("INT8", 8),
         "int4": ("4 bits", 16),
+        "mxfp4": ("MXFP4", 16),
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "expert"),
+    [("qwen3_moe", "mlp.experts.3.up_proj"), ("gpt_oss", "mlp.experts.gate_up_proj")],
+)
+def test_experts_are_the_only_ones_of_mxfp4(tmp_path: Path, kind: str, expert: str) -> None:
+    """Bug: experts stay in 16 bits because a model's files name them otherwise, and the figures are
+    those of 16 bits; attention or routers are packed too."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    made = quantised.with_format(tmp_path, "mxfp4", tmp_path)
+    config = json.loads((made / "config.json").read_text())
+    kept = read_quantized(Reader(config, "config.json"))
+    assert kept is not None
+    scheme = kept.scheme(f"model.layers.0.{expert}")
+    assert scheme is not None and scheme.kind == "mxfp4"
+    for name in ("self_attn.q_proj", "mlp.gate" if kind == "qwen3_moe" else "mlp.router"):
+        assert kept.scheme(f"model.layers.0.{name}") is None
 
 
 def test_visits_that_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

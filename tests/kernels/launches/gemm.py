@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.activation import activation, gelu_tanh_mul, silu_mul, xielu
+from kernels.activation import activation, add_opened, gelu_tanh_mul, silu_mul, xielu
 from kernels.gemm.deterministic import TILES, product
 from kernels.gemm.gemv import gemv
 from kernels.gemm.packed.blocks import block_linear
@@ -113,6 +113,8 @@ def plain(model: str) -> None:
     for name in ("silu", "gelu_pytorch_tanh", "gelu", "relu", "relu2"):
         activation(bf16(64, d.intermediate), name)
     xielu(bf16(64, d.intermediate), bf16(4))
+    for residual in (None, bf16(64, d.hidden)):
+        add_opened(bf16(64, d.hidden), bf16(64, d.hidden), bf16(1, d.hidden), residual)
     weight = bf16(d.hidden)
     for scale, bias in ((weight, weight), (weight, None), (None, None)):
         layer_norm(bf16(64, d.hidden), scale, bias, 1e-5)
