@@ -39,11 +39,12 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-# The pairs that an expert has on average -> tiles for 16-bit weights, the first that fits: up to 48
-# what a sweep of bench.kernels.experts found on an H100.
+# The pairs that an expert has on average -> tiles for 16-bit weights, the first that fits: what
+# sweeps of bench.kernels.experts found, up to 24 on an H200 (128 and 512 experts), up to 48 on an
+# H100.
 TILES: tuple[tuple[float, Tiles], ...] = (
-    (10, Tiles(Tile(16, 64, 128, 4, 4, swap=True), Tile(16, 64, 128, 4, 4, swap=True))),
-    (24, Tiles(Tile(32, 64, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 4))),
+    (10, Tiles(Tile(16, 64, 128, 4, 3, swap=True), Tile(16, 128, 128, 4, 3))),
+    (24, Tiles(Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 4))),
     (48, Tiles(Tile(64, 64, 128, 4, 4, swap=True), Tile(64, 64, 64, 4, 4))),
     (384, Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 4, tma=True))),
     (float("inf"), Tiles(Tile(128, 128, 64, 8, 4, tma=True), Tile(128, 256, 64, 8, 4, tma=True))),
