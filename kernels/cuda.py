@@ -13,7 +13,7 @@ from kernels.attention.latent.expanded import latent_expanded, worth_expanding
 from kernels.attention.latent.prefill import latent_prefill
 from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
-from kernels.experts import few, few_packed, fragments, topk
+from kernels.experts import few, few_packed, fragments, rounded, topk
 from kernels.experts.few_route import few_route, few_route_fits
 from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_experts
@@ -433,9 +433,12 @@ class Cuda(Kernels):
         stack: PackedExperts,
         residual: Tensor | None,
     ) -> Tensor:
-        """Pair by pair, or grouped by expert."""
+        """Pair by pair, or grouped by expert; where the format has such activations, with inputs
+        in 8 bits from `rounded.FIRST` tokens on."""
         if stack.gate_up.in_fragments:
             return fragments.fragments(x, weights, ids, stack, residual)
+        if x.shape[0] >= rounded.FIRST and rounded.rounded_fits(x, stack):
+            return rounded.rounded_experts(x, weights, ids, stack, residual)
         if 0 < x.shape[0] <= few_packed.MOST and few_packed.few_packed_fits(x):
             return few_packed.few_packed(x, weights, ids, stack, residual)
         return packed_experts(x, weights, ids, stack, residual)

@@ -4,12 +4,14 @@
     python -m bench.kernels.experts --model gpt-oss-20b --tokens 1 256
     python -m bench.kernels.experts --sweep few packed --tokens 1 8
     python -m bench.kernels.experts --sweep grouped packed --tokens 64 256 512 1024 --seconds 120
+    python -m bench.kernels.experts --sweep fp8 --model qwen3-30b-a3b --tokens 1 8 32 256 1024
 
 A row has microseconds and the rate at which the weights of the experts that are met were read, as a
 share of a copy's bandwidth; from 1,024 tokens on operations, as a share of a large product's rate.
 A sweep tries the tiles of one launch after the other, then the best of them in all launches
 together, and prints the best beside today's. Its kernels are compiled in several processes before
-they are timed, and what gives another result than today's launch is told and not timed.
+they are timed, and what gives another result than today's launch is told and not timed. That of
+experts in FP8 ends with the tables of constants that it found.
 """
 
 import argparse
@@ -25,10 +27,11 @@ import torch
 from torch import Tensor
 
 from bench.kernels.measure import Calls, copy_bandwidth, matmul_rate, time_us
-from bench.kernels.sweeping import WRONG, Timed, differs, lines
+from bench.kernels.sweeping import DIFFERS, WRONG, Timed, differs, lines
 from kernels.dispatch import kernels_for
 from kernels.experts import few_packed as few_moe
 from kernels.experts import packed as packed_moe
+from kernels.experts import rounded as rounded_moe
 from kernels.experts.few import DOWN, MOST, UP, few_down, few_up
 from kernels.experts.few_packed import few_packed, few_packed_down, few_packed_up
 from kernels.experts.grouped import (
@@ -43,6 +46,7 @@ from kernels.experts.grouped import (
 )
 from kernels.experts.packed import packed_down, packed_experts, packed_up
 from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.experts.rounded import rounded_down, rounded_experts, rounded_up
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.launch.compiling import Compilers
 from kernels.packed import E2M1, Format, PackedWeight
@@ -75,6 +79,7 @@ class Layer:
 LAYERS = {
     "qwen3-30b-a3b": Layer(128, 8, 768, 2048, "silu", False),
     "gpt-oss-20b": Layer(32, 4, 2880, 2880, CLAMPED, True),
+    "qwen3-next": Layer(512, 10, 512, 2048, "silu", False),
 }
 
 
@@ -94,14 +99,29 @@ def make_stack(layer: Layer) -> ExpertWeights:
     )
 
 
-def make_packed(stack: ExpertWeights) -> PackedExperts:
-    """Random codes of MXFP4, of the same sizes."""
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """A format of packed experts. share: its bytes, of those in 16 bits."""
+
+    name: str
+    share: float
+
+
+MXFP4, FP8 = Bits("MXFP4", 4.5 / 16), Bits("FP8", 0.5)
+
+
+def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
+    """Random codes, of the same sizes."""
 
     def packed(weight: Tensor) -> PackedWeight:
         form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
+        if bits is FP8:
+            form = Format(8, weight.shape[2], torch.float32, code="e4m3", activations=8)
         made = PackedWeight(form, *weight.flatten(0, 1).shape, None, weight.device)
         made.codes.view(torch.uint8).random_(0, 256)
-        made.scale.fill_(2.0**-7)
+        if bits is FP8:
+            made.codes &= 0xBF  # below 2, of both signs
+        made.scale.fill_(2.0**-3 if bits is FP8 else 2.0**-7)
         return made
 
     gate_up, down = packed(stack.gate_up), packed(stack.down)
@@ -239,11 +259,33 @@ def packed_tiles(pairs: float) -> Iterator[packed_moe.Tile]:
             yield packed_moe.Tile(size, outs, warps, stages)
 
 
-def few_packed_tiles(places: int) -> Iterator[tuple[int, int, int]]:
+def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.Tile]:
     """places: rows of other experts that a program has beside each of its own."""
-    for rows, units, warps in product((1, 2, 4, 8, 16), (8, 16, 32, 64), (1, 2)):
-        if rows * places > 1 and 4 <= rows * places * units // (32 * warps) <= 16:
-            yield rows, units, warps
+    if bits is MXFP4:
+        for rows, units, warps in product((1, 2, 4, 8, 16), (8, 16, 32, 64), (1, 2)):
+            if rows * places > 1 and 4 <= rows * places * units // (32 * warps) <= 16:
+                yield few_moe.Tile(rows, units, warps)
+        return
+    every = product((1, 2, 4), (8, 16, 32, 64, 128), (1, 2, 4), (2, 4), (False, True))
+    for rows, units, warps, ints, converts in every:
+        words = rows * places * units * ints // (32 * warps)  # of codes, that a thread has
+        if rows * places > 1 and 8 <= words <= 32 and units * ints >= 64:
+            yield few_moe.Tile(rows, units, warps, ints, converts)
+
+
+def rounded_tiles(pairs: float, halves: int) -> Iterator[Tile]:
+    """For 8-bit floats on both sides; halves as above. Of a tile with fewer rows than an expert has
+    pairs, all weights would be read again."""
+    for size in [size for size in near(pairs) if size >= pairs] or [128]:
+        ways: tuple[tuple[bool, bool], ...] = ((True, False), (True, True))  # swap, tma
+        if size > 32:
+            ways = ((False, True), *(ways if size == 64 else ((False, False),)))
+        outs_depths = product((64, 128) if size <= 32 else (64, 128, 256), (128, 256))
+        for (outs, depth), stages, (swap, tma) in product(outs_depths, (3, 4, 6), ways):
+            if halves * size * outs > 32 * 1024:  # more than registers have room for
+                continue
+            if 48 * 1024 <= stages * depth * (size + halves * outs) <= 200 * 1024:
+                yield Tile(size, outs, depth, 8 if size * outs > 8192 else 4, stages, tma, swap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +296,7 @@ class Choice:
     tiles: list[Any]
     calls: Callable[[Any], Calls]
     num_bytes: float = 0.0
+    most: float = DIFFERS  # by which a result may be apart from today's
 
 
 class Sweep:
@@ -286,7 +329,7 @@ class Sweep:
                 break
             try:
                 calls = choice.calls(tile)
-                remark = differs(_numbers(calls[0]()), want)
+                remark = differs(_numbers(calls[0]()), want, choice.most)
                 if remark.startswith(WRONG):
                     print(f"  {choice.name} {remark}: {tile}", flush=True)
                     continue
@@ -373,35 +416,37 @@ def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
     )
 
 
-def packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
+def packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice]:
     layer, x = step.layer, step.x
     tiles = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
     routed = list(zip(step.routed, pairs, strict=True))
-    inners = [packed_up(x, *each, packed, mine, tiles.up) for each, mine in routed]
-    others = list(packed_tiles(len(x) * layer.chosen / layer.experts))
+    inners = [random(len(x) * layer.chosen, layer.size) for _ in routed]
+    others: list[packed_moe.Tile] = []
+    if bits is MXFP4 or len(x) <= rounded_moe.FIRST:  # from which on these are used
+        others = list(packed_tiles(len(x) * layer.chosen / layer.experts))
     return [
         Choice(
-            "up in MXFP4",
+            f"up in {bits.name}",
             [tiles.up, *others],
             lambda tile: [
                 partial(packed_up, x, *each, packed, mine, tile) for each, mine in routed
             ],
-            step.met * layer.up_bytes * 4.5 / 16,
+            step.met * layer.up_bytes * bits.share,
         ),
         Choice(
-            "down in MXFP4",
+            f"down in {bits.name}",
             [tiles.down, *others],
             lambda tile: [
                 partial(packed_down, y, *each, packed, mine, tile)
                 for y, (each, mine) in zip(inners, routed, strict=True)
             ],
-            step.met * layer.down_bytes * 4.5 / 16,
+            step.met * layer.down_bytes * bits.share,
         ),
     ]
 
 
-def few_packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
+def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice]:
     """Pair by pair; whole: that (True) beside groups by expert."""
     x, layer = step.x, step.layer
     inners = [random(len(x) * layer.chosen, layer.size) for _ in step.routed]
@@ -410,29 +455,130 @@ def few_packed_choices(step: Step, packed: PackedExperts) -> list[Choice]:
     up_bytes, down_bytes = step.met * layer.up_bytes, step.met * layer.down_bytes
     return [
         Choice(
-            "up in MXFP4, pair by pair",
-            [few_moe.up_tile(packed.gate_up), *few_packed_tiles(1)],
+            f"up in {bits.name}, pair by pair",
+            [few_moe.up_tile(packed.gate_up), *few_packed_tiles(1, bits)],
             lambda tile: [partial(few_packed_up, x, *each, packed, tile) for each in step.routed],
-            up_bytes * 4.5 / 16,
+            up_bytes * bits.share,
         ),
         Choice(
-            "down in MXFP4, pair by pair",
-            [few_moe.down_tile(packed.down, len(x)), *few_packed_tiles(places)],
+            f"down in {bits.name}, pair by pair",
+            [few_moe.down_tile(packed.down, len(x)), *few_packed_tiles(places, bits)],
             lambda tile: [
                 partial(few_packed_down, y, *each, packed, None, tile) for y, each in both
             ],
-            down_bytes * 4.5 / 16,
+            down_bytes * bits.share,
         ),
         Choice(
-            "whole in MXFP4, (pair by pair)",
+            f"whole in {bits.name}, (pair by pair)",
             [(len(x) <= few_moe.MOST,), (len(x) > few_moe.MOST,)],
             lambda way: [
                 partial(few_packed if way[0] else packed_experts, x, *each, packed, None)
                 for each in step.routed
             ],
-            (up_bytes + down_bytes) * 4.5 / 16,
+            (up_bytes + down_bytes) * bits.share,
         ),
     ]
+
+
+def rounded_choices(step: Step, packed: PackedExperts) -> list[Choice]:
+    """Both sides in FP8; with the launches that round inputs."""
+    layer, x = step.layer, step.x
+    tiles = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
+    pairs = [sort(ids, layer.experts) for _, ids in step.routed]
+    routed = list(zip(step.routed, pairs, strict=True))
+    inners = [random(len(x) * layer.chosen, layer.size) for _ in routed]
+    each_has = len(x) * layer.chosen / layer.experts
+    return [
+        Choice(
+            "up, rounded",
+            [tiles.up, *rounded_tiles(each_has, 2)],
+            lambda tile: [
+                partial(rounded_up, x, *each, packed, mine, tile) for each, mine in routed
+            ],
+            step.met * layer.up_bytes * FP8.share,
+        ),
+        Choice(
+            "down, rounded",
+            [tiles.down, *rounded_tiles(each_has, 1)],
+            lambda tile: [
+                partial(rounded_down, y, *each, packed, mine, tile)
+                for y, (each, mine) in zip(inners, routed, strict=True)
+            ],
+            step.met * layer.down_bytes * FP8.share,
+        ),
+    ]
+
+
+def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: list[Tile]) -> Choice:
+    """Inputs as they come (None), and rounded, with these tiles and with today's. Rounding is what
+    their results are apart by."""
+    layer, x = step.layer, step.x
+    today = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
+    as_they_come = few_packed if len(x) <= few_moe.MOST else packed_experts
+
+    def calls(tiles: tuple[Tiles | None]) -> Calls:
+        if tiles[0] is None:
+            return [partial(as_they_come, x, *each, packed, None) for each in step.routed]
+        return [partial(rounded_experts, x, *each, packed, None, tiles[0]) for each in step.routed]
+
+    found = dict.fromkeys([today, *(Tiles(up, down) for up, down in product(ups, downs))])
+    return Choice(
+        "whole in FP8",
+        [(None,), *((tiles,) for tiles in found)],
+        calls,
+        step.met * (layer.up_bytes + layer.down_bytes) * FP8.share,
+        most=0.15,
+    )
+
+
+@dataclass(slots=True)
+class Found:
+    """Best tiles of experts in FP8, as the tables of constants have them."""
+
+    few: dict[int, tuple[few_moe.Tile, few_moe.Tile]]  # by tokens: of both products
+    rounded: dict[float, Tiles]  # by the pairs of an expert
+    pays: dict[int, bool]  # by tokens: rounding takes less time
+
+    def tell(self) -> None:
+        print("kernels/experts/few_packed.py: UP8, DOWN8, by tokens")
+        for tokens, (up, down) in sorted(self.few.items()):
+            print(f"  {tokens:6}  UP8 = {up}\n          DOWN8 = {down}")
+        print("kernels/experts/rounded.py: TILES, by pairs an expert")
+        for pairs, tiles in sorted(self.rounded.items()):
+            print(f"  {pairs:8.2f}  Tiles({tiles.up}, {tiles.down})")
+        print("kernels/experts/rounded.py: FIRST, tokens and whether rounding takes less time")
+        print("  " + ", ".join(f"{tokens}: {pays}" for tokens, pays in sorted(self.pays.items())))
+
+
+def sweep_fp8(steps: list[Step], sweep: Sweep) -> None:
+    """Of each step the ways as they are and tile by tile, then all launches together."""
+    stacks = {step.model: make_packed(step.stack, FP8) for step in steps}
+    made: list[tuple[Step, list[Choice], list[Choice]]] = []
+    for step in steps:
+        packed = stacks[step.model]
+        few = few_packed_choices(step, packed, FP8) if len(step.x) <= few_moe.MOST else []
+        grouped_ways = packed_choices(step, packed, FP8) if len(step.x) > 1 else []
+        made.append((step, [*few, *grouped_ways], rounded_choices(step, packed)))
+    sweep.compile(choice for _, *both in made for choices in both for choice in choices)
+    for model, packed in stacks.items():
+        found = Found({}, {}, {})
+        for step, others, rounded in made:
+            if step.model != model:
+                continue
+            print(f"{step}: fp8", flush=True)
+            tokens, layer = len(step.x), step.layer
+            best = [sweep.best(choice) for choice in others]
+            if tokens <= few_moe.MOST:
+                found.few[tokens] = best[0][0], best[1][0]
+            together = rounded_whole(step, packed, *(sweep.best(choice) for choice in rounded))
+            sweep.compile([together])
+            ranked = [each[0] for each in sweep.best(together)]
+            found.pays[tokens] = ranked[0] is not None
+            tiles = next((each for each in ranked if each is not None), None)
+            if tiles is not None:  # else there was no time
+                found.rounded[tokens * layer.chosen / layer.experts] = tiles
+        print(model)
+        found.tell()
 
 
 def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
@@ -445,10 +591,11 @@ def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
         if "grouped" in what and not small:
             made.append((step, "grouped", grouped_choices(step)))
         if "packed" in what and len(step.x) <= 2 * few_moe.MOST:
-            choices = few_packed_choices(step, make_packed(step.stack))
+            choices = few_packed_choices(step, make_packed(step.stack), MXFP4)
             made.append((step, "packed, pair by pair", choices))
         if "packed" in what:
-            made.append((step, "packed", packed_choices(step, make_packed(step.stack))))
+            choices = packed_choices(step, make_packed(step.stack), MXFP4)
+            made.append((step, "packed", choices))
     sweep.compile(choice for *_, choices in made for choice in choices)
     for step, name, choices in made:
         print(f"{step}: {name}", flush=True)
@@ -480,7 +627,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 8192]
     )
-    parser.add_argument("--sweep", nargs="+", choices=["few", "grouped", "packed"])
+    parser.add_argument("--sweep", nargs="+", choices=["few", "grouped", "packed", "fp8"])
     parser.add_argument("--seconds", type=float, default=600, help="of a sweep, at most")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -496,6 +643,8 @@ def main() -> None:
     ]
     if args.sweep:
         sweep(steps, args.sweep, found)
+        if "fp8" in args.sweep:
+            sweep_fp8(steps, found)
     else:
         with found.compilers.collecting():
             for step in steps:

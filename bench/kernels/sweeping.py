@@ -43,12 +43,12 @@ class Timed(NamedTuple):
         return math.isfinite(self.us) and not self.remark.startswith(WRONG)
 
 
-def differs(found: Any, wanted: Any) -> str:
+def differs(found: Any, wanted: Any, most: float = DIFFERS) -> str:
     """A remark: how far a result is from the one wanted, where both are there."""
     if found is None or wanted is None:
         return ""
     error = apart(found, wanted)
-    return f"{'' if error < DIFFERS else f'{WRONG}: '}differs by {error:.1e}"
+    return f"{'' if error < most else f'{WRONG}: '}differs by {error:.1e}"
 
 
 def pays(us: float, today: float) -> bool:

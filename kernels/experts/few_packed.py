@@ -5,10 +5,11 @@ Codes come in words of 32 bits and x in words of two or four numbers, so that a 
 belongs together. Two 4-bit or 8-bit floats become two bfloat16 numbers by their place in a word,
 whose exponents are too small by 126 or 120, and these two float32 numbers: three operations a code.
 x is lifted beforehand and the scale takes the rest, so that no product loses digits at the lower
-end of float32's range. Numbers of x may have a magnitude of up to 2^31 there.
+end of float32's range. Numbers of x may have a magnitude of up to 2^31 there. Where the device
+converts 8-bit floats, as in `kernels.gemm.packed.gemv8`, nothing is lifted.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,13 +19,26 @@ from torch import Tensor
 from kernels.experts.gate import code, gated
 from kernels.experts.reference import PackedExperts
 from kernels.gemm.packed.codes import E2M1_CODE, E4M3_BITS, E4M3_CODE, constants
-from kernels.gemm.packed.gemv8 import in_words, number
+from kernels.gemm.packed.gemv8 import decoder, in_words, number
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
 # Tokens up to which a sweep of bench.kernels.experts on one H200 found less time than with
 # `packed_experts`: of MXFP4, with 128 experts of which 8 are chosen, and 32 of which 4 are.
 MOST = 8
+
+
+class Tile(NamedTuple):
+    rows: int  # of a program
+    units: int  # of a row at a time
+    num_warps: int
+    ints: int = 2  # of 8-bit codes the 32-bit words of a unit
+    converts: bool = False  # 8-bit floats become numbers by the device's instruction
+
+
+# For weights in 8 bits: of the first product; of the second, the tokens up to which -> tile.
+UP8 = Tile(2, 64, 1)
+DOWN8: tuple[tuple[float, Tile], ...] = ((2, Tile(1, 32, 1)), (float("inf"), Tile(4, 8, 1)))
 
 _LIFT = 96
 # The exponent that a number as decoded lacks, by its kind of code.
@@ -81,6 +95,7 @@ def _multiply(
     SPAN: tl.constexpr,
     LIFT: tl.constexpr,
     SUMS: tl.constexpr,
+    HOW: tl.constexpr,  # PTX for four codes of a word; "": there is none
 ):
     """Decoded codes times x, lifted, of each unit; and the sums of x there, if they are asked
     for."""
@@ -101,7 +116,17 @@ def _multiply(
         c, d = number(words, 2, TYPE), number(words, 3, TYPE)
         if SUMS:
             kept += (a + b) + (c + d)
-        w0, w1, w2, w3 = _four(w, CODE)
+        if HOW != "":
+            w0, w1, w2, w3 = tl.inline_asm_elementwise(
+                HOW,
+                "=f,=f,=f,=f,r",
+                [w],
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            w0, w1, w2, w3 = _four(w, CODE)
         total += w0 * (a * LIFT)
         total += w1 * (b * LIFT)
         total += w2 * (c * LIFT)
@@ -131,6 +156,7 @@ def _rows_times_x(
     REST: tl.constexpr,
     UNITS: tl.constexpr,
     INTS: tl.constexpr,
+    HOW: tl.constexpr,
     EARLY: tl.constexpr,  # x is of the launch before: the first codes come before it is waited for
 ):
     """[rows] float32: the weight's rows times x."""
@@ -170,7 +196,7 @@ def _rows_times_x(
             s_ahead = tl.load(scale + group, mask=more, other=0.0)
         total, sums = _multiply(
             w, here + start // PER, inside[None, :, None], table,
-            TYPE, BITS, CODE, SPAN, LIFT, SUMS,
+            TYPE, BITS, CODE, SPAN, LIFT, SUMS, HOW,
         )  # fmt: skip
         if SUMS:
             total -= BASE * sums
@@ -225,6 +251,7 @@ def _few_packed_up_kernel(
     REST: tl.constexpr,
     UNITS: tl.constexpr,
     INTS: tl.constexpr,
+    HOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pair = tl.program_id(1)
@@ -250,7 +277,7 @@ def _few_packed_up_kernel(
     y = _rows_times_x(
         codes, scale, offset, table, x + token * (WIDTH // PER), source, exists,
         WIDTH, inner.dtype.element_ty, BITS, CODE, BASE, OFFSET, GROUP, BAND, SPAN, LIFT, REST,
-        UNITS, INTS, False,
+        UNITS, INTS, HOW, False,
     )  # fmt: skip
     if WEIGH:
         y *= tl.load(weights + pair)
@@ -298,6 +325,7 @@ def _few_packed_down_kernel(
     REST: tl.constexpr,
     UNITS: tl.constexpr,
     INTS: tl.constexpr,
+    HOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(1)
@@ -316,7 +344,7 @@ def _few_packed_down_kernel(
         codes, scale, offset, table, inner + (pair.to(tl.int64) * (SIZE // PER))[:, None, None],
         source, exists,
         SIZE, out.dtype.element_ty, BITS, CODE, BASE, OFFSET, GROUP, BAND, SPAN, LIFT, REST,
-        UNITS, INTS, PDL,
+        UNITS, INTS, HOW, PDL,
     )  # fmt: skip
     if BIAS:
         y += tl.load(bias + source, mask=exists, other=0.0).to(tl.float32)
@@ -334,42 +362,49 @@ def _few_packed_down_kernel(
 
 
 def _words_of(weight: PackedWeight) -> int:
-    """32-bit words of codes in a unit."""
-    form = weight.form
-    return min(4, form.span // 8) if form.bits == 4 else 2
+    """32-bit words of 4-bit codes in a unit."""
+    return min(4, weight.form.span // 8)
 
 
 def _in_one(weight: PackedWeight, units: int) -> int:
-    """Codes that so many units of a row have."""
-    return units * _words_of(weight) * (32 // weight.form.bits)
+    """4-bit codes that so many units of a row have."""
+    return units * _words_of(weight) * 8
 
 
-def up_tile(weight: PackedWeight) -> tuple[int, int, int]:
-    """(rows of a program, units of a row at a time, warps), as `MOST` was found, of one token and
-    of eight: more units where no turn of them has less than all its codes."""
-    return (4, 32, 1) if weight.shape[1] % _in_one(weight, 64) else (2, 64, 1)
+def up_tile(weight: PackedWeight) -> Tile:
+    """As `MOST` was found, of one token and of eight: more units where no turn of them has less
+    than all its codes."""
+    if weight.form.bits == 8:
+        return UP8
+    return Tile(4, 32, 1) if weight.shape[1] % _in_one(weight, 64) else Tile(2, 64, 1)
 
 
-def down_tile(weight: PackedWeight, tokens: int) -> tuple[int, int, int]:
+def down_tile(weight: PackedWeight, tokens: int) -> Tile:
     """The same: rows of each of a token's experts. One token and eight were swept. One has few
     programs, and takes short rows in one turn."""
+    if weight.form.bits == 8:
+        return next(tile for most, tile in DOWN8 if tokens <= most)
     if tokens > 2:
-        return 4, 8, 1
-    return (2, 64, 2) if weight.shape[1] <= _in_one(weight, 64) else (1, 32, 1)
+        return Tile(4, 8, 1)
+    return Tile(2, 64, 2) if weight.shape[1] <= _in_one(weight, 64) else Tile(1, 32, 1)
 
 
-def _options(weight: PackedWeight, config: tuple[int, int, int]) -> dict[str, Any]:
+def _options(weight: PackedWeight, tile: Tile) -> dict[str, Any]:
     given = constants(weight)
-    lacks = _LACKS.get(given["CODE"], 0)
-    rows, units, warps = config
+    eight = weight.form.bits == 8
+    assert not eight or weight.form.group % (4 * tile.ints) == 0
+    converts = tile.converts and given["CODE"] == E4M3_CODE
+    how = decoder(weight.codes.device) if converts else ""
+    lacks = 0 if how else _LACKS.get(given["CODE"], 0)
     return {
         **given,
         "LIFT": 2.0 ** (_LIFT if lacks else 0),
         "REST": 2.0 ** (lacks - _LIFT if lacks else 0),
-        "ROWS": rows,
-        "UNITS": units,
-        "INTS": _words_of(weight),
-        "num_warps": warps,
+        "ROWS": tile.rows,
+        "UNITS": tile.units,
+        "INTS": tile.ints if eight else _words_of(weight),
+        "HOW": how,
+        "num_warps": tile.num_warps,
         **pdl(weight.codes.device),
     }
 
@@ -389,15 +424,15 @@ def few_packed_up(
     weights: Tensor,
     ids: Tensor,
     stack: PackedExperts,
-    config: tuple[int, int, int] | None = None,  # as `up_tile` has it
+    tile: Tile | None = None,
 ) -> Tensor:
     """act(gate) * up of each pair: [tokens * chosen, size]."""
     weight = stack.gate_up
     tokens, width = x.shape
     chosen, size = ids.shape[1], stack.down.shape[1]
     inner = x.new_empty((tokens * chosen, size))
-    config = config or up_tile(weight)
-    outs = config[0] * size * stack.count // weight.shape[0]
+    tile = tile or up_tile(weight)
+    outs = tile.rows * size * stack.count // weight.shape[0]
     _few_packed_up_kernel[(triton.cdiv(size, outs), tokens * chosen)](
         _words(x, weight),
         weights,
@@ -416,7 +451,7 @@ def few_packed_up(
         BIAS=stack.gate_up_bias is not None,
         WEIGH=stack.weigh_input,
         EXPERTS=stack.count if stack.total else 0,
-        **_options(weight, config),
+        **_options(weight, tile),
     )
     return inner
 
@@ -427,15 +462,15 @@ def few_packed_down(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    config: tuple[int, int, int] | None = None,  # as `down_tile` has it
+    tile: Tile | None = None,
 ) -> Tensor:
     """[tokens, hidden]: the weighted sum of each token's experts."""
     weight = stack.down
     tokens, chosen = ids.shape
     width, size = weight.shape[0] // stack.count, weight.shape[1]
-    config = config or down_tile(weight, tokens)
+    tile = tile or down_tile(weight, tokens)
     out = inner.new_empty((tokens, width)) if residual is None else residual
-    _few_packed_down_kernel[(triton.cdiv(width, config[0]), tokens)](
+    _few_packed_down_kernel[(triton.cdiv(width, tile.rows), tokens)](
         _words(inner, weight),
         weights,
         ids,
@@ -454,7 +489,7 @@ def few_packed_down(
         ADD=residual is not None,
         EXPERTS=stack.count if stack.total else 0,
         PLACES=triton.next_power_of_2(chosen),
-        **_options(weight, config),
+        **_options(weight, tile),
     )
     return out
 
@@ -465,8 +500,8 @@ def few_packed(
     ids: Tensor,
     stack: PackedExperts,
     residual: Tensor | None,
-    up: tuple[int, int, int] | None = None,
-    down: tuple[int, int, int] | None = None,
+    up: Tile | None = None,
+    down: Tile | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.packed_experts`; of a few tokens, of which there is one at
     least."""

@@ -129,6 +129,8 @@ def _grouped_up_kernel(
     described,  # TMA: the same, as [EXPERTS * 2, SIZE, WIDTH]
     bias,  # [EXPERTS, 2 * SIZE]
     inner,  # [pairs, SIZE], in sorted order
+    x_scale,  # SCALED: [tokens]
+    scale,  # SCALED: [EXPERTS, 2 * SIZE]
     limit,
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -137,6 +139,7 @@ def _grouped_up_kernel(
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     WEIGH: tl.constexpr,
+    SCALED: tl.constexpr,  # x and weights are rounded, with a scale a row each
     BLOCK: tl.constexpr,  # a power of two, at least EXPERTS
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
@@ -196,6 +199,11 @@ def _grouped_up_kernel(
         if SWAP:
             gate = tl.trans(gate)
             up = tl.trans(up)
+    if SCALED:
+        of_x = tl.load(x_scale + pair // CHOSEN, mask=exists, other=0.0)[:, None]
+        gate *= of_x * tl.load(scale + source, mask=column < SIZE, other=0.0)[None, :]
+        if ACT != 4:
+            up *= of_x * tl.load(scale + source + SIZE, mask=column < SIZE, other=0.0)[None, :]
     if WEIGH:
         weight = tl.load(weights + pair, mask=exists, other=0.0)[:, None]
         gate *= weight
@@ -221,11 +229,14 @@ def _grouped_down_kernel(
     down_described,  # TMA: down
     bias,  # [EXPERTS, WIDTH]
     given,  # [pairs, WIDTH]
+    inner_scale,  # SCALED: [pairs], in sorted order
+    scale,  # SCALED: [EXPERTS, WIDTH]
     EXPERTS: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
     WEIGH: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
@@ -266,6 +277,9 @@ def _grouped_down_kernel(
             acc = _add(xs, ws, acc, SWAP)
     if SWAP:
         acc = tl.trans(acc)
+    if SCALED:
+        of_inner = tl.load(inner_scale + row, mask=exists, other=0.0)[:, None]
+        acc *= of_inner * tl.load(scale + source, mask=column < WIDTH, other=0.0)[None, :]
     if BIAS:
         acc += tl.load(bias + source, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     pair = tl.load(order + row, mask=exists, other=0)
@@ -313,6 +327,14 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
     return next(tiles for most, tiles in TILES if pairs / experts <= most)
 
 
+class Scales(NamedTuple):
+    """Of products whose operands are both rounded, with a scale a row."""
+
+    rows: Tensor  # float32, one for each row of x, or of inner
+    outputs: Tensor  # float32, one for each row of all experts' weights
+    dtype: torch.dtype  # of the result
+
+
 class Sorted(NamedTuple):
     """The pairs of expert e are order[starts[e] : starts[e + 1]], ascending. Those of no expert
     here have no place."""
@@ -341,8 +363,9 @@ def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
 
 def tma_fits(x: Tensor, size: int) -> bool:
     """Whether tiles of matrices with rows of x's width, and of `size`, can come through the TMA:
-    16-bit numbers in rows of whole 16 bytes, on a device that has one."""
-    if x.dtype.itemsize != 2 or x.shape[1] % 8 or size % 8:
+    numbers of 16 or 8 bits in rows of whole 16 bytes, on a device that has one."""
+    each = x.dtype.itemsize
+    if each > 2 or x.shape[1] * each % 16 or size * each % 16:
         return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
@@ -370,11 +393,17 @@ def _shape(tile: Tile, experts: int, rows: int, x: Tensor) -> dict[str, Any]:
 
 
 def grouped_up(
-    x: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, pairs: Sorted, tile: Tile
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    stack: ExpertWeights,
+    pairs: Sorted,
+    tile: Tile,
+    scales: Scales | None = None,  # x and the weights are rounded
 ) -> Tensor:
     """act(gate) * up of each pair: [pairs, size], in sorted order."""
     experts, width, size = stack.down.shape
-    inner = x.new_empty((ids.numel(), size))
+    inner = x.new_empty((ids.numel(), size), dtype=x.dtype if scales is None else scales.dtype)
     tma = tile.tma and tma_fits(x, size)
     halves = stack.gate_up.shape[1] // size
     _grouped_up_kernel[_grid(ids, experts, tile, size)](
@@ -386,6 +415,8 @@ def grouped_up(
         _described(stack.gate_up, halves, tile) if tma else None,
         stack.gate_up_bias,
         inner,
+        None if scales is None else scales.rows,
+        None if scales is None else scales.outputs,
         stack.limit,
         EXPERTS=experts,
         CHOSEN=ids.shape[1],
@@ -394,6 +425,7 @@ def grouped_up(
         ACT=code(stack.act),
         BIAS=stack.gate_up_bias is not None,
         WEIGH=stack.weigh_input,
+        SCALED=scales is not None,
         TMA=tma,
         **_shape(tile, experts, halves * tile.outs, x),
         **pdl(x.device),
@@ -402,12 +434,19 @@ def grouped_up(
 
 
 def grouped_down(
-    inner: Tensor, weights: Tensor, ids: Tensor, stack: ExpertWeights, pairs: Sorted, tile: Tile
+    inner: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    stack: ExpertWeights,
+    pairs: Sorted,
+    tile: Tile,
+    scales: Scales | None = None,  # inner and the weights are rounded
 ) -> Tensor:
     """inner of `grouped_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
     order of ids."""
     experts, width, size = stack.down.shape
-    given = inner.new_empty((ids.numel(), width))
+    dtype = inner.dtype if scales is None else scales.dtype
+    given = inner.new_empty((ids.numel(), width), dtype=dtype)
     tma = tile.tma and tma_fits(inner, width)
     _grouped_down_kernel[_grid(ids, experts, tile, width)](
         inner,
@@ -419,11 +458,14 @@ def grouped_down(
         _described(stack.down, 1, tile) if tma else None,
         stack.down_bias,
         given,
+        None if scales is None else scales.rows,
+        None if scales is None else scales.outputs,
         EXPERTS=experts,
         SIZE=size,
         WIDTH=width,
         BIAS=stack.down_bias is not None,
         WEIGH=stack.weigh_input,
+        SCALED=scales is not None,
         TMA=tma,
         **_shape(tile, experts, tile.outs, inner),
         **pdl(inner.device),

@@ -32,6 +32,7 @@ from kernels.attention.decode import attention_decode  # noqa: E402
 from kernels.attention.decode_plan import plan  # noqa: E402
 from kernels.attention.paged import attend_chunks, attend_decodes  # noqa: E402
 from kernels.attention.prefill import attention_prefill  # noqa: E402
+from kernels.experts import few_packed as few_packed_module  # noqa: E402
 from kernels.experts import packed as packed_experts_module  # noqa: E402
 from kernels.gemm.packed import dot as dot_module  # noqa: E402
 from kernels.gemm.packed import gemv4 as gemv4_module  # noqa: E402
@@ -54,6 +55,7 @@ from tests.kernels.launches.attention import latent, quantized_attention  # noqa
 from tests.kernels.launches.experts import (  # noqa: E402
     experts,
     experts_in_fewer_bits,
+    experts_in_floats,
     experts_in_fragments,
 )
 from tests.kernels.launches.recurrent import delta  # noqa: E402
@@ -294,6 +296,53 @@ def test_packed_experts_are_read_wide(launches: Launches) -> None:
         assert codes, name
         assert all(".v4.b32" in line or ".v2.b32" in line for line in codes), name
         assert compiled.metadata.shared <= 1024, name  # of sums alone
+
+
+def spilled(cubin: bytes, path: Path) -> int:
+    """Bytes of local memory of each thread."""
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [tool, "-res-usage", path]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", text)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-8b", "qwen3-0.6b"])
+def test_experts_multiply_floats_of_eight_bits(
+    model: str, launches: Launches, tmp_path: Path
+) -> None:
+    """Codes that become 16-bit numbers on their way to the matrix units, or pass registers; sums
+    for which these have no room."""
+    experts_in_floats(model)
+    seen = [each for each in launches.seen if each[0].startswith("_grouped_")]
+    assert len(seen) >= 10
+    for name, compiled in seen:
+        ptx = compiled.asm["ptx"]
+        products = re.findall(r"wgmma.mma_async\S*", ptx)
+        assert products and all("f32.e4m3.e4m3" in each for each in products), name
+        assert "cp.async.cg" in ptx or "cp.async.bulk.tensor" in ptx, name
+        assert "cp.async.ca" not in ptx, name
+        assert compiled.metadata.shared <= SHARED_MEMORY, name
+        assert spilled(compiled.asm["cubin"], tmp_path / "cubin") <= 16, name  # an address or two
+
+
+@pytest.mark.slow
+def test_floats_that_the_device_converts(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PTX, which the interpreter does not know; words of codes or of x that are read in parts."""
+    monkeypatch.setattr(few_packed_module, "decoder", lambda device: gemv8_module._FOUR)
+    tile = few_packed_module.Tile(2, 32, 1, 4, converts=True)
+    monkeypatch.setattr(few_packed_module, "UP8", tile)
+    monkeypatch.setattr(few_packed_module, "DOWN8", ((float("inf"), tile),))
+    experts_in_fewer_bits("llama-8b")
+    seen = [each for each in launches.seen if each[0].startswith("_few_packed_")]
+    found = [compiled.asm["ptx"] for _, compiled in seen if "e4m3x2" in compiled.asm["ptx"]]
+    assert len(found) >= 4
+    for ptx in found:
+        codes = [line for line in ptx.split("\n") if "evict_first" in line and "ld." in line]
+        assert codes and all(".v4.b32" in line for line in codes)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Experts in Triton against plain torch in float64: the choice, the sort, few tokens and many."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,16 +9,27 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import kernels_for
-from kernels.experts import fragments, reference
+from kernels.experts import few_packed as few_packed_module
+from kernels.experts import fragments, reference, rounded
 from kernels.experts import packed as packed_module
 from kernels.experts.few import MOST, few
 from kernels.experts.few_packed import few_packed, few_packed_fits
 from kernels.experts.few_route import few_route
-from kernels.experts.grouped import FIXED, TILES, Tile, Tiles, grouped, sort, tma_fits
+from kernels.experts.grouped import (
+    FIXED,
+    TILES,
+    Tile,
+    Tiles,
+    grouped,
+    sort,
+    sum_experts,
+    tma_fits,
+)
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing, up_rows
 from kernels.experts.topk import topk
+from kernels.gemm.packed.round_rows import round_rows
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
@@ -241,10 +253,12 @@ def test_packed_few_tokens(name: str, dtype: torch.dtype) -> None:
             x.double(), scale.double(), ids, double(stack.dense(torch.float64)), None
         )
         assert few_packed_fits(x)
-        got = few_packed(x, scale, ids, stack, None, (64, 2, 1), (32, 2, 1))
+        tiles = few_packed_module.Tile(64, 2, 1), few_packed_module.Tile(32, 2, 1, 4, True)
+        got = few_packed(x, scale, ids, stack, None, *tiles)
         assert row_error(got, want) < 4 * BOUND[dtype]
         want += before.double()
-        assert few_packed(x, scale, ids, stack, before, (32, 8, 1), (32, 8, 1)) is before
+        tile = few_packed_module.Tile(32, 8, 1, 1)
+        assert few_packed(x, scale, ids, stack, before, tile, tile) is before
         assert row_error(before, want) < 4 * BOUND[dtype]
 
 
@@ -320,8 +334,120 @@ def test_packed_experts_of_other_ranks(nothing_is_zero: None) -> None:
     got = packed_experts(x, scale, ids, weights, None)
     assert float((got - want).abs().max()) < 4 * BOUND[dtype] * float(want.abs().max())
     x = x[:2].to(torch.float16)
-    got = few_packed(x, scale[:2], ids[:2], weights, None, (64, 4, 1), (32, 4, 1))
+    tiles = few_packed_module.Tile(64, 4, 1), few_packed_module.Tile(32, 4, 1)
+    got = few_packed(x, scale[:2], ids[:2], weights, None, *tiles)
     assert float((got - want[:2]).abs().max()) < 4 * BOUND[x.dtype] * float(want.abs().max())
+
+
+def rounding(stack: PackedExperts) -> PackedExperts:
+    """The same, of a format whose inputs are rounded too."""
+    for weight in (stack.gate_up, stack.down):
+        weight.form = replace(weight.form, activations=8)
+    return stack
+
+
+def rounded_errors(
+    x: Tensor, scale: Tensor, ids: Tensor, stack: PackedExperts, tiles: Tiles
+) -> tuple[float, float]:
+    """Of both products against float64 ones of the operands as they are rounded."""
+    pairs, chosen_experts = sort(ids, stack.count), ids.shape[1]
+    inner = rounded.rounded_up(x, scale, ids, stack, pairs, tiles.up)
+    given = rounded.rounded_down(inner, scale, ids, stack, pairs, tiles.down)
+    assert inner.dtype == given.dtype == x.dtype
+    (rows, of_rows), (inners, of_inners) = round_rows(x), round_rows(inner)
+    wide, wide_inner = rows.double() * of_rows, inners.double() * of_inners
+    dense = double(stack.dense(torch.float32))
+    want_inner, want_given = (
+        torch.zeros_like(each, dtype=torch.float64) for each in (inner, given)
+    )
+    starts = pairs.starts.tolist()
+    for expert in range(stack.count):
+        here = slice(starts[expert], starts[expert + 1])
+        mine = pairs.order[here].long()
+        weight = scale.flatten()[mine, None].double()
+        both = wide[mine // chosen_experts] @ dense.gate_up[expert].t()
+        if stack.weigh_input:
+            both = both * weight
+        if dense.gate_up_bias is not None:
+            both = both + dense.gate_up_bias[expert]
+        want_inner[here] = reference.activated(both, stack.act, stack.limit)
+        down = wide_inner[here] @ dense.down[expert].t()
+        if dense.down_bias is not None:
+            down = down + dense.down_bias[expert]
+        want_given[mine] = down if stack.weigh_input else down * weight
+    end = starts[-1]  # what is behind is of pairs of another rank
+    here = ids.flatten() < stack.count
+    return row_error(inner[:end], want_inner[:end]), row_error(given[here], want_given[here])
+
+
+SHORT = next(dtype for dtype in DTYPES if dtype.itemsize == 2)
+
+
+@pytest.mark.parametrize(
+    ("act", "weigh", "tile"),
+    [
+        ("silu", True, Tile(16, 64, 32, 4, 3, swap=True)),
+        (CLAMPED, False, Tile(32, 32, 64, 4, 3, tma=True)),
+        pytest.param("relu2", False, Tile(16, 64, 64, 4, 3, True, True), marks=pytest.mark.slow),
+        pytest.param("silu", False, Tile(64, 32, 64, 4, 3), marks=pytest.mark.slow),
+    ],
+)
+def test_rounded(act: str, weigh: bool, tile: Tile) -> None:
+    """A scale of another token, pair or output, or of the gate for the up; sums that are scaled
+    behind a bias; sizes that fill no tile; experts without tokens."""
+    torch.manual_seed(0)
+    stack = rounding(packed("e4m3-row", 5, act, weigh=weigh))
+    x, (scale, ids) = random(21, 96, dtype=SHORT), chosen(21, 5, 2, skewed=True)
+    x *= 1 + torch.arange(21, device=DEVICE)[:, None]
+    assert rounded.rounded_fits(x, stack)
+    tiles = Tiles(tile, tile)
+    errors = rounded_errors(x, scale, ids, stack, tiles)
+    assert max(errors) < 4 * BOUND[SHORT]
+    before = random(21, 96, dtype=SHORT)
+    want = before.clone()
+    pairs = sort(ids, stack.count)
+    inner = rounded.rounded_up(x, scale, ids, stack, pairs, tile)
+    sum_experts(rounded.rounded_down(inner, scale, ids, stack, pairs, tile), ids, stack, want)
+    assert rounded.rounded_experts(x, scale, ids, stack, before, tiles) is before
+    assert torch.equal(before, want)
+
+
+def test_rounded_experts_of_other_ranks(nothing_is_zero: None) -> None:
+    """A scale of a pair that has no place; what was in memory in a token's sum."""
+    stack = rounding(packed("e4m3-row", 5, CLAMPED))
+    stack.total = 8
+    x, (scale, ids) = random(9, 96, dtype=SHORT), chosen(9, 8, 3)
+    ids = ids.clamp(max=5)
+    assert (ids == 5).any()
+    tile = Tile(16, 64, 64, 4, 3, swap=True)
+    assert max(rounded_errors(x, scale, ids, stack, Tiles(tile, tile))) < 4 * BOUND[SHORT]
+    got = rounded.rounded_experts(x, scale, ids, stack, None, Tiles(tile, tile))
+    want = reference.experts(
+        x.double(), scale.double(), ids, double(stack.dense(torch.float64)), None
+    )
+    assert got.isfinite().all()
+    assert float((got - want).norm() / want.norm()) < 0.15  # inputs are rounded
+
+
+def test_which_experts_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that are rounded though the format, or the deterministic mode, takes them as they
+    come; or that are not from so many tokens on."""
+    monkeypatch.setattr(rounded, "FIRST", 5)
+    stack = packed("e4m3-row", 3)
+    x, (scale, ids) = random(5, 96, dtype=SHORT), chosen(5, 3, 2)
+    given = x, scale, ids, stack, None
+    as_they_come = few_packed(*given)
+    assert torch.equal(kernels_for("cuda").packed_experts(*given), as_they_come)
+    rounding(stack)
+    found = kernels_for("cuda").packed_experts(*given)
+    assert torch.equal(found, rounded.rounded_experts(*given))
+    assert not torch.equal(found, as_they_come)
+    fewer = x[:4], scale[:4], ids[:4], stack, None
+    assert torch.equal(kernels_for("cuda").packed_experts(*fewer), as_they_come[:4])
+    fixed = kernels_for("cuda", deterministic=True)
+    whole = fixed.packed_experts(*given)
+    assert torch.equal(fixed.packed_experts(*fewer), whole[:4])
+    assert row_error(whole, as_they_come.double()) < 4 * BOUND[SHORT]
 
 
 def test_sort() -> None:
@@ -429,6 +555,69 @@ def test_packed_at_the_sizes_of_models(sizes: tuple[int, int, int, int]) -> None
                 again = few_packed(x, scale, ids, stack, None)
             graph.replay()
             assert torch.equal(again, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 33, 256, 1024, 8192])
+def test_rounded_at_the_sizes_of_models(tokens: int, biased: bool) -> None:
+    """Qwen3-30B-A3B's layer with its tiles, and those of other numbers of tokens; in a graph."""
+    experts, count, size, hidden = 128, 8, 768, 2048
+
+    def weight(rows: int, width: int) -> PackedWeight:
+        form = Format(8, width, torch.float32, code="e4m3", activations=8)
+        made = PackedWeight(form, rows, width, None, torch.device(DEVICE))
+        made.codes.random_(0, 256)
+        made.codes &= 0xBF  # below 2
+        made.scale.uniform_(0.5, 1.5).div_(width**0.5)
+        return made
+
+    stack = PackedExperts(
+        weight(experts * 2 * size, hidden),
+        weight(experts * hidden, size),
+        random(experts, 2 * size, dtype=F32) if biased else None,
+        random(experts, hidden, dtype=F32) if biased else None,
+        CLAMPED if biased else "silu",
+        7.0,
+        biased,
+    )
+    x, (scale, ids) = random(tokens, hidden).bfloat16(), chosen(tokens, experts, count)
+    today = rounded.tiles_for(tokens * count, experts)
+    for tiles in [today] if tokens != 256 else [tiles for _, tiles in rounded.TILES]:
+        errors = rounded_errors(x, scale, ids, stack, tiles)
+        print(tokens, tiles, errors)
+        assert max(errors) < 2 * BOUND[torch.bfloat16], tiles
+    found = rounded.rounded_experts(x, scale, ids, stack, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = rounded.rounded_experts(x, scale, ids, stack, None)
+    graph.replay()
+    assert torch.equal(again, found)
+
+
+@pytest.mark.gpu
+def test_few_tokens_of_floats_that_the_device_converts() -> None:
+    """Codes in another order than the numbers of x; each sign, exponent and mantissa."""
+    form = Format(8, 2048, torch.float32, code="e4m3")
+    stack = PackedExperts(
+        PackedWeight(form, 16 * 2 * 2048, 2048, None, torch.device(DEVICE)),
+        PackedWeight(form, 16 * 2048, 2048, None, torch.device(DEVICE)),
+        None,
+        None,
+    )
+    for weight in (stack.gate_up, stack.down):
+        weight.codes.random_(0, 255)
+        weight.codes[(weight.codes & 0x7F) == 0x7F] = 0  # no number
+        weight.scale.uniform_(0.5, 1.5).div_(2**12)
+    dense = stack.dense(torch.float32)
+    for tokens, ints, converts in product((1, 3, 8), (1, 2, 4), (False, True)):
+        x, (scale, ids) = random(tokens, 2048).bfloat16(), chosen(tokens, 16, 5)
+        want = reference.experts(x.double(), scale.double(), ids, double(dense), None)
+        tile = few_packed_module.Tile(2, 32, 1, ints, converts)
+        found = few_packed(x, scale, ids, stack, None, tile, tile)
+        assert row_error(found, want) < 2 * BOUND[torch.bfloat16], (tokens, tile)
+        found = few_packed(x, scale, ids, stack, None)
+        assert row_error(found, want) < 2 * BOUND[torch.bfloat16], tokens
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from tests.kernels.launches.attention import (
 from tests.kernels.launches.experts import (
     experts,
     experts_in_fewer_bits,
+    experts_in_floats,
     experts_in_fragments,
 )
 from tests.kernels.launches.gemm import layers, packed, plain
@@ -29,7 +30,8 @@ PARTS: dict[str, Callable[[str], None]] = {
     part.__name__: part
     for part in (
         *(layers, packed, plain, attention, quantized_attention, latent),
-        *(sampling, assembly, adapters, experts, experts_in_fewer_bits, experts_in_fragments),
+        *(sampling, assembly, adapters),
+        *(experts, experts_in_fewer_bits, experts_in_floats, experts_in_fragments),
         *(delta, kimi, mamba, mamba_1, convolution, peers),
     )
 }

@@ -5,6 +5,7 @@ import torch
 from kernels.experts import fragments
 from kernels.experts import grouped as moe
 from kernels.experts import packed as packed_moe
+from kernels.experts import rounded as rounded_moe
 from kernels.experts.few import few
 from kernels.experts.few_packed import few_packed
 from kernels.experts.few_route import few_route
@@ -101,6 +102,34 @@ def experts_in_fewer_bits(model: str) -> None:
             stack.gate_up = PackedWeight(up, count * size, hidden, None, torch.device("cpu"))
             packed_moe.packed_experts(x, scale, ids, stack, x)
             few_packed(x[:2], scale[:2], ids[:2], stack, None)
+
+
+def experts_in_floats(model: str) -> None:
+    """With both sides in e4m3: each tile."""
+    count, chosen, size, hidden = MIXTURES[model]
+    biased = size == hidden
+
+    def weight(rows: int, width: int) -> PackedWeight:
+        form = Format(8, width, torch.float32, code="e4m3", activations=8)
+        return PackedWeight(form, rows, width, None, torch.device("cpu"))
+
+    stack = PackedExperts(
+        weight(count * 2 * size, hidden),
+        weight(count * hidden, size),
+        bf16(count, 2 * size) if biased else None,
+        bf16(count, hidden) if biased else None,
+        CLAMPED if biased else "silu",
+        7.0,
+    )
+    x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
+    for _, tiles in rounded_moe.TILES:
+        rounded_moe.rounded_experts(x, scale, ids, stack, None, tiles)
+    stack.total = 2 * count
+    rounded_moe.rounded_experts(x, scale, ids, stack, x)
+    if not biased:
+        stack.act, stack.weigh_input, stack.total = "relu2", True, 0
+        stack.gate_up = weight(count * size, hidden)
+        rounded_moe.rounded_experts(x, scale, ids, stack, x)
 
 
 def experts_in_fragments(model: str) -> None:

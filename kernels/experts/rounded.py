@@ -1,0 +1,99 @@
+"""Experts of many tokens with both sides in 8-bit floats: as `grouped`, with e4m3 weights that have
+a scale an output and inputs that are rounded to e4m3 with a scale a token.
+
+What a gate gives is rounded with a scale a pair by a launch of its own, as for linear layers: a
+program of the first product sees some of a pair's outputs, and a scale for so many would have to be
+multiplied in between the steps of the second product.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.experts.grouped import Scales, Sorted, Tile, Tiles, by_expert, grouped_down, grouped_up
+from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.gemm.packed.codes import bytes_fit
+from kernels.gemm.packed.round_rows import E4M3, round_rows
+from kernels.packed import FLOAT8_PRODUCTS, PackedWeight
+
+# The tokens of a step from which on inputs are rounded: as for linear layers
+# (`kernels.cuda.ROUNDED_ROWS`). Fewer are multiplied as they come.
+FIRST = 32
+
+# As `grouped.TILES`.
+TILES: tuple[tuple[float, Tiles], ...] = (
+    (10, Tiles(Tile(16, 64, 256, 4, 4, swap=True), Tile(16, 64, 256, 4, 4, swap=True))),
+    (24, Tiles(Tile(32, 64, 256, 4, 4, swap=True), Tile(32, 64, 256, 4, 4, swap=True))),
+    (48, Tiles(Tile(64, 64, 128, 4, 4, swap=True), Tile(64, 64, 128, 4, 4, swap=True))),
+    (384, Tiles(Tile(128, 128, 128, 8, 4), Tile(128, 256, 128, 8, 4, tma=True))),
+    (
+        float("inf"),
+        Tiles(Tile(128, 128, 128, 8, 4, tma=True), Tile(128, 256, 128, 8, 4, tma=True)),
+    ),
+)
+
+
+def tiles_for(pairs: int, experts: int) -> Tiles:
+    return next(tiles for most, tiles in TILES if pairs / experts <= most)
+
+
+def rounded_fits(x: Tensor, stack: PackedExperts) -> bool:
+    """Whether the products are made for these: e4m3 weights with a scale an output in formats that
+    round x too, and x of 16 bits on a device that multiplies such numbers."""
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (FLOAT8_PRODUCTS, 0)
+    return x.dtype.itemsize == 2 and all(
+        weight.form.code == "e4m3" and bytes_fit(weight) and weight.form.rounds(capability)
+        for weight in (stack.gate_up, stack.down)
+    )
+
+
+def _as_floats(stack: PackedExperts) -> ExpertWeights:
+    """The same memory, as e4m3 numbers."""
+
+    def each(weight: PackedWeight) -> Tensor:
+        return weight.codes.view(E4M3).unflatten(0, (stack.count, -1))
+
+    return ExpertWeights(
+        each(stack.gate_up),
+        each(stack.down),
+        stack.gate_up_bias,
+        stack.down_bias,
+        stack.act,
+        stack.limit,
+        stack.weigh_input,
+        stack.total,
+    )
+
+
+def rounded_up(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+) -> Tensor:
+    """act(gate) * up of each pair: [pairs, size] in x's dtype, in sorted order."""
+    rows, scales = round_rows(x)
+    both = Scales(scales, stack.gate_up.scale, x.dtype)
+    return grouped_up(rows, weights, ids, _as_floats(stack), pairs, tile, both)
+
+
+def rounded_down(
+    inner: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+) -> Tensor:
+    """inner of `rounded_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
+    order of ids."""
+    rows, scales = round_rows(inner)
+    both = Scales(scales, stack.down.scale, inner.dtype)
+    return grouped_down(rows, weights, ids, _as_floats(stack), pairs, tile, both)
+
+
+def rounded_experts(
+    x: Tensor,  # [tokens, hidden], any number of them
+    weights: Tensor,
+    ids: Tensor,
+    stack: PackedExperts,
+    residual: Tensor | None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """See `kernels.reference.Kernels.packed_experts`. Only what `rounded_fits` says."""
+    tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
+    up, down = partial(rounded_up, tile=tiles.up), partial(rounded_down, tile=tiles.down)
+    return by_expert(x, weights, ids, stack, stack.count, residual, up, down)
