@@ -36,7 +36,7 @@ from kernels.recurrent import (
 )
 from kernels.recurrent.chunks_cuda import Launch, PassLaunch
 from kernels.recurrent.delta_chunks_cuda import RowsLaunch
-from kernels.recurrent.delta_rule_cuda import WalkLaunch
+from kernels.recurrent.delta_rule_cuda import DecodeLaunch as DeltaLaunch
 
 COMPILE_S = 320  # of all first runs
 Table = tuple[Any, str, Sequence[Any]]  # a module, its table's name, launches
@@ -89,12 +89,12 @@ TABLES: dict[str, list[Table]] = {
     "delta decode/": [
         (
             delta_rule_cuda,
-            "walk_launch",
+            "decode_launch",
             [
-                WalkLaunch(*launch)
+                DeltaLaunch(*launch)
                 for launch in (
-                    *((16, 2), (16, 4), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8)),
-                    *((128, 8), (128, 16)),
+                    *((8, 1, 1), (8, 1, 4), (16, 1, 1), (16, 2, 1), (16, 2, 4), (32, 2, 1)),
+                    *((32, 2, 4), (16, 4, 1), (16, 4, 8), (32, 4, 1), (32, 4, 4), (64, 4, 2)),
                 )
             ],
         )

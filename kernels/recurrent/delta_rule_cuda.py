@@ -1,11 +1,14 @@
 """Gated DeltaNet on CUDA.
 
-Decodes: each program keeps a head's state in registers and walks the tokens of an entry, of which a
-decode has one. Convolution, gates, norms of queries and keys, norm and gate of the result and the
-next tail are made on the way: a decode step is one launch, which reads and writes each state once.
-Prompts go by chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi Delta Attention), or are
-walked too where their numbers must not depend on the step: the entry alone decides what a walk
-computes, in which order.
+Decodes: a launch reads and writes each state once. A program has a head of an entry, or some of its
+columns, and goes over these in pieces: the next one is on its way from memory while one is
+computed. Convolution, gates, norms of queries and keys, norm and gate of the result and the next
+tail are made on the way.
+
+Prompts go by chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi Delta Attention). Where
+their numbers must not depend on the step, all entries are walked: each program keeps a head's state
+in registers and goes over the entry's tokens, so that the entry alone decides what is computed, in
+which order.
 """
 
 from typing import NamedTuple
@@ -23,25 +26,225 @@ from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.kimi_chunks_cuda import kimi_chunks
 
 
-class WalkLaunch(NamedTuple):
+class DecodeLaunch(NamedTuple):
     columns: int  # of a state that a program has in registers at once
     num_warps: int
+    parts: int  # programs that share a head of an entry
+    registers: int | None = None  # of a thread, at most
 
 
-def walk_launch(programs: int, sms: int, values: int, prompts: bool) -> WalkLaunch:
+def decode_launch(programs: int, sms: int, values: int) -> DecodeLaunch:
     """Decision rule; programs = entries * heads, values = the padded columns of a state. A few
-    programs need all of their bytes in flight at once; many share a multiprocessor, where one reads
-    while others write. A walk of many tokens keeps the whole state."""
-    if prompts or programs <= 2 * sms:
-        return WalkLaunch(values, 16 if values >= 128 else 4)
-    return WalkLaunch(min(32, values), 4)
+    heads are shared by several programs with one piece each, so that all multiprocessors have some.
+    With more than four warps a program has more threads than a key has elements, which the compiler
+    takes as leave to read each of them many times."""
+    columns = min(32, values)
+    return DecodeLaunch(columns, 4, values // columns if programs <= 2 * sms else 1)
+
+
+@triton.jit
+def _weights(conv, channels, mask, TAPS: tl.constexpr):
+    """Of the convolutions of some channels: of each tap, the oldest token's first."""
+    found = ()
+    for tap in tl.static_range(TAPS):
+        found += (tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0),)
+    return found
+
+
+@triton.jit
+def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """What each tap of some channels sees at a decode, whose own inputs are at x. before: the
+    request's tokens before it."""
+    found = ()
+    old = mask & (before + channels * 0 > 0)
+    for place in tl.static_range(TAPS - 1):
+        found += (tl.load(tail + place * CHANNELS + channels, mask=old, other=0.0),)
+    found += (tl.load(x + channels, mask=mask, other=0.0),)
+    return found
+
+
+@triton.jit
+def _mixed(seen, weights, TAPS: tl.constexpr):
+    """The convolution, through SiLU."""
+    total = seen[0].to(tl.float32) * weights[0]
+    for tap in tl.static_range(1, TAPS):
+        total += seen[tap].to(tl.float32) * weights[tap]
+    return total * tl.sigmoid(total)
+
+
+@triton.jit
+def _keep(tail, seen, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """All but the oldest are what the next token's taps will see."""
+    for place in tl.static_range(TAPS - 1):
+        at = tail + place * CHANNELS + channels
+        tl.store(at, seen[place + 1].to(tl.float32), mask=mask)
+
+
+@triton.jit
+def _normed(found, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
+    """A head's results [pieces, columns], of which those beyond VALUE are 0."""
+    mean = tl.sum(tl.sum(found * found, axis=1), axis=0) / VALUE
+    gate = gate.to(tl.float32)
+    opened = tl.sigmoid(gate)
+    if not BY_KEY:
+        opened *= gate
+    return found / tl.sqrt(mean + eps) * scale * opened
 
 
 @triton.jit(
     do_not_specialize=["x_stride", "z_stride", "a_stride", "b_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
 )
-def _delta_kernel(
+def _delta_decode_kernel(
+    x,
+    z,
+    a,
+    b,
+    conv,
+    decay,
+    bias,
+    norm,
+    tail,
+    state,
+    out,
+    partial,  # [entries * VALUE_HEADS, VALUES] float32: results before their norm, of PARTS > 1
+    arrived,  # [entries * (KEY_HEADS + VALUE_HEADS)]: of `tickets`
+    rows,
+    query_start,
+    kv_len,
+    counts,
+    eps,
+    x_stride,
+    z_stride,
+    a_stride,
+    b_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    MOST: tl.constexpr,
+    KEYS: tl.constexpr,  # KEY padded
+    VALUES: tl.constexpr,  # VALUE padded
+    COLUMNS: tl.constexpr,  # of the state, at once
+    PARTS: tl.constexpr,  # programs that share a head
+    BY_KEY: tl.constexpr,  # Kimi Delta Attention
+    PDL: tl.constexpr,
+):
+    entry = tl.program_id(0)
+    head = tl.program_id(1)
+    SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    WIDTH: tl.constexpr = VALUES // PARTS
+    PIECES: tl.constexpr = WIDTH // COLUMNS
+    key_head = head // SHARED
+    first = tl.program_id(2) * WIDTH
+    dims = tl.arange(0, KEYS)
+    key_mask = dims < KEY
+    own = first + tl.arange(0, COLUMNS)
+    pieces = tl.arange(0, PIECES)[:, None]
+    columns = own[None, :] + pieces * COLUMNS
+    wide = first + tl.arange(0, WIDTH)
+    wide_mask = wide < VALUE
+    of_q = key_head * KEY + dims
+    of_k = KEY_HEADS * KEY + of_q
+    of_v = 2 * KEY_HEADS * KEY + head * VALUE + wide
+    of_decay = head
+    decay_mask = True
+    if BY_KEY:
+        of_decay = head * KEY + dims
+        decay_mask = key_mask
+    q_weights = _weights(conv, of_q, key_mask, TAPS)
+    k_weights = _weights(conv, of_k, key_mask, TAPS)
+    v_weights = _weights(conv, of_v, wide_mask, TAPS)
+    scale = tl.load(norm + columns, mask=columns < VALUE, other=0.0)
+    rate = tl.exp(tl.load(decay + head))
+    shift = tl.load(bias + of_decay, mask=decay_mask, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # One trip to memory for all that says where to read, one for what is read.
+    decodes = tl.load(counts)
+    token = tl.load(query_start + entry).to(tl.int64)
+    before = tl.load(kv_len + entry) - 1  # 0: the request begins
+    row = tl.load(rows + entry).to(tl.int64)
+    if entry >= decodes:
+        return
+    x += token * x_stride
+    tail += row * (TAPS - 1) * CHANNELS
+    state += (row * VALUE_HEADS + head) * KEY * VALUE
+    tile = state + dims[:, None] * VALUE + own[None, :]
+    goes_on = key_mask[:, None] & (before + dims * 0 > 0)[:, None]
+    # The compiler moves no load over a change of threads: all of them stand before the first.
+    matrix = tl.load(tile, mask=goes_on & (own < VALUE)[None, :], other=0.0)
+    q_seen = _seen(x, tail, before, of_q, key_mask, CHANNELS, TAPS)
+    k_seen = _seen(x, tail, before, of_k, key_mask, CHANNELS, TAPS)
+    v_seen = _seen(x, tail, before, of_v, wide_mask, CHANNELS, TAPS)
+    step = tl.load(a + token * a_stride + of_decay, mask=decay_mask, other=0.0)
+    beta = tl.load(b + token * b_stride + head)
+    gate = tl.load(z + token * z_stride + head * VALUE + columns, mask=columns < VALUE, other=0.0)
+    q = _mixed(q_seen, q_weights, TAPS)
+    k = _mixed(k_seen, k_weights, TAPS)
+    v = tl.reshape(_mixed(v_seen, v_weights, TAPS), [PIECES, COLUMNS])
+    q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * KEY**-0.5)
+    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+    kept = tl.exp(-rate * softplus(step.to(tl.float32) + shift))
+    if BY_KEY:
+        kept = kept[:, None]
+    beta = MOST * tl.sigmoid(beta.to(tl.float32))
+    # Queries and keys are of all programs that share them. Here no store is under way yet, for
+    # whose end a ticket would wait.
+    last = True
+    if SHARED * PARTS > 1:
+        last = comes_last(arrived + entry * KEY_HEADS + key_head, SHARED * PARTS)
+    else:
+        tl.debug_barrier()  # threads may have read the same
+    _keep(tail, v_seen, of_v, wide_mask, CHANNELS, TAPS)
+    if last:
+        _keep(tail, q_seen, of_q, key_mask, CHANNELS, TAPS)
+        _keep(tail, k_seen, of_k, key_mask, CHANNELS, TAPS)
+    found = tl.zeros([PIECES, COLUMNS], tl.float32)
+    for piece in tl.static_range(PIECES):
+        # Before the store of this piece, which no load that follows may pass.
+        following = matrix
+        if piece + 1 < PIECES:
+            there = (own < VALUE - (piece + 1) * COLUMNS)[None, :]
+            at = tile + (piece + 1) * COLUMNS
+            following = tl.load(at, mask=goes_on & there, other=0.0)
+        wanted = tl.sum(tl.where(pieces == piece, v, 0.0), axis=0)
+        matrix = matrix * kept
+        wrong = (wanted - tl.sum(matrix * k[:, None], axis=0)) * beta
+        matrix += k[:, None] * wrong[None, :]
+        there = key_mask[:, None] & (own < VALUE - piece * COLUMNS)[None, :]
+        tl.store(tile + piece * COLUMNS, matrix, mask=there)
+        read = tl.sum(matrix * q[:, None], axis=0)
+        found = tl.where(pieces == piece, read[None, :], found)
+        matrix = following
+    if PARTS == 1:
+        found = _normed(found, scale, gate, eps, VALUE, BY_KEY)
+        into = out + (token * VALUE_HEADS + head) * VALUE + columns
+        tl.store(into, found.to(out.dtype.element_ty), mask=columns < VALUE)
+    else:
+        whole = tl.arange(0, VALUES)[None, :]
+        there = whole < VALUE
+        partial += (entry * VALUE_HEADS + head) * VALUES
+        tl.store(partial + columns, found)
+        heads_arrived = arrived + tl.num_programs(0) * KEY_HEADS
+        if comes_last(heads_arrived + entry * VALUE_HEADS + head, PARTS):
+            # What others have written is in no cache of this multiprocessor's own.
+            every = tl.load(partial + whole, cache_modifier=".cg")
+            scales = tl.load(norm + whole, mask=there, other=0.0)
+            gates = tl.load(z + token * z_stride + head * VALUE + whole, mask=there, other=0.0)
+            every = _normed(every, scales, gates, eps, VALUE, BY_KEY)
+            into = out + (token * VALUE_HEADS + head) * VALUE + whole
+            tl.store(into, every.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(
+    do_not_specialize=["x_stride", "z_stride", "a_stride", "b_stride"],
+    do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
+)
+def _delta_walk_kernel(
     x,
     z,
     a,
@@ -71,18 +274,14 @@ def _delta_kernel(
     TAPS: tl.constexpr,
     MOST: tl.constexpr,
     KEYS: tl.constexpr,  # KEY padded to a power of two
-    COLUMNS: tl.constexpr,  # of the state, at once
-    PIECES: tl.constexpr,  # which the columns are
-    ALL: tl.constexpr,  # entries, and padding; else decodes
+    VALUES: tl.constexpr,  # VALUE padded
     BY_KEY: tl.constexpr,  # Kimi Delta Attention
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.arange(0, KEYS)
-    own = tl.arange(0, COLUMNS)
-    pieces = tl.arange(0, PIECES)[:, None]
-    columns = pieces * COLUMNS + own[None, :]
+    columns = tl.arange(0, VALUES)
     key_mask = dims < KEY
     value_mask = columns < VALUE
     scale = tl.load(norm + columns, mask=value_mask, other=0.0)
@@ -91,12 +290,11 @@ def _delta_kernel(
         gdc_launch_dependents()
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)
-    if entry >= tl.load(counts + ALL):
-        if ALL:
-            pads = tl.zeros([PIECES, COLUMNS], out.dtype.element_ty)
-            for token in range(begin, end):
-                into = out + (token * VALUE_HEADS + head) * VALUE
-                tl.store(into + columns, pads, mask=value_mask)
+    if entry >= tl.load(counts + 1):  # padding
+        pads = tl.zeros([VALUES], out.dtype.element_ty)
+        for token in range(begin, end):
+            into = out + (token * VALUE_HEADS + head) * VALUE
+            tl.store(into + columns, pads, mask=value_mask)
         return
     if begin == end:
         return
@@ -104,16 +302,14 @@ def _delta_kernel(
     row = tl.load(rows + entry).to(tl.int64)
     tail += row * (TAPS - 1) * CHANNELS
     state += (row * VALUE_HEADS + head) * KEY * VALUE
-    tile = dims[:, None] * VALUE + own[None, :]
-    matrix = tl.zeros([KEYS, COLUMNS], tl.float32)
-    if PIECES == 1:
-        tile_mask = key_mask[:, None] & (own < VALUE)[None, :]
-        matrix = tl.load(state + tile, mask=tile_mask & (before + tile * 0 > 0), other=0.0)
+    tile = dims[:, None] * VALUE + columns[None, :]
+    tile_mask = key_mask[:, None] & value_mask[None, :]
+    matrix = tl.load(state + tile, mask=tile_mask & (before + tile * 0 > 0), other=0.0)
     SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
     key_head = head // SHARED
     of_q = key_head * KEY + dims
     of_k = KEY_HEADS * KEY + of_q
-    of_v = 2 * KEY_HEADS * KEY + head * VALUE + own
+    of_v = 2 * KEY_HEADS * KEY + head * VALUE + columns
     rate = tl.exp(tl.load(decay + head))
     of_decay = head
     decay_mask = True
@@ -138,42 +334,20 @@ def _delta_kernel(
         if BY_KEY:
             kept = kept[:, None]
         beta = MOST * tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
-        found = tl.zeros([PIECES, COLUMNS], tl.float32)
-        for piece in tl.static_range(PIECES):
-            there = piece * COLUMNS + own < VALUE
-            v = convolved(
-                x, tail, conv, None, token, ago, before, of_v + piece * COLUMNS, there, x_stride,
-                CHANNELS, TAPS,
-            )  # fmt: skip
-            v = v * tl.sigmoid(v)
-            at = state + piece * COLUMNS + tile
-            tile_mask = key_mask[:, None] & there[None, :]
-            if PIECES > 1:
-                goes_on = tile_mask & (before + ago + tile * 0 > 0)
-                matrix = tl.load(at, mask=goes_on, other=0.0)
-            matrix = matrix * kept
-            wrong = (v - tl.sum(matrix * k[:, None], axis=0)) * beta
-            matrix += k[:, None] * wrong[None, :]
-            if PIECES > 1:
-                tl.store(at, matrix, mask=tile_mask)
-            read = tl.sum(matrix * q[:, None], axis=0)
-            found = tl.where(pieces == piece, read[None, :], found)
-        mean = tl.sum(tl.sum(found * found, axis=1), axis=0) / VALUE
-        found = found / tl.sqrt(mean + eps) * scale
+        v = convolved(
+            x, tail, conv, None, token, ago, before, of_v, value_mask, x_stride, CHANNELS, TAPS
+        )
+        v = v * tl.sigmoid(v)
+        matrix = matrix * kept
+        wrong = (v - tl.sum(matrix * k[:, None], axis=0)) * beta
+        matrix += k[:, None] * wrong[None, :]
+        found = tl.sum(matrix * q[:, None], axis=0)[None, :]
         gate = tl.load(z + token * z_stride + head * VALUE + columns, mask=value_mask, other=0.0)
-        gate = gate.to(tl.float32)
-        opened = tl.sigmoid(gate)
-        if not BY_KEY:
-            opened *= gate
-        found = found * opened
+        found = _normed(found, scale[None, :], gate[None, :], eps, VALUE, BY_KEY)
         into = out + (token * VALUE_HEADS + head) * VALUE + columns
-        tl.store(into, found.to(out.dtype.element_ty), mask=value_mask)
-    if PIECES == 1:
-        tl.store(state + tile, matrix, mask=key_mask[:, None] & (own < VALUE)[None, :])
-    for piece in tl.static_range(PIECES):
-        there = piece * COLUMNS + own < VALUE
-        channels = of_v + piece * COLUMNS
-        keep_tail(x, tail, begin, end, before, channels, there, x_stride, CHANNELS, TAPS)
+        tl.store(into[None, :], found.to(out.dtype.element_ty), mask=value_mask[None, :])
+    tl.store(state + tile, matrix, mask=tile_mask)
+    keep_tail(x, tail, begin, end, before, of_v, value_mask, x_stride, CHANNELS, TAPS)
     # Queries and keys are of all heads that share them.
     if comes_last(arrived + entry * KEY_HEADS + key_head, SHARED):
         keep_tail(x, tail, begin, end, before, of_q, key_mask, x_stride, CHANNELS, TAPS)
@@ -198,7 +372,7 @@ def gated_delta(
     """
     assert a.stride(0) == b.stride(0)
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    _walk(x, z, a, b, heads, tail, state, out, meta, deterministic)
+    _by_token(x, z, a, b, heads, tail, state, out, meta, deterministic)
     if not deterministic and x.shape[0] > meta.num_decodes:
         delta_chunks(x, z, a, b, heads, tail, state, out, meta)
     return out
@@ -218,13 +392,13 @@ def kimi_delta(
     """See `kernels.reference.Kernels.kimi_delta`; x, z, a and b may have rows of any stride. Tokens
     after the last entry's get zeros. deterministic: as in gated_delta."""
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    _walk(x, z, a, b, heads, tail, state, out, meta, deterministic)
+    _by_token(x, z, a, b, heads, tail, state, out, meta, deterministic)
     if not deterministic and x.shape[0] > meta.num_decodes:
         kimi_chunks(x, z, a, b, heads, tail, state, out, meta)
     return out
 
 
-def _walk(
+def _by_token(
     x: Tensor,
     z: Tensor,
     a: Tensor,
@@ -234,51 +408,70 @@ def _walk(
     state: Tensor,
     out: Tensor,
     meta: AttentionMeta,
-    prompts: bool,  # too; padding gets zeros then
+    prompts: bool,  # too, token by token; padding gets zeros then
 ) -> None:
     assert meta.rows is not None and meta.counts is not None
-    walked = meta.kv_len.shape[0] if prompts else meta.num_decodes
-    if not walked:
+    entries = meta.kv_len.shape[0] if prompts else meta.num_decodes
+    if not entries:
         return
     channels, taps = heads.conv.shape
-    keys = triton.next_power_of_2(heads.key_size)
     values = triton.next_power_of_2(heads.value_size)
-    programs = walked * heads.value_heads
-    shape = walk_launch(programs, num_sms(x.device), values, prompts)
-    _delta_kernel[(walked, heads.value_heads)](
+    programs = entries * heads.value_heads
+    arrived = tickets(x.device, entries * (heads.key_heads + heads.value_heads))
+    weights = (heads.conv, heads.decay, heads.bias, heads.norm)
+    where = (meta.rows, meta.query_start, meta.kv_len, meta.counts)
+    strides = (x.stride(0), z.stride(0), a.stride(0), b.stride(0))
+    sizes = {
+        "KEY_HEADS": heads.key_heads,
+        "VALUE_HEADS": heads.value_heads,
+        "KEY": heads.key_size,
+        "VALUE": heads.value_size,
+        "CHANNELS": channels,
+        "TAPS": taps,
+        "MOST": heads.most,
+        "KEYS": triton.next_power_of_2(heads.key_size),
+        "VALUES": values,
+        "BY_KEY": int(heads.by_key),
+    }
+    if prompts:
+        _delta_walk_kernel[(entries, heads.value_heads)](
+            x,
+            z,
+            a,
+            b,
+            *weights,
+            tail,
+            state,
+            out,
+            arrived,
+            *where,
+            heads.eps,
+            *strides,
+            **sizes,
+            num_warps=16 if values >= 128 else 4,
+            **pdl(x.device),
+        )
+        return
+    launch = decode_launch(programs, num_sms(x.device), values)
+    partial = state.new_empty(programs, values) if launch.parts > 1 else state
+    _delta_decode_kernel[(entries, heads.value_heads, launch.parts)](
         x,
         z,
         a,
         b,
-        heads.conv,
-        heads.decay,
-        heads.bias,
-        heads.norm,
+        *weights,
         tail,
         state,
         out,
-        tickets(x.device, programs),
-        meta.rows,
-        meta.query_start,
-        meta.kv_len,
-        meta.counts,
+        partial,
+        arrived,
+        *where,
         heads.eps,
-        x.stride(0),
-        z.stride(0),
-        a.stride(0),
-        b.stride(0),
-        KEY_HEADS=heads.key_heads,
-        VALUE_HEADS=heads.value_heads,
-        KEY=heads.key_size,
-        VALUE=heads.value_size,
-        CHANNELS=channels,
-        TAPS=taps,
-        MOST=heads.most,
-        KEYS=keys,
-        COLUMNS=shape.columns,
-        PIECES=values // shape.columns,
-        ALL=int(prompts),
-        BY_KEY=int(heads.by_key),
-        num_warps=shape.num_warps,
+        *strides,
+        **sizes,
+        COLUMNS=launch.columns,
+        PARTS=launch.parts,
+        num_warps=launch.num_warps,
+        maxnreg=launch.registers,
         **pdl(x.device),
     )

@@ -12,7 +12,7 @@ from kernels.metadata import AttentionMeta
 from kernels.recurrent import delta_rule_cuda
 from kernels.recurrent.delta_chunks_cuda import pass_launch
 from kernels.recurrent.delta_rule import DeltaHeads
-from kernels.recurrent.delta_rule_cuda import WalkLaunch
+from kernels.recurrent.delta_rule_cuda import DecodeLaunch
 from kernels.reference import Kernels
 from tests.kernels.oracle import DEVICE, DTYPES, grid, random, row_error
 from tests.kernels.rules import delta
@@ -118,18 +118,35 @@ def test_chunks(heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dty
     assert torch.equal(again, found) and torch.equal(before[1], state)
 
 
-def test_decodes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of a state that are another piece's: decodes of more rows than multiprocessors."""
+@pytest.mark.parametrize("launch", [(16, 2, 1), (32, 1, 2), (16, 4, 2), (64, 4, 1)], ids=str)
+@pytest.mark.parametrize("rule", ["gated", "by key"])
+def test_decodes_in_pieces(
+    launch: tuple[int, int, int], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of a state that are another piece's or another program's; a piece read after it was
+    written; a norm over a part of a head, or before all of it is there; tails that are written
+    while another program reads them; tickets that are not given back. A request that begins in
+    another's state and one that is padding are among the decodes."""
     torch.manual_seed(4)
-    how, meta = made((1, 2), (16, 40), 4), step([9, 1, 3], [1, 1, 1], 3)
-    given = inputs(how, 3)
-    tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 16, 40)
-    whole_tail, whole_state = tail.clone(), state.clone()
-    whole = CHUNKS.gated_delta(*given, how, whole_tail, whole_state, meta)
-    monkeypatch.setattr(delta_rule_cuda, "walk_launch", lambda *_: WalkLaunch(16, 2))
-    found = CHUNKS.gated_delta(*given, how, tail, state, meta)
-    assert row_error(found, whole) < 1e-5 and row_error(state, whole_state) < 1e-5
-    assert torch.equal(tail, whole_tail)
+    meta = step([9, 1, 3, 5], [1, 1, 1, 1], 4)
+    meta.counts = torch.tensor([3, 3], dtype=torch.int32, device=DEVICE)
+    if rule == "gated":
+        how = made((1, 2), (12, 40), 4)
+        given, call = inputs(how, 4), CHUNKS.gated_delta
+    else:
+        how, given = by_key(2, (12, 40), 4)
+        call = CHUNKS.kimi_delta
+    tail, state = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 12, 40)
+    want_tail, want_state = tail.clone(), state.clone()
+    other, part = step([9, 1, 3], [1, 1, 1], 3), [each[:3] for each in given]
+    oracle = reference.gated_delta if rule == "gated" else reference.kimi_delta
+    monkeypatch.setattr(delta_rule_cuda, "decode_launch", lambda *_: DecodeLaunch(*launch))
+    for _ in range(2):
+        want = oracle(*part, how, want_tail, want_state, other)
+        found = call(*given, how, tail, state, meta)
+        assert row_error(found[:3], want) < 1e-5 and row_error(state, want_state) < 1e-5
+        assert torch.equal(tail, want_tail)
+    assert not delta_rule_cuda.tickets(tail.device, 1).any()
 
 
 def test_passes_fit_and_fill() -> None:

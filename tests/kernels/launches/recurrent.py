@@ -45,7 +45,7 @@ def delta(model: str) -> None:
     whole = torch.empty(20, channels + inner + 2 * values, dtype=torch.bfloat16)
     x, z, b, a = whole.split((channels, inner, values, values), dim=1)
     tail, state = torch.empty(5, 3, channels), torch.empty(5, values, key, value)
-    for decodes in (1, 19):  # programs that have a state in one piece, and in several
+    for decodes in (1, 19):  # programs that share a head, and that have it in several pieces
         some = replace(_meta(20), num_decodes=decodes)
         gated_delta(x, z, a, b, heads, tail, state, some)
     gated_delta(x, z, a, b, heads, tail, state, _meta(), deterministic=True)
