@@ -433,11 +433,11 @@ class Cuda(Kernels):
         stack: PackedExperts,
         residual: Tensor | None,
     ) -> Tensor:
-        """Pair by pair, or grouped by expert; where the format has such activations, with inputs
-        in 8 bits from `rounded.FIRST` tokens on."""
+        """Grouped by expert with inputs in 8 bits, where the format has such activations; else pair
+        by pair, or grouped by expert."""
         if stack.gate_up.in_fragments:
             return fragments.fragments(x, weights, ids, stack, residual)
-        if x.shape[0] >= rounded.FIRST and rounded.rounded_fits(x, stack):
+        if rounded.rounded_fits(x, stack):
             return rounded.rounded_experts(x, weights, ids, stack, residual)
         if 0 < x.shape[0] <= few_packed.MOST and few_packed.few_packed_fits(x):
             return few_packed.few_packed(x, weights, ids, stack, residual)

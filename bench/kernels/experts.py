@@ -423,7 +423,7 @@ def packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice
     routed = list(zip(step.routed, pairs, strict=True))
     inners = [random(len(x) * layer.chosen, layer.size) for _ in routed]
     others: list[packed_moe.Tile] = []
-    if bits is MXFP4 or len(x) <= rounded_moe.FIRST:  # from which on these are used
+    if bits is MXFP4 or len(x) <= 32:  # others of e4m3 take too long to be worth the time
         others = list(packed_tiles(len(x) * layer.chosen / layer.experts))
     return [
         Choice(
@@ -546,7 +546,7 @@ class Found:
         print("kernels/experts/rounded.py: TILES, by pairs an expert")
         for pairs, tiles in sorted(self.rounded.items()):
             print(f"  {pairs:8.2f}  Tiles({tiles.up}, {tiles.down})")
-        print("kernels/experts/rounded.py: FIRST, tokens and whether rounding takes less time")
+        print("tokens, and whether rounding takes less time than inputs as they come")
         print("  " + ", ".join(f"{tokens}: {pays}" for tokens, pays in sorted(self.pays.items())))
 
 

@@ -36,9 +36,13 @@ class Tile(NamedTuple):
     converts: bool = False  # 8-bit floats become numbers by the device's instruction
 
 
-# For weights in 8 bits: of the first product; of the second, the tokens up to which -> tile.
-UP8 = Tile(2, 64, 1)
-DOWN8: tuple[tuple[float, Tile], ...] = ((2, Tile(1, 32, 1)), (float("inf"), Tile(4, 8, 1)))
+# For weights in 8 bits, of a sweep with e4m3 on an H200: of the first product; of the second, the
+# tokens up to which -> tile.
+UP8 = Tile(2, 128, 1, ints=4, converts=True)
+DOWN8: tuple[tuple[float, Tile], ...] = (
+    (1, Tile(2, 32, 4, ints=4, converts=True)),
+    (float("inf"), Tile(4, 16, 2, ints=4, converts=True)),
+)
 
 _LIFT = 96
 # The exponent that a number as decoded lacks, by its kind of code.
