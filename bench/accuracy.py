@@ -147,11 +147,15 @@ def converted(folder: Path, name: str) -> Model:
     return model
 
 
-def logprobs(model: Model, ids: Tensor, form: KVFormat) -> Tensor:
-    """[n, vocab] float32, after each of the tokens."""
-    blocks = range(-(-len(ids) // BLOCK))
-    (logits,) = Paged(model, len(blocks), BLOCK, form).run((ids, blocks, 0))
-    return logits.float().log_softmax(-1)
+def logprobs(model: Model, entries: list[Tensor], form: KVFormat) -> list[Tensor]:
+    """Of each text [n, vocab] float32, after each of its tokens; all texts are one step."""
+    placed, at = [], 0
+    for ids in entries:
+        count = -(-len(ids) // BLOCK)
+        placed.append((ids, range(at, at + count), 0))
+        at += count
+    found = Paged(model, at, BLOCK, form).run(*placed)
+    return [logits.float().log_softmax(-1) for logits in found]
 
 
 def row_of(sums: Divergence, case: str) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def measure(
     entries = list(texts(tokenizer))
     model = model_of("float32", weights)
     plain = KVFormat()
-    exact = [logprobs(model, ids, plain) for ids in entries]
+    exact = logprobs(model, entries, plain)
     for case in cases:
         if case in CONVERTED:
             model = converted(plain_folder, case.removeprefix("convert-"))
@@ -190,8 +194,8 @@ def measure(
         kind = case.removeprefix("kv-")
         form = kv_form(model.config, kind) if case in KV else plain
         sums = Divergence()
-        for ids, want in zip(entries, exact, strict=True):
-            sums.add(ids, want, logprobs(model, ids, form))
+        for one in zip(entries, exact, logprobs(model, entries, form), strict=True):
+            sums.add(*one)
         del model
         yield row_of(sums, case)
 

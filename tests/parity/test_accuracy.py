@@ -1,7 +1,9 @@
 """What formats of weights cost in accuracy, on the default model (`bench.accuracy`)."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,39 +13,64 @@ from kernels.cpu.codegen.compiler import has_int8
 from tests.kernels.test_generated import able
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-# Nats a token from float32: the mean of 929 tokens, and twice what was measured.
-KL_BOUNDS = {
-    "bf16": 0.0005,
-    "gguf-file": 0.01,
-    "gguf-q8_0": 0.01,
-    "int8": 0.015,
-    "w8a8": 0.024,
-    "uint8-64": 0.014,
-    "uint8-128": 0.014,
-    "uint8-256": 0.015,
-    "uint8-512": 0.016,
-    "convert-w8a8": 0.019,
-    "kv-int8": 0.005,
+# At most: the mean KL divergence from float32 over 929 tokens, in nats, and the relative change of
+# perplexity. Of what loses less than 0.02 nats the first is about twice what was measured: much of
+# that is how activations are rounded, which differs from processor to processor. Of the others it
+# is 1.25 times: most of that is of the weights, which every processor rounds alike. Perplexity of
+# so few tokens changes by 0.05 by chance; a bound above that is 1.25 times the change. Keys in 4
+# bits lost 0.083 with pairs of bfloat16 and 0.118 without: theirs is 1.25 times the larger.
+# `convert-int8` runs as `convert-w8a8` does here.
+BOUNDS = {
+    "bf16": (0.0005, 0.05),
+    "gguf-file": (0.01, 0.05),
+    "gguf-q8_0": (0.01, 0.05),
+    "gguf-q5_1": (0.282, 0.348),
+    "gguf-q5_0": (0.182, 0.204),
+    "gguf-q4_1": (0.099, 0.113),
+    "gguf-q4_0": (0.732, 0.423),
+    "int8": (0.015, 0.05),
+    "w8a8": (0.024, 0.05),
+    "uint8-64": (0.014, 0.05),
+    "uint8-128": (0.014, 0.05),
+    "uint8-256": (0.015, 0.05),
+    "uint8-512": (0.016, 0.05),
+    "uint4-32": (0.074, 0.1),
+    "uint4-64": (0.71, 0.531),
+    "uint4-128": (0.919, 1.118),
+    "convert-fp8": (0.035, 0.056),
+    "convert-w8a8": (0.019, 0.05),
+    "convert-int4": (0.588, 0.479),
+    "convert-nf4": (0.604, 0.507),
+    "kv-int8": (0.005, 0.05),
+    "kv-fp8": (0.02, 0.05),
+    "kv-int4": (0.147, 0.11),
 }
-# Relative change of perplexity. On so few tokens it changes by chance, about as much as this.
-PERPLEXITY_BOUND = 0.05
+
+
+def beyond(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that lose more than they may."""
+    found = []
+    for row in rows:
+        kl, change = BOUNDS[row["case"].removeprefix("smollm2-135m/")]
+        if not (row["kl"] < kl and abs(row["perplexity_ratio"] - 1) < change):
+            found.append(row)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (able() and has_int8()), reason="no AVX512-VNNI")
 def test_next_token_distributions() -> None:
-    """Outliers that take the precision of the rest: text still looks like English then."""
+    """Outliers that take the precision of the rest, a scale that is lost, or halves of bytes that
+    are swapped: text may still look like English then."""
     folders = resolve_model("default", blocks=True), resolve_model("default")
-    for row in accuracy.measure(*folders, tuple(KL_BOUNDS)):
-        case = row["case"].removeprefix("smollm2-135m/")
-        assert row["kl"] < KL_BOUNDS[case], row
-        assert abs(row["perplexity_ratio"] - 1) < PERPLEXITY_BOUND, row
+    assert not beyond(accuracy.measure(*folders, tuple(BOUNDS)))
 
 
 def test_the_result_is_of_all_formats() -> None:
-    """Bug: a format is quoted that nobody measured, or one is left out because it was bad."""
+    """Bug: a format is quoted that nobody measured or that has no bound, or one is left out because
+    it was bad."""
     newest = max(RESULTS.glob("accuracy-*.json"))
     rows = {row["case"]: row for row in json.loads(newest.read_text())["rows"]}
     assert set(rows) == {f"smollm2-135m/{case}" for case in accuracy.CASES}
-    for case, bound in KL_BOUNDS.items():
-        assert rows[f"smollm2-135m/{case}"]["kl"] < bound
+    assert set(BOUNDS) == {*accuracy.CASES} - {"convert-int8"}
+    assert not beyond(rows[f"smollm2-135m/{case}"] for case in BOUNDS)
