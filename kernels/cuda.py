@@ -28,6 +28,7 @@ from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
 from kernels.gemm.packed.gemv4 import gemv4, gemv4_fits
 from kernels.gemm.packed.gemv8 import gemv8, gemv8_fits
+from kernels.gemm.packed.mma4 import NORMED, mma4, mma4_fits
 from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.kv.quantized import Cache
@@ -153,8 +154,9 @@ class Cuda(Kernels):
     ) -> Tensor:
         """One token: all in one kernel; but 4-bit integers with offsets and whole numbers of 8
         bits, and few tokens of all integers and of 8-bit floats, by `packed_few` where it has the
-        format. Up to PACKED_ROWS: from the codes. More: the weight is expanded for a product of
-        the library, which costs less than decoding it for each tile.
+        format; or one to eight by `mma4` where its table says so. Up to PACKED_ROWS: from the
+        codes. More: the weight is expanded for a product of the library, which costs less than
+        decoding it for each tile.
 
         Where the format has such activations, rows in 8 bits are multiplied by the codes
         themselves, from ROUNDED_ROWS on or, where weights have scales of blocks, from two on; what
@@ -176,6 +178,12 @@ class Cuda(Kernels):
             return y if gate is None else self.GATES[gate](y)
         if x_gate is not None:
             x = self.GATES[x_gate](x)
+        if mma4_fits(x, weight, norm):
+            if norm is not None and x.shape[0] > NORMED:
+                x, norm = self.rms_norm(x, norm, eps), None
+            along = gate if gate in GATES else None
+            y = mma4(x, weight, norm=norm, eps=eps, gate=along, residual=residual)
+            return y if gate == along else self.GATES[gate](y)
         if gate is None or gate in GATES:
             if gemv8_fits(x, weight, norm):
                 return gemv8(x, weight, norm=norm, eps=eps, gate=gate, residual=residual)

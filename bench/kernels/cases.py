@@ -20,6 +20,7 @@ from kernels.gemm.packed.few import TOKENS as FEW
 from kernels.gemm.packed.few import packed_few
 from kernels.gemm.packed.gemv4 import gemv4
 from kernels.gemm.packed.gemv8 import gemv8
+from kernels.gemm.packed.mma4 import mma4
 from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.kv.format import FORMATS
 from kernels.kv.quantized import Cache, QuantizedKV
@@ -194,9 +195,11 @@ def random_weight(s: Sizes, form: Format, size: int, width: int) -> PackedWeight
     return weight
 
 
-def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> KernelWork:
+def packed_linear(
+    s: Sizes, size: int, width: int, rows: int, to: str, units: bool = False
+) -> KernelWork:
     """Random codes; the bytes are those of codes and scales, and the library's weights have 16
-    bits."""
+    bits. units: by `mma4`, whatever its table says."""
     form = form_of(to, width)
     num_bytes = PackedWeight.num_bytes(form, size, width)
     copies = copies_for(num_bytes) + 1
@@ -210,6 +213,8 @@ def packed_linear(s: Sizes, size: int, width: int, rows: int, to: str) -> Kernel
         product = gemv8
     elif rows == 1 and to == "int4":
         product = gemv4
+    if units:
+        product = mma4
     ours = [partial(product, x, weight) for weight in weights]
     library = [partial(torch.nn.functional.linear, x, weight) for weight in dense]
     return KernelWork(ours, num_bytes, against="cublas", libraries={"cublas": library})
@@ -480,6 +485,10 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
             for rows in (1, 2, 8, 16, 32, 64, 256, 1024, 8192):
                 make = partial(packed_linear, s, *LINEARS[name][0], rows, to)
                 cases[f"{to} product/{name}/{rows}"] = make
+    for name in ("8b qkv", "8b o", "8b gate_up", "8b down"):
+        for rows in (1, 2, 4, 8):
+            make = partial(packed_linear, s, *LINEARS[name][0], rows, "int4", True)
+            cases[f"int4 on matrix units/{name}/{rows}"] = make
     for rows in (1, 16, 256):
         down = LINEARS["8b down"][0]
         cases[f"mxfp4 product/8b down/{rows}"] = partial(packed_linear, s, *down, rows, "mxfp4")

@@ -41,6 +41,7 @@ from kernels.gemm.packed.codes import code_of, four_bytes, four_nibbles  # noqa:
 from kernels.gemm.packed.dot import expand, packed_dot  # noqa: E402
 from kernels.gemm.packed.gemv import packed_gemv  # noqa: E402
 from kernels.gemm.packed.int8 import int8_linear  # noqa: E402
+from kernels.gemm.packed.mma4 import Tile, mma4  # noqa: E402
 from kernels.gemm.packed.round_rows import round_rows  # noqa: E402
 from kernels.kv.format import FORMATS  # noqa: E402
 from kernels.kv.quantized import QuantizedKV  # noqa: E402
@@ -417,6 +418,39 @@ def test_words_of_codes_compile(launches: Launches, monkeypatch: pytest.MonkeyPa
     assert len(launches.seen) == 9
     for name, compiled in launches.seen:
         assert compiled.asm["cubin"], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [Format(4, 128, zero=8), Format(4, 128, torch.float32, offset="shift")],
+    ids=["int4", "int4-zero"],
+)
+def test_integers_go_from_memory_to_matrix_units(
+    form: Format, dtype: torch.dtype, launches: Launches
+) -> None:
+    """Codes that are read by less than 16 bytes, or pass shared memory; spills; a pair of codes
+    that costs more than a shift, a logical operation and, not lean, a subtraction."""
+    device, norm = torch.device("cpu"), torch.empty(4096, dtype=dtype)
+    x = torch.empty(4, 4096, dtype=dtype)
+    up, out = (PackedWeight(form, rows, 4096, None, device) for rows in (28672, 4096))
+    for tile in (Tile(8, 1, 2, True), Tile(8, 1, 2, False), Tile(4, 2, 2, True)):
+        mma4(x, up, norm=norm, eps=EPS, gate="silu", config=tile)
+        mma4(x, out, residual=x, config=tile)
+        for _, compiled in launches.seen[-2:]:
+            ptx, spans = compiled.asm["ptx"], 2 * tile.tiles
+            codes = [line for line in ptx.split("\n") if "evict_first" in line and "ld." in line]
+            assert codes and len(codes) % (2 * spans) == 0
+            assert all(".v4.b32" in line for line in codes)
+            decoded = ptx.count("lop3.b32 a")
+            assert decoded and decoded % (32 * spans) == 0
+            shifts = 3 if dtype == torch.bfloat16 else 2  # of four pairs
+            assert 4 * ptx.count("shr.u32 t") == shifts * decoded
+            lean = tile.lean and dtype == torch.bfloat16
+            assert (ptx.count("x2 a0, a0") == 0) is lean
+            assert ".local" not in ptx
+            assert compiled.metadata.shared <= 8192  # of sums
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
 from kernels.gemm.packed.gemv4 import gemv4, gemv4_fits
 from kernels.gemm.packed.gemv8 import gemv8, gemv8_fits
+from kernels.gemm.packed.mma4 import Tile, form_fits, mma4, mma4_fits
 from kernels.gemm.packed.round_rows import E4M3, TOP, round_rows
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
@@ -49,6 +50,11 @@ FEW = {
     "few-int8": (Format(8, 640, F32, zero=128), 640),
     "few-e4m3": (Format(8, 1024, F32, code="e4m3"), 1024),
 }
+# Groups of more than a span, and what AWQ and GPTQ are read into.
+SPANS = {
+    "int4-256": (Format(4, 256, offset="add"), 1280),
+    "int4-zeros": (Format(4, 128, F32, offset="shift"), 640),
+}
 BLOCKS = {"odd-blocks": (Format(8, 128, F32, code="e4m3", rows=128, activations=8), 384)}
 QUICK = ("int4-128", "e2m1-32", "int8-32-shift")
 # The interpreter takes seconds for each; a GPU none.
@@ -62,7 +68,7 @@ BOUNDS = {**BOUND, F32: 2e-5}
 
 def packed(name: str, rows: int, bias: bool = False) -> tuple[PackedWeight, Tensor]:
     """A weight and the float64 numbers that it stands for."""
-    form, width = {**FORMS, **FEW, **BLOCKS}[name]
+    form, width = {**FORMS, **FEW, **SPANS, **BLOCKS}[name]
     torch.manual_seed(rows)
     count = -(-rows // form.rows)
     codes = torch.randint(0, 256, (rows, width * form.bits // 8), dtype=torch.uint8)
@@ -525,6 +531,90 @@ def test_a_few_tokens_on_a_device(name: str, tokens: int) -> None:
     assert quick(x, weight, 32 if weight.form.bits == 4 else 128)
     for split in (1, 2):
         assert row_error(packed_dot(x, weight, split=split), plain) < bound
+
+
+MATRIX = ("int4-128", "int4-256", "few-int4", "few-int4-add", "few-int4-shift", "int4-zeros")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("name", MATRIX)
+def test_integers_on_matrix_units(name: str, tokens: int, dtype: torch.dtype) -> None:
+    """A nibble that is given another one's number of x, a scale or a zero of another group or of
+    the other half of a tile, the sum of a group that another token's has, outputs that fill no
+    tile, spans that fill no turn of the warps; what norm, gate, bias and residual make of it."""
+    for outputs in (16, 88, 250):
+        weight, ref = packed(name, outputs, bias=True)
+        assert weight.bias is not None
+        weight.bias = weight.bias.to(dtype)
+        width = weight.shape[1]
+        x, norm = random(tokens, width, dtype=dtype), random(width, dtype=dtype)
+        residual = random(tokens, outputs, dtype=dtype)
+        assert form_fits(x, weight, norm)
+        plain = x.double() @ ref.T + weight.bias.double()
+        wide = x.double()
+        normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
+        normed = normed @ ref.T + weight.bias.double()
+        gate, up = normed.chunk(2, -1)
+        silu = torch.nn.functional.silu(gate) * up
+        for config in (None, Tile(1, 1, 2, False), Tile(4, 2, 1, True)):
+            given = residual.clone()
+            assert mma4(x, weight, residual=given, config=config) is given
+            assert row_error(given, plain + residual.double()) < 2 * BOUND[dtype]
+            got = mma4(x, weight, norm=norm, eps=1e-5, config=config)
+            assert row_error(got, normed) < 2 * BOUND[dtype]
+            got = mma4(x, weight, norm=norm, eps=1e-5, gate="silu", config=config)
+            assert row_error(got, silu) < 4 * BOUND[dtype]
+        got = mma4(x, weight, norm=norm, eps=1e-5, gate="gelu_pytorch_tanh")
+        gelu = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        assert row_error(got, gelu) < 4 * BOUND[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("outputs", "width"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+)
+def test_integers_on_matrix_units_at_the_sizes_of_models(outputs: int, width: int) -> None:
+    """Products at llama-8b's sizes as they are launched there; a token whose numbers depend on the
+    others of its step."""
+    dtype = torch.bfloat16
+    for form in (Format(4, 128, zero=8), Format(4, 128, F32, offset="shift")):
+        weight = PackedWeight(form, outputs, width, None, torch.device(DEVICE))
+        weight.codes.view(torch.uint8).random_(0, 256)
+        weight.scale.uniform_(0.5, 1.5)
+        if weight.offset is not None:
+            weight.offset.random_(-15, 1)
+        ref = weight.dense(torch.float32)
+        x = random(8, width, dtype=dtype)
+        config = Tile(8, 1, 2, True)
+        whole = mma4(x, weight, config=config)
+        assert row_error(whole, x.double() @ ref.double().T) < 2 * BOUND[dtype]
+        for tokens in (1, 2, 5, 8):
+            got = mma4(x[:tokens], weight)
+            assert row_error(got, x[:tokens].double() @ ref.double().T) < 2 * BOUND[dtype]
+            assert torch.equal(mma4(x[:tokens], weight, config=config), whole[:tokens])
+
+
+@pytest.mark.gpu
+def test_what_matrix_units_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that end within a span, numbers of tokens that no table names, an activation that the
+    kernel has not."""
+    dtype = torch.bfloat16
+    monkeypatch.setattr("kernels.gemm.packed.mma4.COUNTS", frozenset((1, 3)))
+    weight, _ = packed("few-int4-shift", 64)
+    x, norm = random(3, 2048, dtype=dtype), random(2048, dtype=dtype)
+    assert mma4_fits(x, weight, norm) and mma4_fits(x[:1], weight, None)
+    assert not mma4_fits(x[:2], weight, None)
+    assert not mma4_fits(x, weight, norm.float())
+    small, _ = packed("int4-64-zero", 64)
+    assert not mma4_fits(random(1, 320, dtype=dtype), small, None)
+    for gate in (None, "silu", "relu"):
+        got = cuda.packed_linear(x, weight, norm=norm, eps=1e-5, gate=gate)
+        want = Kernels().packed_linear(x, weight, norm=norm, eps=1e-5, gate=gate)
+        assert row_error(got, want) < 6 * BOUND[dtype]
+    one = x[:1]
+    assert torch.equal(cuda.packed_linear(one, weight), mma4(one, weight))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from kernels.gemm.packed.gemv import packed_gemv
 from kernels.gemm.packed.gemv4 import gemv4
 from kernels.gemm.packed.gemv8 import gemv8
 from kernels.gemm.packed.int8 import FIXED, int8_linear
+from kernels.gemm.packed.mma4 import mma4
 from kernels.gemm.packed.round_rows import round_rows
 from kernels.gemm.small_m import few_rows
 from kernels.norm import layer_norm, rms_norm
@@ -80,6 +81,13 @@ def packed(model: str) -> None:
         gated = PackedWeight(form, 2 * d.intermediate, d.hidden, None, device)
         gemv4(x, gated, norm=norm, eps=EPS, gate="silu")
         gemv4(x, PackedWeight(form, qkv, d.hidden, bf16(qkv), device), residual=bf16(1, qkv))
+    for form in few[:3] if d.hidden % 128 == 0 else ():
+        gated = PackedWeight(form, 2 * d.intermediate, d.hidden, None, device)
+        square = PackedWeight(form, d.hidden, d.hidden, bf16(d.hidden), device)
+        for tokens in (1, 5):
+            given = bf16(tokens, d.hidden)
+            mma4(given, gated, norm=norm, eps=EPS, gate="silu")
+            mma4(given, square, residual=given)
     floats = PackedWeight(forms[-2], qkv, d.hidden, None, device)
     gemv8(x, floats, norm=norm, eps=EPS)
     gemv8(x, floats, residual=bf16(1, qkv))

@@ -1,0 +1,486 @@
+"""Matrix products of one to eight tokens with 4-bit integers by groups of 128 or more, on the
+matrix units of Ampere or later, with what stands around a product in a decoder layer, as in
+`kernels.gemm.gemv`: norm, gate, bias and residual.
+
+Codes go from memory into the registers that the matrix units read them from, 16 bytes a load, with
+no shared memory and no barrier between; and so does x, from a multiprocessor's cache. A pair of
+codes becomes two 16-bit numbers by a shift and a logical operation, where
+`kernels.gemm.packed.gemv4` converts each and multiplies it alone. No code has to change its place
+for that: the units do not mind in which order inputs are summed, as long as codes and x come in the
+same one. Of a span of 128 inputs (`Format.span`) lane 4 * g + c has the words 8 * c to 8 * c + 7 of
+outputs g and 8 + g, whose nibbles i belong to the eight neighbours from input 32 * i + 8 * c.
+
+A program owns some tiles of 16 outputs, or of 8 gates and the 8 ups that belong to them. Its warps
+share the inputs, every one of so many spans each, and add up at the end. A column of the units'
+short side is a token, whose numbers depend on no other column. This is Gluon, because Triton's own
+language has no say in where numbers lie; no interpreter runs it, so that its tests need a GPU
+(`tests/kernels/test_packed.py`) and `tests/kernels/test_compile.py` only compiles it.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.activation import CODES, _act
+from kernels.gemm.gemv import GATES
+from kernels.gemm.packed.codes import INT, OFFSETS, code_of
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
+from kernels.packed import PackedWeight
+
+TOKENS = 8  # the short side of the matrix units' tiles
+_SPAN = 128
+_OUTPUTS = 16  # of a tile
+_MAGIC = {"bf16": 128, "f16": 1024}  # numbers with the last bits of their mantissa free
+_FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16}
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def _bits(value: float, kind: str) -> str:
+    """Two such numbers in a word."""
+    half = int(torch.tensor(value, dtype=_FLOATS[kind]).view(torch.int16)) & 0xFFFF
+    return f"0x{half << 16 | half:08x}"
+
+
+def _mma(kind: str, to: str, left: tuple[str, ...], right: tuple[str, ...], plus: str) -> str:
+    return (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{to}}}, "
+        f"{{{', '.join(left)}}}, {{{', '.join(right)}}}, {{{plus}}};"
+    )
+
+
+@lru_cache
+def _product(kind: str, less: int, lean: bool) -> str:
+    """PTX: of a span the codes in $4 to $7 of eight outputs and in $8 to $11 of eight others, less
+    a whole number, times x in $12 to $27, in $0 to $3. lean: with 128 more, of bfloat16."""
+    base = _MAGIC[kind]
+    magic = _bits(base, kind)
+    wide = kind == "f16"  # room for two nibbles: the second is 16 times what it is
+    lines = [
+        "{ .reg .b32 a<4>, t, one, z, part, y; .reg .f32 c<4>, d<4>, n; mov.f32 n, 0f00000000;",
+        f"mov.b32 one, {_bits(1, kind)}; mov.b32 z, {_bits(-(base + less), kind)};",
+        f"mov.b32 part, {_bits(1 / 16, kind)}; mov.b32 y, {_bits(-(base // 16 + less), kind)};",
+    ]
+    empty = "n, n, n, n"
+    sums = {0: empty, 1: empty}
+    for nibble in range(4):
+        chain = nibble // 2  # two sums, so that one needs not wait for the other
+        name = ", ".join(f"{'cd'[chain]}{i}" for i in range(4))
+        high = wide and nibble % 2 == 1
+        shift = 4 * (nibble - high)
+        mask = "0x00f000f0" if high else "0x000f000f"
+        for pair in range(2):
+            for half in range(2):
+                for late in range(2):
+                    word, to = f"${4 + 4 * half + 2 * pair + late}", f"a{2 * late + half}"
+                    source = word
+                    if shift:
+                        lines.append(f"shr.u32 t, {word}, {shift};")
+                        source = "t"
+                    lines.append(f"lop3.b32 {to}, {source}, {mask}, {magic}, 0xea;")
+                    if not lean:
+                        by, plus = ("part", "y") if high else ("one", "z")
+                        lines.append(f"fma.rn.{kind}x2 {to}, {to}, {by}, {plus};")
+            x = 12 + 4 * nibble + 2 * pair
+            left = ("a0", "a1", "a2", "a3")
+            lines.append(_mma(kind, name, left, (f"${x}", f"${x + 1}"), sums[chain]))
+            sums[chain] = name
+    lines += [f"add.f32 ${i}, c{i}, d{i};" for i in range(4)]
+    return " ".join([*lines, "}"])
+
+
+@lru_cache
+def _sum(kind: str) -> str:
+    """PTX: the sums of x in $4 to $19, of each column, in every row of $0 to $3."""
+    lines = [
+        "{ .reg .b32 one; .reg .f32 c<4>, n; mov.f32 n, 0f00000000;",
+        f"mov.b32 one, {_bits(1, kind)};",
+    ]
+    plus = "n, n, n, n"
+    for at in range(8):
+        to = "$0, $1, $2, $3" if at == 7 else "c0, c1, c2, c3"
+        right = (f"${4 + 2 * at}", f"${5 + 2 * at}")
+        lines.append(_mma(kind, to, ("one",) * 4, right, plus))
+        plus = to
+    return " ".join([*lines, "}"])
+
+
+@lru_cache
+def _squares(kind: str) -> str:
+    """PTX: what is in $20 to $23, plus the products of columns of x, in $4 to $19, with each other:
+    row g and row 8 + g are column g's."""
+    lines, plus = ["{ .reg .f32 c<4>;"], "$20, $21, $22, $23"
+    for at in range(8):
+        to = "$0, $1, $2, $3" if at == 7 else "c0, c1, c2, c3"
+        b0, b1 = f"${4 + 2 * at}", f"${5 + 2 * at}"
+        lines.append(_mma(kind, to, (b0, b0, b1, b1), (b0, b1), plus))
+        plus = to
+    return " ".join([*lines, "}"])
+
+
+@lru_cache
+def _times(kind: str) -> str:
+    """PTX: two numbers in $1 times two in $2, rounded."""
+    zero = _bits(-0.0, kind)
+    return f"{{ .reg .b32 z; mov.b32 z, {zero}; fma.rn.{kind}x2 $0, $1, $2, z; }}"
+
+
+PRODUCT = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 24))
+SUM = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
+SQUARES = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16 + ["f"] * 4))
+
+
+class Tile(NamedTuple):
+    warps: int  # of a program: shares of the inputs
+    tiles: int  # of 16 outputs of a program
+    ahead: int  # spans of a warp that are on their way
+    lean: bool  # bfloat16: a code comes with 128 more, which leaves the sum of its group
+
+
+# Numbers of tokens that come here, where they fit, and those of them up to which a norm is not a
+# launch of its own.
+COUNTS: frozenset[int] = frozenset()
+NORMED = 8
+_ANY = float("inf")
+# Tokens, outputs and inputs up to which a launch is taken, the first that fits.
+TILES: tuple[tuple[int, float, float, Tile], ...] = (
+    (8, 16384, _ANY, Tile(8, 1, 4, True)),
+    (8, _ANY, _ANY, Tile(8, 2, 2, True)),
+)
+
+
+@gluon.constexpr_function
+def _layout(SHARES):
+    """[shares, lanes, a thread's]"""
+    return gl.BlockedLayout([1, 1, 4], [1, 32, 1], [SHARES, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def _bring(codes_at, scale_at, offset_at, share, share3, step, STEPS: gl.constexpr,
+           PER: gl.constexpr, OFFSET: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
+    """Words, scales and offsets of each half tile at this step along the inputs; none from STEPS
+    on. EVEN: the step is there or not for all warps alike."""
+    words, scales, offsets = (), (), ()
+    has = (share + step) < STEPS
+    has3 = (share3 + step) < STEPS
+    group = (share + step) // PER
+    for half in gl.static_range(len(codes_at)):
+        words = words + (  # noqa: RUF005
+            gl.load(codes_at[half] + step * 16, mask=has3, eviction_policy="evict_first"),
+        )
+        if EVEN:
+            scales = scales + (gl.load(scale_at[half] + group, mask=has),)  # noqa: RUF005
+        else:
+            scales = scales + (gl.load(scale_at[half] + group, mask=has, other=0.0),)  # noqa: RUF005
+        if OFFSET != 0:
+            if EVEN:
+                offsets = offsets + (gl.load(offset_at[half] + group, mask=has),)  # noqa: RUF005
+            else:
+                offsets = offsets + (  # noqa: RUF005
+                    gl.load(offset_at[half] + group, mask=has, other=0.0),
+                )
+    return words, scales, offsets
+
+
+@gluon.jit
+def _both(halves, at: gl.constexpr, element):
+    """Of the outputs g and 8 + g what each of a thread's four sums needs, in float32."""
+    low = halves[2 * at].to(gl.float32).expand_dims(2)
+    high = halves[2 * at + 1].to(gl.float32).expand_dims(2)
+    return gl.where(element < 2, low, high)
+
+
+@gluon.jit
+def _store(y, first, bias, residual, out, tokens, rows, GATED: gl.constexpr, ACT: gl.constexpr,
+           ADD: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+    """What is to become of the sums of a tile, [g, c, four]."""
+    low, high = y.reshape([8, 4, 2, 2]).permute([0, 1, 3, 2]).split()
+    S: gl.constexpr = low.type.layout
+    g = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
+    c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
+    e = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, S)))
+    token = 2 * c.expand_dims(0).expand_dims(2) + e.expand_dims(0).expand_dims(1)
+    row = first + g.expand_dims(1).expand_dims(2)
+    for half in gl.static_range(1 if GATED else 2):
+        mine = row + 8 * half
+        mask = (token < tokens) & (mine < rows)
+        value = low if half == 0 else high
+        if BIAS:
+            value += gl.load(bias + mine, mask=mine < rows, other=0.0).to(gl.float32)
+        if GATED:
+            up = high
+            if BIAS:
+                up += gl.load(bias + rows + mine, mask=mine < rows, other=0.0).to(gl.float32)
+            value = _act(value, ACT) * up
+        to = token.to(gl.int64) * rows + mine
+        if ADD:
+            value += gl.load(residual + to, mask=mask, other=0.0).to(gl.float32)
+        gl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _mma4_kernel(
+    x,  # [tokens, WIDTH / 2] int32: two numbers each
+    codes,  # [rows, WIDTH / 8] int32: eight codes each; GATED: twice the rows
+    scale,  # [rows, WIDTH / GROUP]
+    offset,
+    bias,  # [rows]
+    norm,  # [WIDTH / 2] int32, as x
+    residual,  # [tokens, rows]
+    out,  # [tokens, rows]
+    eps,
+    tokens,
+    rows,
+    PRODUCT_PTX: gl.constexpr,
+    SUM_PTX: gl.constexpr,
+    SQUARES_PTX: gl.constexpr,
+    TIMES_PTX: gl.constexpr,
+    NORM: gl.constexpr,
+    GATED: gl.constexpr,
+    ACT: gl.constexpr,
+    ADD: gl.constexpr,
+    BIAS: gl.constexpr,
+    BASE: gl.constexpr,  # that codes have too much
+    OFFSET: gl.constexpr,  # 0: none, 1: added, 2: added to codes
+    GROUP: gl.constexpr,
+    WIDTH: gl.constexpr,
+    SHARES: gl.constexpr,
+    TILES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    L: gl.constexpr = _layout(SHARES)
+    FLAT: gl.constexpr = gl.SliceLayout(2, L)
+    STEPS: gl.constexpr = WIDTH // 128
+    PER: gl.constexpr = GROUP // 128
+    EVEN: gl.constexpr = STEPS % (SHARES * AHEAD) == 0
+    EACH: gl.constexpr = 8 if GATED else 16  # outputs of a tile
+    share = gl.arange(0, SHARES, layout=gl.SliceLayout(1, FLAT)).expand_dims(1)
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, FLAT)).expand_dims(0)
+    share3, lane3 = share.expand_dims(2), lane.expand_dims(2)
+    at = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    at = at.expand_dims(0).expand_dims(1)
+    inner = share3 * 16 + lane3 % 4 * 4 + at
+    codes_at, scale_at, offset_at = (), (), ()
+    for tile in gl.static_range(TILES):
+        row = (gl.program_id(0) * TILES + tile) * EACH + lane // 4
+        for half in gl.static_range(2):
+            if GATED:
+                source = gl.minimum(row, rows - 1) + half * rows
+            else:
+                source = gl.minimum(row + 8 * half, rows - 1)
+            source = source.to(gl.int64)
+            codes_at = codes_at + (codes + source.expand_dims(2) * (WIDTH // 8) + inner,)  # noqa: RUF005
+            scale_at = scale_at + (scale + source * (WIDTH // GROUP),)  # noqa: RUF005
+            if OFFSET != 0:
+                offset_at = offset_at + (offset + source * (WIDTH // GROUP),)  # noqa: RUF005
+    # Codes and scales depend on no earlier kernel: the first are on their way before it ends.
+    words, scales, offsets = (), (), ()
+    for ahead in gl.static_range(AHEAD):
+        w, s, o = _bring(
+            codes_at, scale_at, offset_at, share, share3, ahead * SHARES, STEPS, PER, OFFSET, EVEN
+        )
+        words, scales, offsets = words + w, scales + s, offsets + o
+    place = share3 * 64 + lane3 % 4 * 4 + at
+    x_at = x + gl.minimum(lane3 // 4, tokens - 1).to(gl.int64) * (WIDTH // 2) + place
+    zeros = gl.zeros([SHARES, 32, 4], gl.float32, layout=L)
+    acc = ()
+    for _ in gl.static_range(TILES):
+        acc = acc + (zeros,)  # noqa: RUF005
+    squares = zeros
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for start in range(0, (STEPS + SHARES - 1) // SHARES, AHEAD):
+        # All of x before any of it is used: a load takes longer than what is done with it.
+        xs, ns = (), ()
+        for ahead in gl.static_range(AHEAD):
+            step = (start + ahead) * SHARES
+            for field in gl.static_range(4):
+                if EVEN:
+                    xs = xs + (gl.load(x_at + step * 64 + field * 16),)  # noqa: RUF005
+                    if NORM:
+                        ns = ns + (gl.load(norm + place + step * 64 + field * 16),)  # noqa: RUF005
+                else:
+                    has = (share3 + step) < STEPS
+                    xs = xs + (  # noqa: RUF005
+                        gl.load(x_at + step * 64 + field * 16, mask=has, other=0),
+                    )
+                    if NORM:
+                        ns = ns + (  # noqa: RUF005
+                            gl.load(norm + place + step * 64 + field * 16, mask=has, other=0),
+                        )
+        next_words, next_scales, next_offsets = (), (), ()
+        for ahead in gl.static_range(AHEAD):
+            x0, x1 = xs[4 * ahead], xs[4 * ahead + 1]
+            x2, x3 = xs[4 * ahead + 2], xs[4 * ahead + 3]
+            if NORM:
+                squares = gl.inline_asm_elementwise(
+                    SQUARES_PTX, SQUARES, [x0, x1, x2, x3, squares],
+                    dtype=gl.float32, is_pure=True, pack=4,
+                )  # fmt: skip
+                x0 = gl.inline_asm_elementwise(
+                    TIMES_PTX, "=r,r,r", [x0, ns[4 * ahead]],
+                    dtype=gl.int32, is_pure=True, pack=1,
+                )  # fmt: skip
+                x1 = gl.inline_asm_elementwise(
+                    TIMES_PTX, "=r,r,r", [x1, ns[4 * ahead + 1]],
+                    dtype=gl.int32, is_pure=True, pack=1,
+                )  # fmt: skip
+                x2 = gl.inline_asm_elementwise(
+                    TIMES_PTX, "=r,r,r", [x2, ns[4 * ahead + 2]],
+                    dtype=gl.int32, is_pure=True, pack=1,
+                )  # fmt: skip
+                x3 = gl.inline_asm_elementwise(
+                    TIMES_PTX, "=r,r,r", [x3, ns[4 * ahead + 3]],
+                    dtype=gl.int32, is_pure=True, pack=1,
+                )  # fmt: skip
+            if BASE != 0 or OFFSET != 0:
+                total = gl.inline_asm_elementwise(
+                    SUM_PTX, SUM, [x0, x1, x2, x3], dtype=gl.float32, is_pure=True, pack=4
+                )
+            sums = ()
+            for tile in gl.static_range(TILES):
+                part = gl.inline_asm_elementwise(
+                    PRODUCT_PTX, PRODUCT,
+                    [
+                        words[2 * (ahead * TILES + tile)], words[2 * (ahead * TILES + tile) + 1],
+                        x0, x1, x2, x3,
+                    ],
+                    dtype=gl.float32, is_pure=True, pack=4,
+                )  # fmt: skip
+                if BASE != 0:
+                    part -= BASE * total
+                if OFFSET == 2:
+                    part += _both(offsets, ahead * TILES + tile, at) * total
+                value = acc[tile] + part * _both(scales, ahead * TILES + tile, at)
+                if OFFSET == 1:
+                    value += _both(offsets, ahead * TILES + tile, at) * total
+                sums = sums + (value,)  # noqa: RUF005
+            acc = sums
+            w, s, o = _bring(
+                codes_at, scale_at, offset_at, share, share3, (start + AHEAD + ahead) * SHARES,
+                STEPS, PER, OFFSET, EVEN,
+            )  # fmt: skip
+            next_words, next_scales = next_words + w, next_scales + s
+            next_offsets = next_offsets + o
+        words, scales, offsets = next_words, next_scales, next_offsets
+
+    if NORM:
+        found = gl.sum(squares, axis=0)
+        found = found.reshape([8, 4, 4])
+        G: gl.constexpr = found.type.layout
+        g = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, G)))
+        c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, G)))
+        e = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, G)))
+        column = 2 * c.expand_dims(0).expand_dims(2) + e.expand_dims(0).expand_dims(1) % 2
+        mine = g.expand_dims(1).expand_dims(2) == column
+        whole = gl.sum(gl.where(mine, found, 0.0), axis=0).expand_dims(0)
+        factor = gl.rsqrt(whole / WIDTH + eps)
+    for tile in gl.static_range(TILES):
+        y = gl.sum(acc[tile], axis=0).reshape([8, 4, 4])
+        if NORM:
+            y = y * factor
+        first = (gl.program_id(0) * TILES + tile) * EACH
+        _store(y, first, bias, residual, out, tokens, rows, GATED, ACT, ADD, BIAS)
+
+
+def tile(tokens: int, outputs: int, width: int) -> Tile:
+    """outputs: rows of the matrix, gates included."""
+    return next(
+        found
+        for most, rows, columns, found in TILES
+        if tokens <= most and outputs <= rows and width <= columns
+    )
+
+
+def form_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
+    """Whether the kernel is made for these: one to eight tokens of 16 bits, with a norm of the same
+    type, and 4-bit integers by groups that are whole spans of 128."""
+    form = weight.form
+    return (
+        0 < x.shape[0] <= TOKENS
+        and x.dtype in _SHORT
+        and form.bits == 4
+        and code_of(weight) == INT
+        and form.zero < 128
+        and form.rows == 1
+        and form.span == _SPAN
+        and _in_order(x)
+        and (norm is None or (norm.dtype == x.dtype and _in_order(norm)))
+    )
+
+
+def mma4_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
+    """Whether these are multiplied by the kernel: `form_fits`, and a table and a device say so."""
+    return (
+        x.shape[0] in COUNTS
+        and x.is_cuda
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and form_fits(x, weight, norm)
+    )
+
+
+def _in_order(numbers: Tensor) -> bool:
+    """Whether 16-bit numbers can be read two at a time."""
+    return numbers.is_contiguous() and numbers.storage_offset() % 2 == 0
+
+
+def mma4(
+    x: Tensor,  # [tokens, in]
+    weight: PackedWeight,  # [out, in]; with a gate [2 * out, in]
+    *,
+    norm: Tensor | None = None,  # [in], in x's dtype
+    eps: float = 0.0,
+    gate: str | None = None,  # of GATES
+    residual: Tensor | None = None,  # [tokens, out], overwritten by the result
+    config: Tile | None = None,
+) -> Tensor:
+    """One pass over the codes. Returns [tokens, out] in x's dtype, accumulated in float32. Only
+    what `form_fits` says, on CUDA. With a norm x times its weight is rounded to x's dtype."""
+    assert gate is None or gate in GATES
+    form, (rows, width), tokens = weight.form, weight.shape, x.shape[0]
+    chosen = config or tile(tokens, rows, width)
+    outs = rows // 2 if gate else rows
+    each = (_OUTPUTS // 2 if gate else _OUTPUTS) * chosen.tiles
+    out = x.new_empty((tokens, outs)) if residual is None else residual
+    kind = _SHORT[x.dtype]
+    # Codes come less their zero, or lean with 128 more.
+    lean = chosen.lean and kind == "bf16"
+    less = 0 if lean else form.zero
+    _mma4_kernel[(triton.cdiv(outs, each),)](
+        x.view(torch.int32),
+        weight.codes.view(torch.int32),
+        weight.scale,
+        weight.offset,
+        weight.bias,
+        None if norm is None else norm.view(torch.int32),
+        residual,
+        out,
+        eps,
+        tokens,
+        outs,
+        PRODUCT_PTX=_product(kind, less, lean),
+        SUM_PTX=_sum(kind),
+        SQUARES_PTX=_squares(kind),
+        TIMES_PTX=_times(kind),
+        NORM=norm is not None,
+        GATED=gate is not None,
+        ACT=CODES[gate] if gate else 0,
+        ADD=residual is not None,
+        BIAS=weight.bias is not None,
+        BASE=_MAGIC[kind] + form.zero if lean else 0,
+        OFFSET=OFFSETS[form.offset],
+        GROUP=form.group,
+        WIDTH=width,
+        SHARES=chosen.warps,
+        TILES=chosen.tiles,
+        AHEAD=chosen.ahead,
+        num_warps=chosen.warps,
+        **pdl(x.device),
+    )
+    return out
