@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from engine.errors import ConfigError
 
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
+_LFS_START = b"version "  # of a pointer; as a length far beyond any file's
 
 
 class Named(Protocol):
@@ -90,7 +91,12 @@ def read_header(file: Path) -> list[Entry]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
+            start = stream.read(8)
+            if start == _LFS_START:
+                raise file_error(
+                    file, "is a pointer of Git LFS and not safetensors; `git lfs pull` fetches it"
+                )
+            length = int.from_bytes(start, "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise file_error(
                     file, f"truncated or not safetensors: {size} bytes, header {length}"

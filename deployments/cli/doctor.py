@@ -31,8 +31,8 @@ from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, named_config
 from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
-from deployments.plan.memory import GIB, Hardware, check_files
-from engine.config.engine_config import BFLOAT16, NO_BFLOAT16
+from deployments.plan.memory import GIB, DoesNotFit, Hardware, check_files
+from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
 from engine.config.model_config import ModelConfig, weight_files
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
@@ -40,6 +40,8 @@ from engine.parallel.nodes import read_nodes
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
 _LEAST_FILES = 4096  # a socket a client and some for each Ray process
 _RAY_PORTS = {8265: "dashboard", 6379: "GCS", 10001: "Ray client"}
+# What another device may have, or have room for; other errors of a model are in its files.
+_OF_A_DEVICE = frozenset(EngineConfig.__struct_fields__) - {"model"}
 _STYLES = {"ok": "green", "note": "yellow", "MISSING": "bold red"}
 
 
@@ -121,7 +123,9 @@ def model_checks(
             for each in result.products:
                 yield DoctorCheck("weights", "ok", each)
     except ConfigError as error:
-        way_out = f"manta plan {config.model} --gpu h200 plans for another device"
+        way_out = "no device helps: fetch the folder again, or take another checkpoint"
+        if isinstance(error, DoesNotFit) or error.param in _OF_A_DEVICE:
+            way_out = f"manta plan {config.model} --gpu h200 plans for another device"
         yield DoctorCheck("model", "MISSING", error.message, way_out)
         return
     if folder.is_dir() and weight_files(folder):

@@ -227,7 +227,7 @@ def convert(
     ] = "auto",
     quantization: Annotated[
         Literal["auto", "none", "gguf", "fp8", "w8a8", "int8", "int4", "nf4"],
-        typer.Option(help="gguf keeps a .gguf file's blocks; the last four round the weights."),
+        typer.Option(help="gguf keeps a .gguf file's blocks; the last five round the weights."),
     ] = "auto",
     check: Annotated[
         bool, typer.Option("--check", help="Read a converted folder and compare its digests.")

@@ -14,6 +14,7 @@ import msgspec
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
+from engine.config.quantized import KEY
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:  # torch takes seconds, and `manta --help` needs none
@@ -184,6 +185,8 @@ def plan(
         memory, part = min(found, key=lambda each: each[0].num_blocks)
         groups = part.kv if cuda else kv_groups(resolved.model)
     except ConfigError as error:
+        if error.param == KEY:  # a matrix that its format cannot have, whatever the memory
+            raise
         raise DoesNotFit(
             f"does not fit on {device.name}: {error.message}", param=error.param
         ) from None

@@ -64,7 +64,10 @@ def check_quantization(name: str, device: str, quantized: Quantized | None) -> N
             param="quantization",
         )
     elif name not in _AS_THEY_ARE and device not in METHODS[name]:
-        raise ConfigError(f"quantization {name!r} does not run on {device}", param="quantization")
+        runs = ", ".join(each for each, devices in METHODS.items() if device in devices)
+        raise ConfigError(
+            f"quantization {name!r} does not run on {device}; there: {runs}", param="quantization"
+        )
 
 
 def linear_method(

@@ -153,6 +153,28 @@ def test_doctor_looks_at_the_headers(tmp_path: Path, fault: str, said: str) -> N
     assert (check.state == "MISSING") == bool(fault) and said in check.text
 
 
+@pytest.mark.parametrize(
+    ("change", "memory", "said", "way_out"),
+    [
+        ({"quant_method": "hqq"}, 8.0, "quant_method: 'hqq'", "no device helps"),
+        ({"group_size": 96}, 8.0, "with groups of 96 is not supported", "no device helps"),
+        ({}, 0.1, "does not fit on", "plans for another device"),
+    ],
+)
+def test_doctor_sends_nobody_to_another_device_for_a_file(
+    tmp_path: Path, change: dict[str, Any], memory: float, said: str, way_out: str
+) -> None:
+    """Bug: "does not fit, plan for an H200" of a format that no device has."""
+    folder = converted(tiny(tmp_path / "m.gguf"), tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32} | change
+    (folder / "config.json").write_text(json.dumps(config))
+    here = Hardware("cpu", "cpu", int(memory * (1 << 30)))
+    (check,) = doctor.model_checks(*read_planned(str(folder)), here)
+    assert check.state == "MISSING" and said in check.text and way_out in check.way_out, check
+    assert ("does not fit" in check.text) == (memory < 1)
+
+
 def test_plan_reads_the_header_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,7 +121,7 @@ FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "trailing bytes": (lambda data: data + b"1234", "4 bytes after the last tensor"),
     "a pointer to large-file storage": (
         lambda data: b"version https://git-lfs.github.com/spec/v1\n",
-        "not safetensors",
+        "git lfs pull",
     ),
     "no JSON": (lambda data: data[:8] + b"x" + data[9:], "header is not JSON"),
     "a name twice": (lambda data: data.replace(K.encode(), Q.encode()), f"{Q} is there twice"),
