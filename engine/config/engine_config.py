@@ -80,8 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_dtype: of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3) and "int4" keep them
         in 8 or 4 bits with a scale for each token and head, int4 with an offset too: about 1.9
         times, or 3.6 times, the tokens in the same memory. int4 loses the most accuracy, int8 the
-        least. On the CPU, attention over them is slower. On CUDA "fp8" needs compute capability
-        8.9.
+        least. On the CPU, attention over them is several times slower, and far more so with
+        deterministic: docs/performance.md. On CUDA "fp8" needs compute capability 8.9.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = as many as the model's
