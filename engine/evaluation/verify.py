@@ -392,10 +392,14 @@ def consistency(model: Model, sequences: Sequence[Tensor]) -> dict[str, Differen
         cuts = sorted({0, count // 5, count // 3, count // 2, max(0, count - 2), count})
         parts = [paged.run((ids[:end], table, start))[0] for start, end in pairwise(cuts)]
         found["chunks"].add(ids, torch.cat(parts), want)
+        # Layers that keep a state have taken in the whole text by now: a step goes on from the
+        # state behind its first tokens, so these are computed again.
+        paged.run((ids[: count - 1], table, 0))
         last = paged.run((ids, table, count - 1), (ids, others, 0))[0]
         found["decode"].add(ids[-1:], last, want[-1:])
         kept = (count - 1) // BLOCK
         if kept:
+            paged.run((ids[: kept * BLOCK], table, 0))
             shared = [*table[:kept], *others[: each - kept]]
             (rest,) = paged.run((ids, shared, kept * BLOCK))
             found["prefix"].add(ids[kept * BLOCK :], rest, want[kept * BLOCK :])

@@ -13,7 +13,7 @@ from engine.evaluation import verify as module
 from engine.evaluation.prompts import Prompt
 from engine.evaluation.verify import Options, Report, verify
 from engine.models.registry import Model
-from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, save
+from tests.parity.cases import ALIBI, CASES, DELTA, EXPERTS, MIXED, WINDOWS, save
 
 ALL = {**CASES, **WINDOWS, **ALIBI}
 PROMPTS = [
@@ -44,6 +44,16 @@ def test_it_agrees(name: str, tmp_path: Path) -> None:
     assert report.text is not None and report.text.same == len(PROMPTS)
     assert set(report.own) == {"batch", "chunks", "decode", "prefix"}
     json.dumps(report.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen 3 next", *(pytest.param(name, marks=pytest.mark.slow) for name in MIXED)]
+)
+def test_states(name: str, tmp_path: Path) -> None:
+    """A state that has taken in a token takes it in again, where keys are merely written again."""
+    save({**DELTA, **MIXED}[name], tmp_path)
+    report = checked(tmp_path)
+    assert not report.problems and len(report.own) == 4, report
 
 
 @pytest.mark.slow
