@@ -173,9 +173,12 @@ def why_waiting(messages: Sequence[str]) -> str:
         if found := _NO_ROOM.search(message):
             needs = re.findall(r"[\"'](\w+)[\"']: ([0-9.]+)", found[1])
             named = ", ".join(f"{float(count):g} {name}" for name, count in needs)
+            on_gpus = any(name == "GPU" for name, _ in needs)
+            keys = "pools.gpu.num_gpus, or num_cpus" if on_gpus else "pools.cpu.num_cpus"
             return (
                 f"no node has {named} free, which a replica reserves. Give its pool less "
-                "(pools.cpu.num_cpus, or num_gpus), or other pools less, or the cluster a node"
+                f"({keys}), or other pools less, or the cluster a node"
+                f"{' with GPUs' if on_gpus else ''}"
             )
     return ""
 

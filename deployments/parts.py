@@ -24,7 +24,8 @@ from deployments.router.admission.limits import DispatchLimits
 from deployments.router.models.served import ServedModel
 from deployments.scaling import policy as autoscaling
 from deployments.transport.channel import ChannelLimits
-from engine.config.engine_config import EngineConfig
+from engine.config.engine_config import EngineConfig, ranks_said
+from engine.errors import ConfigError
 
 _DISCOVERY = "deployments.router.serve.request_router:DiscoveryRouter"
 _HEALTH_PERIOD = (
@@ -202,7 +203,8 @@ def deployment_name(pool: str) -> str:
 
 
 def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
-    """The pools with nothing left open. Pure.
+    """The pools with nothing left open. Raises ConfigError where a replica's share of the machine
+    has fewer cores than ranks. Pure.
 
     A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
     each other. A replica of several ranks is one actor with as many GPUs, or one on each of its
@@ -215,6 +217,7 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
         if name == "cpu":
             if cores is None:
                 cores = float(max(1, machine.cores // max(1, pool.replicas)))
+                _check_share(config, pool, machine, cores)
             if not {**config.engine, **engine}.get("num_threads"):
                 engine["num_threads"] = max(1, int(cores) // config.node_ranks(pool))
         num_gpus = pool.num_gpus
@@ -228,6 +231,23 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
             }
         )
     return resolved
+
+
+def _check_share(
+    config: MantaConfig, pool: PoolConfig, machine: NodeCapacity, cores: float
+) -> None:
+    """Where num_cpus is left open, an error must not name it as if it had been given."""
+    ranks = config.node_ranks(pool)
+    if ranks == 1 or cores >= ranks:
+        return
+    fewer = "" if pool.replicas <= 1 else ", or pools.cpu.replicas"
+    # Other nodes than those that are seen may have more.
+    way_out = f"lower it{fewer}" if machine.alone else f"lower it{fewer}, or set pools.cpu.num_cpus"
+    raise ConfigError(
+        f"{ranks_said(*config.divisions(pool))}: so many ranks on the CPU need as many cores, and "
+        f"a replica's share of this machine is {cores:g}; {way_out}",
+        param="pools.cpu",
+    )
 
 
 def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCapacity]:

@@ -35,5 +35,7 @@ def test_what_a_replica_waits_for() -> None:
         '"GPU": 0.5}, total resources available: {}. Use `ray status` for more details.'
     )
     found = why_waiting(["", told, "app"])
-    assert found.startswith("no node has 2 CPU, 0.5 GPU free") and "pools.cpu.num_cpus" in found
+    assert found.startswith("no node has 2 CPU, 0.5 GPU free") and "(pools.gpu.num_gpus, " in found
+    found = why_waiting([told.replace(', "GPU": 0.5', "")])
+    assert found.startswith("no node has 2 CPU free") and "(pools.cpu.num_cpus)" in found
     assert why_waiting([told.replace("scheduled", "initialized"), ""]) == ""

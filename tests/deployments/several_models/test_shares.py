@@ -30,6 +30,25 @@ def test_models_share_the_cores_of_one_machine() -> None:
     assert cores(NodeCapacity(8, 0), {"a": {}, "b": {}}) == [8, 8]
 
 
+def test_a_share_of_fewer_cores_than_ranks_is_refused() -> None:
+    """An error that names num_cpus, which nobody has set, and wants more than the machine has."""
+    machine = NodeCapacity(2, 0, alone=True)
+    for replicas, ranks, why in (
+        (1, 3, "share of this machine is 2; lower it$"),
+        (2, 2, "share of this machine is 1; lower it, or pools.cpu.replicas$"),
+    ):
+        given = {
+            "engine": {"tensor_parallel": ranks},
+            "pools": {"cpu": {"replicas": replicas}},
+        }
+        with pytest.raises(ConfigError, match=f"tensor_parallel {ranks}: so many ranks.*{why}"):
+            pools(parse_config(given, {}), machine)
+    with pytest.raises(ConfigError, match=r"or set pools\.cpu\.num_cpus$"):
+        pools(parse_config(given, {}), NodeCapacity(2, 0))
+    alone = parse_config({"engine": {"pipeline_parallel": 2}}, {})
+    assert pools(alone, machine)["cpu"].num_cpus == 2
+
+
 def test_a_model_that_is_added_gets_what_the_others_left() -> None:
     """The same for one that is added by hand; one that states its cores and gets others."""
     machine = NodeCapacity(8, 0, alone=True)
