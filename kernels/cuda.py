@@ -28,7 +28,7 @@ from kernels.gemm.packed.few import few_fits, packed_few
 from kernels.gemm.packed.gemv import packed_gemv
 from kernels.gemm.packed.gemv4 import gemv4, gemv4_fits
 from kernels.gemm.packed.gemv8 import gemv8, gemv8_fits
-from kernels.gemm.packed.mma4 import NORMED, mma4, mma4_fits
+from kernels.gemm.packed.mma4 import mma4, mma4_fits
 from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.gemm.small_m import few_rows, few_rows_fit
 from kernels.kv.quantized import Cache
@@ -178,11 +178,11 @@ class Cuda(Kernels):
             return y if gate is None else self.GATES[gate](y)
         if x_gate is not None:
             x = self.GATES[x_gate](x)
-        if mma4_fits(x, weight, norm):
-            if norm is not None and x.shape[0] > NORMED:
-                x, norm = self.rms_norm(x, norm, eps), None
+        if mma4_fits(x, weight):
+            if norm is not None:  # takes longer along with the product than apart
+                x = self.rms_norm(x, norm, eps)
             along = gate if gate in GATES else None
-            y = mma4(x, weight, norm=norm, eps=eps, gate=along, residual=residual)
+            y = mma4(x, weight, gate=along, residual=residual)
             return y if gate == along else self.GATES[gate](y)
         if gate is None or gate in GATES:
             if gemv8_fits(x, weight, norm):

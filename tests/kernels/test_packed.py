@@ -543,30 +543,26 @@ MATRIX = ("int4-128", "int4-256", "few-int4", "few-int4-add", "few-int4-shift", 
 def test_integers_on_matrix_units(name: str, tokens: int, dtype: torch.dtype) -> None:
     """A nibble that is given another one's number of x, a scale or a zero of another group or of
     the other half of a tile, the sum of a group that another token's has, outputs that fill no
-    tile, spans that fill no turn of the warps; what norm, gate, bias and residual make of it."""
+    tile, spans that fill no turn of the warps; what gate, bias and residual make of it."""
     for outputs in (16, 88, 250):
         weight, ref = packed(name, outputs, bias=True)
         assert weight.bias is not None
         weight.bias = weight.bias.to(dtype)
         width = weight.shape[1]
-        x, norm = random(tokens, width, dtype=dtype), random(width, dtype=dtype)
-        residual = random(tokens, outputs, dtype=dtype)
-        assert form_fits(x, weight, norm)
+        x, residual = random(tokens, width, dtype=dtype), random(tokens, outputs, dtype=dtype)
+        assert form_fits(x, weight)
         plain = x.double() @ ref.T + weight.bias.double()
-        wide = x.double()
-        normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.double()
-        normed = normed @ ref.T + weight.bias.double()
-        gate, up = normed.chunk(2, -1)
+        gate, up = plain.chunk(2, -1)
         silu = torch.nn.functional.silu(gate) * up
-        for config in (None, Tile(1, 1, 2, False), Tile(4, 2, 1, True)):
+        for config in (None, Tile(1, 1, 2), Tile(4, 2, 1)):
             given = residual.clone()
             assert mma4(x, weight, residual=given, config=config) is given
             assert row_error(given, plain + residual.double()) < 2 * BOUND[dtype]
-            got = mma4(x, weight, norm=norm, eps=1e-5, config=config)
-            assert row_error(got, normed) < 2 * BOUND[dtype]
-            got = mma4(x, weight, norm=norm, eps=1e-5, gate="silu", config=config)
+            got = mma4(x, weight, config=config)
+            assert row_error(got, plain) < 2 * BOUND[dtype]
+            got = mma4(x, weight, gate="silu", config=config)
             assert row_error(got, silu) < 4 * BOUND[dtype]
-        got = mma4(x, weight, norm=norm, eps=1e-5, gate="gelu_pytorch_tanh")
+        got = mma4(x, weight, gate="gelu_pytorch_tanh")
         gelu = torch.nn.functional.gelu(gate, approximate="tanh") * up
         assert row_error(got, gelu) < 4 * BOUND[dtype]
 
@@ -587,7 +583,7 @@ def test_integers_on_matrix_units_at_the_sizes_of_models(outputs: int, width: in
             weight.offset.random_(-15, 1)
         ref = weight.dense(torch.float32)
         x = random(8, width, dtype=dtype)
-        config = Tile(8, 1, 2, True)
+        config = Tile(8, 1, 2)
         whole = mma4(x, weight, config=config)
         assert row_error(whole, x.double() @ ref.double().T) < 2 * BOUND[dtype]
         for tokens in (1, 2, 5, 8):
@@ -601,20 +597,20 @@ def test_what_matrix_units_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that end within a span, numbers of tokens that no table names, an activation that the
     kernel has not."""
     dtype = torch.bfloat16
-    monkeypatch.setattr("kernels.gemm.packed.mma4.COUNTS", frozenset((1, 3)))
+    table = (1, 64, 2048, None), (3, 64, 2048, Tile(8, 1, 4))
+    monkeypatch.setattr("kernels.gemm.packed.mma4.TILES", table)
     weight, _ = packed("few-int4-shift", 64)
     x, norm = random(3, 2048, dtype=dtype), random(2048, dtype=dtype)
-    assert mma4_fits(x, weight, norm) and mma4_fits(x[:1], weight, None)
-    assert not mma4_fits(x[:2], weight, None)
-    assert not mma4_fits(x, weight, norm.float())
+    assert mma4_fits(x, weight) and mma4_fits(x[:2], weight)
+    assert not mma4_fits(x[:1], weight)
     small, _ = packed("int4-64-zero", 64)
-    assert not mma4_fits(random(1, 320, dtype=dtype), small, None)
+    assert not mma4_fits(random(2, 320, dtype=dtype), small)
     for gate in (None, "silu", "relu"):
         got = cuda.packed_linear(x, weight, norm=norm, eps=1e-5, gate=gate)
         want = Kernels().packed_linear(x, weight, norm=norm, eps=1e-5, gate=gate)
         assert row_error(got, want) < 6 * BOUND[dtype]
-    one = x[:1]
-    assert torch.equal(cuda.packed_linear(one, weight), mma4(one, weight))
+    two = x[:2]
+    assert torch.equal(cuda.packed_linear(two, weight), mma4(two, weight))
 
 
 @pytest.mark.gpu

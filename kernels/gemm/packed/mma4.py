@@ -1,6 +1,6 @@
 """Matrix products of one to eight tokens with 4-bit integers by groups of 128 or more, on the
 matrix units of Ampere or later, with what stands around a product in a decoder layer, as in
-`kernels.gemm.gemv`: norm, gate, bias and residual.
+`kernels.gemm.gemv`: gate, bias and residual. A norm takes longer along with the product than apart.
 
 Codes go from memory into the registers that the matrix units read them from, 16 bytes a load, with
 no shared memory and no barrier between; and so does x, from a multiprocessor's cache. A pair of
@@ -54,9 +54,10 @@ def _mma(kind: str, to: str, left: tuple[str, ...], right: tuple[str, ...], plus
 
 
 @lru_cache
-def _product(kind: str, less: int, lean: bool) -> str:
-    """PTX: of a span the codes in $4 to $7 of eight outputs and in $8 to $11 of eight others, less
-    a whole number, times x in $12 to $27, in $0 to $3. lean: with 128 more, of bfloat16."""
+def _product(kind: str, less: int) -> str:
+    """PTX: of a span the codes in $4 to $7 of eight outputs and in $8 to $11 of eight others, times
+    x in $12 to $27, in $0 to $3. A bfloat16 has no room for two nibbles: a code comes with 128
+    more, which leaves the sum of its group; a float16 comes less a whole number."""
     base = _MAGIC[kind]
     magic = _bits(base, kind)
     wide = kind == "f16"  # room for two nibbles: the second is 16 times what it is
@@ -82,7 +83,7 @@ def _product(kind: str, less: int, lean: bool) -> str:
                         lines.append(f"shr.u32 t, {word}, {shift};")
                         source = "t"
                     lines.append(f"lop3.b32 {to}, {source}, {mask}, {magic}, 0xea;")
-                    if not lean:
+                    if wide:
                         by, plus = ("part", "y") if high else ("one", "z")
                         lines.append(f"fma.rn.{kind}x2 {to}, {to}, {by}, {plus};")
             x = 12 + 4 * nibble + 2 * pair
@@ -109,48 +110,28 @@ def _sum(kind: str) -> str:
     return " ".join([*lines, "}"])
 
 
-@lru_cache
-def _squares(kind: str) -> str:
-    """PTX: what is in $20 to $23, plus the products of columns of x, in $4 to $19, with each other:
-    row g and row 8 + g are column g's."""
-    lines, plus = ["{ .reg .f32 c<4>;"], "$20, $21, $22, $23"
-    for at in range(8):
-        to = "$0, $1, $2, $3" if at == 7 else "c0, c1, c2, c3"
-        b0, b1 = f"${4 + 2 * at}", f"${5 + 2 * at}"
-        lines.append(_mma(kind, to, (b0, b0, b1, b1), (b0, b1), plus))
-        plus = to
-    return " ".join([*lines, "}"])
-
-
-@lru_cache
-def _times(kind: str) -> str:
-    """PTX: two numbers in $1 times two in $2, rounded."""
-    zero = _bits(-0.0, kind)
-    return f"{{ .reg .b32 z; mov.b32 z, {zero}; fma.rn.{kind}x2 $0, $1, $2, z; }}"
-
-
 PRODUCT = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 24))
 SUM = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
-SQUARES = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16 + ["f"] * 4))
 
 
 class Tile(NamedTuple):
     warps: int  # of a program: shares of the inputs
     tiles: int  # of 16 outputs of a program
     ahead: int  # spans of a warp that are on their way
-    lean: bool  # bfloat16: a code comes with 128 more, which leaves the sum of its group
 
 
-# Numbers of tokens that come here, where they fit, and those of them up to which a norm is not a
-# launch of its own.
-COUNTS: frozenset[int] = frozenset()
-NORMED = 8
 _ANY = float("inf")
-# Tokens, outputs and inputs up to which a launch is taken, the first that fits.
-TILES: tuple[tuple[int, float, float, Tile], ...] = (
-    (8, 16384, _ANY, Tile(8, 1, 4, True)),
-    (8, _ANY, _ANY, Tile(8, 2, 2, True)),
+# Tokens, outputs and inputs up to which a launch is taken, the first that fits: what a sweep over
+# llama-8b's matrices found on an H200. None: `gemv4` takes less time, whose norm is no launch of
+# its own.
+TILES: tuple[tuple[int, float, float, Tile | None], ...] = (
+    (1, 4096, 4096, None),
+    (8, 4096, 4096, Tile(8, 1, 4)),
+    (8, 4096, _ANY, Tile(16, 1, 1)),
+    (1, 16384, _ANY, None),
+    (8, _ANY, _ANY, Tile(4, 1, 1)),
 )
+LONE = Tile(8, 1, 1)  # where the table has none and the kernel is asked for all the same
 
 
 @gluon.constexpr_function
@@ -229,17 +210,12 @@ def _mma4_kernel(
     scale,  # [rows, WIDTH / GROUP]
     offset,
     bias,  # [rows]
-    norm,  # [WIDTH / 2] int32, as x
     residual,  # [tokens, rows]
     out,  # [tokens, rows]
-    eps,
     tokens,
     rows,
     PRODUCT_PTX: gl.constexpr,
     SUM_PTX: gl.constexpr,
-    SQUARES_PTX: gl.constexpr,
-    TIMES_PTX: gl.constexpr,
-    NORM: gl.constexpr,
     GATED: gl.constexpr,
     ACT: gl.constexpr,
     ADD: gl.constexpr,
@@ -291,54 +267,26 @@ def _mma4_kernel(
     acc = ()
     for _ in gl.static_range(TILES):
         acc = acc + (zeros,)  # noqa: RUF005
-    squares = zeros
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     for start in range(0, (STEPS + SHARES - 1) // SHARES, AHEAD):
         # All of x before any of it is used: a load takes longer than what is done with it.
-        xs, ns = (), ()
+        xs = ()
         for ahead in gl.static_range(AHEAD):
             step = (start + ahead) * SHARES
             for field in gl.static_range(4):
                 if EVEN:
                     xs = xs + (gl.load(x_at + step * 64 + field * 16),)  # noqa: RUF005
-                    if NORM:
-                        ns = ns + (gl.load(norm + place + step * 64 + field * 16),)  # noqa: RUF005
                 else:
                     has = (share3 + step) < STEPS
                     xs = xs + (  # noqa: RUF005
                         gl.load(x_at + step * 64 + field * 16, mask=has, other=0),
                     )
-                    if NORM:
-                        ns = ns + (  # noqa: RUF005
-                            gl.load(norm + place + step * 64 + field * 16, mask=has, other=0),
-                        )
         next_words, next_scales, next_offsets = (), (), ()
         for ahead in gl.static_range(AHEAD):
             x0, x1 = xs[4 * ahead], xs[4 * ahead + 1]
             x2, x3 = xs[4 * ahead + 2], xs[4 * ahead + 3]
-            if NORM:
-                squares = gl.inline_asm_elementwise(
-                    SQUARES_PTX, SQUARES, [x0, x1, x2, x3, squares],
-                    dtype=gl.float32, is_pure=True, pack=4,
-                )  # fmt: skip
-                x0 = gl.inline_asm_elementwise(
-                    TIMES_PTX, "=r,r,r", [x0, ns[4 * ahead]],
-                    dtype=gl.int32, is_pure=True, pack=1,
-                )  # fmt: skip
-                x1 = gl.inline_asm_elementwise(
-                    TIMES_PTX, "=r,r,r", [x1, ns[4 * ahead + 1]],
-                    dtype=gl.int32, is_pure=True, pack=1,
-                )  # fmt: skip
-                x2 = gl.inline_asm_elementwise(
-                    TIMES_PTX, "=r,r,r", [x2, ns[4 * ahead + 2]],
-                    dtype=gl.int32, is_pure=True, pack=1,
-                )  # fmt: skip
-                x3 = gl.inline_asm_elementwise(
-                    TIMES_PTX, "=r,r,r", [x3, ns[4 * ahead + 3]],
-                    dtype=gl.int32, is_pure=True, pack=1,
-                )  # fmt: skip
             if BASE != 0 or OFFSET != 0:
                 total = gl.inline_asm_elementwise(
                     SUM_PTX, SUM, [x0, x1, x2, x3], dtype=gl.float32, is_pure=True, pack=4
@@ -370,27 +318,14 @@ def _mma4_kernel(
             next_offsets = next_offsets + o
         words, scales, offsets = next_words, next_scales, next_offsets
 
-    if NORM:
-        found = gl.sum(squares, axis=0)
-        found = found.reshape([8, 4, 4])
-        G: gl.constexpr = found.type.layout
-        g = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, G)))
-        c = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, G)))
-        e = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, G)))
-        column = 2 * c.expand_dims(0).expand_dims(2) + e.expand_dims(0).expand_dims(1) % 2
-        mine = g.expand_dims(1).expand_dims(2) == column
-        whole = gl.sum(gl.where(mine, found, 0.0), axis=0).expand_dims(0)
-        factor = gl.rsqrt(whole / WIDTH + eps)
     for tile in gl.static_range(TILES):
         y = gl.sum(acc[tile], axis=0).reshape([8, 4, 4])
-        if NORM:
-            y = y * factor
         first = (gl.program_id(0) * TILES + tile) * EACH
         _store(y, first, bias, residual, out, tokens, rows, GATED, ACT, ADD, BIAS)
 
 
-def tile(tokens: int, outputs: int, width: int) -> Tile:
-    """outputs: rows of the matrix, gates included."""
+def tile(tokens: int, outputs: int, width: int) -> Tile | None:
+    """outputs: rows of the matrix, gates included. tokens: up to TOKENS."""
     return next(
         found
         for most, rows, columns, found in TILES
@@ -398,9 +333,9 @@ def tile(tokens: int, outputs: int, width: int) -> Tile:
     )
 
 
-def form_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
-    """Whether the kernel is made for these: one to eight tokens of 16 bits, with a norm of the same
-    type, and 4-bit integers by groups that are whole spans of 128."""
+def form_fits(x: Tensor, weight: PackedWeight) -> bool:
+    """Whether the kernel is made for these: one to eight tokens of 16 bits, and 4-bit
+    integers by groups that are whole spans of 128."""
     form = weight.form
     return (
         0 < x.shape[0] <= TOKENS
@@ -410,70 +345,56 @@ def form_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
         and form.zero < 128
         and form.rows == 1
         and form.span == _SPAN
-        and _in_order(x)
-        and (norm is None or (norm.dtype == x.dtype and _in_order(norm)))
+        and x.is_contiguous()
+        and x.storage_offset() % 2 == 0  # read two at a time
     )
 
 
-def mma4_fits(x: Tensor, weight: PackedWeight, norm: Tensor | None) -> bool:
+def mma4_fits(x: Tensor, weight: PackedWeight) -> bool:
     """Whether these are multiplied by the kernel: `form_fits`, and a table and a device say so."""
     return (
-        x.shape[0] in COUNTS
-        and x.is_cuda
+        x.is_cuda
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
-        and form_fits(x, weight, norm)
+        and form_fits(x, weight)
+        and tile(x.shape[0], *weight.shape) is not None
     )
-
-
-def _in_order(numbers: Tensor) -> bool:
-    """Whether 16-bit numbers can be read two at a time."""
-    return numbers.is_contiguous() and numbers.storage_offset() % 2 == 0
 
 
 def mma4(
     x: Tensor,  # [tokens, in]
     weight: PackedWeight,  # [out, in]; with a gate [2 * out, in]
     *,
-    norm: Tensor | None = None,  # [in], in x's dtype
-    eps: float = 0.0,
     gate: str | None = None,  # of GATES
     residual: Tensor | None = None,  # [tokens, out], overwritten by the result
     config: Tile | None = None,
 ) -> Tensor:
     """One pass over the codes. Returns [tokens, out] in x's dtype, accumulated in float32. Only
-    what `form_fits` says, on CUDA. With a norm x times its weight is rounded to x's dtype."""
+    what `form_fits` says, on CUDA."""
     assert gate is None or gate in GATES
     form, (rows, width), tokens = weight.form, weight.shape, x.shape[0]
-    chosen = config or tile(tokens, rows, width)
+    chosen = config or tile(tokens, rows, width) or LONE
     outs = rows // 2 if gate else rows
     each = (_OUTPUTS // 2 if gate else _OUTPUTS) * chosen.tiles
     out = x.new_empty((tokens, outs)) if residual is None else residual
     kind = _SHORT[x.dtype]
-    # Codes come less their zero, or lean with 128 more.
-    lean = chosen.lean and kind == "bf16"
-    less = 0 if lean else form.zero
+    more = kind == "bf16"  # codes come with 128 more, else less their zero
     _mma4_kernel[(triton.cdiv(outs, each),)](
         x.view(torch.int32),
         weight.codes.view(torch.int32),
         weight.scale,
         weight.offset,
         weight.bias,
-        None if norm is None else norm.view(torch.int32),
         residual,
         out,
-        eps,
         tokens,
         outs,
-        PRODUCT_PTX=_product(kind, less, lean),
+        PRODUCT_PTX=_product(kind, form.zero),
         SUM_PTX=_sum(kind),
-        SQUARES_PTX=_squares(kind),
-        TIMES_PTX=_times(kind),
-        NORM=norm is not None,
         GATED=gate is not None,
         ACT=CODES[gate] if gate else 0,
         ADD=residual is not None,
         BIAS=weight.bias is not None,
-        BASE=_MAGIC[kind] + form.zero if lean else 0,
+        BASE=_MAGIC[kind] + form.zero if more else 0,
         OFFSET=OFFSETS[form.offset],
         GROUP=form.group,
         WIDTH=width,

@@ -86,7 +86,7 @@ def packed(model: str) -> None:
         square = PackedWeight(form, d.hidden, d.hidden, bf16(d.hidden), device)
         for tokens in (1, 5):
             given = bf16(tokens, d.hidden)
-            mma4(given, gated, norm=norm, eps=EPS, gate="silu")
+            mma4(given, gated, gate="silu")
             mma4(given, square, residual=given)
     floats = PackedWeight(forms[-2], qkv, d.hidden, None, device)
     gemv8(x, floats, norm=norm, eps=EPS)
