@@ -439,6 +439,11 @@ class MantaConfig(Section):
         said = ranks_said(tensor, pipeline, nodes) or "tensor_parallel 1"
         key = "pipeline_parallel" if pipeline > 1 else "tensor_parallel"
         given = f"pools.{kind}.num_gpus is {gpus or 0:g} and {said}"
+        if kind == "cpu" and gpus:
+            raise ValueError(
+                f"pools.cpu.num_gpus is {gpus:g}: a replica on the CPU uses no GPU, which would be "
+                "reserved and idle. Leave num_gpus out, or take pools.gpu"
+            )
         if gpus is not None and gpus > ranks:
             raise ValueError(
                 f"{given}: an engine uses a GPU for each rank, and the others would be reserved "

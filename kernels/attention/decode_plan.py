@@ -81,7 +81,11 @@ class DecodePlan:
     shape: DecodeLaunch
 
 
-@triton.jit(do_not_specialize_on_alignment=["kv_len", "arrived", "counted", "decodes"])
+# What hangs on the number of entries is no constant: a step may have one that no graph has.
+@triton.jit(
+    do_not_specialize=["fill", "merge_once"],
+    do_not_specialize_on_alignment=["kv_len", "arrived", "counted", "decodes"],
+)
 def _plan_kernel(
     kv_len,
     counted,
@@ -90,6 +94,7 @@ def _plan_kernel(
     arrived,
     decodes,
     fill,
+    merge_once,
     NUM_KV_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
@@ -97,7 +102,6 @@ def _plan_kernel(
     TAIL: tl.constexpr,
     WALK_COST: tl.constexpr,
     MERGE_COST: tl.constexpr,
-    MERGE_ONCE: tl.constexpr,
     ENTRIES: tl.constexpr,
     HEADS: tl.constexpr,
     WRITE: tl.constexpr,
@@ -132,7 +136,7 @@ def _plan_kernel(
         walk = tl.minimum(tried, longest)
         end = tl.where(count <= fill, walk, tl.maximum(walk, total // fill + walk // TAIL))
         end += tl.cdiv(count, fill) * WALK_COST
-        merges = MERGE_ONCE + tl.cdiv(count, fill) * MERGE_COST
+        merges = merge_once + tl.cdiv(count, fill) * MERGE_COST
         end += tl.where(count > num_entries, merges, 0)
         # Only what fits into the workspace.
         better = (end < best) & (count <= fill * CUTS + num_entries)
@@ -225,6 +229,8 @@ def cut(
         result.arrived,
         decodes,
         fill,
+        # The second grid runs whether or not there is something to merge.
+        MERGE_ONCE if result.last_merges else 0,
         NUM_KV_HEADS=num_kv_heads,
         TILE=TILE,
         MIN_SPLIT=MIN_SPLIT,
@@ -232,8 +238,6 @@ def cut(
         TAIL=TAIL,
         WALK_COST=WALK_COST,
         MERGE_COST=MERGE_COST,
-        # The second grid runs whether or not there is something to merge.
-        MERGE_ONCE=MERGE_ONCE if result.last_merges else 0,
         ENTRIES=max(32, triton.next_power_of_2(num_entries)),
         HEADS=triton.next_power_of_2(num_kv_heads),
         WRITE=128,

@@ -55,9 +55,12 @@ def test_a_file_with_nothing_in_it_is_refused(tmp_path, text):
 
 def test_more_gpus_than_an_engine_uses_are_refused(tmp_path):
     """Bug: `num_gpus: 2` reserved two GPUs for each replica and used one, without a word."""
-    for given in ("gpu: {num_gpus: 2}", "gpu: {num_gpus: 1.5}", "cpu: {num_gpus: 64}"):
-        (found,) = faults(tmp_path, f"pools:\n  {given}")
+    for given in (2, 1.5):
+        (found,) = faults(tmp_path, f"pools:\n  gpu: {{num_gpus: {given}}}")
         assert "an engine uses a GPU for each rank" in found and "more replicas" in found
+    for given in (0.5, 1, 64):
+        (found,) = faults(tmp_path, f"pools:\n  cpu: {{num_gpus: {given}}}")
+        assert f"pools.cpu.num_gpus is {given}" in found and "take pools.gpu" in found
     for given in (0, 0.25, 1):
         pools = load_config(write(tmp_path, f"pools:\n  gpu: {{num_gpus: {given}}}"), {}).pools
         assert pools["gpu"].num_gpus == given
