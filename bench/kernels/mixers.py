@@ -13,6 +13,7 @@ from bench.kernels.sizes import Sizes, meta_of
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.delta_rule import DeltaHeads
+from kernels.recurrent.delta_rule_cuda import gated_delta
 from kernels.recurrent.mamba2 import Mamba2Heads
 
 cuda = kernels_for("cuda")
@@ -130,8 +131,11 @@ def short_convolution(s: Sizes, kv_len: list[int], query_len: list[int]) -> Kern
     return KernelWork([partial(cuda.causal_conv, x, conv, None, tail, meta)] * 4, moved)
 
 
-def delta(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
-    """The bytes are those of states, read and written once, and of what tokens bring and take."""
+def delta(
+    s: Sizes, kv_len: list[int], query_len: list[int], deterministic: bool = False
+) -> KernelWork:
+    """The bytes are those of states, read and written once, and of what tokens bring and take.
+    deterministic: prompts are walked token by token, too."""
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
     channels = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
@@ -152,7 +156,7 @@ def delta(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
     moved = 2.0 * (state.nbytes + tail.nbytes)
     moved += tokens * (sum(sizes) + VALUE_HEADS * SIZE) * s.dtype.itemsize
-    call = partial(cuda.gated_delta, x, z, a, b, heads, tail, state, meta)
+    call = partial(gated_delta, x, z, a, b, heads, tail, state, meta, deterministic)
     return KernelWork([call] * 4, moved)
 
 
@@ -206,4 +210,5 @@ def mixer_cases(s: Sizes) -> dict[str, Callable[[], KernelWork]]:
             cases[f"{name} decode/{rows}"] = partial(work, s, [1000] * rows, [1] * rows)
     for name, work in RECURRENT.items():
         cases[f"{name} prefill/1 x 8192"] = partial(work, s, [8192], [8192])
+    cases["deterministic delta prefill/1 x 1024"] = partial(delta, s, [1024], [1024], True)
     return cases
