@@ -71,8 +71,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         loss of accuracy. On the CPU, which needs AVX512-VNNI, activations are rounded too, to 16
         bits with a scale a token. "w8a8" is "int8" with activations in 8 bits as well: on CUDA with
         a scale a token in steps of 32 tokens and more, which needs compute capability 8.0, on the
-        CPU with a scale for 32 numbers. "fp8" is the same with 8-bit floats (e4m3), CUDA only; GPUs
-        other than Hopper take activations as they come. "int4" rounds weights to 4 bits with a
+        CPU with a scale for 32 numbers. "fp8" is the same with 8-bit floats (e4m3), CUDA only, and
+        experts of mixtures round in steps of any size; GPUs other than Hopper take activations as
+        they come. "int4" rounds weights to 4 bits with a
         scale and an offset for 128 inputs, "nf4" to the 16 numbers of NF4 with a scale for 64, the
         head to 8 bits (both CUDA only).
         "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a

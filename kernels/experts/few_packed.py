@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.experts.gate import code, gated
 from kernels.experts.reference import PackedExperts
 from kernels.gemm.packed.codes import E2M1_CODE, E4M3_BITS, E4M3_CODE, constants
-from kernels.gemm.packed.gemv8 import decoder, in_words, number
+from kernels.gemm.packed.gemv8 import converted, decoder, in_words, number
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 from kernels.packed import PackedWeight
 
@@ -121,14 +121,7 @@ def _multiply(
         if SUMS:
             kept += (a + b) + (c + d)
         if HOW != "":
-            w0, w1, w2, w3 = tl.inline_asm_elementwise(
-                HOW,
-                "=f,=f,=f,=f,r",
-                [w],
-                dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-                is_pure=True,
-                pack=1,
-            )
+            w0, w1, w2, w3 = converted(w, HOW)
         else:
             w0, w1, w2, w3 = _four(w, CODE)
         total += w0 * (a * LIFT)

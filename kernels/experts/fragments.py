@@ -16,7 +16,6 @@ it, so that its tests need a GPU (`tests/kernels/test_experts.py`) and
 `tests/kernels/test_compile.py` only compiles it.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -694,8 +693,9 @@ def grouped_fragments(
 ) -> Tensor:  # fmt: skip
     """See `kernels.reference.Kernels.packed_experts`; of any number of tokens."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
-    up, down = partial(fragments_up, tile=tiles.up), partial(fragments_down, tile=tiles.down)
-    return by_expert(x, weights, ids, stack, stack.count, residual, up, down)
+    return by_expert(
+        x, weights, ids, stack, stack.count, residual, fragments_up, fragments_down, tiles
+    )
 
 
 def tiles_for(pairs: int, experts: int) -> Tiles:

@@ -10,7 +10,6 @@ instruction for a tile of weights, and gate and up become one product of twice t
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -504,16 +503,17 @@ def by_expert(
     stack: Any,  # ExpertWeights, or PackedExperts
     experts: int,
     residual: Tensor | None,
-    up: Callable[..., Tensor],  # of `grouped_up`'s arguments but the tile
+    up: Callable[..., Tensor],  # of `grouped_up`'s arguments
     down: Callable[..., Tensor],  # of `grouped_down`'s
+    tiles: Any,  # of both
 ) -> Tensor:
     """Both products of pairs that are sorted by expert, and the sum of each token's: see
     `kernels.reference.Kernels.experts`."""
     if not x.shape[0]:
         return torch.empty_like(x) if residual is None else residual
     pairs = sort(ids, experts)
-    inner = up(x, weights, ids, stack, pairs)
-    given = down(inner, weights, ids, stack, pairs)
+    inner = up(x, weights, ids, stack, pairs, tiles.up)
+    given = down(inner, weights, ids, stack, pairs, tiles.down)
     return sum_experts(given, ids, stack, residual)
 
 
@@ -528,5 +528,4 @@ def grouped(
     """See `kernels.reference.Kernels.experts`."""
     experts = stack.down.shape[0]
     tiles = tiles or tiles_for(ids.numel(), stack.total or experts, x.dtype)
-    up, down = partial(grouped_up, tile=tiles.up), partial(grouped_down, tile=tiles.down)
-    return by_expert(x, weights, ids, stack, experts, residual, up, down)
+    return by_expert(x, weights, ids, stack, experts, residual, grouped_up, grouped_down, tiles)

@@ -5,7 +5,6 @@ The weight is the left operand, so that the few pairs of an expert fill the shor
 tiles.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -347,5 +346,4 @@ def packed_experts(
 ) -> Tensor:
     """See `kernels.reference.Kernels.packed_experts`."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
-    up, down = partial(packed_up, tile=tiles.up), partial(packed_down, tile=tiles.down)
-    return by_expert(x, weights, ids, stack, stack.count, residual, up, down)
+    return by_expert(x, weights, ids, stack, stack.count, residual, packed_up, packed_down, tiles)

@@ -6,8 +6,6 @@ program of the first product sees some of a pair's outputs, and a scale for so m
 multiplied in between the steps of the second product.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -89,5 +87,4 @@ def rounded_experts(
 ) -> Tensor:
     """See `kernels.reference.Kernels.packed_experts`. Only what `rounded_fits` says."""
     tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
-    up, down = partial(rounded_up, tile=tiles.up), partial(rounded_down, tile=tiles.down)
-    return by_expert(x, weights, ids, stack, stack.count, residual, up, down)
+    return by_expert(x, weights, ids, stack, stack.count, residual, rounded_up, rounded_down, tiles)

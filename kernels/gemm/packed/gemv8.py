@@ -22,6 +22,19 @@ cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }"""
 
 
 @triton.jit
+def converted(w, HOW: tl.constexpr):
+    """The four codes of each word as float32, by the PTX of `decoder`."""
+    return tl.inline_asm_elementwise(
+        HOW,
+        "=f,=f,=f,=f,r",
+        [w],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def number(words, AT: tl.constexpr, TYPE: tl.constexpr):
     """The 16 bits at 16 * AT as a number of this type, in float32."""
     return (words >> (16 * AT)).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
@@ -105,14 +118,7 @@ def _gemv8_kernel(
             ahead_mask = row_mask[:, None] & (here + WORDS < words)[None, :]
             ahead = tl.load(at, mask=ahead_mask, other=0, eviction_policy="evict_first")
         if HOW != "":
-            w0, w1, w2, w3 = tl.inline_asm_elementwise(
-                HOW,
-                "=f,=f,=f,=f,r",
-                [w],
-                dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-                is_pure=True,
-                pack=1,
-            )
+            w0, w1, w2, w3 = converted(w, HOW)
         else:
             w0 = eight_bits(w.to(tl.uint8), 3)
             w1 = eight_bits((w >> 8).to(tl.uint8), 3)
