@@ -75,8 +75,9 @@ class Batch:
     # (row, index in its table, block id); a table is as block_manager.py says
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
     prefixes: list[PrefixCopy] = field(default_factory=list)  # to copy before anything reads them
-    # (row, snapshot): states of rows to copy to snapshots, as the step before has left them; then
-    # of snapshots to rows. No snapshot is saved twice.
+    # (row, slot): states of rows to copy to snapshots, as the step before has left them; then of
+    # snapshots to rows, in this order. A slot is a row that no request has, or lies behind all rows
+    # and that of padding. No snapshot is saved twice.
     saved_states: list[tuple[int, int]] = field(default_factory=list)
     resumed_states: list[tuple[int, int]] = field(default_factory=list)
     # Samples (counted among the entries that sample) that a grammar limits. If there are any, no

@@ -184,7 +184,9 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
         size = groups.state_bytes / GIB
         logger.warning("no prefix cache: there is no room for a snapshot of %.3f GiB", size)
     budget = resolved.max_num_batched_tokens
-    return SnapshotPlan.of(groups, resolved.kv, config.block_size, budget, plan.snapshots)
+    return SnapshotPlan.of(
+        groups, resolved.kv, config.block_size, budget, plan.snapshots, resolved.device.type
+    )
 
 
 def build_rank(

@@ -137,8 +137,8 @@ class FakeRunner:
         self.table = np.full((config.max_num_seqs, per_row), -1, dtype=np.int64)
         self.kv = np.full((config.kv_ranks * config.num_blocks, config.block_size), -1)
         self.bases = np.zeros(config.max_num_seqs, dtype=np.int64)  # of rows, see `in_one`
-        self.states: dict[int, tuple[int, int]] = {}  # of rows, if any: key, position
-        self.snapshots: dict[int, tuple[int, int]] = {}
+        # Of slots, if any, rows among them: key, position.
+        self.states: dict[int, tuple[int, int]] = {}
         self.news: dict[int, NewRow] = {}
         self.launch_table: dict[int, dict[int, int]] = {}  # the tables as of the last launch
         self.in_flight: list[_Step] = []
@@ -243,9 +243,9 @@ class FakeRunner:
         size = self.config.block_size
         assert len({slot for _, slot in step.saved}) == len(step.saved), "a snapshot is saved twice"
         for row, slot in step.saved:
-            self.snapshots[slot] = self.states[row]
+            self.states[slot] = self.states[row]
         for row, slot in step.resumed:
-            self.states[row] = self.snapshots[slot]
+            self.states[row] = self.states[slot]
         for new in step.rows:
             self.tokens[new.row] = -1
             self.tokens[new.row, : len(new.token_ids)] = new.token_ids

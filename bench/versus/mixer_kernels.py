@@ -117,7 +117,7 @@ def decode(s: Sizes, kv_len: list[int], heads: int, block_size: int) -> Case:
 def _prompt(work: Any, rule: Callable[..., Calls]) -> Case:
     """Of `mixers.delta` or kimi: what a layer is given, and the peer's rule of what comes of it."""
     call = work.calls[0]
-    x, z, a, b, heads, tail, state, meta = call.args
+    x, z, a, b, heads, tail, state, meta, *_ = call.args
     sizes = (heads.key_size, heads.key_size, heads.value_size)
     counts = (heads.key_heads, heads.key_heads, heads.value_heads)
     widths = [size * count for size, count in zip(sizes, counts, strict=True)]

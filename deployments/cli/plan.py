@@ -112,7 +112,10 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
     if layers:
         yield f"{size / (1 << 20):,.1f} MiB of states a running request, in {layers} layers"
         if result.snapshots:
-            yield f"{result.snapshots:,} snapshots of as much, from which prefixes go on"
+            yield (
+                f"{result.snapshots:,} snapshots of as much, from which prefixes go on, and one in "
+                "the place of each request that does not run"
+            )
         else:
             yield "no prefix cache: there is no memory for snapshots of states, or it is off"
 

@@ -104,8 +104,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
     prefix_caching: reuse KV blocks of equal prefixes. Where layers keep states, a prefix is found
         up to a snapshot of them.
-    snapshot_bytes: bytes for snapshots of these states; 0 = a quarter of what KV gets otherwise.
-        The least recently used goes first.
+    snapshot_bytes: bytes for snapshots of these states, beside those in rows that no request has; 0
+        = a quarter of what KV gets otherwise. The least recently used goes first.
     async_scheduling: launch step n+1 before the tokens of n are known to the host; None = on CUDA.
         On the CPU, where a launch returns when the work is done, tokens would come a step late.
     target_tpot_ms: milliseconds between a request's tokens (time per output token) that steps are

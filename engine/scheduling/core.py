@@ -508,7 +508,7 @@ def _of_states(scheduler: Scheduler) -> dict[str, int]:
     return {
         "state_slots": scheduler.config.max_num_seqs,
         "snapshots": len(kept),
-        "snapshot_slots": kept.plan.slots,
+        "snapshot_slots": kept.capacity,
         "snapshots_taken": scheduler.counters.snapshots_taken,
         "snapshots_evicted": kept.evicted,
     }

@@ -39,7 +39,6 @@ class RequestMemory:
         self._config = config
         self._free_blocks = free_blocks
         self.num_rows = num_rows
-        self.free_rows = list(range(num_rows - 1, -1, -1))
         self.running: dict[int, Request] = {}
         self.deferred: list[DeferredRelease] = []
         self.reserved_blocks = 0
@@ -53,10 +52,14 @@ class RequestMemory:
             BlockManager(num_blocks, size, self._free_blocks, config.kinds)
             for _ in range(config.kv_ranks)
         ]
+        self.free_rows = list(range(self.num_rows - 1, -1, -1))  # nor has a snapshot one of these
         self.snapshots: Snapshots | None = None
         if config.snapshots is not None:
             (pool,) = self.pools
-            self.snapshots = Snapshots(config.snapshots, size, pool.is_resident)
+            first = config.max_num_seqs + 1  # one row is for padding
+            self.snapshots = Snapshots(
+                config.snapshots, size, pool.is_resident, self.free_rows, first
+            )
             pool.on_forget = self.snapshots.forget
 
     def pool(self, request: Request) -> BlockManager:
@@ -72,6 +75,11 @@ class RequestMemory:
 
     # ---- in and out ----------------------------------------------------------------------------
 
+    @property
+    def has_row(self) -> bool:
+        """A request more can have one."""
+        return len(self.running) + len(self.deferred) < self.num_rows
+
     def start(self, request: Request, start: Start, *, cacheable: bool) -> None:
         """Give the request a free row and the cached blocks of its prefix."""
         pool = self.pools[start.kv_rank]
@@ -82,7 +90,12 @@ class RequestMemory:
         request.num_computed = num_cached * pool.block_size
         request.num_registered = num_cached
         request.cacheable = cacheable
-        request.row = self.free_rows.pop()
+        if self.free_rows:
+            request.row = self.free_rows.pop()
+        else:
+            assert self.snapshots is not None
+            begins = request.hashes[num_cached - 1] if num_cached else b""
+            request.row = self.snapshots.give_row(begins)
         self.running[request.id] = request
         self.reserved_blocks += self.most_blocks(request)
 
@@ -222,6 +235,7 @@ class RequestMemory:
         if self.snapshots is not None:
             self.snapshots.check_integrity()
         rows = [row for row, _, _ in held]
+        rows += self.snapshots.rows if self.snapshots is not None else []
         assert sorted(rows + self.free_rows) == list(range(self.num_rows)), (
             "a row is lost or shared"
         )

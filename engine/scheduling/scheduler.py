@@ -323,7 +323,7 @@ class Scheduler:
         """Start waiting requests, in order, while tokens, rows and memory suffice for the first."""
         memories: list[KVMemory] = []  # of each pool
         queue, rows = self.queue, self.rows
-        while self.memory.free_rows and self._budget(builder) > 0 and (request := queue.first()):
+        while self.memory.has_row and self._budget(builder) > 0 and (request := queue.first()):
             if len(self.running) >= rows:
                 return
             if request.last_step > self.done_step:  # its token in flight is not known yet

@@ -5,17 +5,23 @@ request unless the state was copied when it was there. A snapshot is the state b
 token of a block, and is known by that block's hash. A prefix hit begins where a snapshot is and all
 groups of layers with keys have their blocks. Where snapshots are taken, all at borders of blocks:
 
-    at the end of a prompt          the next turn of a conversation goes on there, or further on:
-    every `gap` tokens of output    one a request, which the next one replaces
+    at the end of a prompt          that is `worth` tokens from the last one: the next turn of a
+                                    conversation goes on there, or further on:
+    every `gap` tokens of output    one a request, which the next one replaces; the first where the
+                                    prompt's last block ends
     where cached blocks go on       two prompts part there, and a third may come: a system prompt
     every `every` tokens            of a long prompt
 
 None is within `gap` tokens of the one before it: so few tokens are computed again more quickly than
-a step is added. Chunks of a prompt end where one is to be taken.
+a state is copied. Chunks of a prompt end where one is to be taken, which is a step more.
+
+A snapshot lies in memory of its own, or in a row that no request has: there are as many rows as
+requests may ever run, and a state is as large as the keys of thousands of tokens. A request that
+needs a row takes an empty one, or that of the snapshot that has been unused for longest.
 
 The device copies a row to a snapshot at the beginning of the step that takes the request further,
-before any snapshot is copied to a row. So what is decided last in a step may use what was decided
-first.
+before any snapshot is copied to a row, and these in the order in which requests begin. So what is
+decided last in a step may use what was decided first.
 """
 
 from collections import OrderedDict
@@ -26,25 +32,37 @@ from typing import Protocol
 from engine.config.kv_groups import KVGroups
 from kernels.kv.format import KVFormat
 
+# Tokens that a GPU computes while it reads the weights for a step of few: on an H200, of a mixture
+# of 512 experts, a step of 16 tokens takes 5 ms, and 512 tokens more in another step take 6.
+WORTH = 512
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
-    """slots: snapshots that there is memory for; 0 = no prefix is found again. every, gap: tokens,
-    as the module says."""
+    """slots: snapshots that have memory of their own; 0 = no prefix is found again. every, gap,
+    worth: tokens, as the module says."""
 
     slots: int
     every: int
     gap: int = 64
+    worth: int = 0
 
     @classmethod
     def of(
-        cls, groups: KVGroups, form: KVFormat, block_size: int, step_tokens: int, slots: int
+        cls,
+        groups: KVGroups,
+        form: KVFormat,
+        block_size: int,
+        step_tokens: int,
+        slots: int,
+        device_type: str,
     ) -> "SnapshotPlan":
         """every: tokens whose keys take as much memory as a snapshot, or that a step computes if
         these are more, so that no full step is cut. form: of keys. step_tokens: at most."""
         token = sum(taken for _, taken in groups.token_bytes(form).values())
         every = max(groups.state_bytes // token, step_tokens)
-        return cls(slots, -(-every // block_size) * block_size)
+        worth = WORTH if device_type == "cuda" else 0
+        return cls(slots, -(-every // block_size) * block_size, worth=worth)
 
     def cuts(self, tokens: int) -> int:
         """The most steps that so many tokens take beyond those that they would take uncut."""
@@ -75,17 +93,28 @@ class Marks:
 
 
 class Snapshots:
-    """Which slots hold which states. The least recently used goes first; `forget` is told of each
-    block that leaves the prefix cache. resident: whether all groups of layers have a block."""
+    """Which slots hold which states: rows, and behind these, from `first` on, slots of their own.
+    The least recently used goes first; `forget` is told of each block that leaves the prefix cache.
+
+    resident: whether all groups of layers have a block. free_rows: that neither a request nor a
+    snapshot has; whoever takes one removes it there.
+    """
 
     def __init__(
-        self, plan: SnapshotPlan, block_size: int, resident: Callable[[bytes], bool]
+        self,
+        plan: SnapshotPlan,
+        block_size: int,
+        resident: Callable[[bytes], bool],
+        free_rows: list[int],
+        first: int,
     ) -> None:
         self.plan = plan
         self._block_size = block_size
         self._resident = resident
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # oldest first
-        self._free = list(range(plan.slots - 1, -1, -1))
+        self._first = first
+        self._free = list(range(first + plan.slots - 1, first - 1, -1))
+        self._free_rows = free_rows
         self._steps: dict[bytes, int] = {}  # the step that takes it
         self._rolling: set[bytes] = set()  # that the request which has taken it will replace
         self._to_save: dict[int, int] = {}  # slot -> row, at the beginning of the next step
@@ -93,6 +122,16 @@ class Snapshots:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def capacity(self) -> int:
+        """Snapshots that there is memory for as long as no other request begins."""
+        return len(self._slots) + len(self._free) + len(self._free_rows) if self.plan.slots else 0
+
+    @property
+    def rows(self) -> list[int]:
+        """That snapshots lie in."""
+        return [slot for slot in self._slots.values() if slot < self._first]
 
     # ---- where they are taken ------------------------------------------------------------------
 
@@ -113,7 +152,9 @@ class Snapshots:
         plan, size = self.plan, self._block_size
         end = (request.num_tokens - 1) // size * size
         least = max(at + 1, marks.last + plan.gap)
-        wanted = (marks.branch, -(-least // plan.every) * plan.every, end)
+        wanted = [marks.branch, -(-least // plan.every) * plan.every]
+        if end - marks.last >= plan.worth:
+            wanted.append(end)
         marks.border = min((place for place in wanted if least <= place <= end), default=-1)
         return left if marks.border < 0 else marks.border - at
 
@@ -138,14 +179,14 @@ class Snapshots:
         if rolling:
             if marks.rolling in self._rolling:
                 self.forget(marks.rolling)
-            elif 2 * len(self._rolling) >= self.plan.slots:
+            elif 2 * len(self._rolling) >= self.capacity:
                 return  # what is under way leaves half to what is complete
             marks.rolling = digest
             self._rolling.add(digest)
-        if not self._free:
+        if not (self._free or self._free_rows):
             self.forget(next(iter(self._slots)))
             self.evicted += 1
-        slot = self._free.pop()
+        slot = (self._free or self._free_rows).pop()
         self._slots[digest] = slot
         self._steps[digest] = step
         self._to_save[slot] = request.row
@@ -175,17 +216,31 @@ class Snapshots:
                 return table, cached
         return [], cached
 
+    def give_row(self, beginning: bytes) -> int:
+        """A row for a request where `free_rows` has none; at least one has a snapshot. beginning:
+        the block that the request goes on from; b"" = from none."""
+        for digest, slot in self._slots.items():
+            if slot < self._first and digest != beginning:
+                self.forget(digest)
+                self.evicted += 1
+                return self._free_rows.pop()
+        return self._slots[beginning]  # no other one: see `begin`
+
     def begin(self, request: Computed, cached: int) -> int:
-        """The request starts at num_computed. cached: see `match`. Returns the slot to copy its
-        state from; -1 = it has none yet."""
+        """The request starts at num_computed, in its row. cached: see `match`. Returns the slot to
+        copy its state from; -1 = it has none yet, or has it in its row."""
         begin = request.num_computed
         request.marks = Marks(last=begin, branch=cached * self._block_size)
         if not begin:
             return -1
         digest = request.hashes[begin // self._block_size - 1]
-        self._slots.move_to_end(digest)
+        slot = self._slots[digest]
         self._rolling.discard(digest)
-        return self._slots[digest]
+        if slot == request.row:  # which is written over; if it is still to be copied there, it is
+            del self._slots[digest], self._steps[digest]
+            return -1
+        self._slots.move_to_end(digest)
+        return slot
 
     # ---- what is lost --------------------------------------------------------------------------
 
@@ -196,24 +251,25 @@ class Snapshots:
             request.marks = None
 
     def forget(self, digest: bytes) -> None:
-        """Its block is not found again, or the slot is needed."""
+        """Its block is not found again, or the slot is needed. A copy to it that is due in this
+        step is made: a request may have begun from it before its slot was given away."""
         slot = self._slots.pop(digest, None)
         if slot is not None:
-            self._free.append(slot)
-            self._to_save.pop(slot, None)
+            (self._free_rows if slot < self._first else self._free).append(slot)
             self._rolling.discard(digest)
             del self._steps[digest]
 
     def forget_after(self, step: int) -> None:
         """Those that are taken by later steps, which do not count."""
+        self._to_save.clear()
         for digest in [digest for digest, taken in self._steps.items() if taken > step]:
             self.forget(digest)
 
     def check_integrity(self) -> None:
         """Assert the invariants."""
-        slots = [*self._slots.values(), *self._free]
-        assert sorted(slots) == list(range(self.plan.slots)), "a snapshot is lost or shared"
+        own = [slot for slot in self._slots.values() if slot >= self._first]
+        every = list(range(self._first, self._first + self.plan.slots))
+        assert sorted(own + self._free) == every, "a snapshot is lost or shared"
         assert self._steps.keys() == self._slots.keys()
         assert self._rolling <= self._slots.keys()
-        assert self._to_save.keys() <= set(self._slots.values())
         assert all(map(self._resident, self._slots)), "a snapshot has outlived its block"

@@ -1,8 +1,8 @@
 """StateCache: what layers keep of a whole request, and snapshots of it that others go on from.
 
-A slot has one state of each such layer. The first slots are the rows of running requests, the rest
-are snapshots (`engine.scheduling.snapshots` says of what). Layers know nothing of snapshots: a
-request goes on from one that was copied into its row.
+A slot has one state of each such layer. The first slots are the rows of requests, the rest are for
+snapshots (`engine.scheduling.snapshots` says of what), which also lie in rows that no request has.
+Layers know nothing of snapshots: a request goes on from one that was copied into its row.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,6 @@ class StateCache:
         device: torch.device,
         memory: CacheMemory,
     ) -> None:
-        self.rows, self.snapshots = rows, snapshots
         # Tensors of one shape lie together, [tensors, slots, *shape]: a slot is copied for all of
         # them at once.
         self._storages: list[Tensor] = []
@@ -56,15 +55,16 @@ class StateCache:
         self.layers = {layer: (own[0], own[len(own) - 1]) for layer, own in found.items()}
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows to snapshots, (row, snapshot) each, in the order of the device's work. No
-        snapshot is in two pairs."""
-        for row, snapshot in pairs:
-            self._copy(row, self.rows + snapshot)
+        """Copy rows to snapshots, (row, slot) each, in the order of the device's work. No slot is
+        in two pairs."""
+        for row, slot in pairs:
+            self._copy(row, slot)
 
     def resume(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy snapshots to rows, (row, snapshot) each."""
-        for row, snapshot in pairs:
-            self._copy(self.rows + snapshot, row)
+        """Copy snapshots to rows, (row, slot) each, one after the other: a row may have been the
+        slot of one before."""
+        for row, slot in pairs:
+            self._copy(slot, row)
 
     @property
     def row_bytes(self) -> int:

@@ -285,7 +285,7 @@ def an_aborted_request_keeps_its_row(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: RequestMemory, done_step: int) -> list[DeferredRelease]:
         freed = give_back(self, done_step)
-        self.free_rows = [row for row in self.free_rows if row != 3]
+        self.free_rows[:] = [row for row in self.free_rows if row != 3]
         return freed
 
     patch.setattr(RequestMemory, "give_back", wrong)

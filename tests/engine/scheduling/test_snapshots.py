@@ -96,7 +96,7 @@ def test_short_prompts_are_not_cut() -> None:
 
 def test_the_budget_bounds_them_and_the_oldest_goes() -> None:
     """Bug: more snapshots than there is memory for; or one in use goes before an old one."""
-    core, _ = core_with(SnapshotPlan(slots=3, every=1000, gap=4))
+    core, _ = core_with(SnapshotPlan(slots=3, every=1000, gap=4), max_num_seqs=1)
     prompts = [make_request(id, 30).token_ids for id in range(1, 6)]
     ids = iter(range(100, 200))
 
@@ -111,7 +111,7 @@ def test_the_budget_bounds_them_and_the_oldest_goes() -> None:
 
 def test_an_answer_replaces_its_own_snapshots_only() -> None:
     """Bug: each long answer fills the budget with states of its middle, and prompts have none."""
-    core, _ = core_with(SnapshotPlan(slots=6, every=1000, gap=4), max_num_seqs=4)
+    core, _ = core_with(SnapshotPlan(slots=6, every=1000, gap=4), max_num_seqs=3)
     prompts = [make_request(id, 21).token_ids for id in range(1, 4)]
     requests = [
         make_request(id, prompt.copy(), max_tokens=40, ignore_eos=True)
@@ -121,6 +121,60 @@ def test_an_answer_replaces_its_own_snapshots_only() -> None:
     assert len(snapshots_of(core)) == 6
     for id, prompt in enumerate(prompts, start=10):
         assert run(core, [make_request(id, prompt.copy(), max_tokens=1)])[id].cached == 20
+
+
+def test_rows_of_no_request_hold_snapshots() -> None:
+    """Bug: all memory is for states of requests that may run, and a server with few of them finds
+    nothing of what they said; or a row is given to a request and a snapshot."""
+    core, _ = core_with(SnapshotPlan(slots=1, every=1000, gap=4), max_num_seqs=6, num_blocks=400)
+    prompts = [make_request(id, 30).token_ids for id in range(5)]
+
+    def cached(count: int, first: int) -> list[int]:
+        asked = [make_request(first + i, prompts[i].copy(), max_tokens=1) for i in range(count)]
+        found = run(core, asked)
+        return [found[first + i].cached for i in range(count)]
+
+    assert cached(3, 10) == [0] * 3
+    kept = snapshots_of(core)
+    assert (len(kept), kept.capacity, len(kept.rows)) == (3, 7, 2)
+    assert core.stats().snapshot_slots == 7
+    assert cached(3, 20) == [28] * 3, "each begins from a row or the slot, in a row of its own"
+    assert cached(5, 30) == [28] * 3 + [0] * 2
+    core.check_integrity()
+    # As many run as there are rows: snapshots make room, the oldest first.
+    run(core, [make_request(40 + id, 9, max_tokens=2) for id in range(6)])
+    assert len(kept) == 1 and not kept.rows and kept.evicted >= 4
+    core.check_integrity()
+
+
+def test_the_only_row_left_may_have_what_a_request_begins_from() -> None:
+    """Bug: the snapshot that was found is given away for its row before its request has begun."""
+    core, _ = core_with(SnapshotPlan(slots=1, every=1000, gap=4), max_num_seqs=2)
+    prompts = [make_request(id, 30).token_ids for id in range(2)]
+    run(core, [make_request(1, prompts[0].copy(), max_tokens=1)])  # has the slot of its own
+    run(core, [make_request(2, prompts[1].copy(), max_tokens=1)])  # lies in a row
+    kept = snapshots_of(core)
+    assert len(kept.rows) == 1
+    core.add(make_request(3, 9, max_tokens=30, ignore_eos=True))
+    core.step()
+    found = run(core, [make_request(4, prompts[1].copy(), max_tokens=9)])
+    assert found[4].cached == 28
+    core.check_integrity()
+
+
+def test_the_end_of_a_prompt_is_worth_a_step_or_is_not_cut() -> None:
+    """Bug: a turn of few tokens takes a step more on a device that computes them all for as much;
+    or the next turn computes them once more, though the answer had a border to take them at."""
+    plan = SnapshotPlan(slots=8, every=1000, gap=8, worth=20)
+    core, runner = core_with(plan)
+    tokens = make_request(1, 39).token_ids
+    for turn, new in ((0, 39), (1, 13), (2, 13)):
+        before = runner.num_steps
+        request = make_request(turn, tokens.copy(), max_tokens=10, ignore_eos=True)
+        (output,) = run(core, [request]).values()
+        assert runner.num_steps - before == 10 + (turn == 0)
+        assert not turn or len(tokens) - output.cached <= new + plan.gap + 4
+        tokens = [*tokens, *output.tokens, 3, 5, 4]
 
 
 def test_snapshots_go_with_their_blocks() -> None:
@@ -199,10 +253,11 @@ class HybridMachine(RuleBasedStateMachine):
         slots=st.sampled_from([1, 2, 5, 30]),
         every=st.sampled_from([12, 24]),
         gap=st.sampled_from([1, 4, 10]),
+        worth=st.sampled_from([0, 20]),
     )
     def start(
         self, block_size: int, budget: int, spare: int, window: int, slots: int, every: int,
-        gap: int, **changes: Any,
+        gap: int, worth: int, **changes: Any,
     ) -> None:  # fmt: skip
         self.texts: list[list[int]] = []
         self.driver = Driver(
@@ -212,7 +267,7 @@ class HybridMachine(RuleBasedStateMachine):
             max_model_len=60,
             kinds=(Full(), Window(window)),
             num_blocks=-(-60 // block_size) * 2 + spare,
-            snapshots=SnapshotPlan(slots, every, gap),
+            snapshots=SnapshotPlan(slots, every, gap, worth),
             fail=(13,),
             **changes,
         )
