@@ -46,7 +46,6 @@ choose_assembler()
 # Of x, up to which packed weights are decoded in the product. At 256 rows the four of llama-8b's
 # layer in 4 bits with offsets took 305 microseconds so, and 342 expanded for cuBLAS, on one H200.
 PACKED_ROWS = 256
-ROUNDED_ROWS = 32  # of x, from which both sides have 8 bits where the format says so
 
 
 class Cuda(Kernels):
@@ -159,8 +158,8 @@ class Cuda(Kernels):
         decoding it for each tile.
 
         Where the format has such activations, rows in 8 bits are multiplied by the codes
-        themselves, from ROUNDED_ROWS on or, where weights have scales of blocks, from two on; what
-        makes them takes the norm or the gate before along."""
+        themselves, from `Format.rounded_rows` on; what makes them takes the norm or the gate before
+        along."""
         to = self._rounded_to(x, weight)
         if to is not None:
             count = x.shape[0]
@@ -217,11 +216,9 @@ class Cuda(Kernels):
 
     def _rounded_to(self, x: Tensor, weight: PackedWeight) -> torch.dtype | None:
         """What x's rows become for their product; None: they stay as they are."""
-        if blocks.fits(x, weight):
-            return E4M3 if x.shape[0] > 1 else None
-        if x.shape[0] < ROUNDED_ROWS:
+        if x.shape[0] < weight.form.rounded_rows:
             return None
-        if fp8.scales_fit(x, weight):
+        if blocks.fits(x, weight) or fp8.scales_fit(x, weight):
             return E4M3
         return torch.int8 if int8.fits(weight, x) else None
 

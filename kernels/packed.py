@@ -84,6 +84,16 @@ class Format:
         return (self.code == "e4m3" or self.zero == 128) and multiplies(self.code, capability)
 
     @property
+    def rounded_rows(self) -> int:
+        """Rows of x from which linear layers round them, where the device does (`rounds`)."""
+        return 32 if self.rows == 1 else 2
+
+    def rounds_experts(self, capability: tuple[int, int]) -> bool:
+        """Whether experts of a mixture round their rows there, however many. Else their codes are
+        decoded."""
+        return self.code == "e4m3" and self.rows == 1 and self.rounds(capability)
+
+    @property
     def chunk(self) -> int:
         """Inputs after which the layout of the CPU repeats."""
         return max(self.group, BLOCK)

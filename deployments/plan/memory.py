@@ -208,13 +208,21 @@ def plan(
         )
     if ranks > 1:
         whole = _outline(replace(resolved, config=_on_one_rank(config)))
+    linears, experts = _matrices(whole)
+    quantized = model.quantized
+    if quantized is not None:
+        # Only of GGUF blocks is an embedding kept as linear layers are.
+        table = [whole.config.record.tensors["embedding"].names[0]] * (quantized.method == "gguf")
+        quantized = quantized.of((*linears, *experts, *table))
     dtype = str(resolved.dtype).removeprefix("torch.")
     weights_kind = dtype if config.quantization in ("auto", "none") else config.quantization
     return EnginePlan(
         device=device,
         dtype=dtype,
-        weights_kind=weights_kind if model.quantized is None else model.quantized.name,
-        products=tuple(products(config.quantization, model.quantized, device.capability, cuda)),
+        weights_kind=weights_kind if quantized is None else quantized.name,
+        products=tuple(
+            products(config.quantization, quantized, device.capability, cuda, linears, experts)
+        ),
         parameters=whole.num_parameters,
         active_parameters=whole.num_active_parameters,
         memory=memory,
@@ -232,6 +240,17 @@ def plan(
         states=(len(groups.recurrent), groups.state_bytes),
         snapshots=min((memory.snapshots for memory, part in found if part.kv.recurrent), default=0),
     )
+
+
+def _matrices(model: "Model") -> tuple[list[str], list[str]]:
+    """Names in the checkpoint of linear layers and of experts, without ".weight"."""
+    linears = [part.name for spec in model.matrices() for part in spec.parts]
+    experts = [
+        source.name.removesuffix(".weight")
+        for spec in model.expert_specs()
+        for source in (*spec.gate_up, *spec.down)
+    ]
+    return linears, experts
 
 
 def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -> int | None:

@@ -2,8 +2,8 @@
 here. `engine.config.quantized_config` reads it."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import lru_cache
 from math import lcm
@@ -99,6 +99,17 @@ class Quantized:
             if _any_of(patterns).fullmatch(name):
                 return scheme
         return None
+
+    def of(self, names: Iterable[str]) -> "Quantized":
+        """What of it these matrices have: a file may say how a head is kept that the model has not,
+        because it is the embedding. What `scheme` and `keeps` say of these stays the same."""
+        if self.method == "gguf":
+            kept = set(names)
+            return replace(self, types={at: kind for at, kind in self.types.items() if at in kept})
+        met = {self.scheme(name) for name in names}
+        return replace(
+            self, rules=tuple(rule for rule in self.rules if rule[1] is None or rule[1] in met)
+        )
 
     def keeps(self, name: str) -> bool:
         """Whether this matrix is kept as usual."""

@@ -1,9 +1,11 @@
 """How a device multiplies weights in fewer bits, in words: for `manta plan` and `manta doctor`."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from engine.config.quantized import Quantized
-from kernels.packed import FLOAT8_PRODUCTS, INT8_PRODUCTS, Code, multiplies
+from engine.config.quantized import Quantized, Scheme
+from engine.quantization.layouts.byte_layouts import eight_bit_form
+from engine.quantization.rounded.cuda import rounded_form
+from kernels.packed import BLOCK, FLOAT8_PRODUCTS, INT8_PRODUCTS, Format
 
 # Speed of llama-8b on one H200 against 16-bit weights (bench/results/versus-quantised-*.json):
 # workload -> ratio, of "single" (one stream), "uniform" (256 requests), "prefill" (prompts).
@@ -17,61 +19,96 @@ _INTEGERS = ("gptq", "awq", "packed")
 
 
 def products(
-    quantization: str, quantized: Quantized | None, capability: tuple[int, int] | None, cuda: bool
+    quantization: str,
+    quantized: Quantized | None,
+    capability: tuple[int, int] | None,
+    cuda: bool,
+    linears: Collection[str],
+    experts: Collection[str],
 ) -> Iterator[str]:
-    """A line for each format. quantization: the configuration's; quantized: of the checkpoint, if
-    it is in fewer bits; capability: compute capability of CUDA, if that is known."""
+    """A line for each format that the model's matrices have; on CUDA another one for experts.
+
+    quantization: the configuration's; quantized: of the checkpoint, if it is in fewer bits;
+    capability: compute capability of CUDA, if that is known. linears, experts: names of matrices,
+    without ".weight".
+    """
+    told = {False: linears, True: experts if cuda else ()}
     if quantized is None:
-        if quantization not in ("auto", "none"):
-            both: Code | None = "int" if quantization == "w8a8" else None
-            both = "e4m3" if quantization == "fp8" else both
-            yield _line(quantization, both, quantization, capability, cuda, kept=True)
+        if quantization in ("auto", "none"):
+            return
+        form = rounded_form(quantization, "", BLOCK)
+        for of_experts, names in told.items():
+            if names:
+                yield _line(quantization, form, quantization, capability, cuda, True, of_experts)
         return
     if quantized.method == "gguf":
-        yield _line(quantized.name, None, "", capability, cuda, kept=True)
+        yield _line(quantized.name, None, "", capability, cuda, True)
         return
-    schemes = dict.fromkeys(scheme for _, scheme in quantized.rules if scheme is not None)
-    for scheme in schemes:
-        both = None
-        blocks = scheme.kind == "fp8" and scheme.rows == scheme.group == 128
-        if scheme.activations == 8 and (blocks or not scheme.group):
-            both = "e4m3" if scheme.kind == "fp8" else "int"
-        measured = ""
-        if both == "e4m3":
-            measured = "fp8-block" if blocks else "fp8"
-        if scheme.kind in _INTEGERS and scheme.bits == 4 and not scheme.ordered:
-            measured = "int4"
-        kept = cuda or scheme.kind not in ("fp8", "nf4")
-        first = 2 if blocks else 32
-        yield _line(scheme.name, both, measured, capability, cuda, kept, first)
+    if not cuda:
+        told = {False: (*linears, *experts)}
+    for of_experts, names in told.items():
+        schemes = dict.fromkeys(map(quantized.scheme, names))
+        for scheme in schemes:
+            if scheme is None:
+                continue
+            kept = cuda or scheme.kind not in ("fp8", "nf4")
+            if of_experts and scheme.ordered:
+                kept = False
+            nominal, measured = _nominal(scheme)
+            yield _line(scheme.name, nominal, measured, capability, cuda, kept, of_experts)
+
+
+def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
+    """The format of a matrix whose sizes divide as usual, where there are products that round
+    activations for any like it; and the key of MEASURED."""
+    if scheme.kind in _INTEGERS:
+        return None, "int4" if scheme.bits == 4 and not scheme.ordered else ""
+    if scheme.kind not in ("fp8", "int8", "llm-int8"):
+        return None, ""
+    group = 16 if scheme.group % BLOCK else scheme.group or BLOCK
+    form = eight_bit_form(scheme, group, scheme.rows if scheme.group else 1)
+    if form.code != "e4m3" or form.activations != 8:
+        return form, ""
+    return form, "fp8-block" if form.rows > 1 else "fp8"
 
 
 def _line(
     name: str,
-    both: Code | None,  # activations are rounded to that too
+    form: Format | None,
     measured: str,  # of MEASURED
     capability: tuple[int, int] | None,
     cuda: bool,
     kept: bool,
-    first: int = 32,  # tokens of a step whose activations are rounded
+    experts: bool = False,
 ) -> str:
+    text = f"{name}, experts" if experts else name
     if not kept:
-        return f"{name}: no product here; expanded to 16 bits at the start"
+        return f"{text}: no product here; expanded to 16 bits at the start"
     if not cuda:
         if name == "int8":
-            return f"{name}: multiplied in 8 bits, activations in 16"
-        return f"{name}: multiplied in its bits, activations in 8"
-    text = f"{name}: decoded in the product, expanded for it above 256 tokens a step"
-    if both:
-        integers = both == "int"
-        what = "8-bit integers" if integers else "8-bit floats"
-        needs = f"{INT8_PRODUCTS[0]}.{INT8_PRODUCTS[1]}" if integers else f"{FLOAT8_PRODUCTS}.x"
-        if capability is not None and multiplies(both, capability):
-            text = f"{name}: products of {what} from {first} tokens a step on; below, decoded"
-        else:
-            text += f" (products of {what} take compute capability {needs})"
-    ratios = MEASURED.get(measured, {}) if capability is not None and capability[0] == 9 else {}
-    if ratios:
-        told = ", ".join(f"{_WORDS[each]} {ratio:.2f}" for each, ratio in ratios.items())
+            return f"{text}: multiplied in 8 bits, activations in 16"
+        return f"{text}: multiplied in its bits, activations in 8"
+    floats = form is not None and form.code == "e4m3"
+    what = f"products of {'8-bit floats' if floats else '8-bit integers'}"
+    above = "" if experts else ", expanded for it above 256 tokens a step"
+    decoded = f"{text}: decoded in the product{above}"
+    able = (FLOAT8_PRODUCTS, 0) if floats else INT8_PRODUCTS  # the least that multiplies such
+    if form is None or not _rounds(form, able, experts):
+        text = decoded
+    elif capability is None or not _rounds(form, capability, experts):
+        needs = f"{FLOAT8_PRODUCTS}.x" if floats else f"{INT8_PRODUCTS[0]}.{INT8_PRODUCTS[1]}"
+        text = f"{decoded} ({what} take compute capability {needs})"
+    elif experts:
+        text += f": {what} in steps of any size"
+    else:
+        text += f": {what} from {form.rounded_rows} tokens a step on; below, decoded"
+    hopper = capability is not None and capability[0] == 9
+    if hopper and not experts and measured in MEASURED:
+        ratios = MEASURED[measured].items()
+        told = ", ".join(f"{_WORDS[each]} {ratio:.2f}" for each, ratio in ratios)
         text += f"; measured on an H200, times 16 bits: {told}"
     return text
+
+
+def _rounds(form: Format, capability: tuple[int, int], experts: bool) -> bool:
+    return form.rounds_experts(capability) if experts else form.rounds(capability)

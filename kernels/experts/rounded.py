@@ -35,7 +35,7 @@ def rounded_fits(x: Tensor, stack: PackedExperts) -> bool:
     round x too, and x of 16 bits on a device that multiplies such numbers."""
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (FLOAT8_PRODUCTS, 0)
     return x.dtype.itemsize == 2 and all(
-        weight.form.code == "e4m3" and bytes_fit(weight) and weight.form.rounds(capability)
+        bytes_fit(weight) and weight.form.rounds_experts(capability)
         for weight in (stack.gate_up, stack.down)
     )
 

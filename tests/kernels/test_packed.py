@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda import ROUNDED_ROWS
 from kernels.dispatch import kernels_for
 from kernels.gemm.packed import blocks, fp8, int8
 from kernels.gemm.packed import dot as dot_module
@@ -355,7 +354,8 @@ def test_what_rounds_its_rows() -> None:
     both, ref = packed("int8-both", 40, bias=True)
     alone, _ = packed("int8-row", 40)
     floats, _ = packed("e4m3-row", 40)
-    x, norm = random(ROUNDED_ROWS, 288, dtype=dtype), random(288, dtype=dtype)
+    least = both.form.rounded_rows
+    x, norm = random(least, 288, dtype=dtype), random(288, dtype=dtype)
     assert int8.fits(both, x)
     assert not int8.fits(alone, x) and not int8.fits(floats, x)
     assert both.bias is not None
@@ -371,11 +371,11 @@ def test_what_rounds_its_rows() -> None:
     gated = cuda.packed_linear(x, both, norm=norm, eps=1e-5, gate="silu")
     assert row_error(gated, torch.nn.functional.silu(gate) * up) < 4 * BOUND[dtype]
     fixed = kernels_for("cuda", deterministic=True)
-    pair = random(ROUNDED_ROWS, 2 * 288, dtype=dtype)
-    for kernels, count in ((cuda, ROUNDED_ROWS), (cuda, ROUNDED_ROWS - 1), (fixed, 2)):
+    pair = random(least, 2 * 288, dtype=dtype)
+    for kernels, count in ((cuda, least), (cuda, least - 1), (fixed, 2)):
         some = pair[:count]
         takes = kernels.takes_gate(some, both)
-        assert takes is (kernels is fixed or count == ROUNDED_ROWS)
+        assert takes is (kernels is fixed or count == least)
         assert not kernels.takes_gate(some, alone)
         behind = random(count, 40, dtype=dtype)
         apart = kernels.packed_linear(kernels.GATES["silu"](some), both, residual=behind.clone())
@@ -630,7 +630,8 @@ def test_inside_a_graph(name: str, tokens: int) -> None:
     x.copy_(random(tokens, width, dtype=torch.bfloat16))
     graph.replay()
     able = fp8.scales_fit(x, weight) or int8.fits(weight, x)
-    rounded = tokens > 1 if blocks.fits(x, weight) else able and tokens >= ROUNDED_ROWS
+    able = able or blocks.fits(x, weight)
+    rounded = able and tokens >= weight.form.rounded_rows
     bound = 0.06 if rounded else 2 * BOUND[torch.bfloat16]
     assert row_error(out, x.double() @ ref.T) < bound
     if rounded:

@@ -34,6 +34,15 @@ _STATE_BYTES = 1024  # of the JSON that bitsandbytes writes beside a matrix
 _NAN = 127  # of an 8-bit float, without its sign
 
 
+def eight_bit_form(scheme: Scheme, group: int, rows: int) -> Format:
+    """Of a matrix that keeps a scale for so many inputs and outputs."""
+    if scheme.kind == "fp8":
+        return Format(
+            8, group, torch.float32, code="e4m3", rows=rows, activations=scheme.activations
+        )
+    return Format(8, group, torch.float32, zero=128, activations=scheme.activations)
+
+
 class EightBitLayout(Layout):
     """e4m3 or signed codes [out, in], with a scale for the matrix, for each output or each
     block."""
@@ -55,11 +64,7 @@ class EightBitLayout(Layout):
         group = gcd(scheme.group, width, part.columns[0]) if scheme.group else width
         aligned = isinstance(rows, tuple) and rows[0] % max(1, scheme.rows) == 0
         band = scheme.rows if scheme.rows > 1 and aligned and count % scheme.rows == 0 else 1
-        self.form = (
-            Format(8, group, torch.float32, code="e4m3", rows=band, activations=scheme.activations)
-            if self._floats
-            else Format(8, group, torch.float32, zero=128, activations=scheme.activations)
-        )
+        self.form = eight_bit_form(scheme, group, band)
         self.scale_name = scheme.scale
         self.parameters: dict[str, Parameter] = {}
         kind = torch.float8_e4m3fn if self._floats else torch.int8

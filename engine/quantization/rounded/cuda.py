@@ -69,6 +69,21 @@ class PackedCuda(DenseCuda):
             super().tune(states, sizes, add)
 
 
+def rounded_form(to: str, name: str, width: int) -> Format:
+    """Of a layer with rows of this width, a multiple of 32. to: a quantization above."""
+    if to == "fp8":
+        return Format(8, width, torch.float32, code="e4m3", activations=8)
+    if to == "w8a8":
+        return Format(8, width, torch.float32, zero=128, activations=8)
+    if to == "int8" or name == "head":
+        return Format(8, width, torch.float32, zero=128)
+    if to == "nf4":
+        group = 64 if width % 64 == 0 else BLOCK
+        return Format(4, group, torch.float32, table=NF4)
+    group = next(each for each in (_GROUP, 64, BLOCK) if width % each == 0)
+    return Format(4, group, torch.float16, offset="add")
+
+
 class RoundedCuda(PackedCuda):
     """Matrices whose rows are no multiple of 32 stay as they are."""
 
@@ -78,19 +93,7 @@ class RoundedCuda(PackedCuda):
 
     def form(self, name: str, width: int) -> Format | None:
         """Of a layer with rows of this width; None where it stays as it is."""
-        if width % BLOCK:
-            return None
-        if self._to == "fp8":
-            return Format(8, width, torch.float32, code="e4m3", activations=8)
-        if self._to == "w8a8":
-            return Format(8, width, torch.float32, zero=128, activations=8)
-        if self._to == "int8" or name == "head":
-            return Format(8, width, torch.float32, zero=128)
-        if self._to == "nf4":
-            group = 64 if width % 64 == 0 else BLOCK
-            return Format(4, group, torch.float32, table=NF4)
-        group = next(each for each in (_GROUP, 64, BLOCK) if width % each == 0)
-        return Format(4, group, torch.float16, offset="add")
+        return None if width % BLOCK else rounded_form(self._to, name, width)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
         form = self.form(spec.name, spec.in_features)
