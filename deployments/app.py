@@ -8,6 +8,7 @@ From Python:     serve.run(build("manta.yaml"), name="manta")
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,8 @@ def serve_config(
     """
     config = as_config(config)
     machine = NodeCapacity.here()
+    if one_machine:
+        machine = replace(machine, grows=False)
     if config.models:
         applications = [_routers_application(config)]
         each = config.each()
@@ -389,6 +392,7 @@ def model_application(
 
 def _resolved(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
     resolved = pools(config, machine)
+    parts.check_gpus(config, resolved, machine)
     open_cores = config.pools.get("cpu", PoolConfig()).num_cpus is None
     if "cpu" in resolved and open_cores and not machine.alone:
         logger.warning(

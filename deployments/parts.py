@@ -1,8 +1,10 @@
 """What Serve is told of a model's engines, and routers of a model: the pools with nothing left
 open, their deployments, and the ServedModel that follows from a configuration."""
 
+import json
+import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -23,6 +25,7 @@ from deployments.router.admission.fair_queue import AdmissionLimits
 from deployments.router.admission.limits import DispatchLimits
 from deployments.router.models.served import ServedModel
 from deployments.scaling import policy as autoscaling
+from deployments.store import store
 from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig, ranks_said
 from engine.errors import ConfigError
@@ -37,6 +40,10 @@ DRAIN_POLL = (
 )
 SURGE = 20  # percent, at least one: as many as Serve's update stops at a time
 KILL_MARGIN = 10.0  # seconds after the drain before Serve kills: for the engine to stop
+
+_MONITOR = "__autoscaling_status"  # key of Ray's store: a report each few seconds, as JSON
+
+logger = logging.getLogger("manta.app")
 
 deployment = cast(Callable[[Any], Deployment], serve.deployment)
 
@@ -175,11 +182,13 @@ def served_models(app: str) -> dict[str, ServedModel]:
 @dataclass(frozen=True, slots=True)
 class NodeCapacity:
     """What a replica can get at most: CPU cores and GPUs of the largest node. alone: there are no
-    other nodes, as far as one can know."""
+    other nodes, as far as one can know. grows: whether something may start nodes; None: there is no
+    cluster yet, of which one could know it."""
 
     cores: float
     gpus: float
     alone: bool = False
+    grows: bool | None = None
 
     @classmethod
     def here(cls) -> "NodeCapacity":
@@ -193,8 +202,25 @@ class NodeCapacity:
             cores = max(node.get("CPU", 0) for node in nodes)
             # A node without cores is the head of a cluster whose other nodes come when asked for.
             alone = len(nodes) == 1 and cores > 0
-            return cls(cores, max(node.get("GPU", 0) for node in nodes), alone)
+            return cls(cores, max(node.get("GPU", 0) for node in nodes), alone, _grows())
         return cls(len(os.sched_getaffinity(0)), gpus_here())
+
+
+def _grows() -> bool:
+    """Whether something may start nodes of the cluster, as far as its monitor tells: without node
+    types it reports nodes by their ids, and says nothing in its first seconds."""
+    try:
+        told = json.loads(store("get", _MONITOR) or b"{}")
+    except (OSError, ValueError):
+        return True
+    ids = [f"node_{node['NodeID']}" for node in cast(Any, ray).nodes()]
+    return not _only_ids(told, ids)
+
+
+def _only_ids(told: dict[str, Any], ids: Collection[str]) -> bool:
+    """told: the monitor's report. Pure."""
+    types = (told.get("autoscaler_report") or {}).get("active_nodes") or {}
+    return bool(types) and set(types) <= set(ids)
 
 
 def deployment_name(pool: str) -> str:
@@ -233,6 +259,41 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
     return resolved
 
 
+def check_gpus(
+    config: MantaConfig, resolved: Mapping[str, PoolConfig], machine: NodeCapacity
+) -> None:
+    """Whether a node has, or may come to have, the GPUs of a replica, which otherwise waits for
+    ever. A pool that may be empty keeps nothing waiting that another pool can answer. resolved: of
+    `pools`. Raises ConfigError; says so where something may start such a node. Pure but for that.
+    """
+    pool = resolved.get("gpu")
+    if pool is None or machine.gpus >= (pool.num_gpus or 0):
+        return
+    if len(resolved) > 1 and autoscaling.scales(pool) and not pool.min_replicas:
+        return
+    assert pool.num_gpus is not None
+    needs = f"a replica needs {pool.num_gpus:g} GPU{'s' * (pool.num_gpus != 1)} of one node"
+    there = f"the largest has {machine.gpus:g}" if machine.gpus else "no node has one"
+    said, key, way_out = "pools.gpu", "pools.gpu", "take pools.cpu in its place"
+    if "gpu" not in config.pools:
+        key = "engine.device"
+        said, way_out = f"{key}: {config.engine.get('device', 'auto')}", f"set {key}: cpu"
+    if machine.grows:
+        logger.warning("%s: %s, and %s: it waits until one is started", said, needs, there)
+    if machine.grows is not False:
+        return
+    if machine.gpus:
+        _, pipeline, _ = config.divisions(pool)
+        key = "engine.pipeline_parallel" if pipeline > 1 else "engine.tensor_parallel"
+        key = "pools.gpu.num_gpus" if config.node_ranks(pool) == 1 else key
+        way_out = f"lower {key}"
+    raise ConfigError(
+        f"{said}: {needs}, {there}, and nothing starts other nodes; {way_out}, or give the cluster "
+        "such a node",
+        param=key,
+    )
+
+
 def _check_share(
     config: MantaConfig, pool: PoolConfig, machine: NodeCapacity, cores: float
 ) -> None:
@@ -240,7 +301,8 @@ def _check_share(
     ranks = config.node_ranks(pool)
     if ranks == 1 or cores >= ranks:
         return
-    fewer = "" if pool.replicas <= 1 else ", or pools.cpu.replicas"
+    key = "pools.cpu.replicas" if "cpu" in config.pools else "replicas"
+    fewer = "" if pool.replicas <= 1 else f", or {key}"
     # Other nodes than those that are seen may have more.
     way_out = f"lower it{fewer}" if machine.alone else f"lower it{fewer}, or set pools.cpu.num_cpus"
     raise ConfigError(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
@@ -37,6 +38,9 @@ from engine.config.model_config import ModelConfig, weight_files
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
 
+if TYPE_CHECKING:  # with Ray, which may not be installed
+    from deployments.parts import NodeCapacity
+
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
 _LEAST_FILES = 4096  # a socket a client and some for each Ray process
 _RAY_PORTS = {8265: "dashboard", 6379: "GCS", 10001: "Ray client"}
@@ -60,7 +64,13 @@ def run(spec: str | None = None) -> int:
     be served, if that is known. Raises ConfigError."""
     config, file = (named_config(), None) if spec is None else read_planned(spec)
     missing = 0
-    for check in (*checks(config), *model_checks(config, file), *_model_files(spec, file)):
+    found = (
+        *checks(config),
+        *model_checks(config, file),
+        *pool_checks(config),
+        *_model_files(spec, file),
+    )
+    for check in found:
         missing += check.state == "MISSING"
         style = _STYLES[check.state]
         label = f"[{style}]{check.state:<8}[/{style}]"
@@ -130,6 +140,28 @@ def model_checks(
         return
     if folder.is_dir() and weight_files(folder):
         yield from _headers(config, model, device, folder)
+
+
+def pool_checks(
+    config: MantaConfig | None, machine: "NodeCapacity | None" = None
+) -> Iterator[DoctorCheck]:
+    """Whether `manta serve` would start the replicas here, by its own checks. machine: None: this
+    one."""
+    if config is None or importlib.util.find_spec("ray") is None:
+        return
+    from deployments.parts import NodeCapacity, check_gpus, pools, shares
+
+    # Whatever Ray runs elsewhere.
+    here = NodeCapacity(len(os.sched_getaffinity(0)), gpus_here()) if machine is None else machine
+    here = replace(here, alone=True, grows=False)
+    each = config.each()
+    for (name, one), share in zip(each.items(), shares(list(each.values()), here), strict=True):
+        try:
+            check_gpus(one, pools(one, share), share)
+        except ConfigError as error:
+            label = f"model {name}" if config.models else "pools"
+            text, _, way_out = error.message.rpartition("; ")
+            yield DoctorCheck(label, "MISSING", text, way_out)
 
 
 def _headers(

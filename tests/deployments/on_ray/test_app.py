@@ -70,8 +70,9 @@ def test_a_guess_of_a_clusters_cores_is_told(nodes, cores, told, monkeypatch, ca
     """A CPU pool sized by the laptop that built the file: its replicas fit on no node, or leave
     half of each idle, and nobody knows why."""
     monkeypatch.setattr("ray.is_initialized", lambda: nodes is not None)
-    alive = [{"Alive": True, "Resources": {"CPU": count}} for count in nodes or ()]
+    alive = [{"NodeID": "", "Alive": True, "Resources": {"CPU": n}} for n in nodes or ()]
     monkeypatch.setattr("ray.nodes", lambda: alive)
+    monkeypatch.setattr("deployments.parts.store", lambda *_: None)  # nothing is reported yet
     serve_config(parse_config({"pools": {"cpu": {"num_cpus": cores}}}, {}))
     assert ("pools.cpu.num_cpus" in caplog.text) == told
 

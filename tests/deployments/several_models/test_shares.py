@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from deployments import app, catalog, neighbours
+from deployments.cli import doctor
 from deployments.config.load import parse_config
-from deployments.parts import NodeCapacity, beside, pools, shares
+from deployments.parts import NodeCapacity, _only_ids, beside, check_gpus, pools, shares
 from engine.errors import ConfigError
+
+IDS = ("node_a", "node_b", "node_c")
 
 
 def cores(machine: NodeCapacity, models: dict[str, Any]) -> list[float | None]:
@@ -45,8 +48,78 @@ def test_a_share_of_fewer_cores_than_ranks_is_refused() -> None:
             pools(parse_config(given, {}), machine)
     with pytest.raises(ConfigError, match=r"or set pools\.cpu\.num_cpus$"):
         pools(parse_config(given, {}), NodeCapacity(2, 0))
+    given = {"engine": {"tensor_parallel": 2}, "replicas": 2}
+    with pytest.raises(ConfigError, match=r"lower it, or replicas$"):
+        pools(parse_config(given, {}), machine)
     alone = parse_config({"engine": {"pipeline_parallel": 2}}, {})
     assert pools(alone, machine)["cpu"].num_cpus == 2
+
+
+def test_doctor_refuses_what_serve_refuses() -> None:
+    """Bug: doctor says that a machine can serve replicas for which it has too few cores, or GPUs,
+    one model or several."""
+    two = {"engine": {"tensor_parallel": 2, "device": "cpu"}, "replicas": 2}
+    for given, name in ((two, "pools"), ({"models": {"a": two, "b": {}}}, "model a")):
+        config = parse_config(given, {})
+        (check,) = doctor.pool_checks(config, NodeCapacity(2, 0))
+        assert (check.name, check.state) == (name, "MISSING")
+        assert "a replica's share of this machine is 1" in check.text
+        assert check.way_out == "lower it, or replicas"
+        assert not list(doctor.pool_checks(config, NodeCapacity(6, 0)))
+    gpu = parse_config({"engine": {"device": "cuda"}}, {})
+    (check,) = doctor.pool_checks(gpu, NodeCapacity(2, 0))
+    assert check.text.startswith("engine.device: cuda: a replica needs 1 GPU of one node, no node")
+    assert check.way_out.startswith("set engine.device: cpu, or ")
+    assert not list(doctor.pool_checks(gpu, NodeCapacity(2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "said"),
+    [
+        ({"engine": {"device": "cuda"}}, 0, "^engine.device: cuda: .*no node .*engine.device: cpu"),
+        ({"pools": {"gpu": {}, "cpu": {}}}, 0, "^pools.gpu: .*no node has one.*take pools.cpu"),
+        ({"pools": {"gpu": {"min_replicas": 0, "max_replicas": 2}}}, 0, "^pools.gpu: "),
+        ({"engine": {"tensor_parallel": 4}}, 2, "4 GPUs .* has 2.*lower engine.tensor_parallel"),
+        ({"pools": {"gpu": {"num_gpus": 0.5}}}, 0.25, "lower pools.gpu.num_gpus"),
+        ({"pools": {"gpu": {"min_replicas": 0, "max_replicas": 2}, "cpu": {}}}, 0, ""),
+        ({}, 0, ""),
+        ({"pools": {"gpu": {"num_gpus": 0.5}}}, 0.5, ""),
+    ],
+)
+def test_a_pool_whose_gpus_no_node_will_have(
+    given: dict[str, Any], gpus: float, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: a command that waits for ever for a GPU; one that is refused where another pool answers,
+    where something may start a node with one, or before there is a cluster."""
+    config = parse_config(given, {})
+    for grows in (None, True, False):
+        machine = NodeCapacity(8, gpus, grows=grows)
+        waits = nullcontext()
+        if said and grows is False:
+            waits = pytest.raises(ConfigError, match=f"{said}.*or give the cluster such a node$")
+        caplog.clear()
+        with waits:
+            check_gpus(config, pools(config, machine), machine)
+        assert ("waits until one is started" in caplog.text) == bool(said and grows)
+
+
+def test_own_cluster_never_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `manta serve` on a machine without GPUs deploys what waits for one."""
+    monkeypatch.setattr(NodeCapacity, "here", lambda: NodeCapacity(8, 0))
+    config = parse_config({"engine": {"device": "cuda"}}, {})
+    assert app.serve_config(config)["applications"]
+    with pytest.raises(ConfigError, match=r"^engine\.device: cuda"):
+        app.serve_config(config, one_machine=True)
+
+
+def test_a_monitor_with_node_types_may_start_nodes() -> None:
+    """Bug: a cluster that has an autoscaler is taken for one of so many machines, or the other way;
+    a report of a monitor that has just begun."""
+    assert _only_ids({"autoscaler_report": {"active_nodes": {"node_a": 1, "node_b": 1}}}, IDS)
+    for types in ({"head": 1}, {"node_a": 1, "node_gpu": 1}, {}, None):
+        assert not _only_ids({"autoscaler_report": {"active_nodes": types}}, IDS)
+    assert not _only_ids({"autoscaler_report": None}, IDS)
+    assert not _only_ids({}, IDS)
 
 
 def test_a_model_that_is_added_gets_what_the_others_left() -> None:
