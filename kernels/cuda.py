@@ -13,8 +13,9 @@ from kernels.attention.latent.expanded import latent_expanded, worth_expanding
 from kernels.attention.latent.prefill import latent_prefill
 from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
-from kernels.experts import few, few_packed, fragments, rounded, topk
+from kernels.experts import few, few_packed, rounded, topk
 from kernels.experts.few_route import few_route, few_route_fits
+from kernels.experts.fragments import products as fragments
 from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts

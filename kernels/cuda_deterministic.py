@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kernels.attention.paged import attend_chunks
 from kernels.cuda import Cuda, _count
-from kernels.experts import fragments
 from kernels.experts import packed as packed_module
+from kernels.experts.fragments import products as fragments
 from kernels.experts.grouped import FIXED, grouped
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.gemm.deterministic import linear_fixed

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from bench.kernels.experts import LAYERS, Layer, Step, random
 from bench.kernels.measure import apart, copy_bandwidth, time_us
-from kernels.experts import few_packed, fragments, packed
+from kernels.experts import few_packed, packed
 from kernels.experts.few import MOST, few
 from kernels.experts.few_packed import few_packed_down, few_packed_up
-from kernels.experts.fragments import Tile, Tiles
+from kernels.experts.fragments import products as fragments
+from kernels.experts.fragments.products import Tile, Tiles
 from kernels.experts.grouped import grouped, sort
 from kernels.experts.packed import packed_down, packed_experts, packed_up
 from kernels.experts.reference import ExpertWeights, PackedExperts, activated

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from kernels.dispatch import kernels_for
 from kernels.experts import few_packed as few_packed_module
-from kernels.experts import fragments, reference, rounded
 from kernels.experts import packed as packed_module
+from kernels.experts import reference, rounded
 from kernels.experts.few import MOST, few
 from kernels.experts.few_packed import few_packed, few_packed_fits
 from kernels.experts.few_route import few_route
+from kernels.experts.fragments import products as fragments
 from kernels.experts.grouped import (
     FIXED,
     TILES,

@@ -2,13 +2,13 @@
 
 import torch
 
-from kernels.experts import fragments
 from kernels.experts import grouped as moe
 from kernels.experts import packed as packed_moe
 from kernels.experts import rounded as rounded_moe
 from kernels.experts.few import few
 from kernels.experts.few_packed import few_packed
 from kernels.experts.few_route import few_route
+from kernels.experts.fragments import products as fragments
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.experts.topk import topk
