@@ -15,7 +15,7 @@ from kernels.attention.latent.write import latent_write
 from kernels.attention.paged import attend_chunks, attend_decodes
 from kernels.experts import few, few_packed, rounded, topk
 from kernels.experts.few_route import few_route, few_route_fits
-from kernels.experts.fragments import products as fragments
+from kernels.experts.fragments.dispatch import fragments, fragments_fit
 from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts
@@ -442,7 +442,7 @@ class Cuda(Kernels):
         """Grouped by expert with inputs in 8 bits, where the format has such activations; else pair
         by pair, or grouped by expert."""
         if stack.gate_up.in_fragments:
-            return fragments.fragments(x, weights, ids, stack, residual)
+            return fragments(x, weights, ids, stack, residual)
         if rounded.rounded_fits(x, stack):
             return rounded.rounded_experts(x, weights, ids, stack, residual)
         if 0 < x.shape[0] <= few_packed.MOST and few_packed.few_packed_fits(x):
@@ -450,7 +450,7 @@ class Cuda(Kernels):
         return packed_experts(x, weights, ids, stack, residual)
 
     def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:
-        if fragments.fragments_fit(stack, dtype):
+        if fragments_fit(stack, dtype):
             stack.gate_up.to_fragments()
             stack.down.to_fragments()
 

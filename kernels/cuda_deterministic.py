@@ -15,7 +15,8 @@ from torch import Tensor
 from kernels.attention.paged import attend_chunks
 from kernels.cuda import Cuda, _count
 from kernels.experts import packed as packed_module
-from kernels.experts.fragments import products as fragments
+from kernels.experts.fragments import tiles as fragment_tiles
+from kernels.experts.fragments.dispatch import grouped_fragments
 from kernels.experts.grouped import FIXED, grouped
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.gemm.deterministic import linear_fixed
@@ -94,8 +95,7 @@ class CudaDeterministic(Cuda):
         residual: Tensor | None,
     ) -> Tensor:
         if stack.gate_up.in_fragments:
-            tiles = fragments.FIXED
-            return fragments.grouped_fragments(x, weights, ids, stack, residual, tiles)
+            return grouped_fragments(x, weights, ids, stack, residual, fragment_tiles.FIXED)
         return packed_module.packed_experts(x, weights, ids, stack, residual, packed_module.FIXED)
 
     def prepare(

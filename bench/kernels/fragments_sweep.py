@@ -25,8 +25,10 @@ from bench.kernels.measure import apart, copy_bandwidth, time_us
 from kernels.experts import few_packed, packed
 from kernels.experts.few import MOST, few
 from kernels.experts.few_packed import few_packed_down, few_packed_up
-from kernels.experts.fragments import products as fragments
-from kernels.experts.fragments.products import Tile, Tiles
+from kernels.experts.fragments.dispatch import few_fragments, grouped_fragments
+from kernels.experts.fragments.down import few_fragments_down, fragments_down
+from kernels.experts.fragments.tiles import Tile, Tiles
+from kernels.experts.fragments.up import few_fragments_up, fragments_up
 from kernels.experts.grouped import grouped, sort
 from kernels.experts.packed import packed_down, packed_experts, packed_up
 from kernels.experts.reference import ExpertWeights, PackedExperts, activated
@@ -186,7 +188,7 @@ def up_ways(case: Case) -> Ways:
             [partial(packed_up, x, *each, case.old, mine, today) for each, mine in routed], by_place
         ),
         "grouped": lambda tile: Way(
-            [partial(fragments.fragments_up, x, *e, case.new, o, tile) for e, o in routed], by_place
+            [partial(fragments_up, x, *e, case.new, o, tile) for e, o in routed], by_place
         ),
     }
     if case.tokens <= FEW:
@@ -194,7 +196,7 @@ def up_ways(case: Case) -> Ways:
             [partial(few_packed_up, x, *each, case.old) for each in step.routed], alone
         )
         found["few"] = lambda tile: Way(
-            [partial(fragments.few_fragments_up, x, *e, case.new, tile) for e in step.routed],
+            [partial(few_fragments_up, x, *e, case.new, tile) for e in step.routed],
             alone,
         )
     return found
@@ -222,7 +224,7 @@ def down_ways(case: Case) -> Ways:
             [partial(packed_down, y, *e, case.old, o, today) for y, e, o in routed], summed
         ),
         "grouped": lambda tile: Way(
-            [partial(fragments.fragments_down, y, *e, case.new, o, tile) for y, e, o in routed],
+            [partial(fragments_down, y, *e, case.new, o, tile) for y, e, o in routed],
             summed,
         ),
     }
@@ -231,10 +233,7 @@ def down_ways(case: Case) -> Ways:
             [partial(few_packed_down, inner, *e, case.old, None) for e in step.routed], alone
         )
         found["few"] = lambda tile: Way(
-            [
-                partial(fragments.few_fragments_down, inner, *e, case.new, None, tile)
-                for e in step.routed
-            ],
+            [partial(few_fragments_down, inner, *e, case.new, None, tile) for e in step.routed],
             alone,
         )
     return found
@@ -264,8 +263,8 @@ def whole_ways(case: Case) -> dict[str, Way]:
     if case.tokens <= FEW:
         found["old few"] = way(few_packed.few_packed, case.old)
     for name, function in (
-        ("few", fragments.few_fragments),
-        ("grouped", fragments.grouped_fragments),
+        ("few", few_fragments),
+        ("grouped", grouped_fragments),
     ):
         up, down = (case.best.get(f"{part} {name}", []) for part in ("up", "down"))
         if up and down:
@@ -345,7 +344,7 @@ def told(tiles: tuple[Tile | None, Tile | None]) -> str:
 
 
 def decide(cases: list[Case]) -> str:
-    """The constants of `kernels.experts.fragments`."""
+    """The constants of `kernels.experts.fragments.tiles`."""
     both = [case for case in cases if {"few", "grouped"} <= case.times.keys()]
     most = 0
     for tokens in TOKENS:

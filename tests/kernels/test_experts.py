@@ -15,7 +15,7 @@ from kernels.experts import reference, rounded
 from kernels.experts.few import MOST, few
 from kernels.experts.few_packed import few_packed, few_packed_fits
 from kernels.experts.few_route import few_route
-from kernels.experts.fragments import products as fragments
+from kernels.experts.fragments.dispatch import few_fragments, grouped_fragments
 from kernels.experts.grouped import (
     FIXED,
     TILES,
@@ -653,8 +653,8 @@ def test_fragments_at_the_sizes_of_models(
         x, (scale, ids) = random(tokens, hidden) / 64, chosen(tokens, experts, count)
         x = x.bfloat16()
         want = reference.experts(x.float(), scale, ids, dense, None)
-        for way in (fragments.few_fragments, fragments.grouped_fragments):
-            if way is fragments.grouped_fragments or tokens <= 8:
+        for way in (few_fragments, grouped_fragments):
+            if way is grouped_fragments or tokens <= 8:
                 found = way(x, scale, ids, stack, None)
                 assert row_error(found, want) < 4 * BOUND[torch.bfloat16], (tokens, way)
         before = random(tokens, hidden, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ def rotated(words: Tensor, by: int) -> Tensor:
 
 
 def pairs(words: Tensor) -> list[Tensor]:
-    """Of words the four pairs of bfloat16 numbers, as kernels.experts.fragments makes them."""
+    """Of words the four pairs of bfloat16 numbers, as in kernels.experts.fragments.products."""
     words = words.to(torch.int64) & 0xFFFFFFFF
     return [
         words & _SIGN_AND_REST,

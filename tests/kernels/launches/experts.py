@@ -8,7 +8,8 @@ from kernels.experts import rounded as rounded_moe
 from kernels.experts.few import few
 from kernels.experts.few_packed import few_packed
 from kernels.experts.few_route import few_route
-from kernels.experts.fragments import products as fragments
+from kernels.experts.fragments import tiles as fragment_tiles
+from kernels.experts.fragments.dispatch import few_fragments, fragments, grouped_fragments
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing
 from kernels.experts.topk import topk
@@ -155,13 +156,13 @@ def experts_in_fragments(model: str) -> None:
     )
     x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
     for tokens in (1, 2):
-        fragments.fragments(x[:tokens], scale[:tokens], ids[:tokens], stack, x[:tokens])
-    for tiles in (*(tiles for _, tiles in fragments.TILES), fragments.FIXED):
-        fragments.grouped_fragments(x, scale, ids, stack, None, tiles)
+        fragments(x[:tokens], scale[:tokens], ids[:tokens], stack, x[:tokens])
+    for tiles in (*(tiles for _, tiles in fragment_tiles.TILES), fragment_tiles.FIXED):
+        grouped_fragments(x, scale, ids, stack, None, tiles)
     stack.total = 2 * count
-    fragments.few_fragments(x[:1], scale[:1], ids[:1], stack, None)
+    few_fragments(x[:1], scale[:1], ids[:1], stack, None)
     if not biased:
         stack.act, stack.weigh_input, stack.total = "relu2", True, 0
         stack.gate_up = weight(count * size, hidden)
-        fragments.few_fragments(x[:1], scale[:1], ids[:1], stack, None)
-        fragments.grouped_fragments(x, scale, ids, stack, x)
+        few_fragments(x[:1], scale[:1], ids[:1], stack, None)
+        grouped_fragments(x, scale, ids, stack, x)

@@ -1,0 +1,68 @@
+"""Experts in fragments, all launches of a layer: for which weights they are made, and whether pairs
+are multiplied one by one or grouped by expert."""
+
+import torch
+from torch import Tensor
+
+from kernels.experts.fragments.down import few_fragments_down, fragments_down
+from kernels.experts.fragments.tiles import FEW, MOST, Tiles, tiles_for
+from kernels.experts.fragments.up import few_fragments_up, fragments_up
+from kernels.experts.grouped import by_expert
+from kernels.experts.reference import PackedExperts
+from kernels.fragments import GROUP, INPUTS, ROWS
+from kernels.gemm.packed.codes import E2M1_CODE, code_of
+from kernels.packed import PackedWeight
+
+
+def fragments_fit(stack: PackedExperts, dtype: torch.dtype) -> bool:
+    """Whether the kernels are made for these: MXFP4 whose scales bfloat16 has, whole tiles, and x
+    of this dtype."""
+    size, hidden = stack.down.shape[1], stack.gate_up.shape[1]
+    each = stack.gate_up.shape[0] // stack.count
+    return (
+        dtype == torch.bfloat16
+        and all(map(_form_fits, (stack.gate_up, stack.down)))
+        and each % ROWS == size % ROWS == hidden % ROWS == 0
+        and size % INPUTS == hidden % INPUTS == 0
+    )
+
+
+def _form_fits(weight: PackedWeight) -> bool:
+    form = weight.form
+    return (
+        code_of(weight) == E2M1_CODE
+        and (form.group, form.rows, form.offset) == (GROUP, 1, "none")
+        and form.scale == torch.bfloat16
+        and weight.codes.is_cuda
+        and torch.cuda.get_device_capability(weight.codes.device)[0] == 9  # where it was swept
+    )
+
+
+def few_fragments(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None,
+    tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """See `kernels.reference.Kernels.packed_experts`; of a few tokens, of which there is one at
+    least."""
+    tiles = tiles or FEW
+    inner = few_fragments_up(x, weights, ids, stack, tiles.up)
+    return few_fragments_down(inner, weights, ids, stack, residual, tiles.down)
+
+
+def grouped_fragments(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None,
+    tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """See `kernels.reference.Kernels.packed_experts`; of any number of tokens."""
+    tiles = tiles or tiles_for(ids.numel(), stack.total or stack.count)
+    return by_expert(
+        x, weights, ids, stack, stack.count, residual, fragments_up, fragments_down, tiles
+    )
+
+
+def fragments(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, residual: Tensor | None
+) -> Tensor:
+    """See `kernels.reference.Kernels.packed_experts`: pair by pair, or grouped by expert."""
+    few = 0 < x.shape[0] <= MOST
+    return (few_fragments if few else grouped_fragments)(x, weights, ids, stack, residual)

@@ -1,0 +1,245 @@
+"""The second product of experts in fragments: what the expert of each pair gives, or the sums of a
+few tokens' experts."""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.experts.fragments.products import (
+    LOWERED,
+    find,
+    indices,
+    layout,
+    products,
+    start_loads,
+    summed_indices,
+)
+from kernels.experts.fragments.tiles import Tile, launch_options
+from kernels.experts.grouped import Sorted
+from kernels.experts.reference import PackedExperts
+from kernels.fragments import ROWS
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait
+
+
+@gluon.jit
+def _fragments_down_kernel(
+    inner,  # [pairs, SIZE], in sorted order, in words of two numbers
+    weights,  # [pairs]
+    order,
+    starts,
+    codes,  # int32, of down: [EXPERTS * WIDTH / 16, STEPS, 32, 4]
+    scale,  # int16 [.., STEPS, 8, 4]
+    bias,  # [EXPERTS, WIDTH]
+    given,  # [pairs, WIDTH]
+    EXPERTS: gl.constexpr,
+    SIZE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BIAS: gl.constexpr,
+    WEIGH: gl.constexpr,
+    BLOCK: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TILES: gl.constexpr,
+    ROWS: gl.constexpr,
+    SHARES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    STEPS: gl.constexpr = SIZE // 64
+    EVEN: gl.constexpr = STEPS % (SHARES * AHEAD) == 0
+    EACH: gl.constexpr = WIDTH // 16
+    blocks: gl.constexpr = (EACH + ROWS * TILES - 1) // (ROWS * TILES)
+    share, row, lane, at = indices(SHARES, ROWS)
+    block = gl.program_id(0) % blocks
+    # Sorted before the launch before this one.
+    expert, place, behind = find(
+        starts, gl.program_id(0) // blocks, EXPERTS, BLOCK, 8 * COLUMNS, SHARES * ROWS
+    )
+    if expert == EXPERTS:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        return
+    x_at = ()
+    for column in gl.static_range(COLUMNS):
+        pair = gl.minimum(place + column * 8 + lane // 4, behind - 1)
+        x_at = x_at + (inner + pair.to(gl.int64) * (SIZE // 2) + lane % 4 * 4 + at,)  # noqa: RUF005
+    codes_at, scales_at = (), ()
+    for tile in gl.static_range(TILES):
+        mine = gl.minimum((block * ROWS + row) * TILES + tile, EACH - 1)
+        source = expert.to(gl.int64) * EACH + mine
+        codes_at = codes_at + (codes + source * (STEPS * 128) + (lane * 4 + at),)  # noqa: RUF005
+        scales_at = scales_at + (scale + source * (STEPS * 32) + (lane // 4 * 4 + at),)  # noqa: RUF005
+    words, scales = start_loads(codes_at, scales_at, share, STEPS, TILES, SHARES, AHEAD, EVEN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = products(
+        words, scales, codes_at, scales_at, x_at, share, STEPS,
+        STEPS, TILES, COLUMNS, SHARES, ROWS, AHEAD, EVEN,
+    )  # fmt: skip
+    row3, lane3, at3 = summed_indices(SHARES, ROWS)
+    for tile in gl.static_range(TILES):
+        out = ((block * ROWS + row3) * TILES + tile) * 16 + lane3 // 4 + at3 // 2 * 8
+        has = out < WIDTH
+        for column in gl.static_range(COLUMNS):
+            sorted_at = place + column * 8 + lane3 % 4 * 2 + at3 % 2
+            mask = has & (sorted_at < behind)
+            pair = gl.load(order + sorted_at, mask=mask, other=0)
+            y = gl.sum(acc[tile * COLUMNS + column], axis=0) * LOWERED
+            if BIAS:
+                source = expert.to(gl.int64) * WIDTH + out
+                y += gl.load(bias + source, mask=mask, other=0.0).to(gl.float32)
+            if not WEIGH:
+                y *= gl.load(weights + pair, mask=mask, other=0.0)
+            y = y.to(given.dtype.element_ty)
+            gl.store(given + pair.to(gl.int64) * WIDTH + out, y, mask=mask)
+
+
+@gluon.jit
+def _fragments_few_down_kernel(
+    inner,  # [tokens * CHOSEN, SIZE] in words of two numbers
+    weights,  # [tokens * CHOSEN]
+    ids,
+    codes,  # int32, of down: [EXPERTS * WIDTH / 16, STEPS, 32, 4]
+    scale,  # int16 [.., STEPS, 8, 4]
+    bias,  # [EXPERTS, WIDTH]
+    residual,  # [tokens, WIDTH]
+    out,  # [tokens, WIDTH]
+    OTHERS: gl.constexpr,  # pairs of expert EXPERTS are another rank's
+    EXPERTS: gl.constexpr,
+    CHOSEN: gl.constexpr,
+    SIZE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    BIAS: gl.constexpr,
+    WEIGH: gl.constexpr,
+    ADD: gl.constexpr,
+    PLACES: gl.constexpr,  # a power of two, at least CHOSEN: a warp each, and share
+    TILES: gl.constexpr,
+    SHARES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    L: gl.constexpr = layout(SHARES, PLACES)
+    STEPS: gl.constexpr = SIZE // 64
+    EVEN: gl.constexpr = STEPS % (SHARES * AHEAD) == 0
+    EACH: gl.constexpr = WIDTH // 16
+    share, place, lane, at = indices(SHARES, PLACES)
+    token = gl.program_id(1)
+    pair = token * CHOSEN + gl.minimum(place, CHOSEN - 1)
+    # The choice is there since before the launch before this one.
+    expert = gl.load(ids + pair)
+    steps = gl.where(place < CHOSEN, STEPS, 0)
+    if OTHERS:
+        steps = gl.where(expert < EXPERTS, steps, 0)
+        expert = gl.minimum(expert, EXPERTS - 1)
+    x_at = (inner + pair.to(gl.int64) * (SIZE // 2) + (lane % 4 * 4 + at),)
+    codes_at, scales_at = (), ()
+    for tile in gl.static_range(TILES):
+        mine = gl.minimum(gl.program_id(0) * TILES + tile, EACH - 1)
+        source = expert.to(gl.int64) * EACH + mine
+        codes_at = codes_at + (codes + source * (STEPS * 128) + (lane * 4 + at),)  # noqa: RUF005
+        scales_at = scales_at + (scale + source * (STEPS * 32) + (lane // 4 * 4 + at),)  # noqa: RUF005
+    words, scales = start_loads(codes_at, scales_at, share, steps, TILES, SHARES, AHEAD, EVEN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = products(
+        words, scales, codes_at, scales_at, x_at, share, steps,
+        STEPS, TILES, 1, SHARES, PLACES, AHEAD, EVEN,
+    )  # fmt: skip
+    place3, lane3, at3 = summed_indices(SHARES, PLACES)
+    pair3 = token * CHOSEN + gl.minimum(place3, CHOSEN - 1)
+    exists = place3 < CHOSEN
+    expert3 = gl.load(ids + pair3)
+    if OTHERS:
+        exists = exists & (expert3 < EXPERTS)
+    T: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, L))
+    lane2 = gl.arange(0, 32, layout=gl.SliceLayout(1, T)).expand_dims(1)
+    at2 = gl.arange(0, 4, layout=gl.SliceLayout(0, T)).expand_dims(0)
+    for tile in gl.static_range(TILES):
+        first = (gl.program_id(0) * TILES + tile) * 16
+        y = gl.sum(acc[tile], axis=0) * LOWERED
+        if BIAS:
+            source = expert3.to(gl.int64) * WIDTH + first + lane3 // 4 + at3 // 2 * 8
+            mask = exists & (first + lane3 // 4 + at3 // 2 * 8 < WIDTH)
+            y += gl.load(bias + source, mask=mask, other=0.0).to(gl.float32)
+        if not WEIGH:
+            y *= gl.load(weights + pair3)
+        # What is not there has read another's inner numbers, which need not be any.
+        total = gl.sum(gl.where(exists, y, 0.0), axis=0)
+        mine = first + lane2 // 4 + at2 // 2 * 8
+        mask = (mine < WIDTH) & (lane2 % 4 == 0) & (at2 % 2 == 0)
+        place_out = token.to(gl.int64) * WIDTH + mine
+        if ADD:
+            total += gl.load(residual + place_out, mask=mask, other=0.0).to(gl.float32)
+        gl.store(out + place_out, total.to(out.dtype.element_ty), mask=mask)
+
+
+def few_fragments_down(
+    inner: Tensor,  # of few_fragments_up
+    weights: Tensor,
+    ids: Tensor,
+    stack: PackedExperts,
+    residual: Tensor | None,
+    tile: Tile,  # rows: a warp for each of a token's experts, whatever it says
+) -> Tensor:
+    """[tokens, hidden]: the weighted sum of each token's experts."""
+    weight = stack.down
+    tokens, chosen = ids.shape
+    width, size = stack.gate_up.shape[1], weight.shape[1]
+    out = inner.new_empty((tokens, width)) if residual is None else residual
+    places = triton.next_power_of_2(chosen)
+    _fragments_few_down_kernel[(triton.cdiv(width, ROWS * tile.tiles), tokens)](
+        inner.view(torch.int32),
+        weights,
+        ids,
+        weight.codes,
+        weight.scale.view(torch.int16),
+        stack.down_bias,
+        residual,
+        out,
+        OTHERS=stack.total > 0,
+        EXPERTS=stack.count,
+        CHOSEN=chosen,
+        SIZE=size,
+        WIDTH=width,
+        BIAS=stack.down_bias is not None,
+        WEIGH=stack.weigh_input,
+        ADD=residual is not None,
+        PLACES=places,
+        **launch_options(tile._replace(rows=places), inner),
+    )
+    return out
+
+
+def fragments_down(
+    inner: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+) -> Tensor:
+    """inner of `fragments_up` -> what each pair's expert gives, weighted: [pairs, hidden], in the
+    order of ids."""
+    weight = stack.down
+    count, experts, width = ids.numel(), stack.count, stack.gate_up.shape[1]
+    given = inner.new_empty((count, width))
+    blocks = min(count, experts) + count // tile.pairs
+    _fragments_down_kernel[(blocks * triton.cdiv(width, ROWS * tile.rows * tile.tiles),)](
+        inner.view(torch.int32),
+        weights,
+        pairs.order,
+        pairs.starts,
+        weight.codes,
+        weight.scale.view(torch.int16),
+        stack.down_bias,
+        given,
+        EXPERTS=experts,
+        SIZE=weight.shape[1],
+        WIDTH=width,
+        BIAS=stack.down_bias is not None,
+        WEIGH=stack.weigh_input,
+        BLOCK=triton.next_power_of_2(experts),
+        COLUMNS=tile.pairs // 8,
+        ROWS=tile.rows,
+        **launch_options(tile, inner),
+    )
+    return given

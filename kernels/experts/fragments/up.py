@@ -1,0 +1,176 @@
+"""The first product of experts in fragments: act(gate) * up of pairs of a token and its expert."""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.experts.fragments.products import (
+    LOWERED,
+    find,
+    indices,
+    products,
+    start_loads,
+    summed_indices,
+)
+from kernels.experts.fragments.tiles import Tile, launch_options
+from kernels.experts.gate import code, gated
+from kernels.experts.grouped import Sorted
+from kernels.experts.reference import PackedExperts
+from kernels.fragments import ROWS
+from kernels.launch.pdl import gdc_launch_dependents, gdc_wait
+
+
+@gluon.jit
+def _fragments_up_kernel(
+    x,  # [tokens, WIDTH] in words of two numbers
+    weights,  # [pairs]
+    ids,  # [pairs]: LONE; else the order that `sort` gives
+    starts,
+    codes,  # int32, of gate_up: [EXPERTS * 2 * SIZE / 16, STEPS, 32, 4]; without gates half
+    scale,  # int16 [.., STEPS, 8, 4]
+    bias,  # [EXPERTS, 2 * SIZE]
+    inner,  # [pairs, SIZE]: in the order of ids, or sorted
+    limit,
+    LONE: gl.constexpr,  # a program has one pair
+    OTHERS: gl.constexpr,  # LONE: pairs of expert EXPERTS are another rank's
+    EXPERTS: gl.constexpr,
+    CHOSEN: gl.constexpr,
+    SIZE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    ACT: gl.constexpr,
+    BIAS: gl.constexpr,
+    WEIGH: gl.constexpr,
+    BLOCK: gl.constexpr,
+    COLUMNS: gl.constexpr,  # times eight pairs
+    TILES: gl.constexpr,
+    ROWS: gl.constexpr,
+    SHARES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    HALVES: gl.constexpr = 1 if ACT == 4 else 2  # 4: without gates
+    COUNT: gl.constexpr = HALVES * TILES
+    STEPS: gl.constexpr = WIDTH // 64
+    EVEN: gl.constexpr = STEPS % (SHARES * AHEAD) == 0
+    EACH: gl.constexpr = SIZE // 16  # tiles
+    blocks: gl.constexpr = (EACH + ROWS * TILES - 1) // (ROWS * TILES)
+    share, row, lane, at = indices(SHARES, ROWS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    block = gl.program_id(0) % blocks
+    if LONE:
+        place = gl.program_id(0) // blocks
+        behind = place + 1
+        expert = gl.load(ids + place)
+        steps = STEPS
+        if OTHERS:
+            steps = gl.where(expert < EXPERTS, STEPS, 0)
+            expert = gl.minimum(expert, EXPERTS - 1)
+    else:
+        expert, place, behind = find(
+            starts, gl.program_id(0) // blocks, EXPERTS, BLOCK, 8 * COLUMNS, SHARES * ROWS
+        )
+        if expert == EXPERTS:
+            return
+        steps = STEPS
+    x_at = ()
+    for column in gl.static_range(COLUMNS):
+        if LONE:
+            token = place // CHOSEN + lane * 0
+        else:
+            pair = gl.load(ids + gl.minimum(place + column * 8 + lane // 4, behind - 1))
+            token = pair // CHOSEN
+        x_at = x_at + (x + token.to(gl.int64) * (WIDTH // 2) + lane % 4 * 4 + at,)  # noqa: RUF005
+    codes_at, scales_at = (), ()
+    for tile in gl.static_range(TILES):
+        mine = gl.minimum((block * ROWS + row) * TILES + tile, EACH - 1)
+        for half in gl.static_range(HALVES):
+            source = (expert.to(gl.int64) * HALVES + half) * EACH + mine
+            codes_at = codes_at + (codes + source * (STEPS * 128) + (lane * 4 + at),)  # noqa: RUF005
+            scales_at = scales_at + (  # noqa: RUF005
+                scale + source * (STEPS * 32) + (lane // 4 * 4 + at),
+            )
+    words, scales = start_loads(codes_at, scales_at, share, steps, COUNT, SHARES, AHEAD, EVEN)
+    acc = products(
+        words, scales, codes_at, scales_at, x_at, share, steps,
+        STEPS, COUNT, COLUMNS, SHARES, ROWS, AHEAD, EVEN,
+    )  # fmt: skip
+    row3, lane3, at3 = summed_indices(SHARES, ROWS)
+    for tile in gl.static_range(TILES):
+        out = ((block * ROWS + row3) * TILES + tile) * 16 + lane3 // 4 + at3 // 2 * 8
+        has = out < SIZE
+        source = expert.to(gl.int64) * (HALVES * SIZE) + out
+        for column in gl.static_range(COLUMNS):
+            sorted_at = place + column * 8 + lane3 % 4 * 2 + at3 % 2
+            mask = has & (sorted_at < behind)
+            gate = gl.sum(acc[HALVES * tile * COLUMNS + column], axis=0) * LOWERED
+            if HALVES == 2:
+                up = gl.sum(acc[(HALVES * tile + 1) * COLUMNS + column], axis=0) * LOWERED
+            else:
+                up = gate
+            if WEIGH:
+                if LONE:
+                    weight = gl.load(weights + sorted_at, mask=mask, other=0.0)
+                else:
+                    pair = gl.load(ids + sorted_at, mask=mask, other=0)
+                    weight = gl.load(weights + pair, mask=mask, other=0.0)
+                gate = gate * weight
+                up = up * weight
+            if BIAS:
+                gate += gl.load(bias + source, mask=mask, other=0.0).to(gl.float32)
+                if HALVES == 2:
+                    up += gl.load(bias + source + SIZE, mask=mask, other=0.0).to(gl.float32)
+            value = gated(gate, up, limit, ACT).to(inner.dtype.element_ty)
+            gl.store(inner + sorted_at.to(gl.int64) * SIZE + out, value, mask=mask)
+
+
+def _up(
+    x: Tensor, weights: Tensor, ids: Tensor, order: Sorted | None, stack: PackedExperts, tile: Tile
+) -> Tensor:
+    """act(gate) * up of each pair: [pairs, size], in the order of ids if there is no other."""
+    weight = stack.gate_up
+    pairs, experts, size = ids.numel(), stack.count, stack.down.shape[1]
+    inner = x.new_empty((pairs, size))
+    blocks = pairs if order is None else min(pairs, experts) + pairs // tile.pairs
+    _fragments_up_kernel[(blocks * triton.cdiv(size, ROWS * tile.rows * tile.tiles),)](
+        x.view(torch.int32),
+        weights,
+        ids if order is None else order.order,
+        None if order is None else order.starts,
+        weight.codes,
+        weight.scale.view(torch.int16),
+        stack.gate_up_bias,
+        inner,
+        stack.limit,
+        LONE=order is None,
+        OTHERS=stack.total > 0,
+        EXPERTS=experts,
+        CHOSEN=ids.shape[1],
+        SIZE=size,
+        WIDTH=weight.shape[1],
+        ACT=code(stack.act),
+        BIAS=stack.gate_up_bias is not None,
+        WEIGH=stack.weigh_input,
+        BLOCK=triton.next_power_of_2(experts),
+        COLUMNS=tile.pairs // 8,
+        ROWS=tile.rows,
+        **launch_options(tile, x),
+    )
+    return inner
+
+
+def few_fragments_up(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, tile: Tile
+) -> Tensor:
+    """act(gate) * up of each pair: [tokens * chosen, size]."""
+    return _up(x, weights, ids, None, stack, tile)
+
+
+def fragments_up(
+    x: Tensor, weights: Tensor, ids: Tensor, stack: PackedExperts, pairs: Sorted, tile: Tile
+) -> Tensor:
+    """act(gate) * up of each pair: [pairs, size], in sorted order."""
+    return _up(x, weights, ids, pairs, stack, tile)
