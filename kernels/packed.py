@@ -2,7 +2,7 @@
 mean, which checkpoints are read into and kernels are chosen by, and the form that they have on a
 GPU.
 
-The kernels of the CPU have a layout of their own (`kernels.cpu.blocks`), of the same record.
+The kernels of the CPU have a layout of their own (`kernels.cpu.gemm.blocks`), of the same record.
 """
 
 from collections.abc import Iterable

@@ -27,7 +27,7 @@ from engine.scheduling.core import EngineCore
 from engine.text.detokenizer import ChoiceDecoder
 from engine.text.tokenizer import Tokenizer
 from kernels.cpu.codegen.compiler import has_int8
-from kernels.cpu.gemm import PackedInt8, PackedLinear
+from kernels.cpu.gemm.dense import PackedInt8, PackedLinear
 
 
 def _core(folder: Path, **fields: Any) -> EngineCore:

@@ -20,9 +20,9 @@ from engine.errors import ConfigError
 from engine.quantization.experts import ExpertsApart, apply_apart
 from engine.weights.parameter import Parameter, Rows, Source, num_rows
 from kernels.cpu.codegen.compiler import CompilerUnavailable, has_int8
-from kernels.cpu.gemm import PackedInt8, PackedLinear
-from kernels.cpu.linear import Packed, pack
-from kernels.cpu.panels import GATES, Panels
+from kernels.cpu.gemm.dense import PackedInt8, PackedLinear
+from kernels.cpu.gemm.linear import Packed, pack
+from kernels.cpu.gemm.panels import GATES, Panels
 from kernels.cpu.post_norm import NormParts, rest_of_layer
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights

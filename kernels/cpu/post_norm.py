@@ -14,14 +14,14 @@ from functools import lru_cache
 
 from torch import Tensor, get_num_threads
 
-from kernels.cpu import amx
 from kernels.cpu.codegen import elements
 from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
-from kernels.cpu.gemm import AMX, ROW_BYTES, PackedLinear, most_rows, round_bf16, write_tile
+from kernels.cpu.gemm import amx
+from kernels.cpu.gemm.dense import AMX, ROW_BYTES, PackedLinear, most_rows, round_bf16, write_tile
+from kernels.cpu.gemm.panels import SPARE_ROWS, TILE, tiles
 from kernels.cpu.norm import layer_norm_row
-from kernels.cpu.panels import SPARE_ROWS, TILE, tiles
 
 NormParts = tuple[Tensor | None, Tensor | None, float]
 """Of a layer norm: weight, bias, eps."""

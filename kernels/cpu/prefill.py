@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu import amx
 from kernels.cpu.codegen.compiler import (
     CompilerUnavailable,
     NativeFunction,
@@ -37,6 +36,7 @@ from kernels.cpu.codegen.compiler import (
 )
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
+from kernels.cpu.gemm import amx
 from kernels.cpu.scores import Numbers, Places, Scored
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}

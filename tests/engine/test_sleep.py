@@ -18,7 +18,7 @@ from engine.library.llm import LLM
 from engine.runner.caches.sleep_memory import CudaSleepMemory, tensors_of
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
-from kernels.cpu.panels import BIAS, Panels, W
+from kernels.cpu.gemm.panels import BIAS, Panels, W
 from tests.fakes import FakeRunner, make_config, make_request, run
 
 MODEL = {

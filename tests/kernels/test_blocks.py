@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu import blocks
-from kernels.cpu.blocks import PackedBlocks
 from kernels.cpu.codegen import compiler
-from kernels.cpu.panels import GATES
+from kernels.cpu.gemm import blocks
+from kernels.cpu.gemm.blocks import PackedBlocks
+from kernels.cpu.gemm.panels import GATES
 from kernels.packed import BLOCK, Format
 from kernels.reference import Kernels
 from tests.kernels.test_generated import able

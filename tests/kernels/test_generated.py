@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu import amx
 from kernels.cpu.argmax import argmax
 from kernels.cpu.attention import attention_for
 from kernels.cpu.codegen import compiler
 from kernels.cpu.codegen.compiler import CompilerUnavailable, compile_ir, has_int8, lanes
-from kernels.cpu.gemm import PackedInt8, PackedLinear
-from kernels.cpu.panels import GATES
+from kernels.cpu.gemm import amx
+from kernels.cpu.gemm.dense import PackedInt8, PackedLinear
+from kernels.cpu.gemm.panels import GATES
 from kernels.dispatch import kernels_for
 from kernels.reference import Kernels
 from tests.kernels.layout import lay_out
@@ -122,7 +122,7 @@ def test_products(dtype: torch.dtype, biased: bool) -> None:
 def bfloat16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By products of tiles, where the processor has them, and by those of pairs."""
     if request.param == "pairs":
-        monkeypatch.setattr("kernels.cpu.gemm.amx_bf16", lambda: False)
+        monkeypatch.setattr("kernels.cpu.gemm.dense.amx_bf16", lambda: False)
     elif not compiler.amx_bf16():
         pytest.skip("no AMX")
 
@@ -180,7 +180,7 @@ def test_blocks_fill_the_threads() -> None:
 
 def test_without_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that has none multiplies in float32, and loses nothing of x."""
-    monkeypatch.setattr("kernels.cpu.gemm.dot_bf16", lambda: False)
+    monkeypatch.setattr("kernels.cpu.gemm.dense.dot_bf16", lambda: False)
     weight = (torch.randn(192, 96) * 0.05).bfloat16()
     none = torch.zeros(192).double()
     for rows in (1, 13):

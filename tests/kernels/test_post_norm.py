@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.gemm import PackedLinear
+from kernels.cpu.gemm.dense import PackedLinear
 from kernels.cpu.native import Native
 from kernels.cpu.post_norm import rest_of_layer
 

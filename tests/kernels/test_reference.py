@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu import gemm
 from kernels.cpu.codegen.compiler import CompilerUnavailable
+from kernels.cpu.gemm import dense
+from kernels.cpu.gemm.linear import pack
 from kernels.cpu.huge_pages import collapse
-from kernels.cpu.linear import pack
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
@@ -256,9 +256,9 @@ def test_a_machine_without_a_compiler_packs_no_float32(monkeypatch: pytest.Monke
     def none() -> None:
         raise CompilerUnavailable("none here")
 
-    monkeypatch.setattr(gemm, "check", none)
+    monkeypatch.setattr(dense, "check", none)
     assert pack(torch.ones(128, 64), None) is None
-    assert not gemm.PackedLinear.fits(128, 64)
+    assert not dense.PackedLinear.fits(128, 64)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="madvise of Linux")

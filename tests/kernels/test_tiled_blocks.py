@@ -4,10 +4,10 @@ machine without AMX: skipped."""
 import pytest
 import torch
 
-from kernels.cpu import blocks, tiled_blocks
-from kernels.cpu.blocks import PackedBlocks
 from kernels.cpu.codegen.compiler import CompilerUnavailable, amx_int8
-from kernels.cpu.panels import GATES
+from kernels.cpu.gemm import blocks, tiled_blocks
+from kernels.cpu.gemm.blocks import PackedBlocks
+from kernels.cpu.gemm.panels import GATES
 from kernels.packed import BLOCK, Format
 from tests.kernels.test_blocks import FORMATS, made
 

@@ -11,9 +11,9 @@ from engine.errors import ConfigError
 from engine.quantization.method import DenseCpu, DenseState, LinearSpec, PackedState
 from engine.quantization.rounded.rows import rounded
 from engine.weights.parameter import Parameter
-from kernels.cpu import blocks
-from kernels.cpu.blocks import PackedBlocks
 from kernels.cpu.codegen.compiler import CompilerUnavailable, check
+from kernels.cpu.gemm import blocks
+from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.dispatch import Kernels
 from kernels.packed import BLOCK, Format
 

@@ -12,9 +12,9 @@ from engine.quantization.method import DenseCpu, ExpertsSpec
 from engine.quantization.stored import experts as stored_experts
 from engine.quantization.stored.base import STEP, LinearPiece, Stored, StoredState
 from engine.weights.parameter import Parameter
-from kernels.cpu import blocks
-from kernels.cpu.blocks import PackedBlocks
-from kernels.cpu.panels import GATES
+from kernels.cpu.gemm import blocks
+from kernels.cpu.gemm.blocks import PackedBlocks
+from kernels.cpu.gemm.panels import GATES
 from kernels.dispatch import Kernels
 from kernels.packed import Format
 

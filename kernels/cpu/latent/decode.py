@@ -20,8 +20,8 @@ from torch import Tensor
 from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
+from kernels.cpu.gemm.panels import norm_scale
 from kernels.cpu.latent.shape import NAMES, LatentShape, fits
-from kernels.cpu.panels import norm_scale
 from kernels.cpu.recurrent.entries import between, each
 from kernels.metadata import AttentionMeta
 

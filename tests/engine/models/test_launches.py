@@ -16,7 +16,7 @@ from engine.quantization.method import DenseCuda
 from engine.quantization.registry import METHODS
 from engine.weights import load_weights
 from kernels.cpu.codegen.compiler import has_int8
-from kernels.cpu.gemm import PackedLinear
+from kernels.cpu.gemm.dense import PackedLinear
 from kernels.dispatch import kernels_for
 from kernels.metadata import LoraStep
 from kernels.reference import Kernels

@@ -21,7 +21,7 @@ from engine.messages import EngineRequest
 from engine.models.registry import build_model
 from engine.resolve import resolve
 from engine.runner.memory import outline
-from kernels.cpu.blocks import PackedBlocks
+from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.dispatch import kernels_for
 from tests.engine.process.ranked import config_of, logprobs_of, serve, start, told
 from tests.engine.weights.quantized_files import FILES, matrix

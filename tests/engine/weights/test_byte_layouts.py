@@ -31,7 +31,7 @@ from engine.quantization.layouts.layout import Layout
 from engine.quantization.method import Part
 from engine.quantization.stored.base import layout_of
 from engine.weights import load_weights
-from kernels.cpu.blocks import PackedBlocks
+from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.dispatch import kernels_for
 from kernels.packed import PackedWeight, unpacked
 from tests.engine.test_memory import held

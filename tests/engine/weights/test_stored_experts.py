@@ -16,7 +16,7 @@ from engine.errors import ConfigError
 from engine.models.registry import Model, build_model
 from engine.quantization.experts import ExpertsApart
 from engine.weights import load_weights
-from kernels.cpu.blocks import PackedBlocks
+from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.reference import Kernels
 from tests.engine.models.checkpoints import Paged, load_model

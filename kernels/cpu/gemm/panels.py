@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu import amx
 from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_ir, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
+from kernels.cpu.gemm import amx
 
 GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)}
 CALLS: dict[str, tuple[bool, bool, str | None]] = {
@@ -32,7 +32,7 @@ SPARE_ROWS = 32  # that the last tile may read behind them
 # Words of args, after the two counters.
 X, OUT, NUM_ROWS, W, BIAS, BIAS_STEP, NUM_PANELS, THREADS, STRIDE = range(2, 11)
 NORM, EPS, SCRATCH, WIDTH, READY, EXPANDED, BLOCK_ROWS = range(11, 18)
-OWN, OWN_BYTES, WORDS = range(18, 21)  # scratch of each thread (`kernels.cpu.tiled_blocks`)
+OWN, OWN_BYTES, WORDS = range(18, 21)  # scratch of each thread (`kernels.cpu.gemm.tiled_blocks`)
 
 _ARGUMENTS = ("ptr %x", "ptr %w", "ptr %out", "i64 %stride", "ptr %bias", "i64 %add", "i64 %width")
 TILE = ", ".join(_ARGUMENTS)  # of tile<rows>; stride: out's, in floats

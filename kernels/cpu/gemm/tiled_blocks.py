@@ -1,4 +1,4 @@
-"""x @ W.T of many rows for weights in 4 and 8 bits, by AMX: the bits of `kernels.cpu.blocks`.
+"""x @ W.T of many rows for weights in 4 and 8 bits, by AMX: the bits of `kernels.cpu.gemm.blocks`.
 
 A tile is 16 rows of x, 16 outputs and the 32 inputs of a block: whole sums, stored to memory and
 added from there to 16 registers of floats, in the order of the other kernel. An instruction of
@@ -11,12 +11,12 @@ do not: so a whole sum becomes a float by an addition.
 from collections.abc import Callable
 from functools import lru_cache
 
-from kernels.cpu import amx
-from kernels.cpu.amx import TILE_ROWS
 from kernels.cpu.codegen.compiler import NativeFunction, amx_int8, compile_ir, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
-from kernels.cpu.codes import NAMES, RoundedBlock, nibbles, round_row, table_of
-from kernels.cpu.panels import (
+from kernels.cpu.gemm import amx
+from kernels.cpu.gemm.amx import TILE_ROWS
+from kernels.cpu.gemm.codes import NAMES, RoundedBlock, nibbles, round_row, table_of
+from kernels.cpu.gemm.panels import (
     BIAS,
     BIAS_STEP,
     BLOCK_ROWS,
@@ -73,7 +73,7 @@ def fits(form: Format, width: int) -> bool:
 
 
 def _scaled_last(form: Format) -> bool:
-    """As `kernels.cpu.blocks` does it."""
+    """As `kernels.cpu.gemm.blocks` does it."""
     return form.chunk // BLOCK > 2 and form.offset == "none"
 
 
@@ -113,7 +113,7 @@ def scratch_bytes(form: Format, width: int, rows: int, threads: int) -> tuple[in
 
 
 def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None:
-    """A panel of `kernels.cpu.blocks`: codes less the zero as bytes, then scales and offsets."""
+    """A panel of `kernels.cpu.gemm.blocks`: codes less the zero, bytes; then scales and offsets."""
     size, integers = writer.lanes, writer.integers
     kind, blocks = f"<{4 * size} x i8>", form.chunk // BLOCK
     chunks = writer.op(f"udiv i64 {writer.argument(WIDTH)}, {form.chunk}")

@@ -1,8 +1,9 @@
 """Linear layers on the CPU: packed once, multiplied with float32 activations.
 
-A library's products re-order the weight on every call. `kernels.cpu.gemm` comes first. Where it
-cannot run, FBGEMM reads 16-bit weights, packed as float16, and computes in float32 too; a bfloat16
-weight fits float16 exactly unless it is below 6e-5, where it keeps an absolute error of 3e-8.
+A library's products re-order the weight on every call. `kernels.cpu.gemm.dense` comes first. Where
+it cannot run, FBGEMM reads 16-bit weights, packed as float16, and computes in float32 too; a
+bfloat16 weight fits float16 exactly unless it is below 6e-5, where it keeps an absolute error of
+3e-8.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.codegen.compiler import CompilerUnavailable
-from kernels.cpu.gemm import PackedLinear
+from kernels.cpu.gemm.dense import PackedLinear
 
 Packed = Callable[[Tensor], Tensor]
 FLOAT16_MAX = 65504.0

@@ -1,9 +1,9 @@
 """x @ W.T for weights of 4 or 8 bits with a scale for each group of inputs, generated for a format.
 
-W is packed into panels as in `kernels.cpu.gemm`, scales beside the codes that they belong to, so a
-panel is one stream of memory. Each row of x is rounded to 8 bits when it comes, with a scale for
-each 32 numbers; products of a group are summed exactly in integers, and groups in float32, in one
-order: a row of the result is the same whatever other rows stand beside it.
+W is packed into panels as in `kernels.cpu.gemm.dense`, scales beside the codes that they belong to,
+so a panel is one stream of memory. Each row of x is rounded to 8 bits when it comes, with a scale
+for each 32 numbers; products of a group are summed exactly in integers, and groups in float32, in
+one order: a row of the result is the same whatever other rows stand beside it.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu import tiled_blocks
 from kernels.cpu.codegen import compiler
 from kernels.cpu.codegen.compiler import CompilerUnavailable, NativeFunction, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value
-from kernels.cpu.codes import (
+from kernels.cpu.gemm import tiled_blocks
+from kernels.cpu.gemm.codes import (
     NAMES,
     RoundedBlock,
     bytes_type,
@@ -26,7 +26,7 @@ from kernels.cpu.codes import (
     round_row,
     table_of,
 )
-from kernels.cpu.panels import (
+from kernels.cpu.gemm.panels import (
     BLOCK_ROWS,
     EXPANDED,
     NUM_ROWS,

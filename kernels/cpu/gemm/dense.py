@@ -15,7 +15,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels.cpu import amx
 from kernels.cpu.codegen.compiler import (
     CompilerUnavailable,
     NativeFunction,
@@ -25,7 +24,8 @@ from kernels.cpu.codegen.compiler import (
     lanes,
 )
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
-from kernels.cpu.panels import (
+from kernels.cpu.gemm import amx
+from kernels.cpu.gemm.panels import (
     BIAS,
     BIAS_STEP,
     EPS,

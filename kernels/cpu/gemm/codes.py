@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
-from kernels.cpu.panels import RowNorm, norm_scale
+from kernels.cpu.gemm.panels import RowNorm, norm_scale
 from kernels.packed import BLOCK, Format
 
 NAMES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
