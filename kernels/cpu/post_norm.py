@@ -14,11 +14,11 @@ from functools import lru_cache
 
 from torch import Tensor, get_num_threads
 
-from kernels.cpu.codegen import elements
+from kernels.cpu.codegen import amx, elements
 from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_or_none, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
-from kernels.cpu.gemm import amx
+from kernels.cpu.gemm import tiled_bf16
 from kernels.cpu.gemm.dense import AMX, ROW_BYTES, PackedLinear, most_rows, round_bf16, write_tile
 from kernels.cpu.gemm.panels import SPARE_ROWS, TILE, tiles
 from kernels.cpu.norm import layer_norm_row
@@ -118,7 +118,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
                     f"i64 {width}",
                 ]
                 if tiled:  # each tile of rows asks for its part of the next panel
-                    lines = w.op(f"udiv i64 {w.mul(row, w_bytes)}, {amx.ROWS_A_PANEL}")
+                    lines = w.op(f"udiv i64 {w.mul(row, w_bytes)}, {tiled_bf16.ROWS_A_PANEL}")
                     given.append(f"ptr {w.at(w.at(own_weight, w_bytes, 'i8'), lines, 'i8')}")
                 w.do(f"call void @in{width}_tiles({', '.join(given)})")
                 if then is not None:
@@ -212,8 +212,8 @@ def _function(
             most, name = most_rows(kind), f"in{width}_tile"
             if kind == AMX:
                 function(
-                    f"internal void @{name}s(i64 %rows, {TILE}, {amx.AHEAD})",
-                    lambda writer, width=width: write_tile(writer, amx.MOST, width, kind),
+                    f"internal void @{name}s(i64 %rows, {TILE}, {tiled_bf16.AHEAD})",
+                    lambda writer, width=width: write_tile(writer, tiled_bf16.MOST, width, kind),
                 )
                 continue
             sizes = [*range(1, most + 1)]

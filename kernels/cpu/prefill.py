@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.cpu.codegen import amx
 from kernels.cpu.codegen.compiler import (
     CompilerUnavailable,
     NativeFunction,
@@ -36,7 +37,6 @@ from kernels.cpu.codegen.compiler import (
 )
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
-from kernels.cpu.gemm import amx
 from kernels.cpu.scores import Numbers, Places, Scored
 
 _NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"}

@@ -14,7 +14,7 @@ from kernels.cpu.argmax import argmax
 from kernels.cpu.attention import attention_for
 from kernels.cpu.codegen import compiler
 from kernels.cpu.codegen.compiler import CompilerUnavailable, compile_ir, has_int8, lanes
-from kernels.cpu.gemm import amx
+from kernels.cpu.gemm import tiled_bf16
 from kernels.cpu.gemm.dense import PackedInt8, PackedLinear
 from kernels.cpu.gemm.panels import GATES
 from kernels.dispatch import kernels_for
@@ -167,15 +167,15 @@ def test_blocks_of_rows(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_fill_the_threads() -> None:
     """Bug: a thread that waits for another one's block; blocks that no second-level cache holds;
     few rows that are not shared by panels."""
-    assert amx.block_rows(127, 2, 1216) == 0
+    assert tiled_bf16.block_rows(127, 2, 1216) == 0
     for threads in (1, 2, 3, 8):
         for rows in range(64 * threads, 4000, 37):
             for row_bytes in (832, 1216, 3136, 28736):
-                length = amx.block_rows(rows, threads, row_bytes)
+                length = tiled_bf16.block_rows(rows, threads, row_bytes)
                 blocks = -(-rows // length)
-                assert length % amx.MOST == 0 and length * row_bytes <= 1 << 20
+                assert length % tiled_bf16.MOST == 0 and length * row_bytes <= 1 << 20
                 most = -(-blocks // threads)  # of a thread
-                assert most * length <= rows / threads + most * amx.MOST
+                assert most * length <= rows / threads + most * tiled_bf16.MOST
 
 
 def test_without_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

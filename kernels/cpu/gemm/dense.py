@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kernels.cpu.codegen import amx
 from kernels.cpu.codegen.compiler import (
     CompilerUnavailable,
     NativeFunction,
@@ -24,7 +25,7 @@ from kernels.cpu.codegen.compiler import (
     lanes,
 )
 from kernels.cpu.codegen.ir import IRWriter, Value, constant
-from kernels.cpu.gemm import amx
+from kernels.cpu.gemm import tiled_bf16
 from kernels.cpu.gemm.panels import (
     BIAS,
     BIAS_STEP,
@@ -324,7 +325,7 @@ def scratch_bytes(width: int, int8: bool) -> int:
 
 def most_rows(dtype: str) -> int:
     """Of a tile."""
-    return amx.MOST if dtype == AMX else _ROWS[lanes()] // (2 if dtype == "i8" else 1)
+    return tiled_bf16.MOST if dtype == AMX else _ROWS[lanes()] // (2 if dtype == "i8" else 1)
 
 
 def write_tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
@@ -333,7 +334,7 @@ def write_tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
     elif dtype == _DOT:
         _tile_bf16(writer, rows, width)
     elif dtype == AMX:
-        amx.tile(writer, width, ROW_BYTES[AMX](width))
+        tiled_bf16.tile(writer, width, ROW_BYTES[AMX](width))
     else:
         _tile(writer, rows, width, dtype)
 
@@ -414,7 +415,7 @@ class PackedLinear(Panels):
         int8 = self.kind == "i8"
         if self.kind in ROW_BYTES:
             row = ROW_BYTES[self.kind](self._width)
-            blocks = amx.block_rows(rows, threads, row) if self.kind == AMX else 0
+            blocks = tiled_bf16.block_rows(rows, threads, row) if self.kind == AMX else 0
             self._round(rows, threads, norm, row, block_rows=blocks)
         elif norm or int8:
             self._need(threads * rows * scratch_bytes(self._width, int8))

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu.codegen.compiler import NativeFunction, bits, compile_ir, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
 from kernels.cpu.codegen.scratch import scratch
-from kernels.cpu.gemm import amx
+from kernels.cpu.gemm import tiled_bf16
 
 GATES = {"silu": (1.0, 0.0), "gelu_pytorch_tanh": (1.5957691216057308, 0.044715)}
 CALLS: dict[str, tuple[bool, bool, str | None]] = {
@@ -114,8 +114,8 @@ def products(
     rows: "RoundedRows | None" = None,
 ) -> None:
     """This thread's share of all rows (x_bytes each) times all panels (w_bytes each). rows: of
-    which the caller may have chosen blocks (`Panels._round`), for tiles of `amx.tile`; those are as
-    large as can be but for the last one, others about as large as each other."""
+    which the caller may have chosen blocks (`Panels._round`), for tiles of `tiled_bf16.tile`; those
+    are as large as can be but for the last one, others about as large as each other."""
     size, tiled = writer.lanes, rows is not None
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
     num_rows, stride, width = (writer.argument(word) for word in (NUM_ROWS, STRIDE, WIDTH))
@@ -142,7 +142,8 @@ def products(
                     f"i64 {width}",
                 ]
                 if tiled:  # each tile of rows asks for its part of the next panel
-                    lines = writer.op(f"udiv i64 {writer.mul(first, w_bytes)}, {amx.ROWS_A_PANEL}")
+                    read = writer.mul(first, w_bytes)
+                    lines = writer.op(f"udiv i64 {read}, {tiled_bf16.ROWS_A_PANEL}")
                     later = writer.at(writer.at(place, w_bytes, "i8"), lines, "i8")
                     later = writer.op(f"select i1 {single}, ptr null, ptr {later}")
                     given.append(f"ptr {later}")
@@ -375,7 +376,7 @@ def product_functions(
 
     kinds_of_tile = [("tile", tile, [*range(1, most + 1)])]
     if any_rows:
-        signature = f"internal void @tiles(i64 %rows, {TILE}, {amx.AHEAD})"
+        signature = f"internal void @tiles(i64 %rows, {TILE}, {tiled_bf16.AHEAD})"
         write(signature, lambda writer: tile(writer, most))
         kinds_of_tile = []
     if expanded is not None:

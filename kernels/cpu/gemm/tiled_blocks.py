@@ -11,10 +11,10 @@ do not: so a whole sum becomes a float by an addition.
 from collections.abc import Callable
 from functools import lru_cache
 
+from kernels.cpu.codegen import amx
+from kernels.cpu.codegen.amx import TILE_ROWS
 from kernels.cpu.codegen.compiler import NativeFunction, amx_int8, compile_ir, lanes
 from kernels.cpu.codegen.ir import IRWriter, Value, module
-from kernels.cpu.gemm import amx
-from kernels.cpu.gemm.amx import TILE_ROWS
 from kernels.cpu.gemm.codes import NAMES, RoundedBlock, nibbles, round_row, table_of
 from kernels.cpu.gemm.panels import (
     BIAS,

@@ -1,4 +1,4 @@
-"""Products of bfloat16 by AMX: a tile is 16 rows of 64 bytes.
+"""x @ W.T of bfloat16 by AMX.
 
 Two tiles of rows of x (32 rows, 32 of their columns) meet two of weights (the same columns, 32
 outputs) in four tiles of sums, so each tile that is loaded is used twice. A panel of weights stays
@@ -6,12 +6,10 @@ in the first-level cache while rows of x stream past it from the second: they ar
 hint that they need no place in the first.
 """
 
-import struct
-from collections.abc import Sequence
-
+from kernels.cpu.codegen import amx
+from kernels.cpu.codegen.amx import TILE_ROWS
 from kernels.cpu.codegen.ir import IRWriter, Value
 
-TILE_ROWS = 16  # of a tile: rows of x and of sums, pairs of columns of weights
 MOST = 2 * TILE_ROWS  # rows of x that meet a panel at once
 AHEAD = "ptr %ahead"
 """An argument of `tile`: weights that a later call reads, and of which this one asks for
@@ -36,55 +34,6 @@ def block_rows(rows: int, threads: int, row_bytes: int) -> int:
     return -(-rows // (blocks * MOST)) * MOST
 
 
-def _tile_op(writer: IRWriter, name: str, *given: str) -> None:
-    writer.do(f"call void @llvm.x86.{name}({', '.join(given)})")
-    kinds = ", ".join(each.split()[0] for each in given)
-    writer._called.add(f"declare void @llvm.x86.{name}({kinds})")
-
-
-def configure(writer: IRWriter, shapes: Sequence[tuple[int, int]] = ((TILE_ROWS, 64),) * 8) -> None:
-    """shapes: rows and bytes of a row, of each tile. Until `release`."""
-    rows, row_bytes = zip(*shapes, strict=True)
-    words = struct.pack("<BB14x8H16x8B8x", 1, 0, *row_bytes, *rows)
-    config = writer.op("alloca [64 x i8], align 64")
-    for at, word in enumerate(struct.unpack("<8q", words)):
-        writer.store(str(word), writer.at(config, at, "i64"), "i64")
-    _tile_op(writer, "ldtilecfg", f"ptr {config}")
-
-
-def release(writer: IRWriter) -> None:
-    _tile_op(writer, "tilerelease")
-
-
-def clear(writer: IRWriter, tile: int) -> None:
-    _tile_op(writer, "tilezero", f"i8 {tile}")
-
-
-def load(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    """stride: bytes from row to row."""
-    _tile_op(writer, "tileloadd64", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
-
-
-def load_passing(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    """The same of what is not read again soon."""
-    _tile_op(writer, "tileloaddt164", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
-
-
-def store(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    _tile_op(writer, "tilestored64", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
-
-
-def multiply(writer: IRWriter, sums: int, rows: int, columns: int) -> None:
-    """sums += rows, of 32 bfloat16, times columns, of as many in pairs."""
-    _tile_op(writer, "tdpbf16ps", f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
-
-
-def multiply_codes(writer: IRWriter, name: str, sums: int, rows: int, columns: int) -> None:
-    """sums += rows, of signed bytes, times columns, of as many in fours. name: tdpbssd, or tdpbsud
-    for columns without a sign."""
-    _tile_op(writer, name, f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
-
-
 def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
     """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, for up to MOST rows of x, of
     x_bytes each. Rows that x does not have, up to whole tiles, are read and forgotten. Each sum
@@ -101,7 +50,7 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
         for at in tiles:
             for half in (0, 1):
                 place = writer.at("%bias", half * TILE_ROWS)
-                load(writer, 2 * at + half, place, 0)
+                amx.load(writer, 2 * at + half, place, 0)
 
         def step(k: Value) -> list[Value]:
             panel = writer.at("%w", writer.mul(k, panel_line * TILE_ROWS), "i8")
@@ -119,12 +68,12 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
                     writer.prefetch(writer.at(target, half), to_write=True)
             for at in tiles:
                 column = writer.add(writer.mul(k, 2 * _COLUMNS), at * TILE_ROWS * x_bytes)
-                load_passing(writer, 4 + at, writer.at("%x", column, "i8"), x_bytes)
+                amx.load_passing(writer, 4 + at, writer.at("%x", column, "i8"), x_bytes)
             for half in (0, 1):
-                load(writer, 6 + half, writer.at(panel, 64 * half, "i8"), panel_line)
+                amx.load(writer, 6 + half, writer.at(panel, 64 * half, "i8"), panel_line)
             for at in tiles:
                 for half in (0, 1):
-                    multiply(writer, 2 * at + half, 4 + at, 6 + half)
+                    amx.multiply(writer, 2 * at + half, 4 + at, 6 + half)
             return []
 
         writer.loop(0, steps, [], step)
@@ -135,7 +84,7 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
                 for half in (0, 1):
                     row = writer.at(target, writer.mul(stride, at * TILE_ROWS))
                     place, apart = writer.at(row, half * TILE_ROWS), writer.mul(stride, 4)
-                    store(writer, 2 * at + half, place, apart)
+                    amx.store(writer, 2 * at + half, place, apart)
 
         whole = writer.op(f"icmp eq i64 %rows, {len(tiles) * TILE_ROWS}")
         direct = writer.op(f"and i1 {whole}, {alone}")

@@ -1,0 +1,57 @@
+"""Instructions of AMX, for tiles of 16 rows of 64 bytes."""
+
+import struct
+from collections.abc import Sequence
+
+from kernels.cpu.codegen.ir import IRWriter, Value
+
+TILE_ROWS = 16  # of a tile: rows of x and of sums, pairs of columns of weights
+
+
+def _tile_op(writer: IRWriter, name: str, *given: str) -> None:
+    writer.do(f"call void @llvm.x86.{name}({', '.join(given)})")
+    kinds = ", ".join(each.split()[0] for each in given)
+    writer._called.add(f"declare void @llvm.x86.{name}({kinds})")
+
+
+def configure(writer: IRWriter, shapes: Sequence[tuple[int, int]] = ((TILE_ROWS, 64),) * 8) -> None:
+    """shapes: rows and bytes of a row, of each tile. Until `release`."""
+    rows, row_bytes = zip(*shapes, strict=True)
+    words = struct.pack("<BB14x8H16x8B8x", 1, 0, *row_bytes, *rows)
+    config = writer.op("alloca [64 x i8], align 64")
+    for at, word in enumerate(struct.unpack("<8q", words)):
+        writer.store(str(word), writer.at(config, at, "i64"), "i64")
+    _tile_op(writer, "ldtilecfg", f"ptr {config}")
+
+
+def release(writer: IRWriter) -> None:
+    _tile_op(writer, "tilerelease")
+
+
+def clear(writer: IRWriter, tile: int) -> None:
+    _tile_op(writer, "tilezero", f"i8 {tile}")
+
+
+def load(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
+    """stride: bytes from row to row."""
+    _tile_op(writer, "tileloadd64", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
+
+
+def load_passing(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
+    """The same of what is not read again soon."""
+    _tile_op(writer, "tileloaddt164", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
+
+
+def store(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
+    _tile_op(writer, "tilestored64", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
+
+
+def multiply(writer: IRWriter, sums: int, rows: int, columns: int) -> None:
+    """sums += rows, of 32 bfloat16, times columns, of as many in pairs."""
+    _tile_op(writer, "tdpbf16ps", f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
+
+
+def multiply_codes(writer: IRWriter, name: str, sums: int, rows: int, columns: int) -> None:
+    """sums += rows, of signed bytes, times columns, of as many in fours. name: tdpbssd, or tdpbsud
+    for columns without a sign."""
+    _tile_op(writer, name, f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
