@@ -44,7 +44,7 @@ KINDS = (
     ("experts up", re.compile(r"^_(few|grouped|packed|few_packed)_up_kernel")),
     ("experts down", re.compile(r"^_(few|grouped|packed|few_packed)_down_kernel")),
     ("expert choice", re.compile(r"^_(few_route|topk)_kernel")),
-    ("expert sort", re.compile(r"^_sort_kernel")),
+    ("expert sort", re.compile(r"^_(sort|count|place)_kernel")),
     ("expert sum", re.compile(r"^_sum_kernel")),
     # The library's name of products of 16-bit numbers that give 32-bit ones, as routers' do.
     ("router product", re.compile(r"^nvjet_sm\d+_tss_")),

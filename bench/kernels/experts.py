@@ -40,7 +40,6 @@ from kernels.experts.grouped import (
     grouped,
     grouped_down,
     grouped_up,
-    sort,
     sum_experts,
     tiles_for,
 )
@@ -48,6 +47,7 @@ from kernels.experts.packed import packed_down, packed_experts, packed_up
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.rounded import rounded_down, rounded_experts, rounded_up
 from kernels.experts.routing import CLAMPED, Routing
+from kernels.experts.sorting import sort
 from kernels.launch.compiling import Compilers
 from kernels.packed import E2M1, Format, PackedWeight
 

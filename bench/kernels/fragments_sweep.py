@@ -29,9 +29,10 @@ from kernels.experts.fragments.dispatch import few_fragments, grouped_fragments
 from kernels.experts.fragments.down import few_fragments_down, fragments_down
 from kernels.experts.fragments.tiles import Tile, Tiles
 from kernels.experts.fragments.up import few_fragments_up, fragments_up
-from kernels.experts.grouped import grouped, sort
+from kernels.experts.grouped import grouped
 from kernels.experts.packed import packed_down, packed_experts, packed_up
 from kernels.experts.reference import ExpertWeights, PackedExperts, activated
+from kernels.experts.sorting import sort
 from kernels.launch.compiling import Compilers
 from kernels.packed import E2M1, Format, PackedWeight
 

@@ -1,9 +1,10 @@
 """Experts of many tokens: (token, expert) pairs sorted by expert, then a matrix product for each
 expert that is met, over the tokens that meet it.
 
-Four launches: sort; gate, up and activation; down and the router's weights; the sum over a token's
-experts with the residual. Grids are bounds that the number of pairs gives, so that nothing is read
-back: a program finds its expert in the sorted counts, and those that are too many end at once.
+Four launches, and one more to sort many pairs: sort; gate, up and activation; down and the router's
+weights; the sum over a token's experts with the residual. Grids are bounds that the number of pairs
+gives, so that nothing is read back: a program finds its expert in the sorted counts, and those that
+are too many end at once.
 
 Large tiles come through the tensor memory accelerator (TMA) where the device has one: it takes one
 instruction for a tile of weights, and gate and up become one product of twice the width.
@@ -20,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.experts.gate import code, gated
 from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.experts.sorting import Sorted, sort
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl, shared_memory
 
 
@@ -51,37 +53,6 @@ TILES: tuple[tuple[float, Tiles], ...] = (
 # For 32-bit weights, and where a row's numbers may not depend on how many rows there are.
 PLAIN = Tiles(Tile(32, 32, 32, 4, 3), Tile(32, 64, 32, 4, 3))
 FIXED = Tiles(Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3))
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _sort_kernel(
-    ids,  # [pairs]
-    order,  # [pairs]: sorted place -> pair
-    starts,  # [EXPERTS + 1]: the first place of each expert, and that behind the last one's
-    pairs,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    expert = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    below = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, pairs, BLOCK):
-        chosen = tl.load(ids + start + at, mask=start + at < pairs, other=EXPERTS)
-        below += (chosen < expert).to(tl.int32)
-    place = tl.sum(below, axis=0)
-    tl.store(starts + expert, place)
-    for start in range(0, pairs, BLOCK):
-        chosen = tl.load(ids + start + at, mask=start + at < pairs, other=EXPERTS)
-        mine = (chosen == expert).to(tl.int32)
-        rank = tl.cumsum(mine, axis=0) - mine
-        tl.store(order + place + rank, start + at, mask=mine == 1)
-        place += tl.sum(mine, axis=0)
-    if expert == EXPERTS - 1:
-        tl.store(starts + EXPERTS, place)
 
 
 @triton.jit
@@ -332,26 +303,6 @@ class Scales(NamedTuple):
     rows: Tensor  # float32, one for each row of x, or of inner
     outputs: Tensor  # float32, one for each row of all experts' weights
     dtype: torch.dtype  # of the result
-
-
-class Sorted(NamedTuple):
-    """The pairs of expert e are order[starts[e] : starts[e + 1]], ascending. Those of no expert
-    here have no place."""
-
-    order: Tensor  # [pairs] int32
-    starts: Tensor  # [experts + 1] int32
-
-
-def sort(ids: Tensor, experts: int) -> Sorted:
-    """ids [tokens, chosen] int32: 0 .. experts - 1, or experts where it is another rank's."""
-    pairs = ids.numel()
-    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
-    starts = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
-    block = min(2048, max(128, triton.next_power_of_2(pairs)))
-    _sort_kernel[(experts,)](
-        ids, order, starts, pairs, EXPERTS=experts, BLOCK=block, num_warps=4, **pdl(ids.device)
-    )
-    return Sorted(order, starts)
 
 
 def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.experts.gate import code, gated
-from kernels.experts.grouped import Sorted, _find, by_expert
+from kernels.experts.grouped import _find, by_expert
 from kernels.experts.reference import PackedExperts
+from kernels.experts.sorting import Sorted
 from kernels.gemm.packed.codes import E2M1_CODE, bytes_fit, code_of, constants, scaled_floats
 from kernels.gemm.packed.dot import LOWERED, add_step, quick
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl

@@ -9,8 +9,9 @@ multiplied in between the steps of the second product.
 import torch
 from torch import Tensor
 
-from kernels.experts.grouped import Scales, Sorted, Tile, Tiles, by_expert, grouped_down, grouped_up
+from kernels.experts.grouped import Scales, Tile, Tiles, by_expert, grouped_down, grouped_up
 from kernels.experts.reference import ExpertWeights, PackedExperts
+from kernels.experts.sorting import Sorted
 from kernels.gemm.packed.codes import bytes_fit
 from kernels.gemm.packed.round_rows import E4M3, round_rows
 from kernels.packed import FLOAT8_PRODUCTS, PackedWeight

@@ -123,7 +123,7 @@ def test_every_launch_of_a_mixture_is_timed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(experts, "random", empty)
     layer = experts.LAYERS["qwen3-30b-a3b"]
     stack = experts.make_stack(layer)
-    for tokens in (1, 256):
+    for tokens in (1, 256, 1024):  # 1024: whose pairs are sorted by blocks
         routed = (
             empty(tokens, layer.chosen, dtype=torch.float32),
             empty(tokens, layer.chosen, dtype=torch.int32),

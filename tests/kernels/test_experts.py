@@ -1,6 +1,7 @@
 """Experts in Triton against plain torch in float64: the choice, the sort, few tokens and many."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from kernels.dispatch import kernels_for
 from kernels.experts import few_packed as few_packed_module
 from kernels.experts import packed as packed_module
-from kernels.experts import reference, rounded
+from kernels.experts import reference, rounded, sorting
 from kernels.experts.few import MOST, few
 from kernels.experts.few_packed import few_packed, few_packed_fits
 from kernels.experts.few_route import few_route
@@ -22,13 +23,13 @@ from kernels.experts.grouped import (
     Tile,
     Tiles,
     grouped,
-    sort,
     sum_experts,
     tma_fits,
 )
 from kernels.experts.packed import packed_experts
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing, up_rows
+from kernels.experts.sorting import sort, sort_by_blocks
 from kernels.experts.topk import topk
 from kernels.gemm.packed.round_rows import round_rows
 from kernels.packed import E2M1, Format, PackedWeight
@@ -460,6 +461,48 @@ def test_sort() -> None:
         for expert in range(9):
             mine = order[starts[expert] : starts[expert + 1]]
             assert mine.tolist() == (ids.flatten() == expert).nonzero().flatten().tolist()
+
+
+def spread(pairs: int, experts: int, how: str) -> Tensor:
+    """Choices [pairs / 2, 2]; all, one or none of them an expert's, or of another rank's experts
+    (`experts`)."""
+    ids = torch.randint(0, experts, (pairs,), device=DEVICE)
+    if how == "one expert":
+        ids = torch.full_like(ids, experts - 1)
+    elif how == "elsewhere":
+        ids[torch.rand(pairs, device=DEVICE) < 0.6] = experts
+        ids[ids == experts // 2] = 0  # nobody's
+    elif how == "nowhere":
+        ids = torch.full_like(ids, experts)
+    elif how == "falling":
+        ids = ids.sort(descending=True).values
+    return ids.int().view(-1, 2)
+
+
+@pytest.mark.parametrize("how", ["any", "one expert", "elsewhere", "nowhere", "falling"])
+@pytest.mark.parametrize("pairs, experts", [(2, 9), (2048, 60), (5002, 512), (4610, 9)])
+def test_sort_of_many_pairs(pairs: int, experts: int, how: str) -> None:
+    """A pair's place taken from another block's counts, pairs behind the last that are counted,
+    pairs of one expert that are not in their order, at the borders of blocks and of runs of them:
+    what a stable sort gives."""
+    ids = spread(pairs, experts, how)
+    values, want = ids.flatten().sort(stable=True)
+    inside = int((values < experts).sum())
+    first = torch.searchsorted(values, torch.arange(experts + 1, device=DEVICE).int())
+    for way in (sort_by_blocks, partial(sort_by_blocks, block=128, blocks=2)):
+        order, starts = way(ids, experts)
+        assert torch.equal(starts.long(), first)
+        assert torch.equal(order[:inside].long(), want[:inside])
+
+
+def test_how_pairs_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many pairs in the launch whose programs all walk all of them; or a decode's in two."""
+    taken = []
+    for name in ("sort_at_once", "sort_by_blocks"):
+        monkeypatch.setattr(sorting, name, lambda ids, experts, name=name: taken.append(name))
+    for pairs in (2, sorting.AT_ONCE, sorting.AT_ONCE + 2):
+        sort(spread(pairs, 4, "any"), 4)
+    assert taken == ["sort_at_once", "sort_at_once", "sort_by_blocks"]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

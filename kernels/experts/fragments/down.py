@@ -17,8 +17,8 @@ from kernels.experts.fragments.products import (
     summed_indices,
 )
 from kernels.experts.fragments.tiles import Tile, launch_options
-from kernels.experts.grouped import Sorted
 from kernels.experts.reference import PackedExperts
+from kernels.experts.sorting import Sorted
 from kernels.fragments import ROWS
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait
 

@@ -16,8 +16,8 @@ from kernels.experts.fragments.products import (
 )
 from kernels.experts.fragments.tiles import Tile, launch_options
 from kernels.experts.gate import code, gated
-from kernels.experts.grouped import Sorted
 from kernels.experts.reference import PackedExperts
+from kernels.experts.sorting import Sorted
 from kernels.fragments import ROWS
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait
 

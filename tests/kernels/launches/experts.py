@@ -12,6 +12,7 @@ from kernels.experts.fragments import tiles as fragment_tiles
 from kernels.experts.fragments.dispatch import few_fragments, fragments, grouped_fragments
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.experts.routing import CLAMPED, Routing
+from kernels.experts.sorting import sort_by_blocks
 from kernels.experts.topk import topk
 from kernels.packed import E2M1, Format, PackedWeight
 from tests.kernels.launches.sizes import EPS, bf16, int32
@@ -51,6 +52,8 @@ def experts(model: str) -> None:
         x, scale, ids = bf16(tokens, hidden), torch.empty(tokens, chosen), int32(tokens, chosen)
         few(x, scale, ids, weights, x)
         few(x, scale, ids, weights, None)
+    for each in (count, 4 * count):
+        sort_by_blocks(int32(8192, chosen), each)
     x, scale, ids = bf16(64, hidden), torch.empty(64, chosen), int32(64, chosen)
     for tiles in (*(tiles for _, tiles in moe.TILES), moe.FIXED):
         moe.grouped(x, scale, ids, weights, x, tiles)
