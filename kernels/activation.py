@@ -1,4 +1,5 @@
-"""Activations: act(gate) * up, the halves of one matrix product's output, and act(x) alone."""
+"""Activations: act(gate) * up, the halves of one matrix product's output; act(x) alone; and what a
+layer gives, times the sigmoid of a gate."""
 
 import torch
 import triton
@@ -112,6 +113,32 @@ def _add_opened_kernel(
         tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _sigmoid_mul_kernel(
+    x,  # [tokens, WIDTH]
+    gate,  # heads of SIZE, EACH apart, in rows that are ROW apart
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    EACH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    source = gate + token * ROW + column // SIZE * EACH + column % SIZE
+    # Rounded as torch rounds it, which has the factor in memory.
+    dtype = x.dtype.element_ty
+    factor = tl.sigmoid(tl.load(source, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    target = x + token * WIDTH + column
+    value = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, (value * factor.to(tl.float32)).to(dtype), mask=mask)
+
+
 def _gated(gate_up: Tensor, name: str) -> Tensor:
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
@@ -139,6 +166,25 @@ def activation(x: Tensor, name: str) -> Tensor:
         grid = (triton.cdiv(count, _BLOCK),)
         _plain_kernel[grid](x, out, count, ACT=CODES[name], BLOCK=_BLOCK, **pdl(x.device))
     return out
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """See `kernels.reference.Kernels.sigmoid_mul`. Elements of a head lie one after the other."""
+    tokens, width = x.shape
+    if tokens:
+        block = min(_BLOCK, triton.next_power_of_2(width))
+        _sigmoid_mul_kernel[(tokens, triton.cdiv(width, block))](
+            x,
+            gate,
+            WIDTH=width,
+            SIZE=gate.shape[2],
+            EACH=gate.stride(1),
+            ROW=gate.stride(0),
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+            **pdl(x.device),
+        )
+    return x
 
 
 def add_opened(given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:

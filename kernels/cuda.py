@@ -94,6 +94,9 @@ class Cuda(Kernels):
             return super().activation(x, name)
         return activation.activation(x, name)
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return activation.sigmoid_mul(x, gate)
+
     def add_opened(self, given: Tensor, x: Tensor, gate: Tensor, residual: Tensor | None) -> Tensor:
         return activation.add_opened(given, x, gate, residual)
 
@@ -252,8 +255,12 @@ class Cuda(Kernels):
         v_cache: Cache,
         num_heads: int,
         meta: AttentionMeta,
+        *,
+        gated: bool = False,
     ) -> Tensor:
-        return rope_kv_write(qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, meta)
+        return rope_kv_write(
+            qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, meta, gated=gated
+        )
 
     def attention(
         self,

@@ -32,6 +32,7 @@ from kernels.attention.reference import (
     attend_decodes,
     make_plan,
     plan_of,
+    without_gates,
     write_cache,
 )
 from kernels.experts import reference as mixture
@@ -256,12 +257,17 @@ class Kernels:
         v_cache: Cache,
         num_heads: int,
         meta: AttentionMeta,
+        *,
+        gated: bool = False,
     ) -> Tensor:
         """Split, norm and rotate; write keys and values to the cache.
 
+        gated: qkv has a gate of head_dim behind each query, which is left alone.
         Returns q [num_tokens, num_heads, head_dim].
         """
         num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+        if gated:
+            qkv = without_gates(qkv, num_heads, head_dim)
         plan = plan_of(meta, k_cache)
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
         both = heads[:, : num_heads + num_kv_heads]

@@ -287,6 +287,17 @@ def shared_gate(s: Sizes, rows: int) -> KernelWork:
     return KernelWork([partial(cuda.add_opened, y, x, gate, r) for y, x, r in given], num_bytes)
 
 
+def output_gate(s: Sizes, rows: int) -> KernelWork:
+    """What was attended, times the sigmoid of gates that lie between queries."""
+    width = s.heads * s.dim
+    num_bytes = 3.0 * rows * width * s.dtype.itemsize
+    given = [
+        (s.random(rows, width), s.random(rows, s.heads, 2, s.dim)[:, :, 1])
+        for _ in range(copies_for(num_bytes))
+    ]
+    return KernelWork([partial(cuda.sigmoid_mul, x, gate) for x, gate in given], num_bytes)
+
+
 def residual_norm(s: Sizes, rows: int) -> KernelWork:
     """The product after attention with the residual, then the norm before the MLP: the sum itself
     has no kernel of its own, it is part of the product."""
@@ -306,10 +317,11 @@ def gate(s: Sizes, rows: int, name: str) -> KernelWork:
     return KernelWork([partial(cuda.GATES[name], x) for x in xs], num_bytes)
 
 
-def rope(s: Sizes, rows: int, head_norm: bool) -> KernelWork:
-    """Decodes up to 256 rows, a prompt from there on."""
-    width = (s.heads + 2 * s.kv_heads) * s.dim
-    num_bytes = rows * (width + s.heads * s.dim) * s.dtype.itemsize + kv_bytes(s, rows)
+def rope(s: Sizes, rows: int, head_norm: bool, gated: bool = False) -> KernelWork:
+    """Decodes up to 256 rows, a prompt from there on. gated: each query has a gate behind it."""
+    width = ((1 + gated) * s.heads + 2 * s.kv_heads) * s.dim
+    read = width - gated * s.heads * s.dim
+    num_bytes = rows * (read + s.heads * s.dim) * s.dtype.itemsize + kv_bytes(s, rows)
     qkvs = [s.random(rows, width) for _ in range(copies_for(num_bytes))]
     lengths = ([rows], [rows], 0) if rows > 256 else ([1024] * rows, [1] * rows, rows)
     meta, num_blocks = meta_of(s, *lengths, 16)
@@ -317,7 +329,11 @@ def rope(s: Sizes, rows: int, head_norm: bool) -> KernelWork:
     cos_sin = torch.randn(meta.max_kv_len, s.dim, device=s.device)
     weight = s.random(s.dim) if head_norm else None
     calls = [
-        partial(cuda.rope_kv_write, qkv, cos_sin, weight, weight, 1e-6, *kv, s.heads, meta)
+        partial(
+            cuda.rope_kv_write,
+            *(qkv, cos_sin, weight, weight, 1e-6, *kv, s.heads, meta),
+            gated=gated,
+        )
         for qkv in qkvs
     ]
     return KernelWork(calls, num_bytes)
@@ -467,6 +483,12 @@ def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> 
     for rows in (1, 256, 8192):
         cases[f"rope and KV write/{rows}"] = partial(rope, s, rows, False)
         cases[f"qk-norm, rope and KV write/{rows}"] = partial(rope, s, rows, True)
+    gated = s._replace(heads=16, kv_heads=2, dim=256)  # of Qwen3-Next
+    for rows in (1, 256, 8192):
+        cases[f"qk-norm, rope and KV write beside gates/{rows}"] = partial(
+            rope, gated, rows, True, True
+        )
+        cases[f"gated output/{rows}"] = partial(output_gate, gated, rows)
     for rows in (1, 16, 256, 8192):
         cases[f"norm/{rows}"] = partial(norm, s, rows)
         cases[f"silu/{rows}"] = partial(gate, s, rows, "silu")

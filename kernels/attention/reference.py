@@ -172,6 +172,12 @@ def plan_of(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
     return meta.plan
 
 
+def without_gates(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """Of rows whose queries have a gate each behind them: the same without the gates."""
+    queries = qkv[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))[:, :, 0]
+    return torch.cat((queries.flatten(1), qkv[:, 2 * num_heads * head_dim :]), dim=1)
+
+
 def write_cache(cache: Cache, rows: Tensor, values: Tensor) -> None:
     """values [n, head_dim] to rows int64 of a cache seen as [-1, head_dim]."""
     _, heads, size, head_dim = cache.shape

@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kernels.attention.reference import without_gates
 from kernels.cpu import norm
 from kernels.cpu.latent import decode as latent_decode
 from kernels.cpu.latent.shape import shape_of
@@ -158,7 +159,11 @@ class Deterministic(PlannedByFirstLayer):
         v_cache: Cache,
         num_heads: int,
         meta: AttentionMeta,
+        *,
+        gated: bool = False,
     ) -> Tensor:
+        if gated:
+            qkv = without_gates(qkv, num_heads, k_cache.shape[3])
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)
         kernels = meta.plan.choose(num_heads, k_cache, cos_sin, q_norm)

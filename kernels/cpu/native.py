@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.attention.reference import PrefillChunk, Scores, attend_chunk, plan_chunks
+from kernels.attention.reference import (
+    PrefillChunk,
+    Scores,
+    attend_chunk,
+    plan_chunks,
+    without_gates,
+)
 from kernels.cpu.attention import CpuAttention, attention_for
 from kernels.cpu.latent import decode as latent_decode
 from kernels.cpu.latent.prefill import prefill as latent_prefill
@@ -136,7 +142,11 @@ class Native(PlannedByFirstLayer):
         v_cache: Cache,
         num_heads: int,
         meta: AttentionMeta,
+        *,
+        gated: bool = False,
     ) -> Tensor:
+        if gated:
+            qkv = without_gates(qkv, num_heads, k_cache.shape[3])
         if meta.plan is None:
             meta.plan = _NativePlan(meta)
         kernels = meta.plan.choose(num_heads, k_cache, cos_sin, q_norm)

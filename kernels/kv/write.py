@@ -140,7 +140,7 @@ def _store_key(
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_kv_write_kernel(
-    qkv,
+    qkv,  # [tokens, (QUERY * NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
     cos_sin,
     q_norm,
     k_norm,
@@ -154,6 +154,7 @@ def _rope_kv_write_kernel(
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    QUERY: tl.constexpr,  # heads from a query to the next: 2 where its gate follows it
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -173,7 +174,7 @@ def _rope_kv_write_kernel(
     group = tl.program_id(1)
     Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     K_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
-    row = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    row = qkv + token * (QUERY * NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     slot = tl.load(slots + token)
     position = tl.load(positions + token).to(tl.int64)
     if PDL:
@@ -186,9 +187,8 @@ def _rope_kv_write_kernel(
         v_heads = (group - Q_GROUPS - K_GROUPS) * HEADS + tl.arange(0, HEADS)
         v_dims = tl.arange(0, FULL)
         v_mask = (v_heads < NUM_KV_HEADS)[:, None] & (v_dims < HEAD_DIM)[None, :]
-        v_source = (
-            row + ((NUM_HEADS + NUM_KV_HEADS + v_heads) * HEAD_DIM)[:, None] + v_dims[None, :]
-        )
+        v_first: tl.constexpr = QUERY * NUM_HEADS + NUM_KV_HEADS
+        v_source = row + ((v_first + v_heads) * HEAD_DIM)[:, None] + v_dims[None, :]
         v_target = (
             v_cache + ((block * NUM_KV_HEADS + v_heads) * BLOCK_SIZE + offset)[:, None] * HEAD_DIM
         )
@@ -217,8 +217,11 @@ def _rope_kv_write_kernel(
         heads = tl.where(is_query, group, group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
         exists = heads < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
         mask = exists[:, None] & valid[None, :]
-        base = tl.where(is_query, 0, NUM_HEADS)
-        source = row + ((base + heads) * HEAD_DIM)[:, None]
+        base = tl.where(is_query, 0, QUERY * NUM_HEADS)
+        head = base + heads
+        if QUERY > 1:
+            head = tl.where(is_query, QUERY * heads, head)
+        source = row + (head * HEAD_DIM)[:, None]
         first = tl.load(source + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + half + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         rest, rest_mask = first, mask
@@ -262,6 +265,8 @@ def rope_kv_write(
     v_cache: Cache,
     num_heads: int,
     meta: AttentionMeta,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """See `kernels.reference.Kernels.rope_kv_write`. A slot of -1 writes no key or value."""
     num_tokens = qkv.shape[0]
@@ -290,6 +295,7 @@ def rope_kv_write(
         eps,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
+        QUERY=2 if gated else 1,
         HEAD_DIM=head_dim,
         ROTARY_DIM=rotary_dim,
         BLOCK_SIZE=block_size,

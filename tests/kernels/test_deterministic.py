@@ -53,7 +53,7 @@ SAFE: Mapping[str, Mapping[str, str]] = {
         "xielu": _BY_ROW,
         "add_opened": _BY_ROW,
         "scale_columns": "an exactly rounded product of each element",
-        "sigmoid_mul": "torch computes each element by itself on CUDA",
+        "sigmoid_mul": "a result is made of its own two numbers",
         "route": "as by row; where `topk` has no kernel, torch sums a few numbers of each row",
         "rope_kv_write": _BY_ROW,
         "latent_write": _BY_ROW,

@@ -1,9 +1,14 @@
 """Split, head norm, rotation and KV write against float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention.reference import without_gates
+from kernels.kv.format import FORMATS
+from kernels.kv.quantized import QuantizedKV
 from kernels.kv.write import rope_kv_write
 from kernels.metadata import AttentionMeta
 from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
@@ -67,6 +72,33 @@ def test_against_float64(shape: tuple[int, ...], norm: bool, dtype: torch.dtype)
     for cache in caches:  # nothing beside the slots was touched
         cache[blocks, :, offsets] = torch.nan
         assert cache.isnan().all()
+
+
+@pytest.mark.parametrize("code", [None, "int8", "int4"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", [(16, 2, 256, 64), (9, 3, 80, 80), (4, 4, 64, 32)], ids=str)
+def test_gates_behind_queries(shape: tuple[int, ...], norm: bool, code: str | None) -> None:
+    """A gate taken for a query, keys or values looked for where they are without gates: queries and
+    caches are, bit by bit, those of rows from which the gates were cut."""
+    num_heads, num_kv_heads, head_dim, rotary = shape
+    dtype = torch.float16
+    qkv = random(7, (2 * num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    cos_sin = random(64, rotary)
+    weights = [random(head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    slots = torch.randperm(48, device=DEVICE)[:7]
+    positions = torch.randint(0, 64, (7,), device=DEVICE).int()
+    meta = AttentionMeta(positions, slots, positions, positions, positions, 0, 1)
+    found = []
+    for gated in (False, True):
+        sizes = 3, num_kv_heads, 16, head_dim
+        caches: list[Any] = [torch.zeros(sizes, dtype=dtype, device=DEVICE) for _ in range(2)]
+        if code is not None:
+            caches = [QuantizedKV.empty(FORMATS[code], sizes, DEVICE) for _ in range(2)]
+        rows = qkv if gated else without_gates(qkv, num_heads, head_dim)
+        q = rope_kv_write(rows, cos_sin, *weights, 1e-6, *caches, num_heads, meta, gated=gated)
+        kept = [cache if code is None else cache.codes for cache in caches]
+        found.append((q, *(each.view(torch.uint8) for each in kept)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.gpu

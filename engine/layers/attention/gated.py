@@ -1,7 +1,6 @@
 """Attention whose result is multiplied by the sigmoid, or the softplus, of a product of the layer's
 input."""
 
-import torch
 from torch import Tensor
 
 from engine.layers.attention.plain import Attention
@@ -27,11 +26,8 @@ class GatedAttention(Attention):
         """See Attention."""
         k_cache, v_cache = kv
         made = self.qkv.forward(x, meta.lora, norm=norm)
-        both = 2 * self.num_heads * self.head_dim
-        queries = made[:, :both].unflatten(1, (self.num_heads, 2, self.head_dim))
-        qkv = torch.cat((queries[:, :, 0].flatten(1), made[:, both:]), dim=1)
         q = self.kernels.rope_kv_write(
-            qkv,
+            made,
             self.cos_sin,
             self.q_norm,
             self.k_norm,
@@ -40,9 +36,12 @@ class GatedAttention(Attention):
             v_cache,
             self.num_heads,
             meta,
+            gated=True,
         )
         attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
-        attended = self.kernels.sigmoid_mul(attended, queries[:, :, 1])
+        both = made[:, : 2 * self.num_heads * self.head_dim]
+        gates = both.unflatten(1, (self.num_heads, 2, self.head_dim))[:, :, 1]
+        attended = self.kernels.sigmoid_mul(attended, gates)
         return self.out.forward(attended, meta.lora, residual=residual)
 
 

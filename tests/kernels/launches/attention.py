@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from triton.runtime import driver
 
+from kernels.activation import sigmoid_mul
 from kernels.attention.decode import attention_decode
 from kernels.attention.decode_plan import plan
 from kernels.attention.latent.decode import latent_decode, plan_latent
@@ -40,6 +41,11 @@ def attention(model: str) -> None:
         )
         qkv, cos_sin = bf16(num_tokens, heads * dim), torch.empty(1024, dim)
         q = rope_kv_write(qkv, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta)
+        gates = bf16(num_tokens, d.num_heads * dim)  # and a gate behind each query
+        both = torch.cat((qkv, gates), 1)
+        rope_kv_write(both, cos_sin, *norms, EPS, k_cache, v_cache, d.num_heads, meta, gated=True)
+        behind = both[:, : 2 * d.num_heads * dim].unflatten(1, (d.num_heads, 2, dim))[:, :, 1]
+        sigmoid_mul(gates, behind)
     for deterministic in (False, True):
         attention_prefill(
             q,
