@@ -296,6 +296,27 @@ def test_attention(dtype: torch.dtype, shape: tuple[int, int, int, int], qk_norm
     assert error(out[:-2], reference.attention(want, *expected, 0.1, theirs)[:-2]) < 3e-3
 
 
+@pytest.mark.parametrize(
+    "kernels", [reference, native, kernels_for("cpu", True)], ids=lambda x: type(x).__name__
+)
+@pytest.mark.parametrize("dim", [64, 20], ids=["generated", "torch"])
+def test_gates_behind_queries(kernels: Kernels, dim: int) -> None:
+    """A gate taken for the next head's query, as a key or as a value: queries and caches are those
+    of the same rows without gates."""
+    heads, kv_heads = 4, 2
+    made = torch.randn(10, (2 * heads + 2 * kv_heads) * dim)
+    queries = [made[:, 2 * head * dim :][:, :dim] for head in range(heads)]
+    plain = torch.cat((*queries, made[:, 2 * heads * dim :]), 1)
+    cos_sin, found = torch.randn(80, dim), []
+    for rows, gated in ((plain, False), (made, True)):
+        meta = lay_out([((3, 1, 8, 9, 2), 17, 1), ((5,), 2, 1), ((4, 0, 7), 3, 8)], BLOCK)
+        caches = torch.zeros(2, 12, kv_heads, BLOCK, dim).bfloat16()
+        how = (cos_sin, None, None, 1e-5, *caches, heads, meta)
+        found.append((kernels.rope_kv_write(rows, *how, gated=gated), caches))
+    assert found[0][1].count_nonzero()
+    assert all(map(torch.equal, *found))
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     """A panel or a head that is not full would read and write beside its memory."""
     assert not PackedLinear.fits(4 * lanes(), 2 * lanes() + 4)
