@@ -6,11 +6,13 @@ turns: FlashMLA's and FlashAttention 3's decodes, flash-linear-attention's chunk
 Decodes attend to the same latents on both sides, absorbed, and without the products around it;
 FlashMLA and ours have made their plans before. Blocks are of 64 tokens, which FlashMLA needs; those
 of 16, the engine's default, have a case of their own. Of prompts ours is everything between a
-layer's products: convolution, gates, norms, and the rule; theirs is the rule alone, given normed
-queries and keys, decays and betas.
+layer's products: convolution, gates, norms, and the rule. `vllm` is the same, as its layer calls
+it; `fla` is the rule alone, given normed queries and keys, decays and betas, and is not what the
+ratio is to where vllm is there.
 
-A row's ratio is the fastest peer's time over ours. `differs` is how far the results are apart. A
-peer that is not there or fails is named in the raw lines, and the rest goes on.
+A row's ratio is the fastest peer's time over ours, of those that do as much. `differs` is how far
+the results are apart. A peer that is not there or fails is named in the raw lines, and the rest
+goes on.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,10 +46,17 @@ Peers = dict[str, Callable[[], Calls]]
 
 
 class Case:
-    """Ours, and peers that are made when they are due. read: a side's result in a common form."""
+    """Ours, and peers that are made when they are due. read: a side's result in a common form.
+    parts: peers that do a part of the work, for which no ratio is told."""
 
-    def __init__(self, ours: Calls, peers: Peers, read: Callable[[str, Any], Tensor]) -> None:
-        self.ours, self.peers, self.read = ours, peers, read
+    def __init__(
+        self,
+        ours: Calls,
+        peers: Peers,
+        read: Callable[[str, Any], Tensor],
+        parts: frozenset[str] = frozenset(),
+    ) -> None:
+        self.ours, self.peers, self.read, self.parts = ours, peers, read, parts
 
 
 def decode(s: Sizes, kv_len: list[int], heads: int, block_size: int) -> Case:
@@ -114,8 +124,9 @@ def decode(s: Sizes, kv_len: list[int], heads: int, block_size: int) -> Case:
     return Case([partial(ours, cache) for cache in caches], peers, read)
 
 
-def _prompt(work: Any, rule: Callable[..., Calls]) -> Case:
-    """Of `mixers.delta` or kimi: what a layer is given, and the peer's rule of what comes of it."""
+def _prompt(work: Any, rule: Callable[..., Calls], layer: Callable[..., Calls] | None) -> Case:
+    """Of `mixers.delta` or kimi: what a layer is given, and the peer's rule of what comes of it.
+    layer: all of the peer's, of what ours is given."""
     call = work.calls[0]
     x, z, a, b, heads, tail, state, meta, *_ = call.args
     sizes = (heads.key_size, heads.key_size, heads.value_size)
@@ -133,7 +144,7 @@ def _prompt(work: Any, rule: Callable[..., Calls]) -> Case:
     starts = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
 
     def read(side: str, found: Any) -> Tensor:
-        if side == "ours":
+        if side != "fla":
             return torch.as_tensor(found).float()
         rule_found = found[0][0].float()  # less the norm and the gate that ours has
         mean = rule_found.square().mean(-1, keepdim=True)
@@ -145,7 +156,10 @@ def _prompt(work: Any, rule: Callable[..., Calls]) -> Case:
     def fla() -> Calls:
         return rule(given, a, beta, heads, initial, starts)
 
-    return Case(work.calls, {"fla": fla}, read)
+    peers: Peers = {"fla": fla}
+    if layer is not None:
+        peers["vllm"] = partial(layer, x, z, a, b, heads, initial, starts)
+    return Case(work.calls, peers, read, frozenset({"fla"} if layer is not None else ()))
 
 
 def _delta_rule(
@@ -158,6 +172,55 @@ def _delta_rule(
     decays = (-heads.decay.exp() * softplus(a.float() + heads.bias))[None]
     how = {"initial_state": initial, "output_final_state": True, "cu_seqlens": starts}
     return [partial(chunk_gated_delta_rule, *given, decays, beta, **how)] * 4
+
+
+def _delta_layer(
+    x: Tensor, z: Tensor, a: Tensor, b: Tensor, heads: Any, initial: Tensor, starts: Tensor
+) -> Calls:
+    """Of QwenGatedDeltaNetAttention, between its products: a prompt that begins."""
+    from vllm.model_executor.layers.fla.ops import (
+        chunk_gated_delta_rule,
+        fused_post_conv_prep,
+    )
+    from vllm.model_executor.layers.fla.ops.layernorm_guard import (  # type: ignore[import-not-found]
+        rmsnorm_fn,
+    )
+    from vllm.model_executor.layers.mamba.ops.causal_conv1d import (  # type: ignore[import-not-found]
+        causal_conv1d_fn,
+    )
+    from vllm.v1.attention.backends.utils import (  # type: ignore[import-not-found]
+        compute_causal_conv1d_metadata,
+    )
+
+    made = compute_causal_conv1d_metadata(starts.cpu(), device=x.device)
+    meta = SimpleNamespace(nums_dict=made[0], batch_ptr=made[1], token_chunk_offset_ptr=made[2])
+    taps = heads.conv.shape[1]
+    conv = heads.conv.to(x.dtype)
+    # Its blocks of states have channels last; block 0 is nobody's.
+    tails = x.new_zeros(2, taps - 1, x.shape[1]).transpose(1, 2)
+    where = torch.ones(1, dtype=torch.int32, device=x.device)
+    begins = torch.zeros(1, dtype=torch.bool, device=x.device)
+    norm = heads.norm.to(x.dtype)
+
+    def call() -> Any:
+        mixed = causal_conv1d_fn(
+            x.transpose(0, 1), conv, None, tails, starts, where, begins, "silu", metadata=meta
+        ).transpose(0, 1)
+        q, k, v, decays, beta = (
+            each[None]
+            for each in fused_post_conv_prep(
+                mixed, a, b, heads.decay, heads.bias, heads.key_heads, heads.key_size,
+                heads.value_size,
+            )
+        )  # fmt: skip
+        found, _ = chunk_gated_delta_rule(
+            q, k, v, decays, beta, initial_state=initial, output_final_state=True,
+            cu_seqlens=starts,
+        )  # fmt: skip
+        rows, gates = found.reshape(-1, heads.value_size), z.reshape(-1, heads.value_size)
+        return rmsnorm_fn(rows, norm, None, gates, heads.eps).view(len(x), -1)
+
+    return [call] * 4
 
 
 def _kimi_rule(
@@ -188,8 +251,12 @@ def cases(s: Sizes) -> dict[str, Callable[[], Case]]:
             if heads == 16:
                 found[f"{case}, blocks of 16"] = partial(decode, s, kv_len, heads, 16)
     length = [8192]
-    found["delta prefill/1 x 8192"] = lambda: _prompt(mixers.delta(s, length, length), _delta_rule)
-    found["kimi prefill/1 x 8192"] = lambda: _prompt(mixers.kimi(s, length, length), _kimi_rule)
+    found["delta prefill/1 x 8192"] = lambda: _prompt(
+        mixers.delta(s, length, length), _delta_rule, _delta_layer
+    )
+    found["kimi prefill/1 x 8192"] = lambda: _prompt(
+        mixers.kimi(s, length, length), _kimi_rule, None
+    )
     return found
 
 
@@ -220,8 +287,9 @@ def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
         yield {"case": name, "side": side, "us": [round(us, 2) for us in some]}
     best = {side: min(some) for side, some in times.items()}
     ours = best.pop("ours")
-    if best:
-        peer = min(best, key=lambda side: best[side])
+    whole = best.keys() - case.parts or best.keys()
+    if whole:
+        peer = min(whole, key=lambda side: best[side])
         yield {
             "case": name,
             "ours": round(ours, 2),

@@ -37,5 +37,7 @@ def test_a_peer_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert [line["side"] for line in lines[1:-1]] == ["ours", "far", "close"]
     assert lines[-1]["against"] == "close" and lines[-1]["ratio"] == 0.75
     assert lines[-1]["differs"] == pytest.approx(0.01)
+    some = mixer_kernels.Case([ours], peers, read, frozenset({"close"}))
+    assert list(mixer_kernels.measured("a", some))[-1]["against"] == "far", "it does a part alone"
     alone = list(mixer_kernels.measured("b", mixer_kernels.Case([ours], {"x": missing}, read)))
     assert not any("ratio" in line for line in alone)
