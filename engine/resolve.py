@@ -21,6 +21,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Requests at once by default where each has states of some dozens of MiB.
 _ROWS_OF_STATES = {"cuda": 128, "cpu": 32}
+# Decodes whose part of a state of the delta rule is written later, on CUDA: of 128 x 128 float32
+# numbers, each more of these reads 1 KiB of a head in the place of writing 64.
+_LATE = 3
 _ALIKE = 0.95  # of the memory of GPUs of one kind
 _MANY_RANKS, _THIN = 8, 64  # from so many ranks on, or below so many columns of an expert on each
 _CUDA_THREADS = 2  # for what torch still does on the CPU
@@ -157,11 +160,13 @@ def decide(
     if model.whole_texts:
         budget = max(budget, max_model_len)
     dtype = _dtype(config, model, cuda, without(BFLOAT16))
+    # Numbers of deterministic mode do not depend on where a decode stands.
+    late = _LATE if cuda and not config.deterministic else 0
     return Resolved(
         config=config,
         folder=Path(config.model),
         # Tables of positions, and whether they are stretched, are for the texts that there may be.
-        model=model.within(max_model_len),
+        model=model.within(max_model_len).writing_late(late),
         device=device,
         dtype=dtype,
         kv=_kv_format(config, model, dtype, cuda, without(FLOAT8)),

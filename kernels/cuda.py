@@ -334,9 +334,12 @@ class Cuda(Kernels):
         tail: Tensor,
         state: Tensor,
         meta: AttentionMeta,
+        late: Tensor | None = None,
     ) -> Tensor:
         _count(meta)
-        return delta_rule_cuda.gated_delta(x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC)
+        return delta_rule_cuda.gated_delta(
+            x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC, late
+        )
 
     def kimi_delta(
         self,
@@ -348,9 +351,12 @@ class Cuda(Kernels):
         tail: Tensor,
         state: Tensor,
         meta: AttentionMeta,
+        late: Tensor | None = None,
     ) -> Tensor:
         _count(meta)
-        return delta_rule_cuda.kimi_delta(x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC)
+        return delta_rule_cuda.kimi_delta(
+            x, z, a, b, heads, tail, state, meta, self.DETERMINISTIC, late
+        )
 
     def causal_conv(
         self,

@@ -421,6 +421,7 @@ class Kernels:
         tail: Tensor,  # [rows, taps - 1, channels] float32, written at meta.rows
         state: Tensor,  # [rows, value_heads, key_size, value_size] float32, likewise
         meta: AttentionMeta,
+        late: Tensor | None = None,  # [rows, value_heads, n, elements] float32, likewise
     ) -> Tensor:
         """The gated delta rule over each entry's tokens, from the state that its row has.
 
@@ -428,7 +429,12 @@ class Kernels:
         length. For each token: state *= decay; state += k (beta (v - k^T state))^T; the
         result is rms_norm(q^T state / sqrt(key_size)) silu(z), head by head: [num_tokens,
         value_heads * value_size] of x's dtype.
+
+        late: what up to n decodes have changed since a row's state was written, which its next
+        tokens add up (`kernels.recurrent.delta_rule_cuda` says how). On CUDA without deterministic
+        mode alone; None = state is written with each token.
         """
+        assert late is None
         found = delta_rule(x, a, b, heads, tail, state, meta)
         normed = self.rms_norm(found, heads.norm, heads.eps).flatten(1)
         return normed.mul_(silu(z.float())).to(x.dtype)
@@ -444,9 +450,11 @@ class Kernels:
         tail: Tensor,
         state: Tensor,
         meta: AttentionMeta,
+        late: Tensor | None = None,
     ) -> Tensor:
         """Kimi Delta Attention (arXiv 2510.26692): gated_delta whose states decay row by row, and
         whose results are multiplied by sigmoids. What is not said is as there."""
+        assert late is None
         found = delta_rule(x, a, b, heads, tail, state, meta)
         normed = self.rms_norm(found, heads.norm, heads.eps).flatten(1)
         return normed.mul_(z.float().sigmoid()).to(x.dtype)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from bench.kernels.measure import OPERATIONS, KernelWork, copies_for
 from bench.kernels.sizes import Sizes, meta_of
@@ -21,6 +22,7 @@ HEADS, RANK, ROPE, NOPE, VALUE = 16, 512, 64, 128, 128
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 16, 32, 128, 4
 MAMBA_HEADS, MAMBA_SIZE, STATE_SIZE = 128, 64, 128
 MAMBA1_CHANNELS, MAMBA1_STATE = 8192, 16
+LATE = 3  # decodes whose part of a state of the delta rule is written later
 SHORT, SHORT_TAPS = 2048, 3
 # Keys of each entry.
 DECODES = {"64 x 4096": [4096] * 64, "1 x 32768": [32768]}
@@ -131,10 +133,25 @@ def short_convolution(s: Sizes, kv_len: list[int], query_len: list[int]) -> Kern
     return KernelWork([partial(cuda.causal_conv, x, conv, None, tail, meta)] * 4, moved)
 
 
+def _positions(meta: AttentionMeta, decodes: bool) -> list[AttentionMeta]:
+    """The step, and of decodes those of the same requests with a token more each: one of so many
+    writes states."""
+    return [replace(meta, kv_len=meta.kv_len + later * decodes) for later in range(LATE + 1)]
+
+
+def _states(state: Tensor, late: Tensor, decodes: bool) -> float:
+    """Bytes of states that a call of `_positions` reads and writes. Decodes read the state and what
+    is not yet in it; prompts read and write the state once."""
+    if not decodes:
+        return 2.0 * state.nbytes
+    # In n + 1 steps 0, 1, .. n entries are read, n are written, and the state is once.
+    return state.nbytes * (1 + 1 / (LATE + 1)) + late.nbytes * (0.5 + 1 / (LATE + 1))
+
+
 def delta(
     s: Sizes, kv_len: list[int], query_len: list[int], deterministic: bool = False
 ) -> KernelWork:
-    """The bytes are those of states, read and written once, and of what tokens bring and take.
+    """The bytes are those of states, as `_states` has them, and of what tokens bring and take.
     deterministic: prompts are walked token by token, too."""
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
@@ -154,10 +171,14 @@ def delta(
     x, z, a, b = s.random(tokens, sum(sizes)).split(sizes, dim=1)
     tail = torch.zeros(count, TAPS - 1, channels, device=s.device)
     state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
-    moved = 2.0 * (state.nbytes + tail.nbytes)
+    late = torch.zeros(count, VALUE_HEADS, LATE, 2 * SIZE + 4, device=s.device)
+    given, then = (x, z, a, b, heads, tail, state), (deterministic, None if deterministic else late)
+    calls = [
+        partial(gated_delta, *given, each, *then) for each in _positions(meta, tokens == count)
+    ]
+    moved = _states(state, late, tokens == count) + 2.0 * tail.nbytes
     moved += tokens * (sum(sizes) + VALUE_HEADS * SIZE) * s.dtype.itemsize
-    call = partial(gated_delta, x, z, a, b, heads, tail, state, meta, deterministic)
-    return KernelWork([call] * 4, moved)
+    return KernelWork(calls, moved)
 
 
 def kimi(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
@@ -181,10 +202,14 @@ def kimi(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     z, a = s.random(tokens, inner), s.random(tokens, inner)
     tail = torch.zeros(count, TAPS - 1, 3 * inner, device=s.device)
     state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
-    moved = 2.0 * (state.nbytes + tail.nbytes)
+    late = torch.zeros(count, VALUE_HEADS, LATE, 3 * SIZE, device=s.device)
+    given = (x, z, a, b, heads, tail, state)
+    calls = [
+        partial(cuda.kimi_delta, *given, each, late) for each in _positions(meta, tokens == count)
+    ]
+    moved = _states(state, late, tokens == count) + 2.0 * tail.nbytes
     moved += tokens * (6 * inner + VALUE_HEADS) * s.dtype.itemsize
-    call = partial(cuda.kimi_delta, x, z, a, b, heads, tail, state, meta)
-    return KernelWork([call] * 4, moved)
+    return KernelWork(calls, moved)
 
 
 RECURRENT = {

@@ -10,6 +10,8 @@ from engine.architectures.experts import Experts
 from engine.architectures.find import find
 from engine.architectures.latent import Latent
 from engine.architectures.record import renamed
+from engine.architectures.recurrent.delta import Delta
+from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.mixer import Mixer
 from engine.config.quantized import KEY, Quantized
 from engine.config.quantized_config import read_quantized
@@ -217,6 +219,16 @@ class ModelConfig:
             for layer in self.attention
         )
         return replace(self, max_positions=max_model_len, attention=layers)
+
+    def writing_late(self, decodes: int) -> "ModelConfig":
+        """The same, whose layers of the delta rule write the state once in decodes + 1 decodes."""
+        layers = tuple(
+            replace(layer, mixer=replace(layer.mixer, late=decodes))
+            if isinstance(layer.mixer, Delta | Kimi)
+            else layer
+            for layer in self.attention
+        )
+        return replace(self, attention=layers)
 
     @property
     def plain_attention(self) -> LayerAttention:

@@ -20,6 +20,10 @@ Sums begin with a chunk, and chunks with an entry: the numbers depend on where a
 
 convolve, pass and norm are those of Kimi Delta Attention too, whose decays are of each element of a
 key (`kimi_chunks_cuda`). Before pass queries and keys have these in them.
+
+Where decodes write their part of a state late (`delta_rule_cuda`), pass adds up what it finds of a
+row, and leaves the state whole and the late part as zeros. Keys and sums of decays there are of all
+pieces of a head's columns: they are written by the last piece that is done, when all have read.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +48,7 @@ from kernels.recurrent.chunks_cuda import (
     softplus,
     unit_lower_inverse,
 )
-from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
+from kernels.recurrent.convolution_cuda import comes_last, convolved_rows, keep_tail, tickets
 from kernels.recurrent.delta_rule import DeltaHeads
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -234,6 +238,32 @@ def _whole(totals, at, KEYS: tl.constexpr, CHUNK: tl.constexpr, BY_KEY: tl.const
         return tl.load(totals + last)
 
 
+@triton.jit
+def _with_late(
+    matrix, late, count, dims, columns, KEY: tl.constexpr, VALUE: tl.constexpr, LATE: tl.constexpr,
+    ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """Columns of a state [keys, columns] as they are in memory -> as they are after the first
+    `count` decodes that are in the head's late part."""
+    of_sum = KEY + VALUE + dims * 0
+    if BY_KEY:
+        of_sum = KEY + VALUE + dims
+    total = tl.zeros([dims.shape[0]], tl.float32)
+    for i in tl.static_range(LATE):
+        mask = (dims < KEY) & (count + dims * 0 > i)
+        # Sums only fall: the last is the least.
+        total = tl.minimum(total, tl.load(late + i * ENTRY + of_sum, mask=mask, other=0.0))
+    matrix = matrix * tl.exp(total)[:, None]
+    for i in tl.static_range(LATE):
+        at, mask = late + i * ENTRY, (dims < KEY) & (count + dims * 0 > i)
+        key = tl.load(at + dims, mask=mask, other=0.0)
+        key *= tl.exp(total - tl.load(at + of_sum, mask=mask, other=0.0))
+        value_mask = (columns < VALUE) & (count + columns * 0 > i)
+        value = tl.load(at + KEY + columns, mask=value_mask, other=0.0)
+        matrix += key[:, None] * value[None, :]
+    return matrix
+
+
 @triton.jit(
     do_not_specialize=["x_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
@@ -249,6 +279,8 @@ def _delta_pass_kernel(
     out,  # [num_tokens, VALUE_HEADS, VALUE]: what tokens read
     tail,
     state,
+    late,  # as of `_delta_decode_kernel`
+    arrived,  # [entries * VALUE_HEADS]: of `tickets`; None = LATE is 0
     rows,
     query_start,
     kv_len,
@@ -266,6 +298,8 @@ def _delta_pass_kernel(
     COLUMNS: tl.constexpr,  # of the state
     SLICE: tl.constexpr,  # channels whose tails a program keeps
     STAGES: tl.constexpr,
+    LATE: tl.constexpr,
+    ENTRY: tl.constexpr,
     BY_KEY: tl.constexpr,  # Kimi Delta Attention
 ):
     head = tl.program_id(0)
@@ -292,6 +326,12 @@ def _delta_pass_kernel(
             own = state + (row * VALUE_HEADS + head) * KEY * VALUE
             goes_on = own_mask & (before + own_tile * 0 > 0)
             kept = tl.load(own + own_tile, mask=goes_on, other=0.0)
+            if LATE:
+                own_late = late + (row * VALUE_HEADS + head) * LATE * ENTRY
+                kept = _with_late(
+                    kept, own_late, before % (LATE + 1), dims, columns, KEY, VALUE, LATE, ENTRY,
+                    BY_KEY,
+                )  # fmt: skip
             first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
             last = first + tl.cdiv(end - begin, CHUNK)
             # Read a chunk ahead: what decays the state is a trip to memory of its own.
@@ -327,6 +367,13 @@ def _delta_pass_kernel(
                 kept = tl.dot(k, rounded, kept, input_precision="ieee")
                 whole = next_whole
             tl.store(own + own_tile, kept, mask=own_mask)
+            if LATE:
+                last_piece = comes_last(arrived + entry * VALUE_HEADS + head, tl.num_programs(1))
+                if last_piece:
+                    for origin in tl.static_range(0, LATE * ENTRY, CHUNK):
+                        place = origin + steps
+                        zeros = tl.zeros([CHUNK], tl.float32)
+                        tl.store(own_late + place, zeros, mask=place < LATE * ENTRY)
             keep_tail(
                 x, tail + row * (TAPS - 1) * CHANNELS, begin.to(tl.int64), end.to(tl.int64), before,
                 channels, channels < CHANNELS, x_stride, CHANNELS, TAPS,
@@ -390,6 +437,12 @@ def tile_sizes(heads: DeltaHeads, element_size: int) -> dict[str, int]:
     return {name: max(least, size) for name, size in zip(("KEYS", "VALUES"), padded, strict=True)}
 
 
+def late_sizes(late: Tensor | None) -> dict[str, int]:
+    """LATE and ENTRY: entries of a head, and elements of one."""
+    entries, size = (0, 0) if late is None else late.shape[2:]
+    return {"LATE": entries, "ENTRY": size}
+
+
 def delta_chunks(
     x: Tensor,
     z: Tensor,
@@ -398,6 +451,7 @@ def delta_chunks(
     heads: DeltaHeads,
     tail: Tensor,
     state: Tensor,
+    late: Tensor | None,
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
@@ -440,7 +494,7 @@ def delta_chunks(
         num_stages=SOLVE.num_stages,
     )
     handed = Handed(queries, keys, weights, values, totals, overlaps)
-    pass_and_norm(x, z, heads, tail, state, out, meta, handed)
+    pass_and_norm(x, z, heads, tail, state, late, out, meta, handed)
 
 
 def convolve(
@@ -490,17 +544,22 @@ def pass_and_norm(
     heads: DeltaHeads,
     tail: Tensor,
     state: Tensor,
+    late: Tensor | None,
     out: Tensor,
     meta: AttentionMeta,
     handed: Handed,
 ) -> None:
     """The last two launches of a step's chunks: tokens' results into out, the state of each entry
-    after its last token into state, the last inputs of its convolution into tail."""
+    after its last token into state and zeros into its late part, the last inputs of its convolution
+    into tail."""
     queries, keys, weights, values, totals, overlaps = handed
     value_heads, padded = values.shape[1], values.shape[3]
     channels, taps = heads.conv.shape
+    arrived = None
+    if late is not None:
+        arrived = tickets(x.device, meta.kv_len.shape[0] * value_heads)
     arguments = (
-        *(x, queries, keys, weights, values, totals, overlaps, out, tail, state),
+        *(x, queries, keys, weights, values, totals, overlaps, out, tail, state, late, arrived),
         *(meta.rows, meta.query_start, meta.kv_len, meta.counts, x.stride(0)),
     )
 
@@ -528,6 +587,7 @@ def pass_and_norm(
             "COLUMNS": shape.columns,
             "SLICE": triton.next_power_of_2(triton.cdiv(channels, value_heads * pieces)),
             "STAGES": shape.num_stages,
+            **late_sizes(late),
             "BY_KEY": heads.by_key,
             "num_warps": shape.num_warps,
         }
@@ -539,7 +599,7 @@ def pass_and_norm(
     # would be compiled while serving. None: it is only told which kernels are needed.
     made = (
         *(x.device, x.dtype, channels, taps, heads.by_key, heads.key_heads, value_heads),
-        *(heads.key_size, heads.value_size),
+        *(heads.key_size, heads.value_size, late is None),
     )
     if made not in _ready:
         others = {launch_for(entries) for entries in range(1, ENTRIES + 1)}

@@ -5,6 +5,21 @@ columns, and goes over these in pieces: the next one is on its way from memory w
 computed. Convolution, gates, norms of queries and keys, norm and gate of the result and the next
 tail are made on the way.
 
+With a late part (`late`) a decode writes the state only where the request's tokens up to it are a
+multiple of LATE + 1. The others write their key, what it corrects and the sum of the logarithms of
+decays, of which the next ones make what the state would be: with S0 in memory, and entries i of
+the late part, it is
+
+    exp(G) S0 + sum over i of exp(G - G_i) k_i u_i^T
+
+where G is the sum since S0 was written. What is read of it is read of its summands, so a tile in
+registers is multiplied and not changed. Which entries there are is decided by the position alone.
+So a state that is written at another one, by a prompt or where a request begins, leaves the entries
+before that position as zeros, which add nothing and decay nothing.
+
+A decode writes the entry that no program of its launch reads: programs that share a head need not
+wait for each other.
+
 Prompts go by chunks (`delta_chunks_cuda`, and `kimi_chunks_cuda` for Kimi Delta Attention). Where
 their numbers must not depend on the step, all entries are walked: each program keeps a head's state
 in registers and goes over the entry's tokens, so that the entry alone decides what is computed, in
@@ -21,7 +36,7 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, num_sms, pdl
 from kernels.metadata import AttentionMeta
 from kernels.recurrent.chunks_cuda import softplus
 from kernels.recurrent.convolution_cuda import comes_last, convolved, keep_tail, tickets
-from kernels.recurrent.delta_chunks_cuda import delta_chunks
+from kernels.recurrent.delta_chunks_cuda import delta_chunks, late_sizes
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.kimi_chunks_cuda import kimi_chunks
 
@@ -95,6 +110,71 @@ def _normed(found, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
     return found / tl.sqrt(mean + eps) * scale * opened
 
 
+@triton.jit
+def _following(tile, matrix, goes_on, own, piece, VALUE: tl.constexpr, PIECES: tl.constexpr,
+               COLUMNS: tl.constexpr):  # fmt: skip
+    """The columns of a state behind a piece's, on their way; the last piece's own."""
+    if piece + 1 < PIECES:
+        there = (own < VALUE - (piece + 1) * COLUMNS)[None, :]
+        return tl.load(tile + (piece + 1) * COLUMNS, mask=goes_on & there, other=0.0)
+    else:
+        return matrix
+
+
+@triton.jit
+def _renewed(
+    tile, matrix, goes_on, q, k, v, kept, beta, late, since, late_keys, first, KEY: tl.constexpr,
+    VALUE: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr, LATE: tl.constexpr,
+    ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """What a token reads of a state that is written with it, [PIECES, COLUMNS]. tile: pointers to
+    the first piece, of which matrix is what is there. late_keys: decayed, of the first `since`
+    entries of `late`."""
+    own = first + tl.arange(0, COLUMNS)
+    pieces = tl.arange(0, PIECES)[:, None]
+    in_key = tl.arange(0, tile.shape[0]) < KEY
+    if BY_KEY:
+        kept = kept[:, None]
+    found = tl.zeros([PIECES, COLUMNS], tl.float32)
+    for piece in tl.static_range(PIECES):
+        # Before the store of this piece, which no load that follows may pass.
+        following = _following(tile, matrix, goes_on, own, piece, VALUE, PIECES, COLUMNS)
+        wanted = tl.sum(tl.where(pieces == piece, v, 0.0), axis=0)
+        matrix = matrix * kept
+        for i in tl.static_range(LATE):
+            at = late + i * ENTRY + KEY + piece * COLUMNS + own
+            mask = (own < VALUE - piece * COLUMNS) & (since + own * 0 > i)
+            matrix += late_keys[i][:, None] * tl.load(at, mask=mask, other=0.0)[None, :]
+        wrong = (wanted - tl.sum(matrix * k[:, None], axis=0)) * beta
+        matrix += k[:, None] * wrong[None, :]
+        there = in_key[:, None] & (own < VALUE - piece * COLUMNS)[None, :]
+        tl.store(tile + piece * COLUMNS, matrix, mask=there)
+        read = tl.sum(matrix * q[:, None], axis=0)
+        found = tl.where(pieces == piece, read[None, :], found)
+        matrix = following
+    return found
+
+
+@triton.jit
+def _read(
+    tile, matrix, goes_on, q, k, first, VALUE: tl.constexpr, PIECES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The products of k and of q with a state that stays as it is, [PIECES, COLUMNS] each."""
+    own = first + tl.arange(0, COLUMNS)
+    pieces = tl.arange(0, PIECES)[:, None]
+    of_k = tl.zeros([PIECES, COLUMNS], tl.float32)
+    of_q = tl.zeros([PIECES, COLUMNS], tl.float32)
+    for piece in tl.static_range(PIECES):
+        following = _following(tile, matrix, goes_on, own, piece, VALUE, PIECES, COLUMNS)
+        by_k = tl.sum(matrix * k[:, None], axis=0)
+        by_q = tl.sum(matrix * q[:, None], axis=0)
+        of_k = tl.where(pieces == piece, by_k[None, :], of_k)
+        of_q = tl.where(pieces == piece, by_q[None, :], of_q)
+        matrix = following
+    return of_k, of_q
+
+
 @triton.jit(
     do_not_specialize=["x_stride", "z_stride", "a_stride", "b_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts", "a", "b"],
@@ -110,6 +190,7 @@ def _delta_decode_kernel(
     norm,
     tail,
     state,
+    late,  # [rows, VALUE_HEADS, LATE, ENTRY] float32: keys, corrections, sums; None = LATE is 0
     out,
     partial,  # [entries * VALUE_HEADS, VALUES] float32: results before their norm, of PARTS > 1
     arrived,  # [entries * (KEY_HEADS + VALUE_HEADS)]: of `tickets`
@@ -133,6 +214,8 @@ def _delta_decode_kernel(
     VALUES: tl.constexpr,  # VALUE padded
     COLUMNS: tl.constexpr,  # of the state, at once
     PARTS: tl.constexpr,  # programs that share a head
+    LATE: tl.constexpr,  # decodes whose part of the state is written later
+    ENTRY: tl.constexpr,  # elements of one of these
     BY_KEY: tl.constexpr,  # Kimi Delta Attention
     PDL: tl.constexpr,
 ):
@@ -187,15 +270,39 @@ def _delta_decode_kernel(
     step = tl.load(a + token * a_stride + of_decay, mask=decay_mask, other=0.0)
     beta = tl.load(b + token * b_stride + head)
     gate = tl.load(z + token * z_stride + head * VALUE + columns, mask=columns < VALUE, other=0.0)
+    if LATE:
+        since = before % (LATE + 1)  # tokens since the state was written
+        late += (row * VALUE_HEADS + head) * LATE * ENTRY
+        of_sum = KEY + VALUE
+        if BY_KEY:
+            of_sum += dims
+        late_keys, late_values, late_sums = (), (), ()
+        for i in tl.static_range(LATE):
+            found_key = key_mask & (since + dims * 0 > i)
+            found_value = (columns < VALUE) & (since + columns * 0 > i)
+            old = late + i * ENTRY
+            late_keys += (tl.load(old + dims, mask=found_key, other=0.0),)
+            late_values += (tl.load(old + KEY + columns, mask=found_value, other=0.0),)
+            # Unmasked: another program may be writing one that is not used.
+            late_sum = tl.load(old + of_sum, mask=decay_mask, other=0.0)
+            late_sums += (tl.where(since > i, late_sum, 0.0),)
     q = _mixed(q_seen, q_weights, TAPS)
     k = _mixed(k_seen, k_weights, TAPS)
     v = tl.reshape(_mixed(v_seen, v_weights, TAPS), [PIECES, COLUMNS])
     q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * KEY**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-    kept = tl.exp(-rate * softplus(step.to(tl.float32) + shift))
-    if BY_KEY:
-        kept = kept[:, None]
+    total = -rate * softplus(step.to(tl.float32) + shift)
     beta = MOST * tl.sigmoid(beta.to(tl.float32))
+    if LATE:
+        # Sums only fall: the last is the least.
+        last_sum = late_sums[0]
+        for i in tl.static_range(1, LATE):
+            last_sum = tl.minimum(last_sum, late_sums[i])
+        total += last_sum
+        decayed_keys = ()
+        for i in tl.static_range(LATE):
+            decayed_keys += (late_keys[i] * tl.exp(total - late_sums[i]),)
+    kept = tl.exp(total)
     # Queries and keys are of all programs that share them. Here no store is under way yet, for
     # whose end a ticket would wait.
     last = True
@@ -207,23 +314,36 @@ def _delta_decode_kernel(
     if last:
         _keep(tail, q_seen, of_q, key_mask, CHANNELS, TAPS)
         _keep(tail, k_seen, of_k, key_mask, CHANNELS, TAPS)
-    found = tl.zeros([PIECES, COLUMNS], tl.float32)
-    for piece in tl.static_range(PIECES):
-        # Before the store of this piece, which no load that follows may pass.
-        following = matrix
-        if piece + 1 < PIECES:
-            there = (own < VALUE - (piece + 1) * COLUMNS)[None, :]
-            at = tile + (piece + 1) * COLUMNS
-            following = tl.load(at, mask=goes_on & there, other=0.0)
-        wanted = tl.sum(tl.where(pieces == piece, v, 0.0), axis=0)
-        matrix = matrix * kept
-        wrong = (wanted - tl.sum(matrix * k[:, None], axis=0)) * beta
-        matrix += k[:, None] * wrong[None, :]
-        there = key_mask[:, None] & (own < VALUE - piece * COLUMNS)[None, :]
-        tl.store(tile + piece * COLUMNS, matrix, mask=there)
-        read = tl.sum(matrix * q[:, None], axis=0)
-        found = tl.where(pieces == piece, read[None, :], found)
-        matrix = following
+    if LATE:
+        if (since == LATE) | (before == 0):
+            found = _renewed(
+                tile, matrix, goes_on, q, k, v, kept, beta, late, since, decayed_keys, first, KEY,
+                VALUE, PIECES, COLUMNS, LATE, ENTRY, BY_KEY,
+            )  # fmt: skip
+            if since == 0:  # the request begins: this token is in the state, and its entry nothing
+                tl.store(late + KEY + columns, columns * 0.0, mask=columns < VALUE)
+                if first == 0:
+                    tl.store(late + dims, dims * 0.0, mask=key_mask)
+                    tl.store(late + of_sum, total * 0.0, mask=decay_mask)
+        else:
+            known, found = _read(
+                tile, matrix, goes_on, q * kept, k * kept, first, VALUE, PIECES, COLUMNS
+            )
+            for i in tl.static_range(LATE):
+                known += tl.sum(decayed_keys[i] * k, axis=0) * late_values[i]
+                found += tl.sum(decayed_keys[i] * q, axis=0) * late_values[i]
+            wrong = (v - known) * beta
+            found += tl.sum(q * k, axis=0) * wrong
+            entry_at = late + since * ENTRY
+            tl.store(entry_at + KEY + columns, wrong, mask=columns < VALUE)
+            if first == 0:
+                tl.store(entry_at + dims, k, mask=key_mask)
+                tl.store(entry_at + of_sum, total, mask=decay_mask)
+    else:
+        found = _renewed(
+            tile, matrix, goes_on, q, k, v, kept, beta, None, 0, (), first, KEY, VALUE, PIECES,
+            COLUMNS, LATE, ENTRY, BY_KEY,
+        )  # fmt: skip
     if PARTS == 1:
         found = _normed(found, scale, gate, eps, VALUE, BY_KEY)
         into = out + (token * VALUE_HEADS + head) * VALUE + columns
@@ -368,17 +488,18 @@ def gated_delta(
     state: Tensor,
     meta: AttentionMeta,
     deterministic: bool = False,
+    late: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.gated_delta`; x, z, a and b may have rows of any stride, a and
     b of the same. Tokens after the last entry's get zeros.
 
-    deterministic: a token's result is the same bit by bit however its prompt is cut.
+    deterministic: a token's result is the same bit by bit however its prompt is cut; late is None.
     """
     assert a.stride(0) == b.stride(0)
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    _by_token(x, z, a, b, heads, tail, state, out, meta, deterministic)
+    _by_token(x, z, a, b, heads, tail, state, late, out, meta, deterministic)
     if not deterministic and x.shape[0] > meta.num_decodes:
-        delta_chunks(x, z, a, b, heads, tail, state, out, meta)
+        delta_chunks(x, z, a, b, heads, tail, state, late, out, meta)
     return out
 
 
@@ -392,13 +513,14 @@ def kimi_delta(
     state: Tensor,
     meta: AttentionMeta,
     deterministic: bool = False,
+    late: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.reference.Kernels.kimi_delta`; x, z, a and b may have rows of any stride. Tokens
     after the last entry's get zeros. deterministic: as in gated_delta."""
     out = x.new_empty(x.shape[0], heads.value_heads * heads.value_size)
-    _by_token(x, z, a, b, heads, tail, state, out, meta, deterministic)
+    _by_token(x, z, a, b, heads, tail, state, late, out, meta, deterministic)
     if not deterministic and x.shape[0] > meta.num_decodes:
-        kimi_chunks(x, z, a, b, heads, tail, state, out, meta)
+        kimi_chunks(x, z, a, b, heads, tail, state, late, out, meta)
     return out
 
 
@@ -410,11 +532,14 @@ def _by_token(
     heads: DeltaHeads,
     tail: Tensor,
     state: Tensor,
+    late: Tensor | None,
     out: Tensor,
     meta: AttentionMeta,
     prompts: bool,  # too, token by token; padding gets zeros then
 ) -> None:
     assert meta.rows is not None and meta.counts is not None
+    # A walk knows no state but that in memory, which its decodes write with each token.
+    assert late is None or not prompts
     entries = meta.kv_len.shape[0] if prompts else meta.num_decodes
     if not entries:
         return
@@ -466,6 +591,7 @@ def _by_token(
         *weights,
         tail,
         state,
+        late,
         out,
         partial,
         arrived,
@@ -475,6 +601,7 @@ def _by_token(
         **sizes,
         COLUMNS=launch.columns,
         PARTS=launch.parts,
+        **late_sizes(late),
         num_warps=launch.num_warps,
         **pdl(x.device),
     )

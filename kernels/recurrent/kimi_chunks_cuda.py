@@ -198,6 +198,7 @@ def kimi_chunks(
     heads: DeltaHeads,
     tail: Tensor,
     state: Tensor,
+    late: Tensor | None,
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
@@ -262,4 +263,4 @@ def kimi_chunks(
         num_stages=SOLVE.num_stages,
     )
     handed = Handed(queries, keys, weights, values, totals, overlaps)
-    pass_and_norm(x, z, heads, tail, state, out, meta, handed)
+    pass_and_norm(x, z, heads, tail, state, late, out, meta, handed)

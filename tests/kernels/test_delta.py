@@ -149,6 +149,86 @@ def test_decodes_in_pieces(
     assert not delta_rule_cuda.tickets(tail.device, 1).any()
 
 
+def late_of(how: DeltaHeads) -> Tensor:
+    """The late part of a layer's rows: garbage that another request has left."""
+    entry = how.key_size + how.value_size + (how.key_size if how.by_key else 4)
+    return torch.full((ROWS, how.value_heads, 3, entry), torch.nan, device=DEVICE)
+
+
+@pytest.mark.parametrize("launch", [(16, 2, 1), (32, 1, 2)], ids=str)
+@pytest.mark.parametrize("rule", ["gated", "by key"])
+def test_states_written_late(
+    launch: tuple[int, int, int], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that lacks a token or has one twice: one that is decayed by another sum than its late
+    part, an entry that is read before it was written or after the state was, a request that begins
+    on another's late part, one whose row was copied while a part of its state was late, programs
+    that share a head and write another's columns."""
+    torch.manual_seed(7)
+    # Of these a token is the first, three are in no entry of the late part, and one is in two.
+    lengths = [9, 1, 7, 12]
+    if rule == "gated":
+        how = made((1, 2), (12, 40), 4)
+        given, call, oracle = inputs(how, 36), CHUNKS.gated_delta, reference.gated_delta
+    else:
+        how, given = by_key(2, (12, 40), 36)
+        call, oracle = CHUNKS.kimi_delta, reference.kimi_delta
+    tail, state, late = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 12, 40), late_of(how)
+    want_tail, want_state = tail.clone(), state.clone()
+    late[[7, 0]] = 0.0  # as a prompt leaves it
+    monkeypatch.setattr(delta_rule_cuda, "decode_launch", lambda *_: DecodeLaunch(*launch))
+    for number in range(9):
+        kv_len = [length + number for length in lengths]
+        meta = step(kv_len, [1] * 4, 4)
+        assert meta.rows is not None
+        if number >= 4:
+            meta.rows = (meta.rows + 1) % ROWS
+        if number == 4:
+            for each in (tail, state, late, want_tail, want_state):
+                each.copy_(each.roll(1, 0))
+        part = [each[4 * number : 4 * number + 4] for each in given]
+        want = oracle(*part, how, want_tail, want_state, meta)
+        found = call(*part, how, tail, state, meta, late)
+        assert row_error(found, want) < 1e-5, number
+        for row, length in zip(meta.rows.tolist(), kv_len, strict=True):
+            if length % 4 == 0 or length == 1:
+                assert row_error(state[row], want_state[row]) < 1e-5, (number, row)
+    assert torch.equal(tail, want_tail)
+    assert not delta_rule_cuda.tickets(tail.device, 1).any()
+
+
+@pytest.mark.parametrize("rule", ["gated", "by key"])
+def test_late_states_and_prompts(rule: str) -> None:
+    """A prompt that goes on from a state without its late part, one that leaves entries for decodes
+    to read that are in the state already, or that zeroes a key while another piece of the columns
+    still reads it."""
+    torch.manual_seed(8)
+    if rule == "gated":
+        how = made((1, 2), (12, 40), 4)
+        call, oracle = CHUNKS.gated_delta, reference.gated_delta
+    else:
+        how, _ = by_key(2, (12, 40), 1)
+        call, oracle = CHUNKS.kimi_delta, reference.kimi_delta
+    tail, state, late = random(ROWS, 3, how.conv.shape[0]), random(ROWS, 2, 12, 40), late_of(how)
+    want_tail, want_state = tail.clone(), state.clone()
+    lengths = [0] * 4
+    # Prompts that end at each number modulo 4, and that go on behind each number of decodes.
+    for counts in ([5, 6, 7, 8], *[[1] * 4] * 3, [2, 1, 4, 70], *[[1] * 4] * 5, [3] * 4, [1] * 4):
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        meta = step(lengths, counts, 4 if counts == [1] * 4 else 0)
+        if rule == "gated":
+            given = inputs(how, sum(counts))
+        else:
+            given = tuple(by_key(2, (12, 40), sum(counts))[1])
+        want = oracle(*given, how, want_tail, want_state, meta)
+        found = call(*given, how, tail, state, meta, late)
+        assert row_error(found, want) < 1e-4, lengths
+        if not meta.num_decodes:
+            rows = meta.rows
+            assert row_error(state[rows], want_state[rows]) < 1e-4 and not late[rows].any()
+    assert not delta_rule_cuda.tickets(tail.device, 1).any()
+
+
 def test_passes_fit_and_fill() -> None:
     """Bug: a launch that is beyond a device's shared memory; a few long prompts on a part of the
     multiprocessors, or many in programs that each read all keys anew."""

@@ -16,6 +16,7 @@ from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.factory import build
 from engine.resolve import check_ranks, decide
+from engine.runner.caches.kv_cache import KVCache
 from engine.sampling_params import SamplingParams
 from kernels.cpu.recurrent.back_end import Recurrent
 from kernels.recurrent import delta_rule as delta
@@ -114,6 +115,28 @@ def test_fewer_bits(model: tuple[Path, list[list[int]], list[Any]], kv_dtype: st
         for ours, theirs in zip(each.token_ids, text, strict=True)
     ]
     assert sum(same) > 0.4 * len(same)
+
+
+def test_states_written_late(model: tuple[Path, list[list[int]], list[Any]]) -> None:
+    """A plan of a GPU without the late parts of states, or states of the CPU or of deterministic
+    mode with a part that no kernel of theirs reads; a layer that is given two of its tensors."""
+    folder, _, _ = model
+    config = ModelConfig.from_folder(folder)
+    state = 4 * (4 * 16 * 8 + 3 * (2 * 2 * 16 + 4 * 8))
+    late = 4 * 4 * 3 * (16 + 8 + 4)
+    given = EngineConfig(model=str(folder), dtype="float32", max_num_seqs=5)
+    told = msgspec.structs.replace(given, deterministic=True)
+    for kind, asked, each in (
+        ("cuda", given, state + late),
+        ("cuda", told, state),
+        ("cpu", given, state),
+    ):
+        groups = kv_groups(decide(asked, config, torch.device(kind)).model)
+        assert groups.state_bytes == 3 * each, (kind, asked.deterministic)
+        kv = KVCache.allocate(groups, 2, 4, torch.float32, torch.device("cpu"), rows=2)
+        assert kv.states is not None and kv.states.row_bytes == 3 * each
+        assert sum(4 * part[0].numel() for part in kv.layers[1]) == each
+    assert plan(config, given, Hardware("A GPU", "cuda", 8 * GIB)).states == (3, 3 * (state + late))
 
 
 def test_memory(model: tuple[Path, list[list[int]], list[Any]]) -> None:

@@ -24,6 +24,7 @@ class Delta:
 
     negative: a correction may be up to twice what is wrong, so that states may change their sign.
     norm_eps: of the norm of what the heads make; None = as of the model's norms.
+    late: decodes whose part of the state is written later (`kernels.recurrent.delta_rule_cuda`).
     """
 
     key_heads: int
@@ -33,6 +34,7 @@ class Delta:
     taps: int
     negative: bool = False
     norm_eps: float | None = None
+    late: int = 0
 
     def undivided(self, ranks: int) -> str:
         return f"{self.key_heads} key heads of its DeltaNet" if self.key_heads % ranks else ""
@@ -49,9 +51,13 @@ class Delta:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a request, float32: the inputs of the convolution, and the matrices."""
+        """Of a request, float32: the inputs of the convolution, the matrices, and what is not yet
+        in these: of each head and decode a key, a correction, and a sum in the first of four
+        elements, so that the next ones lie at 16 bytes."""
         matrices = (self.value_heads, self.key_size, self.value_size)
-        return (self.taps - 1, self.channels), matrices
+        entry = self.key_size + self.value_size + 4
+        late = ((self.value_heads, self.late, entry),) if self.late else ()
+        return (self.taps - 1, self.channels), matrices, *late
 
     @property
     def chunk_elements(self) -> tuple[int, int]:

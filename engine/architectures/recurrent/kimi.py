@@ -24,12 +24,14 @@ class Kimi:
     last taps - 1 inputs of its convolution.
 
     rank: of what decays and gates are products of; of every rank alike.
+    late: decodes whose part of the state is written later (`kernels.recurrent.delta_rule_cuda`).
     """
 
     heads: int
     size: int
     taps: int
     rank: int
+    late: int = 0
 
     def undivided(self, ranks: int) -> str:
         return f"{self.heads} heads of its delta attention" if self.heads % ranks else ""
@@ -39,9 +41,11 @@ class Kimi:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a request, float32: the inputs of the convolution, and the matrices."""
+        """Of a request, float32: the inputs of the convolution, the matrices, and what is not yet
+        in these: of each head and decode a key, a correction, and sums."""
         channels = 3 * self.heads * self.size
-        return (self.taps - 1, channels), (self.heads, self.size, self.size)
+        late = ((self.heads, self.late, 3 * self.size),) if self.late else ()
+        return (self.taps - 1, channels), (self.heads, self.size, self.size), *late
 
     @property
     def chunk_elements(self) -> tuple[int, int]:

@@ -26,8 +26,8 @@ class Mixer(Protocol):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a request's one or two tensors, float32: the last inputs of a convolution, and what
-        the layer sums up of all tokens."""
+        """Of a request's one to three tensors, float32: the last inputs of a convolution, what the
+        layer sums up of all tokens, and what is not yet in there."""
         ...
 
     @property

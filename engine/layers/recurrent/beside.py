@@ -9,7 +9,7 @@ from kernels.metadata import AttentionMeta
 
 
 class AttentionBesideMixer:
-    """attention(norm(x)) + mixer(norm(x)). kv: keys and values, then the mixer's two tensors."""
+    """attention(norm(x)) + mixer(norm(x)). kv: keys and values, then the mixer's tensors."""
 
     def __init__(self, attention: Block, mixer: Block) -> None:
         self.attention, self.mixer = attention, mixer

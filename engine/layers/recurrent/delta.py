@@ -16,8 +16,8 @@ from kernels.recurrent.delta_rule import DeltaHeads
 
 
 class DeltaLayer(ABC):
-    """One product in, the rule, one product out. kv: the last inputs of the convolution and the
-    states, of all rows."""
+    """One product in, the rule, one product out. kv: the last inputs of the convolution, the
+    states, and what is not yet in these if it is written late, of all rows."""
 
     def __init__(self, build: Builder) -> None:
         self.kernels = build.kernels
@@ -37,7 +37,7 @@ class DeltaLayer(ABC):
     @abstractmethod
     def attend(
         self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
-        meta: AttentionMeta,
+        meta: AttentionMeta, late: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """parts: of what `into` made, rows of longer ones."""
 
@@ -52,10 +52,11 @@ class DeltaLayer(ABC):
     ) -> Tensor:
         """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
         there is one."""
-        tail, state = kv
+        tail, state, late = kv[0], kv[1], kv[2] if len(kv) > 2 else None
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
+        assert late is None or isinstance(late, Tensor)
         made = self.into.forward(x, meta.lora, norm=norm)
         ends = accumulate(self.sizes, initial=0)
         parts = [made[:, begin:end] for begin, end in pairwise(ends)]
-        found = self.attend(parts, meta.lora, tail, state, meta)
+        found = self.attend(parts, meta.lora, tail, state, meta, late)
         return self.out.forward(found, meta.lora, residual=residual)

@@ -57,7 +57,7 @@ class GatedDelta(DeltaLayer):
 
     def attend(
         self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
-        meta: AttentionMeta,
+        meta: AttentionMeta, late: Tensor | None,
     ) -> Tensor:  # fmt: skip
         mixed, gate, b, a = parts
-        return self.kernels.gated_delta(mixed, gate, a, b, self.heads, tail, state, meta)
+        return self.kernels.gated_delta(mixed, gate, a, b, self.heads, tail, state, meta, late)

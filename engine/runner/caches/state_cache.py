@@ -19,7 +19,7 @@ class StateRecord(Protocol):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of its one or two float32 tensors."""
+        """Of its one to three float32 tensors."""
         ...
 
 
@@ -52,7 +52,10 @@ class StateCache:
             self._storages.append(storage)
             for own, (layer, index) in zip(storage, places, strict=True):
                 found[layer][index] = own
-        self.layers = {layer: (own[0], own[len(own) - 1]) for layer, own in found.items()}
+        self.layers = {
+            layer: (own[0], own[0]) if len(own) == 1 else tuple(own[i] for i in range(len(own)))
+            for layer, own in found.items()
+        }
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy rows to snapshots, (row, slot) each, in the order of the device's work. No slot is

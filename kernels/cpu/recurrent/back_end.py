@@ -94,7 +94,9 @@ class Recurrent(Kernels):
         tail: Tensor,
         state: Tensor,
         meta: AttentionMeta,
+        late: Tensor | None = None,
     ) -> Tensor:
+        assert late is None
         found = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
         if found is None:
             plain = super().gated_delta
@@ -113,7 +115,9 @@ class Recurrent(Kernels):
         tail: Tensor,
         state: Tensor,
         meta: AttentionMeta,
+        late: Tensor | None = None,
     ) -> Tensor:
+        assert late is None
         found = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
         if found is None:
             plain = super().kimi_delta

@@ -45,9 +45,10 @@ def delta(model: str) -> None:
     whole = torch.empty(20, channels + inner + 2 * values, dtype=torch.bfloat16)
     x, z, b, a = whole.split((channels, inner, values, values), dim=1)
     tail, state = torch.empty(5, 3, channels), torch.empty(5, values, key, value)
+    late = torch.empty(5, values, 3, key + value + 4)
     for decodes in (1, 19):  # programs that share a head, and that have it in several pieces
         some = replace(_meta(20), num_decodes=decodes)
-        gated_delta(x, z, a, b, heads, tail, state, some)
+        gated_delta(x, z, a, b, heads, tail, state, some, late=late)
     gated_delta(x, z, a, b, heads, tail, state, _meta(), deterministic=True)
 
 
@@ -62,9 +63,10 @@ def kimi(model: str) -> None:
     x, b = torch.empty(20, channels + heads, dtype=torch.bfloat16).split((channels, heads), 1)
     z, a = (torch.empty(20, heads * size, dtype=torch.bfloat16) for size in (value, key))
     tail, state = torch.empty(5, 3, channels), torch.empty(5, heads, key, value)
+    late = torch.empty(5, heads, 3, 2 * key + value)
     for decodes in (1, 20):  # with prompts, and without
         some = replace(_meta(20), num_decodes=decodes)
-        kimi_delta(x, z, a, b, how, tail, state, some)
+        kimi_delta(x, z, a, b, how, tail, state, some, late=late)
     kimi_delta(x, z, a, b, how, tail, state, _meta(), deterministic=True)
 
 
