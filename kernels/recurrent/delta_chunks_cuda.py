@@ -21,9 +21,10 @@ Sums begin with a chunk, and chunks with an entry: the numbers depend on where a
 convolve, pass and norm are those of Kimi Delta Attention too, whose decays are of each element of a
 key (`kimi_chunks_cuda`). Before pass queries and keys have these in them.
 
-Where decodes write their part of a state late (`delta_rule_cuda`), pass adds up what it finds of a
-row, and leaves the state whole and the late part as zeros. Keys and sums of decays there are of all
-pieces of a head's columns: they are written by the last piece that is done, when all have read.
+Where decodes write their part of a state late (`delta_rule_cuda`), convolve adds it to the state in
+memory and leaves zeros in its place. There one program has a head of an entry: in pass several have
+some columns each, of which one would zero what another has not yet read. And pass has no register
+left, while few prompts go on behind decodes.
 """
 
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ from kernels.recurrent.chunks_cuda import (
     softplus,
     unit_lower_inverse,
 )
-from kernels.recurrent.convolution_cuda import comes_last, convolved_rows, keep_tail, tickets
+from kernels.recurrent.convolution_cuda import convolved_rows, keep_tail
 from kernels.recurrent.delta_rule import DeltaHeads
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -95,6 +96,41 @@ def silu(x):
     return x * root * root
 
 
+@triton.jit
+def _make_whole(
+    state, late, before, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
+    LATE: tl.constexpr, ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """Adds to a head's state in memory what the decodes since it was written have changed, and
+    leaves zeros in its late part. before: tokens of the request up to there; 0 = it begins."""
+    COLUMNS: tl.constexpr = 16
+    count = before % (LATE + 1)
+    dims = tl.arange(0, KEYS)
+    of_sum = KEY + VALUE + dims * (1 if BY_KEY else 0)
+    for origin in range(0, tl.where(count > 0, VALUE, 0), COLUMNS):
+        columns = origin + tl.arange(0, COLUMNS)
+        total = tl.zeros([KEYS], tl.float32)
+        for i in range(LATE):
+            mask = (dims < KEY) & (count + dims * 0 > i)
+            # Sums only fall: the last is the least.
+            total = tl.minimum(total, tl.load(late + i * ENTRY + of_sum, mask=mask, other=0.0))
+        tile = state + dims[:, None] * VALUE + columns[None, :]
+        there = (dims < KEY)[:, None] & (columns < VALUE)[None, :]
+        matrix = tl.load(tile, mask=there, other=0.0) * tl.exp(total)[:, None]
+        for i in range(LATE):
+            mask = (dims < KEY) & (count + dims * 0 > i)
+            key = tl.load(late + i * ENTRY + dims, mask=mask, other=0.0)
+            key *= tl.exp(total - tl.load(late + i * ENTRY + of_sum, mask=mask, other=0.0))
+            own = (columns < VALUE) & (count + columns * 0 > i)
+            value = tl.load(late + i * ENTRY + KEY + columns, mask=own, other=0.0)
+            matrix += key[:, None] * value[None, :]
+        tl.store(tile, matrix, mask=there)
+    tl.debug_barrier()  # other threads may still read
+    for origin in range(0, LATE * ENTRY, KEYS):
+        place = origin + dims
+        tl.store(late + place, tl.zeros([KEYS], tl.float32), mask=place < LATE * ENTRY)
+
+
 # Strides of tiles are a model's few: where 16 divides one, 16 bytes are read at once.
 @triton.jit(
     do_not_specialize=["num_tokens"],
@@ -104,6 +140,8 @@ def _delta_convolve_kernel(
     x,
     conv,
     tail,
+    state,
+    late,  # as of `_delta_decode_kernel`
     queries,  # [slots, KEY_HEADS, CHUNK, KEYS], as keys
     keys,
     values,  # [slots, VALUE_HEADS, CHUNK, VALUES]
@@ -123,6 +161,9 @@ def _delta_convolve_kernel(
     VALUES: tl.constexpr,  # VALUE padded
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
+    LATE: tl.constexpr,
+    ENTRY: tl.constexpr,
+    BY_KEY: tl.constexpr,
 ):
     """Heads of queries, then those of keys, then those of values."""
     head = tl.program_id(0)
@@ -162,6 +203,13 @@ def _delta_convolve_kernel(
         )  # fmt: skip
         into = values + ((slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK + origin) * VALUES
         tl.store(into + steps[:, None] * VALUES + columns[None, :], silu(v).to(dtype))
+        if LATE:
+            if first == 0:
+                own = tl.load(rows + entry).to(tl.int64) * VALUE_HEADS + head
+                _make_whole(
+                    state + own * KEY * VALUE, late + own * LATE * ENTRY, before, KEY, VALUE, KEYS,
+                    LATE, ENTRY, BY_KEY,
+                )  # fmt: skip
 
 
 @triton.jit(
@@ -238,32 +286,6 @@ def _whole(totals, at, KEYS: tl.constexpr, CHUNK: tl.constexpr, BY_KEY: tl.const
         return tl.load(totals + last)
 
 
-@triton.jit
-def _with_late(
-    matrix, late, count, dims, columns, KEY: tl.constexpr, VALUE: tl.constexpr, LATE: tl.constexpr,
-    ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
-):  # fmt: skip
-    """Columns of a state [keys, columns] as they are in memory -> as they are after the first
-    `count` decodes that are in the head's late part."""
-    of_sum = KEY + VALUE + dims * 0
-    if BY_KEY:
-        of_sum = KEY + VALUE + dims
-    total = tl.zeros([dims.shape[0]], tl.float32)
-    for i in tl.static_range(LATE):
-        mask = (dims < KEY) & (count + dims * 0 > i)
-        # Sums only fall: the last is the least.
-        total = tl.minimum(total, tl.load(late + i * ENTRY + of_sum, mask=mask, other=0.0))
-    matrix = matrix * tl.exp(total)[:, None]
-    for i in tl.static_range(LATE):
-        at, mask = late + i * ENTRY, (dims < KEY) & (count + dims * 0 > i)
-        key = tl.load(at + dims, mask=mask, other=0.0)
-        key *= tl.exp(total - tl.load(at + of_sum, mask=mask, other=0.0))
-        value_mask = (columns < VALUE) & (count + columns * 0 > i)
-        value = tl.load(at + KEY + columns, mask=value_mask, other=0.0)
-        matrix += key[:, None] * value[None, :]
-    return matrix
-
-
 @triton.jit(
     do_not_specialize=["x_stride"],
     do_not_specialize_on_alignment=["rows", "query_start", "kv_len", "counts"],
@@ -279,8 +301,6 @@ def _delta_pass_kernel(
     out,  # [num_tokens, VALUE_HEADS, VALUE]: what tokens read
     tail,
     state,
-    late,  # as of `_delta_decode_kernel`
-    arrived,  # [entries * VALUE_HEADS]: of `tickets`; None = LATE is 0
     rows,
     query_start,
     kv_len,
@@ -298,8 +318,6 @@ def _delta_pass_kernel(
     COLUMNS: tl.constexpr,  # of the state
     SLICE: tl.constexpr,  # channels whose tails a program keeps
     STAGES: tl.constexpr,
-    LATE: tl.constexpr,
-    ENTRY: tl.constexpr,
     BY_KEY: tl.constexpr,  # Kimi Delta Attention
 ):
     head = tl.program_id(0)
@@ -326,12 +344,6 @@ def _delta_pass_kernel(
             own = state + (row * VALUE_HEADS + head) * KEY * VALUE
             goes_on = own_mask & (before + own_tile * 0 > 0)
             kept = tl.load(own + own_tile, mask=goes_on, other=0.0)
-            if LATE:
-                own_late = late + (row * VALUE_HEADS + head) * LATE * ENTRY
-                kept = _with_late(
-                    kept, own_late, before % (LATE + 1), dims, columns, KEY, VALUE, LATE, ENTRY,
-                    BY_KEY,
-                )  # fmt: skip
             first = first_slot(query_start, counts, entry, CHUNK).to(tl.int64)
             last = first + tl.cdiv(end - begin, CHUNK)
             # Read a chunk ahead: what decays the state is a trip to memory of its own.
@@ -367,13 +379,6 @@ def _delta_pass_kernel(
                 kept = tl.dot(k, rounded, kept, input_precision="ieee")
                 whole = next_whole
             tl.store(own + own_tile, kept, mask=own_mask)
-            if LATE:
-                last_piece = comes_last(arrived + entry * VALUE_HEADS + head, tl.num_programs(1))
-                if last_piece:
-                    for origin in tl.static_range(0, LATE * ENTRY, CHUNK):
-                        place = origin + steps
-                        zeros = tl.zeros([CHUNK], tl.float32)
-                        tl.store(own_late + place, zeros, mask=place < LATE * ENTRY)
             keep_tail(
                 x, tail + row * (TAPS - 1) * CHANNELS, begin.to(tl.int64), end.to(tl.int64), before,
                 channels, channels < CHANNELS, x_stride, CHANNELS, TAPS,
@@ -468,7 +473,7 @@ def delta_chunks(
     values = x.new_empty(slots, value_heads, CHUNK, sizes["VALUES"])
     totals = state.new_empty(slots, value_heads, CHUNK)
     overlaps = x.new_empty(slots, value_heads, CHUNK, CHUNK)
-    convolve(x, heads, tail, queries, keys, values, meta)
+    convolve(x, heads, tail, state, late, queries, keys, values, meta)
     _delta_solve_kernel[(value_heads, slots)](
         a,
         b,
@@ -494,19 +499,22 @@ def delta_chunks(
         num_stages=SOLVE.num_stages,
     )
     handed = Handed(queries, keys, weights, values, totals, overlaps)
-    pass_and_norm(x, z, heads, tail, state, late, out, meta, handed)
+    pass_and_norm(x, z, heads, tail, state, out, meta, handed)
 
 
 def convolve(
     x: Tensor,
     heads: DeltaHeads,
     tail: Tensor,
+    state: Tensor,
+    late: Tensor | None,
     queries: Tensor,  # [slots, key_heads, CHUNK, KEYS], as keys
     keys: Tensor,
     values: Tensor,  # [slots, value_heads, CHUNK, VALUES]
     meta: AttentionMeta,
 ) -> None:
-    """The first launch of a step's chunks: queries, keys and values, of the first two normed."""
+    """The first launch of a step's chunks: queries, keys and values, of the first two normed; and
+    states made whole."""
     slots, key_heads, _, padded = keys.shape
     value_heads = values.shape[1]
     channels, taps = heads.conv.shape
@@ -514,6 +522,8 @@ def convolve(
         x,
         heads.conv,
         tail,
+        state,
+        late,
         queries,
         keys,
         values,
@@ -533,6 +543,8 @@ def convolve(
         VALUES=values.shape[3],
         CHUNK=CHUNK,
         ROWS=CONVOLVE.rows,
+        **late_sizes(late),
+        BY_KEY=heads.by_key,
         num_warps=CONVOLVE.num_warps,
         num_stages=1,
     )
@@ -544,22 +556,17 @@ def pass_and_norm(
     heads: DeltaHeads,
     tail: Tensor,
     state: Tensor,
-    late: Tensor | None,
     out: Tensor,
     meta: AttentionMeta,
     handed: Handed,
 ) -> None:
     """The last two launches of a step's chunks: tokens' results into out, the state of each entry
-    after its last token into state and zeros into its late part, the last inputs of its convolution
-    into tail."""
+    after its last token into state, the last inputs of its convolution into tail."""
     queries, keys, weights, values, totals, overlaps = handed
     value_heads, padded = values.shape[1], values.shape[3]
     channels, taps = heads.conv.shape
-    arrived = None
-    if late is not None:
-        arrived = tickets(x.device, meta.kv_len.shape[0] * value_heads)
     arguments = (
-        *(x, queries, keys, weights, values, totals, overlaps, out, tail, state, late, arrived),
+        *(x, queries, keys, weights, values, totals, overlaps, out, tail, state),
         *(meta.rows, meta.query_start, meta.kv_len, meta.counts, x.stride(0)),
     )
 
@@ -587,7 +594,6 @@ def pass_and_norm(
             "COLUMNS": shape.columns,
             "SLICE": triton.next_power_of_2(triton.cdiv(channels, value_heads * pieces)),
             "STAGES": shape.num_stages,
-            **late_sizes(late),
             "BY_KEY": heads.by_key,
             "num_warps": shape.num_warps,
         }
@@ -599,7 +605,7 @@ def pass_and_norm(
     # would be compiled while serving. None: it is only told which kernels are needed.
     made = (
         *(x.device, x.dtype, channels, taps, heads.by_key, heads.key_heads, value_heads),
-        *(heads.key_size, heads.value_size, late is None),
+        *(heads.key_size, heads.value_size),
     )
     if made not in _ready:
         others = {launch_for(entries) for entries in range(1, ENTRIES + 1)}

@@ -214,7 +214,7 @@ def kimi_chunks(
     overlaps = x.new_empty(lower.shape)
     values = x.new_empty(slots, heads.key_heads, CHUNK, sizes["VALUES"])
     common = {"HEADS": heads.key_heads, "KEYS": sizes["KEYS"], "CHUNK": CHUNK}
-    convolve(x, heads, tail, queries, keys, values, meta)
+    convolve(x, heads, tail, state, late, queries, keys, values, meta)
     _kimi_decays_kernel[(heads.key_heads, slots)](
         a,
         heads.decay,
@@ -263,4 +263,4 @@ def kimi_chunks(
         num_stages=SOLVE.num_stages,
     )
     handed = Handed(queries, keys, weights, values, totals, overlaps)
-    pass_and_norm(x, z, heads, tail, state, late, out, meta, handed)
+    pass_and_norm(x, z, heads, tail, state, out, meta, handed)

@@ -199,9 +199,9 @@ def test_states_written_late(
 
 @pytest.mark.parametrize("rule", ["gated", "by key"])
 def test_late_states_and_prompts(rule: str) -> None:
-    """A prompt that goes on from a state without its late part, one that leaves entries for decodes
-    to read that are in the state already, or that zeroes a key while another piece of the columns
-    still reads it."""
+    """A prompt that goes on from a state without its late part, or with a part of it, at each number
+    of tokens in there; one of two chunks that adds it twice; one that leaves entries for decodes to
+    read that are in the state already, or another request's."""
     torch.manual_seed(8)
     if rule == "gated":
         how = made((1, 2), (12, 40), 4)
