@@ -204,8 +204,8 @@ def _delta_convolve_kernel(
         into = values + ((slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK + origin) * VALUES
         tl.store(into + steps[:, None] * VALUES + columns[None, :], silu(v).to(dtype))
         if LATE:
+            own = tl.load(rows + entry).to(tl.int64) * VALUE_HEADS + head
             if first == 0:
-                own = tl.load(rows + entry).to(tl.int64) * VALUE_HEADS + head
                 _make_whole(
                     state + own * KEY * VALUE, late + own * LATE * ENTRY, before, KEY, VALUE, KEYS,
                     LATE, ENTRY, BY_KEY,

@@ -165,7 +165,7 @@ def test_states_written_late(
     on another's late part, one whose row was copied while a part of its state was late, programs
     that share a head and write another's columns."""
     torch.manual_seed(7)
-    # Of these a token is the first, three are in no entry of the late part, and one is in two.
+    # First the state is whole, the request begins, two entries are read, and three.
     lengths = [9, 1, 7, 12]
     if rule == "gated":
         how = made((1, 2), (12, 40), 4)
@@ -199,7 +199,7 @@ def test_states_written_late(
 
 @pytest.mark.parametrize("rule", ["gated", "by key"])
 def test_late_states_and_prompts(rule: str) -> None:
-    """A prompt that goes on from a state without its late part, or with a part of it, at each number
+    """A prompt that goes on from a state without its late part, or with some of it, at each number
     of tokens in there; one of two chunks that adds it twice; one that leaves entries for decodes to
     read that are in the state already, or another request's."""
     torch.manual_seed(8)
