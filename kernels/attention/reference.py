@@ -99,7 +99,7 @@ def attend_chunk(
     return attended.permute(2, 0, 1, 3)
 
 
-class _Gather:
+class Gather:
     """Which rows of a cache seen as [-1, block_size * head_dim] to read, and where to.
 
     The buffer serves all layers: allocating megabytes for each would fault their pages in anew.
@@ -135,7 +135,7 @@ class DecodeBatch:
     """Entries with one query each, padded to one length."""
 
     tokens: Tensor  # [n] int64: their tokens
-    gather: _Gather  # of n * num_kv_heads * blocks rows
+    gather: Gather  # of n * num_kv_heads * blocks rows
     # Rows of gather.flat past their entry's last key: a block's earlier owner may have left a NaN
     # there, and weight 0 times NaN is NaN.
     unused: Tensor  # int64
@@ -150,7 +150,7 @@ class PrefillChunk:
     begin: int
     end: int
     num_keys: int  # from the first block that one of its queries sees
-    gather: _Gather  # of num_kv_heads * blocks rows
+    gather: Gather  # of num_kv_heads * blocks rows
     mask: Tensor | None  # [end - begin, num_keys] float32; None = plain causal
 
 
@@ -188,7 +188,8 @@ def write_cache(cache: Cache, rows: Tensor, values: Tensor) -> None:
         cache.view(-1, head_dim).index_copy_(0, rows, values.to(cache.dtype))
 
 
-def make_plan(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
+def plan_writes(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
+    """For a step whose attention is computed elsewhere."""
     _, num_kv_heads, block_size, _ = cache.shape
     slots, written = meta.slots, None
     if bool((slots < 0).any()):
@@ -197,8 +198,11 @@ def make_plan(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
     head = torch.arange(num_kv_heads, device=slots.device)
     first = torch.div(slots, block_size, rounding_mode="floor") * (num_kv_heads * block_size)
     write_rows = (first + slots % block_size)[:, None] + head * block_size
-    plan = ReferencePlan(write_rows.flatten(), written)
+    return ReferencePlan(write_rows.flatten(), written)
 
+
+def make_plan(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
+    plan, block_size = plan_writes(meta, cache), cache.shape[2]
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
     first = [meta.first_key(max(0, n - 1)) // block_size * block_size for n in kv_lens]
     seen = [n - at for n, at in zip(kv_lens, first, strict=True)]
@@ -224,14 +228,14 @@ def _plan_decodes(
     table = meta.block_table.index_select(0, index)
     table = table.gather(1, at.clamp(max=table.shape[1] - 1).long())
     # What stands in a table before and behind the entry's own blocks means nothing.
-    rows = _block_rows(torch.where(at * block_size < kv_len, table, table[:, :1]), num_kv_heads)
+    rows = block_rows(torch.where(at * block_size < kv_len, table, table[:, :1]), num_kv_heads)
     position = first // block_size * block_size
     position = position + torch.arange(blocks * block_size, device=device)
     outside = (position >= kv_len) | (position < first)
     unused = outside[None, :, None].expand(2, -1, num_kv_heads, -1).flatten().nonzero().squeeze(1)
     mask = torch.zeros(outside.shape, dtype=cache.dtype, device=device)
     mask.masked_fill_(outside, float("-inf"))
-    gather = _Gather(rows, cache, (len(entries), num_kv_heads, -1, head_dim))
+    gather = Gather(rows, cache, (len(entries), num_kv_heads, -1, head_dim))
     ahead = position - (kv_len - 1)
     return DecodeBatch(index, gather, unused, mask[:, None, None], ahead[:, None, None])
 
@@ -251,10 +255,10 @@ def _plan_chunk(
 ) -> PrefillChunk:
     length, size = end - begin, cache.shape[2]
     first = meta.first_key(kv_len - length) // size
-    rows = _block_rows(
+    rows = block_rows(
         meta.block_table[entry : entry + 1, first : -(-kv_len // size)], cache.shape[1]
     )
-    gather = _Gather(rows, cache, (cache.shape[1], 1, -1, cache.shape[3]))
+    gather = Gather(rows, cache, (cache.shape[1], 1, -1, cache.shape[3]))
     num_keys = kv_len - first * size
     whole = not (meta.window or meta.chunk)
     if whole and (length == 1 or length == kv_len):
@@ -285,7 +289,7 @@ def _groups(kv_lens: list[int], block_size: int) -> list[list[int]]:
     return groups
 
 
-def _block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
+def block_rows(table: Tensor, num_kv_heads: int) -> Tensor:
     """[n, blocks] block ids -> [n * num_kv_heads * blocks] rows, by entry, head, block."""
     head = torch.arange(num_kv_heads, device=table.device)[:, None]
     return (table[:, None].long() * num_kv_heads + head).flatten()
@@ -297,9 +301,16 @@ def attend_decodes(
     """q [n, num_kv_heads, group, head_dim], as is the result: a group is SDPA's queries."""
     key, value = part.gather.read(k_cache, v_cache)
     part.gather.flat.index_fill_(0, part.unused, 0.0)
-    mask = part.mask
+    return attend_padded(q, key, value, how, part.mask, part.ahead)
+
+
+def attend_padded(
+    q: Tensor, key: Tensor, value: Tensor, how: Scores, mask: Tensor, ahead: Tensor
+) -> Tensor:
+    """q [n, num_kv_heads, group, head_dim] over keys and values [n, num_kv_heads, keys, head_dim],
+    which are zero where the mask hides them. mask, ahead: as of DecodeBatch."""
     if how.slopes is not None:
-        mask = mask + (part.ahead * how.slopes[..., None]).to(mask.dtype)
+        mask = mask + (ahead * how.slopes[..., None]).to(mask.dtype)
     if how.sinks is not None:
         how = replace(how, sinks=how.sinks[..., None])
     return how.attend(q.to(key.dtype), key, value, mask).to(q.dtype)

@@ -16,7 +16,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.attention.reference import without_gates
+from kernels.attention.reference import (
+    Gather,
+    Scores,
+    attend_padded,
+    block_rows,
+    plan_writes,
+    without_gates,
+)
 from kernels.cpu import norm
 from kernels.cpu.latent import decode as latent_decode
 from kernels.cpu.latent.shape import shape_of
@@ -47,10 +54,19 @@ class _DeterministicPlan(LayerKernels):
     def __init__(self, meta: AttentionMeta) -> None:
         super().__init__()
         self.every = _as_decodes(meta)
+        self._writes: list[AttentionMeta] = []
 
     @cached_property
     def apart(self) -> list[AttentionMeta]:
         return _apart(self.every)
+
+    def writes(self, cache: Cache) -> list[AttentionMeta]:
+        """The same, for what reads no keys."""
+        if not self._writes:
+            self._writes = _apart(self.every)
+            for part in self._writes:
+                part.plan = plan_writes(part, cache)
+        return self._writes
 
 
 class Deterministic(PlannedByFirstLayer):
@@ -174,7 +190,7 @@ class Deterministic(PlannedByFirstLayer):
         write = super().rope_kv_write
         queries = [
             write(row.clone(), cos_sin, q_norm, k_norm, eps, k_cache, v_cache, num_heads, part)
-            for row, part in zip(qkv.split(1), meta.plan.apart, strict=True)
+            for row, part in zip(qkv.split(1), meta.plan.writes(k_cache), strict=True)
         ]
         return torch.cat(queries)
 
@@ -222,15 +238,8 @@ class Deterministic(PlannedByFirstLayer):
             numbers = Numbers(softcap, sinks, slopes)
             plan.kernels.decode(q, k_cache, v_cache, scale, plan.every, out, numbers)
             return out
-        attend = super().attention
-        rows = [
-            attend(
-                row.clone(), k_cache, v_cache, scale, part,
-                softcap=softcap, sinks=sinks, slopes=slopes,
-            )
-            for row, part in zip(q.split(1), plan.apart, strict=True)
-        ]  # fmt: skip
-        return torch.cat(rows)
+        how = Scores.of(k_cache.shape[1], scale, softcap, sinks, slopes)
+        return _attend_by_token(q, k_cache, v_cache, how, meta)
 
     def latent_write(
         self,
@@ -274,6 +283,77 @@ class Deterministic(PlannedByFirstLayer):
         for at, part in enumerate(meta.plan.apart):
             found.append(step([each[at : at + 1].clone() for each in rows], part))
         return torch.cat(found)
+
+
+def _attend_by_token(
+    q: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, meta: AttentionMeta
+) -> Tensor:
+    """See `Kernels.attention`; what the reference computes for each token as a step of its own. An
+    entry's keys and values are read once for all its tokens, one entry after the other. Tokens
+    whose keys are in the same blocks are one call of torch's, which computes each alike: a call for
+    each would wait for torch's threads as often."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, size = k_cache.shape[1:3]
+    grouped = q.contiguous().view(num_tokens, num_kv_heads, -1, head_dim)
+    out = torch.empty_like(grouped)
+    starts = meta.query_start_host or meta.query_start.tolist()
+    for entry, length in enumerate(meta.kv_len_host or meta.kv_len.tolist()):
+        begin, end = starts[entry], starts[entry + 1]
+        if begin == end:
+            continue
+        base = meta.first_key(length - (end - begin)) // size  # blocks before are another's
+        table = meta.block_table[entry : entry + 1, base : -(-length // size)]
+        gather = Gather(block_rows(table, num_kv_heads), k_cache, (1, num_kv_heads, -1, head_dim))
+        both = gather.read(k_cache, v_cache)
+        base *= size
+        for half in both:  # an earlier owner may have left a NaN there
+            half[:, :, length - base :] = 0
+        # What begins elsewhere in a line of the processor's cache may be summed in another order.
+        aligned = (size * head_dim * both[0].itemsize) % 64 == 0
+        alike = aligned and (num_heads * head_dim * both[0].itemsize) % 64 == 0
+        # Products of few rows in torch depend on how many there are; and a NaN times 0 is one.
+        alike = alike and not how.softcap and how.sinks is None
+        alike = alike and all(bool(half.isfinite().all()) for half in both)
+        # From the last token on: what a token does not see is zero then, as where it is alone.
+        for first, last in reversed(_spans(meta, size, length - (end - begin), length, alike)):
+            at = torch.arange(first, last)
+            seen = meta.first_key(at)
+            begins = int(seen[0]) // size * size
+            key, value = (
+                half[:, :, begins - base : (first // size + 1) * size - base] for half in both
+            )
+            hidden = 0 if last - first > 1 else int(seen[0]) - begins
+            if hidden or not aligned:
+                key, value = key.clone(), value.clone()
+                key[:, :, :hidden] = value[:, :, :hidden] = 0
+            place = torch.arange(begins, begins + key.shape[2])
+            ahead = (place - at[:, None])[:, None, None]
+            mask = key.new_zeros(ahead.shape)
+            mask.masked_fill_((ahead > 0) | (place < seen[:, None, None, None]), float("-inf"))
+            own = slice(end - length + first, end - length + last)
+            many = (last - first, -1, -1, -1)
+            out[own] = attend_padded(
+                grouped[own].clone(), key.expand(many), value.expand(many), how, mask, ahead
+            )
+            for half in both:
+                half[:, :, first - base : last - base] = 0
+    return out.view(num_tokens, num_heads * head_dim)
+
+
+def _spans(
+    meta: AttentionMeta, size: int, begin: int, end: int, alike: bool
+) -> list[tuple[int, int]]:
+    """Positions [begin, end), cut to those whose keys are in the same blocks, or to single ones."""
+    spans: list[tuple[int, int]] = []
+    before = None
+    for at in range(begin, end):
+        blocks = (at // size, meta.first_key(at) // size)
+        if alike and blocks == before:
+            spans[-1] = (spans[-1][0], at + 1)
+        else:
+            spans.append((at, at + 1))
+        before = blocks
+    return spans
 
 
 def _as_decodes(meta: AttentionMeta) -> AttentionMeta:

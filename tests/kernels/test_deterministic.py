@@ -1,12 +1,18 @@
 """What keeps a token's numbers free of the step's other rows, operation by operation."""
 
 from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.cpu import norm
-from kernels.cpu.deterministic import Deterministic
+from kernels.cpu.deterministic import Deterministic, _apart, _as_decodes, _DeterministicPlan
+from kernels.kv.format import FORMATS
+from kernels.kv.quantized import Cache, QuantizedKV
+from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
 
 # What the deterministic back ends take over from the ordinary ones, and why that is safe there.
@@ -106,3 +112,107 @@ def test_gated_norms_that_are_not_generated(monkeypatch: pytest.MonkeyPatch) -> 
             for row, own in zip(x.split(1), gate.split(1), strict=True)
         ]
         assert torch.equal(whole, torch.cat(alone))
+
+
+# (keys before the step, tokens of it) of each entry
+STEP = ((40, 1), (3, 1), (0, 37), (21, 30), (16, 16))
+SIZE, HEADS = 8, 2  # of blocks; of keys
+
+
+def _step(window: int, chunk: int) -> AttentionMeta:
+    """Blocks in a mixed order, the first of which is no request's."""
+    lengths = [before + count for before, count in STEP]
+    widths = [-(-length // SIZE) for length in lengths]
+    ids = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(2)).int() + 1
+    table = torch.zeros(len(STEP), max(widths), dtype=torch.int32)
+    for row, own in zip(table, ids.split(widths), strict=True):
+        row[: len(own)] = own
+    starts = [0, *accumulate(count for _, count in STEP)]
+    positions = torch.cat([torch.arange(before, before + count) for before, count in STEP]).int()
+    return AttentionMeta(
+        positions=positions,
+        slots=torch.zeros(len(positions), dtype=torch.int64),
+        query_start=torch.tensor(starts, dtype=torch.int32),
+        kv_len=torch.tensor(lengths, dtype=torch.int32),
+        block_table=table,
+        num_decodes=2,
+        max_kv_len=max(lengths),
+        window=window,
+        chunk=chunk,
+    )
+
+
+def _filled(form: str, dim: int, meta: AttentionMeta, seed: int) -> Cache:
+    """Random keys in the places that the step's entries have, NaN in all others."""
+    shape = (int(meta.block_table.max()) + 1, HEADS, SIZE, dim)
+    filled = torch.zeros(shape[0], SIZE, dtype=torch.bool)
+    for row, length in zip(meta.block_table.long(), meta.kv_len.tolist(), strict=True):
+        at = torch.arange(length)
+        filled[row[at // SIZE], at % SIZE] = True
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    if form == "float32":
+        values[~filled[:, None].expand(shape[:3])] = float("nan")
+        return values
+    cache = QuantizedKV.empty(FORMATS[form], shape)
+    index = torch.meshgrid(*map(torch.arange, shape[:3]), indexing="ij")
+    blocks, heads, places = (each.flatten() for each in index)
+    cache.write(blocks, heads, places, values.view(-1, dim))
+    cache.numbers[~filled[:, None].expand(shape[:3])] = float("nan")
+    return cache
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (13, 0), (0, 12)])
+@pytest.mark.parametrize(
+    ("form", "dim"),
+    [("int8", 64), ("fp8", 32), ("int4", 64), ("int8", 6), ("float32", 5), ("float32", 16)],
+)
+def test_keys_that_are_read_once_for_all_tokens(
+    form: str, dim: int, window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a token of a chunk has other bits than alone, or a number of what it must not see; keys
+    in fewer bits are expanded for each token, so that a long prompt takes minutes."""
+    meta = _step(window, chunk)
+    k_cache, v_cache = (_filled(form, dim, meta, seed) for seed in (3, 4))
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(len(meta.positions), 3 * HEADS, dim, generator=generator)
+    scored: list[dict[str, Any]] = [{}, {"softcap": 5.0}]
+    scored += [{"sinks": torch.randn(3 * HEADS)}, {"slopes": torch.rand(3 * HEADS)}]
+    read, reads = QuantizedKV.read, 0
+
+    def counted(*given: Any) -> Tensor:
+        nonlocal reads
+        reads += 1
+        return read(*given)
+
+    for numbers in scored:
+        want = [
+            Kernels().attention(row.clone(), k_cache, v_cache, dim**-0.5, alone, **numbers)
+            for row, alone in zip(q.split(1), _apart(_as_decodes(meta)), strict=True)
+        ]
+        meta.plan, reads = _DeterministicPlan(meta), 0
+        with monkeypatch.context() as patch:
+            patch.setattr(QuantizedKV, "read", counted)
+            got = Deterministic().attention(q, k_cache, v_cache, dim**-0.5, meta, **numbers)
+        assert got.isfinite().all()
+        assert torch.equal(got, torch.cat(want))
+        assert reads == (0 if form == "float32" else 2 * len(STEP))
+
+
+@pytest.mark.parametrize("window", [0, 13])
+def test_a_later_token_that_is_not_finite(window: int) -> None:
+    """Bug: tokens that are computed together are NaN where one of them is, which hides its number
+    from those before it by a weight of 0."""
+    meta = _step(window, 0)
+    k_cache, v_cache = (_filled("float32", 16, meta, seed) for seed in (3, 4))
+    length = int(meta.kv_len[3])
+    v_cache[meta.block_table[3, (length - 3) // SIZE], 1, (length - 3) % SIZE] = float("inf")
+    q = torch.randn(len(meta.positions), 2 * HEADS, 16, generator=torch.Generator().manual_seed(5))
+    want = [
+        Kernels().attention(row.clone(), k_cache, v_cache, 0.25, alone)
+        for row, alone in zip(q.split(1), _apart(_as_decodes(meta)), strict=True)
+    ]
+    meta.plan = _DeterministicPlan(meta)
+    got = Deterministic().attention(q, k_cache, v_cache, 0.25, meta)
+    assert int((~got.isfinite()).any(1).sum()) == 3
+    torch.testing.assert_close(got, torch.cat(want), rtol=0, atol=0, equal_nan=True)

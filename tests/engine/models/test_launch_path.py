@@ -70,6 +70,7 @@ ALLOWED = {
     ("kernels/attention/reference.py", "make_plan"): _ORACLE,
     ("kernels/attention/reference.py", "_plan_decodes"): _ORACLE,
     ("kernels/attention/reference.py", "plan_chunks"): _ORACLE,
+    ("kernels/attention/reference.py", "plan_writes"): _ORACLE,
 }
 
 
