@@ -311,9 +311,11 @@ def _attend_by_token(
         # What begins elsewhere in a line of the processor's cache may be summed in another order.
         aligned = (size * head_dim * both[0].itemsize) % 64 == 0
         alike = aligned and (num_heads * head_dim * both[0].itemsize) % 64 == 0
-        # Products of few rows in torch depend on how many there are; and a NaN times 0 is one.
-        alike = alike and not how.softcap and how.sinks is None
-        alike = alike and all(bool(half.isfinite().all()) for half in both)
+        # Products of few rows in torch depend on how many there are; and a NaN times 0 is one, of
+        # what a mask hides: later tokens of the step, and those before a window.
+        alike = alike and end - begin > 1 and not how.softcap and how.sinks is None
+        fresh = 0 if meta.window or meta.chunk else length - (end - begin) - base
+        alike = alike and all(bool(half[:, :, fresh:].isfinite().all()) for half in both)
         # From the last token on: what a token does not see is zero then, as where it is alone.
         for first, last in reversed(_spans(meta, size, length - (end - begin), length, alike)):
             at = torch.arange(first, last)
