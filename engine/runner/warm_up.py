@@ -33,6 +33,8 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
         runner.lora.forget()
     decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
     runner.forward(runner.inputs.assemble(decode))
+    if runner.cuda and runner.model.config.recurrent:
+        _warm_up_prompts(runner, num_tokens)
     if not runner.model.stage.first:
         return
     count = runner.rows.pad_row
@@ -71,6 +73,24 @@ def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
         batch.samples.append(True)
         num_tokens -= length
     return batch
+
+
+def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
+    """How many prompts a step has decides launches of layers that keep states. So one step of each
+    number, up to that from which they are the same, through a layer of each kind."""
+    from kernels.recurrent.chunks_cuda import CHUNK, ENTRIES
+
+    pad, whole = runner.rows.pad_row, runner.model
+    most = min(CHUNK, runner.rows.tokens.shape[1] - 1)
+    runner.model = whole.one_layer()
+    try:
+        for count in range(1, min(ENTRIES, pad, num_tokens) + 1):
+            # A chunk each: a few tokens have other kernels for their products.
+            lengths = [min(most, num_tokens // count)] * count
+            batch = Batch(-1, [pad] * count, [0] * count, lengths, [True] * count)
+            runner.forward(runner.inputs.assemble(batch))
+    finally:
+        runner.model = whole
 
 
 def _warm_up_adapters(runner: ModelRunner, largest: Batch) -> None:

@@ -27,7 +27,7 @@ some columns each, of which one would zero what another has not yet read. And pa
 left, while few prompts go on behind decodes.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -84,9 +84,6 @@ def pass_launch(
     chunk = CHUNK * (3 * keys + CHUNK + best.columns) * element_size
     most = (room - keys * best.columns * element_size) // chunk
     return best._replace(num_stages=max(1, min(best.num_stages, most)))
-
-
-_ready: set[tuple[Any, ...]] = set()  # models' layers whose every launch of `pass` is compiled
 
 
 @triton.jit
@@ -565,56 +562,45 @@ def pass_and_norm(
     queries, keys, weights, values, totals, overlaps = handed
     value_heads, padded = values.shape[1], values.shape[3]
     channels, taps = heads.conv.shape
-    arguments = (
-        *(x, queries, keys, weights, values, totals, overlaps, out, tail, state),
-        *(meta.rows, meta.query_start, meta.kv_len, meta.counts, x.stride(0)),
-    )
-
-    def launch_for(walked: int) -> PassLaunch:
-        return pass_launch(
-            walked * value_heads, num_sms(x.device), keys.shape[3], padded, x.element_size(),
-            shared_memory(x.device),
-        )  # fmt: skip
-
-    def grid(shape: PassLaunch) -> tuple[int, int, int]:
-        return value_heads, triton.cdiv(padded, shape.columns), walked
-
-    def options(shape: PassLaunch) -> dict[str, Any]:
-        pieces = triton.cdiv(padded, shape.columns)
-        return {
-            "KEY_HEADS": heads.key_heads,
-            "VALUE_HEADS": value_heads,
-            "KEY": heads.key_size,
-            "VALUE": heads.value_size,
-            "CHANNELS": channels,
-            "TAPS": taps,
-            "KEYS": keys.shape[3],
-            "VALUES": padded,
-            "CHUNK": CHUNK,
-            "COLUMNS": shape.columns,
-            "SLICE": triton.next_power_of_2(triton.cdiv(channels, value_heads * pieces)),
-            "STAGES": shape.num_stages,
-            "BY_KEY": heads.by_key,
-            "num_warps": shape.num_warps,
-        }
-
     walked = min(ENTRIES, num_chunked(meta))
-    shape = launch_for(walked)
-    _delta_pass_kernel[grid(shape)](*arguments, **options(shape))
-    # How many prompts a step has decides the launch: the first step makes all of them ready, or one
-    # would be compiled while serving. None: it is only told which kernels are needed.
-    made = (
-        *(x.device, x.dtype, channels, taps, heads.by_key, heads.key_heads, value_heads),
-        *(heads.key_size, heads.value_size),
+    # How many prompts a step has decides the launch; a start makes all of them ready
+    # (`engine.runner.warm_up`).
+    shape = pass_launch(
+        walked * value_heads, num_sms(x.device), keys.shape[3], padded, x.element_size(),
+        shared_memory(x.device),
+    )  # fmt: skip
+    pieces = triton.cdiv(padded, shape.columns)
+    _delta_pass_kernel[(value_heads, pieces, walked)](
+        x,
+        queries,
+        keys,
+        weights,
+        values,
+        totals,
+        overlaps,
+        out,
+        tail,
+        state,
+        meta.rows,
+        meta.query_start,
+        meta.kv_len,
+        meta.counts,
+        x.stride(0),
+        KEY_HEADS=heads.key_heads,
+        VALUE_HEADS=value_heads,
+        KEY=heads.key_size,
+        VALUE=heads.value_size,
+        CHANNELS=channels,
+        TAPS=taps,
+        KEYS=keys.shape[3],
+        VALUES=padded,
+        CHUNK=CHUNK,
+        COLUMNS=shape.columns,
+        SLICE=triton.next_power_of_2(triton.cdiv(channels, value_heads * pieces)),
+        STAGES=shape.num_stages,
+        BY_KEY=heads.by_key,
+        num_warps=shape.num_warps,
     )
-    if made not in _ready:
-        others = {launch_for(entries) for entries in range(1, ENTRIES + 1)}
-        compiled = [
-            _delta_pass_kernel.warmup(*arguments, grid=grid(each), **options(each))
-            for each in others
-        ]
-        if None not in compiled:
-            _ready.add(made)
     _delta_norm_kernel[(value_heads, triton.cdiv(x.shape[0], NORM.rows))](
         out,
         z,

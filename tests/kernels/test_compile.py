@@ -177,23 +177,6 @@ def test_places_that_two_operands_share(
 
 
 @pytest.mark.slow
-def test_first_step_compiles_every_pass(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: how many prompts a step has decides the launch of `pass`, of which a start saw one: the
-    first step with two or three of them waited for the compiler."""
-    monkeypatch.setattr(delta_chunks_cuda, "_ready", set())
-    delta("llama-8b")
-    room = delta_chunks_cuda.shared_memory(torch.device("cpu"))
-    every = {
-        delta_chunks_cuda.pass_launch(entries * 48, 132, 128, 128, 2, room)
-        for entries in range(1, 17)
-    }
-    seen = [each for name, each in launches.seen if name == "_delta_pass_kernel"]
-    assert len({each.hash for each in seen}) == len(every) > 1
-
-
-@pytest.mark.slow
 def test_decodes_of_delta_read_all_at_once(launches: Launches) -> None:
     """Bug: a piece of a state is asked for once the last one is stored, or once convolutions are
     made; a state that is read by less than 16 bytes."""

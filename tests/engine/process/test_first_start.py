@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.batch import Batch
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import ModelConfig
@@ -34,6 +35,7 @@ from engine.sampling.sampler import Sampler
 from kernels.dispatch import kernels_for
 from kernels.launch.compiling import Compilers
 from kernels.metadata import AttentionMeta
+from kernels.recurrent import delta_chunks_cuda
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
@@ -161,7 +163,7 @@ def runner_of(model: Decoder, config: ModelConfig, rows: RequestRows, layers: in
     sampler = Sampler(SEQS + 1, config.vocab_size, device)
     sampler._scratch = torch.zeros(64, config.vocab_size, dtype=torch.int32)
     sampler._rows.device_words = torch.from_numpy(sampler._rows.words)
-    kv = KVCache.allocate(kv_groups(config), 4, 16, torch.bfloat16, device)
+    kv = KVCache.allocate(kv_groups(config), 4, 16, torch.bfloat16, device, rows=SEQS + 1)
     runner = ModelRunner(
         model, model.kernels, sampler, rows, kv,
         max_num_batched_tokens=TOKENS, device=device,
@@ -169,6 +171,20 @@ def runner_of(model: Decoder, config: ModelConfig, rows: RequestRows, layers: in
     runner.cuda = True
     runner.inputs = CudaInputs(rows, 16, TOKENS, device)
     return runner
+
+
+def on_cpu(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Decoder, RequestRows]:
+    """A model and rows for `runner_of`."""
+    monkeypatch.setattr(inputs, "_Staging", _Unpinned)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
+    cuda, device = kernels_for("cuda"), torch.device("cpu")
+    method = DenseCuda(cuda)
+    build = Builder(
+        config, cuda, method, TensorParallelGroup(), torch.bfloat16, torch.bfloat16, device
+    )
+    rows = RequestRows.allocate(SEQS, 256, 16, device)
+    return Decoder(build, method, virtual_tokens=0), rows
 
 
 @contextmanager
@@ -206,18 +222,8 @@ def test_what_a_start_launches_has_been_collected(
     """Bug: a size, or a kernel of one, that capture needs and the collection leaves out; or what a
     skipped kernel should have written is looked up, there or afterwards. On the CPU, torch would
     say so."""
-    monkeypatch.setattr(inputs, "_Staging", _Unpinned)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
     config = ModelConfig.from_folder(model)
-    cuda = kernels_for("cuda")
-    method = DenseCuda(cuda)
-    build = Builder(
-        config, cuda, method, TensorParallelGroup(),
-        torch.bfloat16, torch.bfloat16, torch.device("cpu"),
-    )  # fmt: skip
-    whole = Decoder(build, method, virtual_tokens=0)
-    rows = RequestRows.allocate(SEQS, 256, 16, torch.device("cpu"))
+    whole, rows = on_cpu(config, monkeypatch)
     with compilers.collecting():
         launch_everything(runner_of(whole.one_layer(), config, rows, 1), SIZES)
     assert not rows.tokens.any()
@@ -248,6 +254,39 @@ def test_what_a_start_launches_has_been_collected(
         capture_graphs(runner, SIZES)
     assert {(size, size) for size in SIZES} <= set(seen)
     assert any(tokens > entries for entries, tokens in seen)
+    assert {name for _, name, _ in set(compilers._jobs) - collected} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [8, 32])  # a rank's share of Qwen3-Next's, and all of them
+def test_no_number_of_prompts_is_new(
+    heads: int, model: Path, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: how many prompts a step has decides the launch of a layer of DeltaNet, of which a start
+    saw one: the first step with two or three of them waited for the compiler."""
+    hybrid = {
+        **MODEL, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": heads // 2, "linear_num_value_heads": heads,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "head_dim": 64, "partial_rotary_factor": 1.0,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(hybrid))
+    monkeypatch.setattr(delta_chunks_cuda, "num_sms", lambda device: 132)
+    config = ModelConfig.from_folder(model)
+    whole, rows = on_cpu(config, monkeypatch)
+    runner = runner_of(whole, config, rows, len(whole.layers))
+    with compilers.collecting():
+        launch_everything(runner, SIZES)
+    assert runner.model is whole
+    collected = set(compilers._jobs)
+    assert [name for _, name, _ in collected].count("_delta_pass_kernel") > 1
+    pad = rows.pad_row
+    with compilers.collecting(), torch.inference_mode():
+        for prompts in range(1, 33):
+            lengths = [TOKENS // prompts] * prompts
+            batch = Batch(-1, [pad] * prompts, [0] * prompts, lengths, [True] * prompts)
+            runner.forward(runner.inputs.assemble(batch))
     assert {name for _, name, _ in set(compilers._jobs) - collected} == set()
 
 

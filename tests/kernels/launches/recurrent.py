@@ -6,6 +6,7 @@ import torch
 
 from kernels.metadata import AttentionMeta
 from kernels.norm import gated_norm
+from kernels.recurrent.chunks_cuda import ENTRIES
 from kernels.recurrent.convolution_cuda import causal_conv
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import gated_delta, kimi_delta
@@ -49,6 +50,8 @@ def delta(model: str) -> None:
     for decodes in (1, 19):  # programs that share a head, and that have it in several pieces
         some = replace(_meta(20), num_decodes=decodes)
         gated_delta(x, z, a, b, heads, tail, state, some, late=late)
+    for prompts in range(1, ENTRIES + 1):
+        gated_delta(x, z, a, b, heads, tail, state, _meta(prompts), late=late)
     gated_delta(x, z, a, b, heads, tail, state, _meta(), deterministic=True)
 
 
@@ -67,6 +70,8 @@ def kimi(model: str) -> None:
     for decodes in (1, 20):  # with prompts, and without
         some = replace(_meta(20), num_decodes=decodes)
         kimi_delta(x, z, a, b, how, tail, state, some, late=late)
+    for prompts in range(1, ENTRIES + 1):
+        kimi_delta(x, z, a, b, how, tail, state, _meta(prompts), late=late)
     kimi_delta(x, z, a, b, how, tail, state, _meta(), deterministic=True)
 
 
