@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -299,6 +299,14 @@ class Choice:
     most: float = DIFFERS  # by which a result may be apart from today's
 
 
+class SortedLaunch(NamedTuple):
+    """A product of pairs that are sorted by expert. tiles: today's first."""
+
+    name: str
+    call: Callable[..., Tensor]
+    tiles: list[Any]
+
+
 class Sweep:
     """Times launches until its time is up. copy: bytes a second."""
 
@@ -374,32 +382,44 @@ def few_choices(step: Step) -> list[Choice]:
     ]
 
 
-def grouped_choices(step: Step) -> list[Choice]:
-    layer, stack, x = step.layer, step.stack, step.x
+def by_expert_choices(
+    step: Step,
+    stack: ExpertWeights | PackedExperts,
+    share: float,
+    up: SortedLaunch,
+    down: SortedLaunch,
+) -> list[Choice]:
+    """share: bytes of the weights, of those in 16 bits."""
+    layer, x = step.layer, step.x
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
-    tiles = tiles_for(len(x) * layer.chosen, layer.experts, x.dtype)
     routed = list(zip(step.routed, pairs, strict=True))
-    inners = [grouped_up(x, *each, stack, mine, tiles.up) for each, mine in routed]
-    each_has = len(x) * layer.chosen / layer.experts
+    inners = [random(len(x) * layer.chosen, layer.size) for _ in routed]
     return [
         Choice(
-            "up",
-            [tiles.up, *grouped_tiles(each_has, 2)],
-            lambda tile: [
-                partial(grouped_up, x, *each, stack, mine, tile) for each, mine in routed
-            ],
-            step.met * layer.up_bytes,
+            up.name,
+            up.tiles,
+            lambda tile: [partial(up.call, x, *each, stack, mine, tile) for each, mine in routed],
+            step.met * layer.up_bytes * share,
         ),
         Choice(
-            "down",
-            [tiles.down, *grouped_tiles(each_has, 1)],
+            down.name,
+            down.tiles,
             lambda tile: [
-                partial(grouped_down, y, *each, stack, mine, tile)
+                partial(down.call, y, *each, stack, mine, tile)
                 for y, (each, mine) in zip(inners, routed, strict=True)
             ],
-            step.met * layer.down_bytes,
+            step.met * layer.down_bytes * share,
         ),
     ]
+
+
+def grouped_choices(step: Step) -> list[Choice]:
+    layer, x = step.layer, step.x
+    today = tiles_for(len(x) * layer.chosen, layer.experts, x.dtype)
+    each_has = len(x) * layer.chosen / layer.experts
+    up = SortedLaunch("up", grouped_up, [today.up, *grouped_tiles(each_has, 2)])
+    down = SortedLaunch("down", grouped_down, [today.down, *grouped_tiles(each_has, 1)])
+    return by_expert_choices(step, step.stack, 1.0, up, down)
 
 
 def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
@@ -418,32 +438,13 @@ def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
 
 def packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice]:
     layer, x = step.layer, step.x
-    tiles = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
-    pairs = [sort(ids, layer.experts) for _, ids in step.routed]
-    routed = list(zip(step.routed, pairs, strict=True))
-    inners = [random(len(x) * layer.chosen, layer.size) for _ in routed]
+    today = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     others: list[packed_moe.Tile] = []
     if bits is MXFP4 or len(x) <= 32:  # others of e4m3 take too long to be worth the time
         others = list(packed_tiles(len(x) * layer.chosen / layer.experts))
-    return [
-        Choice(
-            f"up in {bits.name}",
-            [tiles.up, *others],
-            lambda tile: [
-                partial(packed_up, x, *each, packed, mine, tile) for each, mine in routed
-            ],
-            step.met * layer.up_bytes * bits.share,
-        ),
-        Choice(
-            f"down in {bits.name}",
-            [tiles.down, *others],
-            lambda tile: [
-                partial(packed_down, y, *each, packed, mine, tile)
-                for y, (each, mine) in zip(inners, routed, strict=True)
-            ],
-            step.met * layer.down_bytes * bits.share,
-        ),
-    ]
+    up = SortedLaunch(f"up in {bits.name}", packed_up, [today.up, *others])
+    down = SortedLaunch(f"down in {bits.name}", packed_down, [today.down, *others])
+    return by_expert_choices(step, packed, bits.share, up, down)
 
 
 def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice]:
@@ -483,30 +484,11 @@ def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Ch
 def rounded_choices(step: Step, packed: PackedExperts) -> list[Choice]:
     """Both sides in FP8; with the launches that round inputs."""
     layer, x = step.layer, step.x
-    tiles = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
-    pairs = [sort(ids, layer.experts) for _, ids in step.routed]
-    routed = list(zip(step.routed, pairs, strict=True))
-    inners = [random(len(x) * layer.chosen, layer.size) for _ in routed]
+    today = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     each_has = len(x) * layer.chosen / layer.experts
-    return [
-        Choice(
-            "up, rounded",
-            [tiles.up, *rounded_tiles(each_has, 2)],
-            lambda tile: [
-                partial(rounded_up, x, *each, packed, mine, tile) for each, mine in routed
-            ],
-            step.met * layer.up_bytes * FP8.share,
-        ),
-        Choice(
-            "down, rounded",
-            [tiles.down, *rounded_tiles(each_has, 1)],
-            lambda tile: [
-                partial(rounded_down, y, *each, packed, mine, tile)
-                for y, (each, mine) in zip(inners, routed, strict=True)
-            ],
-            step.met * layer.down_bytes * FP8.share,
-        ),
-    ]
+    up = SortedLaunch("up, rounded", rounded_up, [today.up, *rounded_tiles(each_has, 2)])
+    down = SortedLaunch("down, rounded", rounded_down, [today.down, *rounded_tiles(each_has, 1)])
+    return by_expert_choices(step, packed, FP8.share, up, down)
 
 
 def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: list[Tile]) -> Choice:
