@@ -100,6 +100,30 @@ def _keep(tail, seen, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr
 
 
 @triton.jit
+def _channels(
+    head, dims, columns, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+):  # fmt: skip
+    """Of the query, the key and some columns of the value that a head of values has."""
+    of_q = head // (VALUE_HEADS // KEY_HEADS) * KEY + dims
+    of_k = KEY_HEADS * KEY + of_q
+    of_v = 2 * KEY_HEADS * KEY + head * VALUE + columns
+    return of_q, of_k, of_v
+
+
+@triton.jit
+def _decay(decay, bias, head, dims, KEY: tl.constexpr, BY_KEY: tl.constexpr):
+    """A head's rate; where its steps are, which of them exist, and what is added to them."""
+    rate = tl.exp(tl.load(decay + head))
+    of_decay = head
+    mask = True
+    if BY_KEY:
+        of_decay = head * KEY + dims
+        mask = dims < KEY
+    return rate, of_decay, mask, tl.load(bias + of_decay, mask=mask, other=0.0)
+
+
+@triton.jit
 def _normed(found, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
     """A head's results [pieces, columns], of which those beyond VALUE are 0."""
     mean = tl.sum(tl.sum(found * found, axis=1), axis=0) / VALUE
@@ -233,20 +257,12 @@ def _delta_decode_kernel(
     columns = own[None, :] + pieces * COLUMNS
     wide = first + tl.arange(0, WIDTH)
     wide_mask = wide < VALUE
-    of_q = key_head * KEY + dims
-    of_k = KEY_HEADS * KEY + of_q
-    of_v = 2 * KEY_HEADS * KEY + head * VALUE + wide
-    of_decay = head
-    decay_mask = True
-    if BY_KEY:
-        of_decay = head * KEY + dims
-        decay_mask = key_mask
+    of_q, of_k, of_v = _channels(head, dims, wide, KEY_HEADS, VALUE_HEADS, KEY, VALUE)
     q_weights = _weights(conv, of_q, key_mask, TAPS)
     k_weights = _weights(conv, of_k, key_mask, TAPS)
     v_weights = _weights(conv, of_v, wide_mask, TAPS)
     scale = tl.load(norm + columns, mask=columns < VALUE, other=0.0)
-    rate = tl.exp(tl.load(decay + head))
-    shift = tl.load(bias + of_decay, mask=decay_mask, other=0.0)
+    rate, of_decay, decay_mask, shift = _decay(decay, bias, head, dims, KEY, BY_KEY)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -431,16 +447,8 @@ def _delta_walk_kernel(
     matrix = tl.load(state + tile, mask=tile_mask & (before + tile * 0 > 0), other=0.0)
     SHARED: tl.constexpr = VALUE_HEADS // KEY_HEADS
     key_head = head // SHARED
-    of_q = key_head * KEY + dims
-    of_k = KEY_HEADS * KEY + of_q
-    of_v = 2 * KEY_HEADS * KEY + head * VALUE + columns
-    rate = tl.exp(tl.load(decay + head))
-    of_decay = head
-    decay_mask = True
-    if BY_KEY:
-        of_decay = head * KEY + dims
-        decay_mask = key_mask
-    shift = tl.load(bias + of_decay, mask=decay_mask, other=0.0)
+    of_q, of_k, of_v = _channels(head, dims, columns, KEY_HEADS, VALUE_HEADS, KEY, VALUE)
+    rate, of_decay, decay_mask, shift = _decay(decay, bias, head, dims, KEY, BY_KEY)
     for token in range(begin, end):
         ago = token - begin
         q = convolved(
