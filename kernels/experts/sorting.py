@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
-# More pairs than these take two launches.
-AT_ONCE = 4096
-BLOCK = 512  # pairs; a program compares each with each
+# More pairs than these take two launches: on an H200 10,240 of 512 experts 6.5 us where one takes
+# 21, and 81,920 13.5 where it takes 161.
+AT_ONCE = 2560
+BLOCK = 256  # pairs; a program compares each with each
 BLOCKS = 4  # that one program counts, so that those that look for places read fewer counts
 _TILE = 8192  # numbers of a program in registers
 
@@ -169,7 +170,7 @@ def sort_at_once(ids: Tensor, experts: int) -> Sorted:
 
 
 def sort_by_blocks(
-    ids: Tensor, experts: int, block: int = BLOCK, blocks: int = BLOCKS, num_warps: int = 8
+    ids: Tensor, experts: int, block: int = BLOCK, blocks: int = BLOCKS, num_warps: int = 4
 ) -> Sorted:
     """`sort` in two launches. block: a power of two; as many pairs a program. blocks: as many of
     them are counted by one."""

@@ -47,18 +47,22 @@ class DecodeLaunch(NamedTuple):
     parts: int  # programs that share a head of an entry
 
 
-def decode_launch(programs: int, sms: int, values: int) -> DecodeLaunch:
-    """Decision rule, of a sweep of 32 launches on an H200 with 32 heads of 128 x 128, from 1 to 512
-    entries, of both kinds. programs = entries * heads, values = the padded columns of a state.
+def decode_launch(programs: int, sms: int, values: int, by_key: bool = False) -> DecodeLaunch:
+    """Decision rule, of sweeps of about 30 launches on an H200 with 32 heads of 128 x 128, from 1
+    to 512 entries. programs = entries * heads, values = the padded columns of a state.
 
     A few heads are shared by several programs with one piece each, so that all multiprocessors have
     some. With more than four warps a program has more threads than a key has elements, which the
     compiler takes as leave to read each of them many times.
     """
     columns = min(32, values)
+    if by_key:
+        return DecodeLaunch(columns, *((2, values // columns) if programs <= 2 * sms else (4, 1)))
+    if 2 * programs <= sms:
+        return DecodeLaunch(min(16, values), 1, max(1, values // 16))
     if programs <= 2 * sms:
-        return DecodeLaunch(columns, 2, values // columns)
-    return DecodeLaunch(columns, 4, 1)
+        return DecodeLaunch(min(64, values), 4, 1)
+    return DecodeLaunch(columns, 2, 1)
 
 
 @triton.jit
@@ -589,7 +593,7 @@ def _by_token(
             **pdl(x.device),
         )
         return
-    launch = decode_launch(programs, num_sms(x.device), values)
+    launch = decode_launch(programs, num_sms(x.device), values, heads.by_key)
     partial = state.new_empty(programs, values) if launch.parts > 1 else state
     _delta_decode_kernel[(entries, heads.value_heads, launch.parts)](
         x,
