@@ -48,21 +48,19 @@ class DecodeLaunch(NamedTuple):
 
 
 def decode_launch(programs: int, sms: int, values: int, by_key: bool = False) -> DecodeLaunch:
-    """Decision rule, of sweeps of about 30 launches on an H200 with 32 heads of 128 x 128, from 1
-    to 512 entries. programs = entries * heads, values = the padded columns of a state.
+    """Decision rule, of sweeps of 10 to 30 launches on an H200 with 32 heads of 128 x 128, from 1
+    to 512 entries, of both kinds. programs = entries * heads, values = the padded columns of a
+    state.
 
-    A few heads are shared by several programs with one piece each, so that all multiprocessors have
+    Few heads are shared by several programs with one piece each, so that all multiprocessors have
     some. With more than four warps a program has more threads than a key has elements, which the
     compiler takes as leave to read each of them many times.
     """
-    columns = min(32, values)
-    if by_key:
-        return DecodeLaunch(columns, *((2, values // columns) if programs <= 2 * sms else (4, 1)))
-    if 2 * programs <= sms:
+    if 2 * programs <= sms and not by_key:
         return DecodeLaunch(min(16, values), 1, max(1, values // 16))
     if programs <= 2 * sms:
         return DecodeLaunch(min(64, values), 4, 1)
-    return DecodeLaunch(columns, 2, 1)
+    return DecodeLaunch(min(32, values), 2, 1)
 
 
 @triton.jit
