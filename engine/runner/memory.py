@@ -218,7 +218,7 @@ class MemoryPlan:
         size = self.state_bytes
         if not size or not config.prefix_caching:
             return 0
-        if config.snapshot_bytes > spare:
+        if config.snapshot_bytes and config.snapshot_bytes > spare:
             raise ConfigError(
                 f"snapshot_bytes: {config.snapshot_bytes / GIB:.2f} GiB were asked for and "
                 f"{max(0, spare) / GIB:.2f} GiB are left for them beside the keys and values of "

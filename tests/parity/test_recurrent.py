@@ -161,11 +161,14 @@ def test_memory(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     )
     assert not off.snapshots and off.kv_bytes > planned.kv_bytes
     assert any("no prefix cache" in line for line in keys_and_values(off))
+    many = msgspec.structs.replace(given, max_num_seqs=8 * GIB // (3 * state))
+    with pytest.raises(ConfigError, match="KV cache too small"):  # nobody asked for snapshots
+        plan(config, many, Hardware("CPU", "cpu", 8 * GIB))
     given = msgspec.structs.replace(
         given, model=str(folder), device="cpu", num_blocks=200, snapshot_bytes=10 * 3 * state
     )
     core, ready = build(given)
-    assert ready.prefix_caching and core.stats().snapshot_slots == 10
+    assert ready.prefix_caching and core.stats().snapshot_slots == 10 + 5, "rows hold some, too"
     assert core.stats().state_slots == 5
     assert "states (5 requests)" in ready.memory_table
     assert "snapshots (10 of states)" in ready.memory_table
