@@ -364,4 +364,6 @@ def _block(read: Reader, key: str) -> tuple[int, int]:
     sizes = isinstance(found, list) and len(found) == 2
     if not sizes or not all(isinstance(size, int) and size >= 16 for size in found):
         raise read.error(key, f"{found!r} is not supported, only two sizes such as [128, 128]")
+    if found[1] % 16:
+        raise read.error(key, f"{found[1]} inputs are not supported, only multiples of 16")
     return found[0], found[1]

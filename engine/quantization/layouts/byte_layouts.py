@@ -62,6 +62,7 @@ class EightBitLayout(Layout):
         self.inputs(BLOCK)
         # Where blocks do not divide what is kept, scales are repeated for parts that do.
         group = gcd(scheme.group, width, part.columns[0]) if scheme.group else width
+        group = gcd(group, 16) if group % BLOCK else group  # no product has 48
         aligned = isinstance(rows, tuple) and rows[0] % max(1, scheme.rows) == 0
         band = scheme.rows if scheme.rows > 1 and aligned and count % scheme.rows == 0 else 1
         self.form = eight_bit_form(scheme, group, band)

@@ -141,6 +141,14 @@ def test_transformers_reads_the_same() -> None:
     assert torch.equal(weights(kept, tensors), theirs) and torch.equal(theirs, want)
 
 
+@pytest.mark.parametrize("group", [48, 80, 160])
+def test_blocks_that_no_product_has(group: int) -> None:
+    """Bug: blocks of 80 inputs end in an assertion where 80 divides the matrix's width."""
+    kept = replace(scheme("fp8-block"), rows=64, group=group)
+    tensors, want = matrix(kept, "w", OUT, WIDTH)
+    assert torch.equal(weights(kept, tensors), want)
+
+
 def test_rows_of_a_matrix() -> None:
     """Bug: rows that are taken in another order have the scales of the first ones."""
     order = np.random.default_rng(0).permutation(OUT)[:96]
@@ -599,6 +607,7 @@ def test_modelopt_beside_config(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt.*e5m2"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size: \[128\]"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 24]}, "weight_block_size.*multiples of 16"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo.*W4A8_AWQ"),
     (
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
