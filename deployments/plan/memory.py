@@ -221,7 +221,15 @@ def plan(
         dtype=dtype,
         weights_kind=weights_kind if quantized is None else quantized.name,
         products=tuple(
-            products(config.quantization, quantized, device.capability, cuda, linears, experts)
+            products(
+                config.quantization,
+                quantized,
+                device.capability,
+                cuda,
+                linears,
+                experts,
+                config.deterministic,
+            )
         ),
         parameters=whole.num_parameters,
         active_parameters=whole.num_active_parameters,

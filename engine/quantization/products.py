@@ -25,6 +25,7 @@ def products(
     cuda: bool,
     linears: Collection[str],
     experts: Collection[str],
+    deterministic: bool = False,
 ) -> Iterator[str]:
     """A line for each format that the model's matrices have; on CUDA another one for experts.
 
@@ -39,10 +40,19 @@ def products(
         form = rounded_form(quantization, "", BLOCK)
         for of_experts, names in told.items():
             if names:
-                yield _line(quantization, form, quantization, capability, cuda, True, of_experts)
+                yield _line(
+                    quantization,
+                    form,
+                    quantization,
+                    capability,
+                    cuda,
+                    True,
+                    of_experts,
+                    deterministic,
+                )
         return
     if quantized.method == "gguf":
-        yield _line(quantized.name, None, "", capability, cuda, True)
+        yield _line(quantized.name, None, "", capability, cuda, True, False, deterministic)
         return
     if not cuda:
         told = {False: (*linears, *experts)}
@@ -55,7 +65,9 @@ def products(
             if of_experts and scheme.ordered:
                 kept = False
             nominal, measured = _nominal(scheme)
-            yield _line(scheme.name, nominal, measured, capability, cuda, kept, of_experts)
+            yield _line(
+                scheme.name, nominal, measured, capability, cuda, kept, of_experts, deterministic
+            )
 
 
 def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
@@ -79,7 +91,8 @@ def _line(
     capability: tuple[int, int] | None,
     cuda: bool,
     kept: bool,
-    experts: bool = False,
+    experts: bool,
+    deterministic: bool,
 ) -> str:
     text = f"{name}, experts" if experts else name
     if not kept:
@@ -89,6 +102,12 @@ def _line(
             return f"{text}: multiplied in 8 bits, activations in 16"
         return f"{text}: multiplied in its bits, activations in 8"
     floats = form is not None and form.code == "e4m3"
+    if deterministic:  # as `kernels.cuda_deterministic` has them
+        if experts:
+            return f"{text}: decoded in the product"
+        if form is not None and not floats and form.rounds(capability or INT8_PRODUCTS):
+            return f"{text}: products of 8-bit integers in steps of any size"
+        return f"{text}: expanded to 16 bits in each step"
     what = f"products of {'8-bit floats' if floats else '8-bit integers'}"
     above = "" if experts else ", expanded for it above 256 tokens a step"
     decoded = f"{text}: decoded in the product{above}"

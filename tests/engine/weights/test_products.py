@@ -47,7 +47,13 @@ def read(name: str) -> Quantized:
     return found
 
 
-def said(name: str, capability: tuple[int, int] | None, *, of_experts: bool = False) -> str:
+def said(
+    name: str,
+    capability: tuple[int, int] | None,
+    *,
+    of_experts: bool = False,
+    deterministic: bool = False,
+) -> str:
     """Of a file of FILES or SCHEMES, or of a configuration's quantization; None: the CPU.
     of_experts: the model is a mixture."""
     known = name in FILES or name in SCHEMES
@@ -56,7 +62,9 @@ def said(name: str, capability: tuple[int, int] | None, *, of_experts: bool = Fa
     linears, experts = ["model.layers.0.mlp.up_proj"], ["model.layers.0.mlp.experts.0.up_proj"]
     quantization = "auto" if known else name
     return "; ".join(
-        products(quantization, quantized, capability, cuda, linears, experts * of_experts)
+        products(
+            quantization, quantized, capability, cuda, linears, experts * of_experts, deterministic
+        )
     )
 
 
@@ -112,6 +120,23 @@ def test_what_a_device_does_with_experts(
     """Bug: experts are said to round what they read as linear layers do, or to be expanded for
     large steps."""
     assert re.search(words, said(name, capability, of_experts=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "w8a8",
+            "^w8a8: products of 8-bit integers in steps of any size; .*decoded in the product$",
+        ),
+        ("fp8", "^fp8: expanded to 16 bits in each step; fp8, experts: decoded in the product$"),
+        ("awq", "^4 bits: expanded to 16 bits in each step; 4 bits, experts: decoded"),
+    ],
+)
+def test_what_deterministic_mode_does(name: str, words: str) -> None:
+    """Bug: plan promises what a mode without tuned products does not do."""
+    found = said(name, H200, of_experts=True, deterministic=True)
+    assert re.search(words, found), found
 
 
 def test_what_is_said_of_rounding_is_what_kernels_do() -> None:
