@@ -181,8 +181,11 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
     if not groups.recurrent:
         return None
     if config.prefix_caching and not plan.snapshots:
-        size = groups.state_bytes / GIB
-        logger.warning("no prefix cache: there is no room for a snapshot of %.3f GiB", size)
+        size, key = groups.state_bytes / (1 << 20), "snapshot_bytes"
+        why = (
+            f"{key} is {config.snapshot_bytes}; raise it" if config.snapshot_bytes else f"set {key}"
+        )
+        logger.warning("no prefix cache: no room for a snapshot of %.2f MiB: %s", size, why)
     budget = resolved.max_num_batched_tokens
     return SnapshotPlan.of(
         groups, resolved.kv, config.block_size, budget, plan.snapshots, resolved.device.type

@@ -8,7 +8,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -39,6 +39,7 @@ from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
 
 if TYPE_CHECKING:  # with Ray, which may not be installed
+    from deployments.config.models import PoolConfig
     from deployments.parts import NodeCapacity
 
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
@@ -133,7 +134,7 @@ def model_checks(
             for each in result.products:
                 yield DoctorCheck("weights", "ok", each)
     except ConfigError as error:
-        way_out = "no device helps: fetch the folder again, or take another checkpoint"
+        way_out = "no device helps: take another checkpoint, or fetch it again if a file is cut"
         if isinstance(error, DoesNotFit) or error.param in _OF_A_DEVICE:
             way_out = f"manta plan {config.model} --gpu h200 plans for another device"
         yield DoctorCheck("model", "MISSING", error.message, way_out)
@@ -157,11 +158,31 @@ def pool_checks(
     each = config.each()
     for (name, one), share in zip(each.items(), shares(list(each.values()), here), strict=True):
         try:
-            check_gpus(one, pools(one, share), share)
+            found = pools(one, share)
+            check_gpus(one, found, share)
+            _check_stated_cores(one, found, here.cores)
         except ConfigError as error:
             label = f"model {name}" if config.models else "pools"
             text, _, way_out = error.message.rpartition("; ")
             yield DoctorCheck(label, "MISSING", text, way_out)
+
+
+def _check_stated_cores(
+    config: MantaConfig, found: Mapping[str, "PoolConfig"], cores: float
+) -> None:
+    """A cluster's other nodes may have what this machine has not; alone, it has to wait for ever.
+    found: of `deployments.parts.pools`."""
+    pool = config.pools.get("cpu")
+    if pool is None or pool.num_cpus is None:
+        return
+    least = found["cpu"].min_replicas if pool.max_replicas is not None else pool.replicas
+    wanted = least * pool.num_cpus
+    if wanted > cores:
+        raise ConfigError(
+            f"pools.cpu.num_cpus {pool.num_cpus:g}: times {least} that is {wanted:g} cores, "
+            f"and this machine has {cores:g}; lower it or pools.cpu.replicas, or have other nodes",
+            param="pools.cpu.num_cpus",
+        )
 
 
 def _headers(

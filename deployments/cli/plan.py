@@ -103,21 +103,26 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
     """What a token takes in the KV cache, and for how long."""
     if not result.kv_per_token:
         return
+    # On a CPU all ranks share the memory.
+    each = " on each GPU" if result.ranks > 1 and result.device.kind == "cuda" else ""
     taken = sum(size for _, _, size in result.kv_per_token)
-    yield f"{taken / 1024:,.1f} KiB of keys and values a token"
+    yield f"{taken / 1024:,.1f} KiB of keys and values a token{each}"
     if len(result.kv_per_token) > 1 or result.kv_per_token[0][0] != Full().describe():
         for kept, layers, size in result.kv_per_token:
             yield f"  {size / 1024:,.1f} KiB in {layers} layers that keep {kept}"
     layers, size = result.states
     if layers:
-        yield f"{size / (1 << 20):,.1f} MiB of states a running request, in {layers} layers"
+        text = f"{size / (1 << 20):,.1f} MiB of states a running request{each}"
+        yield f"{text}, in {layers} layers"
         if result.snapshots:
             yield (
                 f"{result.snapshots:,} snapshots of as much, from which prefixes go on, and one in "
                 "the place of each request that does not run"
             )
+        elif result.prefix_caching:
+            yield "no prefix cache: no memory for a snapshot of states; raise snapshot_bytes"
         else:
-            yield "no prefix cache: there is no memory for snapshots of states, or it is off"
+            yield "no prefix cache: prefix_caching is false"
 
 
 def parameters(result: EnginePlan) -> str:

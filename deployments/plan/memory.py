@@ -102,6 +102,7 @@ class EnginePlan:
     nodes: int = 1
     states: tuple[int, int] = (0, 0)
     snapshots: int = 0
+    prefix_caching: bool = True
 
     @property
     def weights(self) -> int:
@@ -247,6 +248,7 @@ def plan(
         nodes=config.pipeline_nodes,
         states=(len(groups.recurrent), groups.state_bytes),
         snapshots=min((memory.snapshots for memory, part in found if part.kv.recurrent), default=0),
+        prefix_caching=config.prefix_caching,
     )
 
 

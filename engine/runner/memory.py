@@ -29,11 +29,8 @@ LORA_HOST_BYTES = 4 * GIB
 # Private pools and graph objects; measured 0.4 to 0.8 GiB. Twice as many with adapters.
 GRAPH_BYTES = 1 * GIB
 
-# What a user can do, after the numbers. Always three.
-KV_WAYS_OUT = (
-    "Ways out: lower max_model_len, give more memory (memory_fraction, kv_cache_bytes), or lower "
-    "max_num_batched_tokens and max_num_seqs"
-)
+# What a user can do, after the numbers.
+_KV_WAYS_OUT = "Ways out: lower max_model_len, give more memory ({}), or lower {}"
 WEIGHTS_TOO_LARGE = (
     "Ways out: a smaller model or one in fewer bits (dtype, quantization), a device with more "
     "memory or several (tensor_parallel), or free what other processes hold of it"
@@ -54,6 +51,14 @@ GRAPHS_TOO_LARGE = (
     "Ways out: lower memory_fraction or kv_cache_bytes, give fewer graph_sizes, or set cuda_graphs "
     "to false"
 )
+
+
+def kv_ways_out(cuda: bool, has_states: bool) -> str:
+    more = "memory_fraction, kv_cache_bytes" if cuda else "kv_cache_bytes"
+    fewer = "max_num_batched_tokens and max_num_seqs"
+    if has_states:
+        fewer = "max_num_seqs (each has a state) and max_num_batched_tokens"
+    return _KV_WAYS_OUT.format(more, fewer)
 
 
 def outline(resolved: Resolved, stage: int = 0) -> Model:
@@ -145,7 +150,7 @@ def plan_memory(
         used.insert(2, (f"states ({seqs} requests)", (seqs + 1) * states))
     if not cuda and host_bytes:
         used.append(("adapters in host memory", host_bytes))
-    plan = MemoryPlan(device, total, [*used, others] if others[1] else used)
+    plan = MemoryPlan(device, total, [*used, others] if others[1] else used, cuda=cuda)
     plan.groups, plan.block_size, plan.state_bytes = groups, block_size, states
     plan.kv_ranks = resolved.kv_ranks
     together = [part.kv for part in parts]
@@ -157,7 +162,7 @@ def plan_memory(
             together = [groups.of(layers) for layers in own for groups in together]
     plan.block_bytes = sum(each.bytes_per_block(block_size, resolved.kv) for each in together)
     free = plan.total - sum(size for _, size in plan.rows)
-    given = ""
+    given, ways_out = "", kv_ways_out(cuda, bool(states))
     least = groups.blocks(longest, block_size)
     if config.num_blocks:
         check_blocks(config.num_blocks, plan.block_bytes, free)
@@ -170,18 +175,24 @@ def plan_memory(
         if budget > free:
             raise ConfigError(
                 f"kv_cache_bytes: {budget / GIB:.2f} GiB were asked for and "
-                f"{max(0, free) / GIB:.2f} GiB of memory are free. {KV_WAYS_OUT}",
+                f"{max(0, free) / GIB:.2f} GiB of memory are free beside {plan.largest()}. "
+                f"{ways_out}",
                 param="kv_cache_bytes",
             )
     elif cuda:
-        budget = min(free, free - total + int(total * config.memory_fraction))
-        given = (
-            f"memory_fraction {config.memory_fraction} of {total / GIB:.1f} GiB "
-            f"less {(total - free) / GIB:.1f} GiB in use"
-        )
+        share, weights = int(total * config.memory_fraction), plan.rows[0][1]
+        said = f"memory_fraction {config.memory_fraction} of {total / GIB:.1f} GiB"
+        if weights > share:
+            raise ConfigError(
+                f"the weights need {weights / GIB:.2f} GiB and {said} is {share / GIB:.2f}. Raise "
+                f"memory_fraction. {WEIGHTS_TOO_LARGE}",
+                param="memory_fraction",
+            )
+        budget = min(free, free - total + share)
+        given = f"{said} less {(total - free) / GIB:.1f} GiB in use: {plan.largest()}"
     else:
         budget = min(CPU_KV_BYTES, free // 4)
-        given = "the smaller of 2 GiB and a quarter of free memory"
+        given = f"the smaller of 2 GiB and a quarter of what is free beside {plan.largest()}"
     if config.kv_cache_bytes:
         plan.keep_snapshots(config, budget // 3, free - budget)
     else:
@@ -190,7 +201,9 @@ def plan_memory(
     if adapters:
         size = sum(size for _, size in adapters) / GIB
         given += f"; {size:.2f} GiB are adapters', by max_loras and max_lora_rank"
-    plan.num_blocks = count_blocks(budget, plan.block_bytes, longest, least, given=given)
+    plan.num_blocks = count_blocks(
+        budget, plan.block_bytes, longest, least, given=given, ways_out=ways_out
+    )
     if resolved.model.whole_texts:  # whose blocks only count tokens
         most = resolved.max_num_seqs * groups.blocks(longest, block_size)
         plan.num_blocks = min(plan.num_blocks, most)
@@ -211,6 +224,7 @@ class MemoryPlan:
     state_bytes: int = 0  # of a request, on all ranks that share the memory
     snapshots: int = 0
     kv_ranks: int = 1  # that each have so many blocks for other requests
+    cuda: bool = False
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
         """Snapshots of states, if there are any, in `share` bytes unless the configuration says how
@@ -223,7 +237,8 @@ class MemoryPlan:
                 f"snapshot_bytes: {config.snapshot_bytes / GIB:.2f} GiB were asked for and "
                 f"{max(0, spare) / GIB:.2f} GiB are left for them beside the keys and values of "
                 f"one request of full length. Ways out: lower snapshot_bytes, lower max_num_seqs "
-                "(each has a state), or give more memory (memory_fraction)",
+                "(each has a state), or give more memory "
+                f"({'memory_fraction' if self.cuda else 'kv_cache_bytes'})",
                 param="snapshot_bytes",
             )
         self.snapshots = max(0, min(config.snapshot_bytes or share, spare)) // size
@@ -231,6 +246,11 @@ class MemoryPlan:
             taken = self.snapshots * size
             self.rows.append((f"snapshots ({self.snapshots} of states)", taken))
         return self.snapshots * size
+
+    def largest(self) -> str:
+        """The three largest of its parts, for messages."""
+        parts = sorted(self.rows, key=lambda row: -row[1])[:3]
+        return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts)
 
     @property
     def positions(self) -> int:
@@ -280,12 +300,12 @@ def available_host_memory() -> int:
 
 
 def count_blocks(
-    budget: int, block_bytes: int, max_model_len: int, needed: int, *, given: str
+    budget: int, block_bytes: int, max_model_len: int, needed: int, *, given: str, ways_out: str
 ) -> int:
     """Blocks that fit into budget bytes.
 
-    needed: of a request of max_model_len tokens. given: where the budget comes from, for the
-        message.
+    needed: of a request of max_model_len tokens. given, ways_out: where the budget comes from, and
+        what a user can do, for the message.
     Raises ConfigError when not even one full-length request fits.
     """
     num_blocks = budget // block_bytes
@@ -293,7 +313,7 @@ def count_blocks(
         raise ConfigError(
             f"KV cache too small: one request of max_model_len {max_model_len} needs "
             f"{needed * block_bytes / GIB:.2f} GiB ({needed} blocks) and "
-            f"{max(0, budget) / GIB:.2f} GiB are left ({given}). {KV_WAYS_OUT}",
+            f"{max(0, budget) / GIB:.2f} GiB are left ({given}). {ways_out}",
             param="kv_cache_bytes",
         )
     return num_blocks

@@ -36,6 +36,7 @@ from engine.runner.memory import (
     check_weights,
     count_blocks,
     fits_on,
+    kv_ways_out,
 )
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
@@ -390,10 +391,12 @@ def test_decodes_of_all_ranks_are_recorded_where_that_pays() -> None:
 
 def test_too_few_blocks_name_the_ways_out() -> None:
     """A user who gave too little memory learns that the engine is out of blocks, at request 1."""
-    assert count_blocks(1000, 100, 160, 10, given="kv_cache_bytes") == 10
+    on_cuda, on_cpu = kv_ways_out(True, False), kv_ways_out(False, True)
+    assert "memory_fraction" not in on_cpu and "max_num_seqs (each has a state)" in on_cpu
+    assert count_blocks(1000, 100, 160, 10, given="kv_cache_bytes", ways_out=on_cpu) == 10
     for budget in (999, 0, -5):
         with pytest.raises(ConfigError) as raised:
-            count_blocks(budget, 100, 160, 10, given="a share of 0.9")
+            count_blocks(budget, 100, 160, 10, given="a share of 0.9", ways_out=on_cuda)
         text = raised.value.message
         for word in ("160", "10 blocks", "a share of 0.9", "max_model_len", "memory_fraction"):
             assert word in text

@@ -160,9 +160,14 @@ def test_memory(model: tuple[Path, list[list[int]], list[Any]]) -> None:
         config, msgspec.structs.replace(given, prefix_caching=False), Hardware("C", "cpu", 8 * GIB)
     )
     assert not off.snapshots and off.kv_bytes > planned.kv_bytes
-    assert any("no prefix cache" in line for line in keys_and_values(off))
+    assert any("prefix_caching is false" in line for line in keys_and_values(off))
+    small = plan(
+        config, msgspec.structs.replace(given, snapshot_bytes=1), Hardware("C", "cpu", 8 * GIB)
+    )
+    assert any("raise snapshot_bytes" in line for line in keys_and_values(small))
     many = msgspec.structs.replace(given, max_num_seqs=8 * GIB // (3 * state))
-    with pytest.raises(ConfigError, match="KV cache too small"):  # nobody asked for snapshots
+    said = f"beside states \\({many.max_num_seqs} requests\\) .*each has a state"
+    with pytest.raises(ConfigError, match=f"KV cache too small.*{said}"):  # nor asked for snapshots
         plan(config, many, Hardware("CPU", "cpu", 8 * GIB))
     given = msgspec.structs.replace(
         given, model=str(folder), device="cpu", num_blocks=200, snapshot_bytes=10 * 3 * state

@@ -74,6 +74,23 @@ def test_doctor_refuses_what_serve_refuses() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pool", "cores"),
+    [
+        ({"num_cpus": 3}, 3),
+        ({"replicas": 2, "num_cpus": 2}, 4),
+        ({"num_cpus": 3, "min_replicas": 2, "max_replicas": 4}, 6),
+    ],
+)
+def test_doctor_adds_up_the_cores_that_are_stated(pool: dict[str, Any], cores: int) -> None:
+    """Bug: doctor says that a machine can serve a pool that waits for cores for ever."""
+    config = parse_config({"pools": {"cpu": pool}}, {})
+    assert not list(doctor.pool_checks(config, NodeCapacity(cores, 0)))
+    (check,) = doctor.pool_checks(config, NodeCapacity(cores - 1, 0))
+    assert f"that is {cores} cores, and this machine has {cores - 1}" in check.text
+    assert check.text.startswith("pools.cpu.num_cpus") and check.state == "MISSING"
+
+
+@pytest.mark.parametrize(
     ("given", "gpus", "said"),
     [
         ({"engine": {"device": "cuda"}}, 0, "^engine.device: cuda: .*no node .*engine.device: cpu"),
