@@ -81,7 +81,9 @@ def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
     form = eight_bit_form(scheme, group, scheme.rows if scheme.group else 1)
     if form.code != "e4m3" or form.activations != 8:
         return form, ""
-    return form, "fp8-block" if form.rows > 1 else "fp8"
+    if form.rows > 1:
+        return form, "fp8-block" if (form.rows, form.group) == (128, 128) else ""
+    return form, "fp8"
 
 
 def _line(

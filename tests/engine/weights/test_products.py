@@ -139,6 +139,16 @@ def test_what_deterministic_mode_does(name: str, words: str) -> None:
     assert re.search(words, found), found
 
 
+def test_what_was_measured_is_said_of_it_alone() -> None:
+    """Bug: blocks of another size are said to be as fast as those of 128 x 128."""
+    settings = {**FILES["fp8-block"], "weight_block_size": [64, 128]}
+    other = read_quantized(Reader({"quantization_config": settings}, "config.json"))
+    names = ["model.layers.0.mlp.up_proj"]
+    (line,) = products("auto", other, H200, True, names, ())
+    assert "64 x 128" in line and "measured" not in line
+    assert "measured on an H200" in said("fp8-block", H200)
+
+
 def test_what_is_said_of_rounding_is_what_kernels_do() -> None:
     """Bug: plan names another number of tokens than the back end goes by."""
     for code, rows, group in (("e4m3", 1, 256), ("e4m3", 128, 128), ("int", 1, 256)):
