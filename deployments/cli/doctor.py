@@ -8,7 +8,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +39,6 @@ from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
 
 if TYPE_CHECKING:  # with Ray, which may not be installed
-    from deployments.config.models import PoolConfig
     from deployments.parts import NodeCapacity
 
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
@@ -158,24 +157,23 @@ def pool_checks(
     each = config.each()
     for (name, one), share in zip(each.items(), shares(list(each.values()), here), strict=True):
         try:
-            found = pools(one, share)
-            check_gpus(one, found, share)
-            _check_stated_cores(one, found, here.cores)
+            check_gpus(one, pools(one, share), share)
+            _check_stated_cores(one, here.cores)
         except ConfigError as error:
             label = f"model {name}" if config.models else "pools"
             text, _, way_out = error.message.rpartition("; ")
             yield DoctorCheck(label, "MISSING", text, way_out)
 
 
-def _check_stated_cores(
-    config: MantaConfig, found: Mapping[str, "PoolConfig"], cores: float
-) -> None:
+def _check_stated_cores(config: MantaConfig, cores: float) -> None:
     """A cluster's other nodes may have what this machine has not; alone, it has to wait for ever.
-    found: of `deployments.parts.pools`."""
+    Raises ConfigError."""
+    from deployments.scaling.policy import scales
+
     pool = config.pools.get("cpu")
     if pool is None or pool.num_cpus is None:
         return
-    least = found["cpu"].min_replicas if pool.max_replicas is not None else pool.replicas
+    least = pool.min_replicas if scales(pool) else pool.replicas
     wanted = least * pool.num_cpus
     if wanted > cores:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """How a device multiplies weights in fewer bits, in words: for `manta plan` and `manta doctor`."""
 
 from collections.abc import Collection, Iterator
+from functools import partial
 
 from engine.config.quantized import Quantized, Scheme
 from engine.quantization.layouts.byte_layouts import eight_bit_form
@@ -33,6 +34,7 @@ def products(
     capability: compute capability of CUDA, if that is known. linears, experts: names of matrices,
     without ".weight".
     """
+    line = partial(_line, capability=capability, cuda=cuda, deterministic=deterministic)
     told = {False: linears, True: experts if cuda else ()}
     if quantized is None:
         if quantization in ("auto", "none"):
@@ -40,19 +42,10 @@ def products(
         form = rounded_form(quantization, "", BLOCK)
         for of_experts, names in told.items():
             if names:
-                yield _line(
-                    quantization,
-                    form,
-                    quantization,
-                    capability,
-                    cuda,
-                    True,
-                    of_experts,
-                    deterministic,
-                )
+                yield line(quantization, form, quantization, experts=of_experts)
         return
     if quantized.method == "gguf":
-        yield _line(quantized.name, None, "", capability, cuda, True, False, deterministic)
+        yield line(quantized.name, None, "")
         return
     if not cuda:
         told = {False: (*linears, *experts)}
@@ -64,10 +57,7 @@ def products(
             kept = cuda or scheme.kind not in ("fp8", "nf4")
             if of_experts and scheme.ordered:
                 kept = False
-            nominal, measured = _nominal(scheme)
-            yield _line(
-                scheme.name, nominal, measured, capability, cuda, kept, of_experts, deterministic
-            )
+            yield line(scheme.name, *_nominal(scheme), kept=kept, experts=of_experts)
 
 
 def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
@@ -90,11 +80,12 @@ def _line(
     name: str,
     form: Format | None,
     measured: str,  # of MEASURED
+    *,
     capability: tuple[int, int] | None,
     cuda: bool,
-    kept: bool,
-    experts: bool,
     deterministic: bool,
+    kept: bool = True,
+    experts: bool = False,
 ) -> str:
     text = f"{name}, experts" if experts else name
     if not kept:

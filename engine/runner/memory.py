@@ -30,7 +30,6 @@ LORA_HOST_BYTES = 4 * GIB
 GRAPH_BYTES = 1 * GIB
 
 # What a user can do, after the numbers.
-_KV_WAYS_OUT = "Ways out: lower max_model_len, give more memory ({}), or lower {}"
 WEIGHTS_TOO_LARGE = (
     "Ways out: a smaller model or one in fewer bits (dtype, quantization), a device with more "
     "memory or several (tensor_parallel), or free what other processes hold of it"
@@ -54,11 +53,12 @@ GRAPHS_TOO_LARGE = (
 
 
 def kv_ways_out(cuda: bool, has_states: bool) -> str:
+    """What a user can do where keys and values have too little memory, after the numbers."""
     more = "memory_fraction, kv_cache_bytes" if cuda else "kv_cache_bytes"
     fewer = "max_num_batched_tokens and max_num_seqs"
     if has_states:
         fewer = "max_num_seqs (each has a state) and max_num_batched_tokens"
-    return _KV_WAYS_OUT.format(more, fewer)
+    return f"Ways out: lower max_model_len, give more memory ({more}), or lower {fewer}"
 
 
 def outline(resolved: Resolved, stage: int = 0) -> Model:
@@ -232,7 +232,7 @@ class MemoryPlan:
         size = self.state_bytes
         if not size or not config.prefix_caching:
             return 0
-        if config.snapshot_bytes and config.snapshot_bytes > spare:
+        if config.snapshot_bytes > max(0, spare):
             raise ConfigError(
                 f"snapshot_bytes: {config.snapshot_bytes / GIB:.2f} GiB were asked for and "
                 f"{max(0, spare) / GIB:.2f} GiB are left for them beside the keys and values of "
