@@ -39,7 +39,7 @@ _INPUT: Mapping[str, Schema] = {
     ),
     "prompt_name": text(MAX_PROMPT_NAME),
 }
-_ONE = either(FILLED, record({"text": FILLED}))
+_ONE = either(TEXT, record({"text": TEXT}))
 _SOME = either(_ONE, list_of(_ONE, 1, MAX_TEXTS))
 
 EMBEDDINGS = openai_body(
@@ -54,10 +54,11 @@ EMBEDDINGS = openai_body(
 RERANK = openai_body(
     {
         **_COMMON,
-        "query": _ONE,
+        "query": either(FILLED, record({"text": FILLED})),
         "documents": list_of(_ONE, 1, MAX_TEXTS),
         "top_n": integer(1, UINT31),
         "return_documents": BOOLEAN,
+        "max_tokens_per_doc": integer(1, UINT31),
     },
     ("model", "query", "documents"),
 )

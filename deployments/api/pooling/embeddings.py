@@ -3,8 +3,6 @@
 import base64
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from deployments.api.fields.pooled import EMBEDDINGS, FORMATS, UINT31
 from deployments.api.generation.fields import take_int
 from deployments.api.http.errors import wrong_type
@@ -43,10 +41,7 @@ async def embeddings(api: "Api", exchange: HttpExchange) -> None:
                 }
                 for i, one in enumerate(vectors)
             ]
-            usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-            return msgspec.json.encode(
-                {"object": "list", "data": data, "model": call.card.id, "usage": usage}
-            )
+            return call.listed(data, tokens)
 
         await exchange.answer(200, await in_thread(answer, sum(map(len, vectors))))
 

@@ -6,12 +6,15 @@ turns with other work.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.fields.pooled import MAX_PROMPT_NAME, MAX_TEXTS, UINT31
@@ -65,20 +68,24 @@ class PooledCall:
     adapter: AdapterRecord | None
     charge: Callable[[Sequence[list[int]]], None]
 
-    def encode(self, text: str, path: str) -> list[int]:
-        """Raises InvalidRequest context_length_exceeded."""
+    def encode(self, text: str, path: str, most: int | None = None) -> list[int]:
+        """most: tokens that are kept. Raises InvalidRequest context_length_exceeded."""
         tokenizer = self.tokenizer
-        if self.truncate:
-            return tokenizer.encode(text, add_special_tokens=self.special, max_tokens=self.limit)
+        kept = self.limit if most is None else min(self.limit, most)
+        if self.truncate or kept == most:
+            return tokenizer.encode(text, add_special_tokens=self.special, max_tokens=kept)
         try:
             tokenizer.check_length(text, self.limit)
         except TooManyTokens as error:
             raise too_many_tokens(error, path) from None
         return self.checked(tokenizer.encode(text, add_special_tokens=self.special), path)
 
-    def encode_pair(self, first: str, second: str, path: str) -> list[int]:
+    def encode_pair(self, first: str, second: str, path: str, most: int | None = None) -> list[int]:
         """Two texts as tokenizer.json puts them together. The second one is cut where a pair is too
-        long and `truncate` asks for it. Raises InvalidRequest context_length_exceeded."""
+        long and `truncate` asks for it. most: tokens that are kept of the second one.
+
+        Raises InvalidRequest context_length_exceeded.
+        """
         for text in (first, second):
             if not self.truncate:
                 try:
@@ -88,12 +95,11 @@ class PooledCall:
         ids, cuttable = self.tokenizer.encode_pair(
             first, second, add_special_tokens=self.special, max_tokens=self.limit
         )
-        over = len(ids) - self.limit
-        if over <= 0:
-            return ids
-        if not self.truncate or over >= len(cuttable):
+        over = max(0, len(ids) - self.limit)
+        if over and (not self.truncate or over >= len(cuttable)):
             raise context_too_long(self.limit, len(ids), param=path, where=path)
-        dropped = set(cuttable[-over:])
+        kept = len(cuttable) - over
+        dropped = set(cuttable[kept if most is None else min(kept, most) :])
         return [token for place, token in enumerate(ids) if place not in dropped]
 
     def checked(self, ids: list[int], path: str) -> list[int]:
@@ -102,6 +108,18 @@ class PooledCall:
         if len(ids) > self.limit:
             raise context_too_long(self.limit, len(ids), param=path, where=path)
         return ids
+
+    def listed(self, data: list[Any], tokens: int) -> bytes:
+        """The JSON answer of the routes whose results are a list. tokens: that were computed."""
+        answer = {
+            "id": self.exchange.request_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.card.id,
+            "data": data,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+        return msgspec.json.encode(answer)
 
     async def vectors(self, prompts: Sequence[list[int]]) -> list[bytes]:
         """Of each prompt, which has at least one token: float32, little-endian.

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from deployments.api.app import Api
 
 
+COHERE = "/v2/rerank"  # its documents are not repeated, and long ones are cut
+_COHERE_TOKENS = 4096  # of a document
+_SEARCH = 100  # documents that Cohere counts as one search unit
+
+
 @dataclass(frozen=True, slots=True)
 class _Text:
     path: str  # of the field
@@ -28,17 +33,25 @@ class _Text:
 
 async def rerank(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
+    cohere = exchange.path == COHERE
     async with pooled_call(api, exchange, RERANK) as call:
         body = call.body
         query = _texts(body, "query")
         if isinstance(body["query"], list):
             raise wrong_type("query", "a string")
+        if not query[0].text:
+            raise invalid("query must not be empty", "query")
         documents = _texts(body, "documents")
         if not isinstance(body["documents"], list):
             raise wrong_type("documents", "a list of texts")
         top = take_int(body, "top_n", 1, UINT31)
-        told = take_bool(body, "return_documents")
-        scores, tokens = await _scores(call, query * len(documents), documents)
+        told = take_bool(body, "return_documents", not cohere)
+        most = take_int(body, "max_tokens_per_doc", 1, UINT31)
+        if cohere and most is None:
+            most = _COHERE_TOKENS
+        if most is not None:
+            call.truncate = take_bool(body, "truncate", True)
+        scores, tokens = await _scores(call, query * len(documents), documents, most)
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[:top]
         results: list[dict[str, Any]] = []
         for i in order:
@@ -46,13 +59,24 @@ async def rerank(api: "Api", exchange: HttpExchange) -> None:
             if told:
                 result["document"] = {"text": documents[i].text}
             results.append(result)
+        units = {"search_units": -(-len(documents) // _SEARCH)}
         answer = {
             "id": exchange.request_id,
             "model": call.card.id,
             "results": results,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "meta": cohere_meta("2" if cohere else "1", units, tokens),
         }
         await exchange.answer(200, msgspec.json.encode(answer))
+
+
+def cohere_meta(version: str, units: dict[str, int], tokens: int) -> dict[str, Any]:
+    """What Cohere's clients read of an answer beside its results."""
+    return {
+        "api_version": {"version": version},
+        "billed_units": units,
+        "tokens": {"input_tokens": tokens},
+    }
 
 
 async def score(api: "Api", exchange: HttpExchange) -> None:
@@ -70,7 +94,7 @@ async def score(api: "Api", exchange: HttpExchange) -> None:
             )
         scores, tokens = await _scores(call, first, second)
         data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
-        await exchange.answer(200, _listed(call, data, tokens))
+        await exchange.answer(200, call.listed(data, tokens))
 
 
 async def classify(api: "Api", exchange: HttpExchange) -> None:
@@ -86,13 +110,7 @@ async def classify(api: "Api", exchange: HttpExchange) -> None:
             probs = call.pooling.probabilities(as_array(vector)).tolist()
             label = labels[max(range(len(probs)), key=probs.__getitem__)]
             data.append({"index": i, "label": label, "probs": probs, "num_classes": len(labels)})
-        await exchange.answer(200, _listed(call, data, sum(map(len, prompts))))
-
-
-def _listed(call: PooledCall, data: list[dict[str, Any]], tokens: int) -> bytes:
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    answer = {"object": "list", "model": call.card.id, "data": data, "usage": usage}
-    return msgspec.json.encode(answer)
+        await exchange.answer(200, call.listed(data, sum(map(len, prompts))))
 
 
 def _unsupported(message: str, what: str) -> ApiError:
@@ -100,7 +118,8 @@ def _unsupported(message: str, what: str) -> ApiError:
 
 
 def _texts(body: dict[str, Any], name: str) -> list[_Text]:
-    """A text or a list of them, each a string or an object with one in `text`."""
+    """A text or a list of them, each a string or an object with one in `text`. An empty one is a
+    text as any other: a list of a thousand does not end at one of them."""
     value = body.get(name)
     if value is None:
         raise invalid(f"{name} is required", name, "missing_field")
@@ -114,16 +133,17 @@ def _texts(body: dict[str, Any], name: str) -> list[_Text]:
         text = item.get("text") if isinstance(item, dict) else item
         if not isinstance(text, str):
             raise wrong_type(path, "a string, or an object with a string in text")
-        if not text:
-            raise invalid(f"{path} must not be empty", path)
         found.append(_Text(path, text))
     return found
 
 
 async def _scores(
-    call: PooledCall, first: list[_Text], second: list[_Text]
+    call: PooledCall, first: list[_Text], second: list[_Text], most: int | None = None
 ) -> tuple[list[float], int]:
-    """Of each pair, and how many tokens were computed. Raises ApiError, MantaError."""
+    """Of each pair, and how many tokens were computed. most: tokens of a second text that are kept.
+
+    Raises ApiError, MantaError.
+    """
     pooling = call.pooling
     if len(pooling.labels) > 1:
         raise _unsupported(
@@ -137,28 +157,47 @@ async def _scores(
             "tokenizer.json names none",
             "score",
         )
-    size = call.exchange.body_size
-    if pooling.labels:
+    scored = _pairs if pooling.labels else _cosines
+    return await scored(call, first, second, most)
 
-        def paired() -> list[list[int]]:
-            return [
-                call.encode_pair(a.text, b.text, b.path) for a, b in zip(first, second, strict=True)
-            ]
 
-        prompts = await in_thread(paired, size)
-        vectors = await call.vectors(prompts)
-        return [pooling.relevance(as_array(v)) for v in vectors], sum(map(len, prompts))
+async def _pairs(
+    call: PooledCall, first: list[_Text], second: list[_Text], most: int | None
+) -> tuple[list[float], int]:
+    def paired() -> list[list[int]]:
+        return [_pair(call, a, b, most) for a, b in zip(first, second, strict=True)]
 
-    once = {text.text: text for text in (*first, *second)}
-
-    def single() -> list[list[int]]:
-        return [call.encode(each.text, each.path) for each in once.values()]
-
-    prompts = await in_thread(single, size)
+    prompts = await in_thread(paired, call.exchange.body_size)
     vectors = await call.vectors(prompts)
+    return [call.pooling.relevance(as_array(v)) for v in vectors], sum(map(len, prompts))
+
+
+def _pair(call: PooledCall, first: _Text, second: _Text, most: int | None) -> list[int]:
+    ids = call.encode_pair(first.text, second.text, second.path, most)
+    if not ids:
+        raise invalid(f"{first.path} and {second.path} are both empty", second.path)
+    return ids
+
+
+async def _cosines(
+    call: PooledCall, first: list[_Text], second: list[_Text], most: int | None
+) -> tuple[list[float], int]:
+    """A text of which the tokenizer makes no token has no direction: its cosine is 0."""
+    ours = [(text.text, None) for text in first], [(text.text, most) for text in second]
+    texts = dict(zip((*ours[0], *ours[1]), (*first, *second), strict=True))
+
+    def single() -> dict[tuple[str, int | None], list[int]]:
+        return {key: call.encode(key[0], text.path, key[1]) for key, text in texts.items()}
+
+    encoded = await in_thread(single, call.exchange.body_size)
+    prompts = {key: ids for key, ids in encoded.items() if ids}
+    vectors = await call.vectors(list(prompts.values()))
     unit = {}
-    for text, vector in zip(once, vectors, strict=True):
+    for key, vector in zip(prompts, vectors, strict=True):
         values = as_array(vector).astype(np.float64)
-        unit[text] = values / max(float(np.linalg.norm(values)), 1e-12)
-    scores = [float(unit[a.text] @ unit[b.text]) for a, b in zip(first, second, strict=True)]
-    return scores, sum(map(len, prompts))
+        unit[key] = values / max(float(np.linalg.norm(values)), 1e-12)
+    scores = [
+        float(unit[a] @ unit[b]) if a in unit and b in unit else 0.0
+        for a, b in zip(*ours, strict=True)
+    ]
+    return scores, sum(map(len, prompts.values()))

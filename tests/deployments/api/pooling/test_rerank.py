@@ -1,6 +1,7 @@
 """/v1/rerank, /v2/rerank, /v1/score, /v1/classify: orders, pairs, and what is refused."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.deployments.api.asgi import Client, Reply
 from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend, vector_of
 
 RERANKER = Pooling("cls", labels=("relevance",), max_tokens=64)
+POOLED = Pooling("mean", (None,))
 LABELS = tuple(f"kind {i}" for i in range(VECTOR))
 DOCUMENTS = [f"the answer is {number}" for number in range(9)]
 
@@ -91,6 +93,87 @@ def test_a_pair_that_is_too_long(client: Client, backend: FakeBackend) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "told"), [("/rerank", True), ("/v1/rerank", True), ("/v2/rerank", False)]
+)
+def test_documents_are_repeated_as_each_dialect_has_it(
+    client: Client, backend: FakeBackend, path: str, told: bool
+) -> None:
+    """Jina's clients read `result["document"]["text"]` of every answer; Cohere's have no such
+    field."""
+    use(backend, RERANKER)
+    answer = ask(client, path, query="a", documents=["b", {"text": "c"}]).json()
+    for each in answer["results"]:
+        want = {"text": ["b", "c"][each["index"]]} if told else None
+        assert each.get("document") == want and ("document" in each) == told
+    assert answer["id"] and answer["meta"]["api_version"]["version"] in ("1", "2")
+    assert answer["meta"]["tokens"]["input_tokens"] == answer["usage"]["prompt_tokens"]
+    other = ask(client, path, query="a", documents=["b"], return_documents=not told).json()
+    assert ("document" in other["results"][0]) == (not told)
+
+
+@pytest.mark.parametrize("path", ["score", "v1/score", "classify", "v1/classify", "v1/embeddings"])
+def test_lists_have_an_id_and_a_time(client: Client, backend: FakeBackend, path: str) -> None:
+    """Typed clients refuse an answer without `id` and `created`."""
+    if path.endswith("embeddings"):
+        use(backend, Pooling("mean", (None,)))
+    else:
+        use(backend, RERANKER if path.endswith("score") else Pooling("cls", labels=LABELS))
+    body = {"text_1": "a", "text_2": "b"} if path.endswith("score") else {"input": "a"}
+    begun = time.time()
+    first, second = (ask(client, f"/{path}", **body).json() for _ in range(2))
+    assert isinstance(first["id"], str) and first["id"] and first["id"] != second["id"]
+    assert int(begun) <= first["created"] <= time.time() and first["object"] == "list"
+
+
+@pytest.mark.parametrize("pooling", [RERANKER, POOLED])
+def test_an_empty_document_is_a_document(
+    client: Client, backend: FakeBackend, pooling: Pooling
+) -> None:
+    """One empty chunk among a thousand ends the rerank of all of them."""
+    use(backend, pooling)
+    documents: list[Any] = ["b", "", {"text": ""}, "c"]
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        reply = ask(client, path, query="a", documents=documents)
+        assert reply.status == 200, reply.json()
+        scores = {each["index"]: each["relevance_score"] for each in reply.json()["results"]}
+        assert sorted(scores) == [0, 1, 2, 3] and scores[1] == scores[2]
+    data = ask(client, "/score", text_1="a", text_2=documents).json()["data"]
+    assert {row["index"]: row["score"] for row in data} == scores
+    if not pooling.labels:
+        assert scores[1] == 0
+        both = ask(client, "/score", text_1="", text_2="").json()["data"]
+        assert [row["score"] for row in both] == [0]
+
+
+@pytest.mark.parametrize("pooling", [RERANKER, replace(POOLED, max_tokens=64)])
+def test_long_documents_are_cut_as_cohere_does(
+    client: Client, backend: FakeBackend, pooling: Pooling
+) -> None:
+    """`max_tokens_per_doc` that is only named: a long document ends the rerank with 400."""
+    use(backend, pooling)
+    long = "the answer is the number of the words " * 20
+    encode = backend.tokenizer(MODEL).encode
+    query, whole = encode("the sea"), encode(long)
+
+    def asked(path: str, **fields: Any) -> list[int]:
+        reply = ask(client, path, query="the sea", documents=[long], **fields)
+        assert reply.status == 200 and reply.header("x-ignored-fields") is None, reply.json()
+        return backend.requests[-1].token_ids
+
+    before = query if pooling.labels else []
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        assert asked(path, max_tokens_per_doc=9) == before + whole[:9]
+        assert asked(path, max_tokens_per_doc=4096) == (before + whole)[:64]
+    assert asked("/v2/rerank") == (before + whole)[:64], "Cohere cuts at 4,096 by itself"
+    for path, fields in (("/v1/rerank", {}), ("/v2/rerank", {"truncate": False})):
+        refused = ask(client, path, query="the sea", documents=["a", long], **fields)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert refused.json()["error"]["param"] == "documents[1]"
+    short = ask(client, "/v1/rerank", query="a", documents=[long], max_tokens_per_doc=0)
+    assert short.json()["error"]["param"] == "max_tokens_per_doc"
+
+
+@pytest.mark.parametrize(
     ("path", "pooling", "body", "param", "code"),
     [
         ("rerank", RERANKER, {"documents": ["a"]}, "query", "missing_field"),
@@ -99,7 +182,8 @@ def test_a_pair_that_is_too_long(client: Client, backend: FakeBackend) -> None:
         ("rerank", RERANKER, {"query": "a", "documents": "a"}, "documents", "invalid_type"),
         ("rerank", RERANKER, {"query": "a", "documents": []}, "documents", "invalid_value"),
         ("rerank", RERANKER, {"query": "a", "documents": [1]}, "documents[0]", "invalid_type"),
-        ("rerank", RERANKER, {"query": "a", "documents": [""]}, "documents[0]", "invalid_value"),
+        ("rerank", RERANKER, {"query": "", "documents": ["a"]}, "query", "invalid_value"),
+        ("score", RERANKER, {"text_1": "", "text_2": ["a", ""]}, "text_2[1]", "invalid_value"),
         ("rerank", RERANKER, {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", None),
         ("score", RERANKER, {"text_1": ["a", "b"], "text_2": ["a"]}, "text_2", "invalid_value"),
         ("classify", Pooling("cls"), {"input": "a"}, "model", "classify_not_supported"),
