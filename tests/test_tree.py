@@ -15,7 +15,7 @@ ENVIRONMENT_READERS = {
     "deployments/config/load.py",
     "deployments/environment.py",
     "engine/parallel/connections.py",  # whether gloo and NCCL were given an interface
-    "engine/process/first_start.py",  # where Triton's cache is; Triton tells only who imports it
+    "kernels/launch/cache.py",  # where Triton's cache is; Triton tells only who imports it
 }
 
 

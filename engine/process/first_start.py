@@ -6,7 +6,6 @@ kind of device in front of the same cache is not among that: its kernels are com
 """
 
 import logging
-import os
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +14,7 @@ from types import TracebackType
 import msgspec
 
 from engine.config.engine_config import EngineConfig
+from kernels.launch.cache import cache_folder
 from kernels.launch.compiling import Compilers
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -62,12 +62,6 @@ class FirstStart:
                 self._mark.touch()
             except OSError as problem:
                 logger.warning("each start will look for its kernels: %s", problem)
-
-
-def cache_folder() -> Path:
-    """Triton's, without importing it."""
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
 
 
 def _digest(config: EngineConfig) -> str:

@@ -16,8 +16,11 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+from kernels.cpu.codegen.object_cache import cached
 
 _INITIALISERS = ("TargetInfo", "Target", "TargetMC", "AsmPrinter")  # LLVM's C names
 _TRIPLE = "x86_64-unknown-linux-gnu"
@@ -175,6 +178,15 @@ def _parallel() -> "ctypes._NamedFuncPointer":
 
 
 @lru_cache(maxsize=1)
+def _triton() -> str:
+    """The version of Triton, whose LLVM compiles. Raises CompilerUnavailable."""
+    try:
+        return version("triton")
+    except PackageNotFoundError as error:
+        raise CompilerUnavailable("Triton is not installed") from error
+
+
+@lru_cache(maxsize=1)
 def _llvm() -> object:
     try:
         from triton._C import libtriton
@@ -195,9 +207,9 @@ def check() -> None:
 
 
 def _object_code(ir: str) -> bytes:
+    """Compile a module, or take what an earlier process compiled. Raises CompilerUnavailable."""
     lanes()
     capability = torch.backends.cpu.get_cpu_capability()
-    translate = _llvm().translate_to_asm  # type: ignore[attr-defined]
     optional = (
         vnni() and f"+{vnni()}",
         dot_bf16() and "+avx512bf16",
@@ -206,10 +218,15 @@ def _object_code(ir: str) -> bytes:
     )
     features = ",".join(filter(None, (_FEATURES[capability], *optional)))
     arguments = [ir, _TRIPLE, _PROCESSORS[capability][0], features, [], True, True]
-    try:
-        return bytes(translate(*arguments, False))  # Triton 3.9: one more flag
-    except TypeError:
-        return bytes(translate(*arguments))
+
+    def compile_code() -> bytes:
+        translate = _llvm().translate_to_asm  # type: ignore[attr-defined]
+        try:
+            return bytes(translate(*arguments, False))  # Triton 3.9: one more flag
+        except TypeError:
+            return bytes(translate(*arguments))
+
+    return cached("\0".join((_triton(), *map(str, arguments))), compile_code)
 
 
 def compile_ir(ir: str) -> dict[str, NativeFunction]:

@@ -166,6 +166,12 @@ class _Memory(TorchDispatchMode):
         self._users: dict[int, int] = {}  # tensors by the address of their buffer
         self._in_use: dict[int, Tensor] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would import torch._dynamo at the first dispatch, 1.4 s of a CPU start, only
+        to keep this method from being compiled, which nothing does."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ALLOCATIONS:

@@ -22,7 +22,7 @@ from engine.models.decoder import Decoder
 from engine.models.registry import build_model
 from engine.parallel.group import TensorParallelGroup
 from engine.process import first_start
-from engine.process.first_start import FirstStart, cache_folder
+from engine.process.first_start import FirstStart
 from engine.quantization.method import DenseCuda
 from engine.runner import inputs
 from engine.runner.caches.kv_cache import KVCache
@@ -33,6 +33,7 @@ from engine.runner.rows import RequestRows
 from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
 from engine.sampling.sampler import Sampler
 from kernels.dispatch import kernels_for
+from kernels.launch.cache import cache_folder
 from kernels.launch.compiling import Compilers
 from kernels.metadata import AttentionMeta
 from kernels.recurrent import delta_chunks_cuda
