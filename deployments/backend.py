@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deployments.adapters.record_store import AdapterRecord
+from deployments.checkpoints.facts import ModelFacts
 from engine.messages import Delta, EngineStats
 from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams
@@ -32,6 +33,7 @@ class ModelCard:
     pooling: Pooling | None = None  # how texts become vectors; None: they do not
     vector_size: int = 0  # elements of a vector
     aliases: tuple[str, ...] = ()  # patterns of other names for it; an adapter's are not used
+    facts: ModelFacts = field(default_factory=ModelFacts, compare=False)
 
 
 @dataclass(slots=True)

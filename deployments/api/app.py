@@ -100,7 +100,7 @@ class Api:
                 path = exchange.path
                 if path.startswith(messages.PATH):
                     exchange.error_body = messages.error_body
-                elif path in ollama.PATHS:
+                elif path.startswith(ollama.PREFIX):
                     exchange.error_body = ollama_error
                 if origins and is_preflight(exchange):
                     await answer_preflight(exchange, origins)
@@ -194,6 +194,9 @@ class Api:
             body = await in_thread(partial(turn.chat, body), exchange.body_size)
             await turn.admit(exchange)
             exchange.ignored += turn.ignored
+            chat = turn.is_chat
+            if await turn.settle(exchange):
+                return
         ids = event_ids(exchange, exchange.caller.id, self.options.event_secret)
         key = key_of(exchange, body, self.options)
         deadline = deadline_of(exchange, body, self.options)
@@ -203,6 +206,8 @@ class Api:
         self.in_flight += 1
         try:
             read = chat_call if chat else completion_call
+            if turn is not None and not chat:
+                read = partial(completion_call, max_tokens=None)
             call = await read(body, exchange.body_size, self.backend, self.options, exchange.caller)
             ignored = call.ignored
             exchange.ignored += ignored if turn is None else map(turn.name, ignored)

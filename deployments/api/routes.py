@@ -23,6 +23,8 @@ from deployments.api.http.errors import (
     shown,
 )
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.ollama import embed as ollama_embed
+from deployments.api.ollama import models as ollama_models
 from deployments.api.ollama import routes as ollama
 from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
@@ -135,6 +137,15 @@ async def _version(api: "Api", exchange: HttpExchange) -> None:
     await exchange.answer(200, msgspec.json.encode({"version": installed_version()}))
 
 
+async def _root(api: "Api", exchange: HttpExchange) -> None:
+    """What Ollama's clients look for before they ask anything. A browser is sent to the page."""
+    if api.options.page and any(b"text/html" in one for one in exchange.values(b"accept")):
+        place = (("location", exchange.root + web.PAGE),)
+        await exchange.answer(307, b"", b"text/plain; charset=utf-8", place)
+        return
+    await exchange.answer(200, b"Ollama is running", b"text/plain; charset=utf-8")
+
+
 async def _metrics(api: "Api", exchange: HttpExchange) -> None:
     text = await api.options.metrics() if api.options.metrics is not None else ""
     await exchange.answer(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
@@ -239,10 +250,77 @@ ROUTES: tuple[Route, ...] = (
         ),
     ),
     Route(
+        ollama.GENERATE,
+        ollama.generate,
+        post=Operation(
+            "A text, as Ollama has it",
+            QUEUES,
+            ollama_fields.GENERATE,
+            ("model", "created_at", "response", "done"),
+            (JSON, LINES),
+            texts=True,
+        ),
+    ),
+    Route(
+        ollama.EMBED,
+        ollama_embed.embed,
+        post=Operation(
+            "Vectors of texts, as Ollama has it",
+            QUEUES,
+            ollama_fields.EMBED,
+            ("model", "embeddings"),
+            texts=True,
+        ),
+    ),
+    Route(
+        ollama.EMBEDDINGS,
+        ollama_embed.embeddings,
+        post=Operation(
+            "The vector of a text, as Ollama had it",
+            QUEUES,
+            ollama_fields.EMBEDDINGS,
+            ("embedding",),
+            texts=True,
+        ),
+    ),
+    Route(
         ollama.TAGS,
-        ollama.tags,
+        ollama_models.tags,
         get=Operation("What is served, as Ollama lists it", (503,), answer=("models",), texts=True),
     ),
+    Route(
+        ollama.RUNNING,
+        ollama_models.running,
+        get=Operation("Which of these are awake", (503,), answer=("models",), texts=True),
+    ),
+    Route(
+        ollama.SHOW,
+        ollama_models.show,
+        post=Operation(
+            "A model, as Ollama tells of it",
+            (*READS, *NAMES, 503),
+            ollama_fields.SHOW,
+            ("details", "model_info", "capabilities", "template"),
+            texts=True,
+        ),
+    ),
+    Route(
+        ollama.PULL_PATH,
+        ollama.pull,
+        post=Operation(
+            "Whether a model is there: none is fetched",
+            (*READS, *NAMES, 503),
+            ollama_fields.PULL,
+            ("status",),
+            (JSON, LINES),
+            texts=True,
+        ),
+    ),
+    *(
+        Route(path, ollama.refuse, post=Operation("Refused", (400,), texts=True))
+        for path in ollama.MANAGED
+    ),
+    Route(ollama.DELETE, ollama.refuse, delete=Operation("Refused", (400,), texts=True)),
     Route(
         ollama.VERSION,
         _version,
@@ -315,6 +393,12 @@ ROUTES: tuple[Route, ...] = (
         "/detokenize",
         _detokenize,
         post=Operation("The text of token ids", _COUNTS, others.DETOKENIZE, ("prompt",)),
+    ),
+    Route(
+        "/",
+        _root,
+        get=Operation("That a server is here, in Ollama's words", (307,), kinds=(PLAIN,)),
+        open=True,
     ),
     Route(
         "/health", _health, get=Operation("Whether the router lives", answer=("status",)), open=True

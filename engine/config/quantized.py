@@ -10,11 +10,22 @@ from math import lcm
 from typing import Literal
 
 KEY = "quantization_config"
-# Types of GGUF blocks that are kept as they are; others are expanded to 16 bits.
-GGUF_BLOCKS = (
-    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
-)
+# Types of GGUF blocks that are kept as they are: weights and bytes of a block. Others are expanded
+# to 16 bits.
+GGUF_BLOCKS: Mapping[str, tuple[int, int]] = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+}
 Kind = Literal["gptq", "awq", "packed", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "llm-int8"]
 
 

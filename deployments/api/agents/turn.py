@@ -16,11 +16,12 @@ from engine.errors import MantaError
 
 class Turn(ABC):
     """ignored: fields without effect, once the body was read. names: of the chat's fields in the
-    request, from then on."""
+    request, from then on. is_chat: False of a body that was read into a completion instead."""
 
     def __init__(self) -> None:
         self.ignored: list[str] = []
         self.names: Renaming | None = None
+        self.is_chat = True
 
     @abstractmethod
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -29,6 +30,10 @@ class Turn(ABC):
     async def admit(self, exchange: HttpExchange) -> None:
         """What has to be asked for before the request is queued. Raises ApiError."""
         return
+
+    async def settle(self, exchange: HttpExchange) -> bool:
+        """Whether the request asked for nothing that is generated, and has been answered."""
+        return False
 
     @abstractmethod
     def answer(

@@ -1,4 +1,4 @@
-"""CHAT: the body of Ollama's /api/chat."""
+"""CHAT, GENERATE, EMBED and the others: bodies of Ollama's routes."""
 
 from collections.abc import Mapping
 
@@ -8,6 +8,7 @@ from deployments.api.fields.generation import (
     TOOLS,
     TOP_LOGPROBS,
 )
+from deployments.api.fields.pooled import TEXTS
 from deployments.api.fields.schema import (
     BOOLEAN,
     NOTHING,
@@ -55,24 +56,68 @@ _MESSAGE = record(
     tool_name=TEXT,
     tool_call_id=TEXT,
 )
-_BODY = openai_body(
+_OPTIONS: Schema = record(
+    {},
+    num_predict=integer(-2, 2**31 - 1),
+    **{name: SAMPLING[same] for name, same in SAME.items()},
+)
+OPTIONS: Mapping[str, Schema] = _OPTIONS["properties"]
+_ANSWERED: Mapping[str, Schema] = {
+    "model": TEXT,
+    "format": either(one_of("json", ""), OBJECT),
+    "options": _OPTIONS,
+    "stream": BOOLEAN,
+    "think": one_of(*THINK, ""),
+    "logprobs": BOOLEAN,
+    "top_logprobs": TOP_LOGPROBS,
+    **QUEUED,
+}
+
+
+def _body(
+    taken: Mapping[str, Schema],
+    ignored: frozenset[str],
+    *refused: str,
+    required: tuple[str, ...] = ("model",),
+) -> Body:
+    made = openai_body(taken, required, dict.fromkeys(refused, NOTHING))
+    return Body(made.taken, made.required, made.ignored | ignored, refused=made.refused)
+
+
+CHAT = _body({**_ANSWERED, "messages": list_of(_MESSAGE, 0, MAX_MESSAGES), "tools": TOOLS}, IGNORED)
+# What a generation cannot be asked for here.
+REFUSED: Mapping[str, str] = {
+    "context": "ids of earlier turns are not taken; send the conversation to /api/chat",
+    "template": "the model's own chat template is used, or none with raw",
+    "images": "the models served here take text only",
+}
+GENERATE = _body(
+    {**_ANSWERED, "prompt": TEXT, "suffix": TEXT, "system": TEXT, "raw": BOOLEAN},
+    IGNORED,
+    *REFUSED,
+)
+SHOW = Body(
+    {"model": TEXT, "name": TEXT},
+    ("model",),
+    frozenset({"verbose", "system", "template", "options"}),
+)
+PULL = Body(
+    {"model": TEXT, "name": TEXT, "stream": BOOLEAN},
+    ("model",),
+    frozenset({"insecure", "username", "password"}),
+)
+_UNHEEDED = frozenset({"keep_alive", "options"})
+EMBED = _body(
     {
         "model": TEXT,
-        "messages": list_of(_MESSAGE, 1, MAX_MESSAGES),
-        "tools": TOOLS,
-        "format": either(one_of("json", ""), OBJECT),
-        "options": record(
-            {},
-            num_predict=integer(-2, 2**31 - 1),
-            **{name: SAMPLING[same] for name, same in SAME.items()},
-        ),
-        "stream": BOOLEAN,
-        "think": one_of(*THINK, ""),
-        "logprobs": BOOLEAN,
-        "top_logprobs": TOP_LOGPROBS,
+        "input": either(TEXT, one_of([]), *TEXTS[1:]),
+        "truncate": BOOLEAN,
+        "dimensions": integer(1, 2**31 - 1),
         **QUEUED,
     },
-    ("model", "messages"),
+    _UNHEEDED,
+    required=("model", "input"),
 )
-CHAT = Body(_BODY.taken, _BODY.required, _BODY.ignored | IGNORED, refused=_BODY.refused)
-OPTIONS: Mapping[str, Schema] = _BODY.taken["options"]["properties"]
+EMBEDDINGS = _body(
+    {"model": TEXT, "prompt": TEXT, **QUEUED}, _UNHEEDED, required=("model", "prompt")
+)

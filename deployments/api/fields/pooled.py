@@ -30,13 +30,14 @@ _COMMON: Mapping[str, Schema] = {
     "truncate_prompt_tokens": either(one_of(-1), integer(1, UINT31)),
     "add_special_tokens": BOOLEAN,
 }
+TEXTS: tuple[Schema, ...] = (
+    FILLED,
+    list_of(TOKEN, 1),
+    list_of(FILLED, 1, MAX_TEXTS),
+    list_of(list_of(TOKEN, 1), 1, MAX_TEXTS),
+)
 _INPUT: Mapping[str, Schema] = {
-    "input": either(
-        FILLED,
-        list_of(TOKEN, 1),
-        list_of(FILLED, 1, MAX_TEXTS),
-        list_of(list_of(TOKEN, 1), 1, MAX_TEXTS),
-    ),
+    "input": either(*TEXTS),
     "prompt_name": text(MAX_PROMPT_NAME),
 }
 _ONE = either(TEXT, record({"text": TEXT}))

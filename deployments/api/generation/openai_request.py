@@ -293,15 +293,17 @@ async def completion_call(
     backend: Backend,
     options: ApiOptions,
     caller: Caller = ANYONE,
+    *,
+    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS,
 ) -> OpenAIRequest:
-    """size: bytes of the body. Raises ApiError."""
+    """size: bytes of the body. max_tokens: of a body that names none. Raises ApiError."""
     ignored = check_names(body, COMPLETION.known, strict=options.strict)
     card = await find_model(body.get("model"), backend, caller)
     refuse_tools(body)
     if body.get("suffix"):
-        raise invalid("suffix is not supported", "suffix", "not_supported")
+        raise invalid("suffix is not supported", "suffix", "suffix_not_supported")
     echo = take_bool(body, "echo")
-    call = _common(body, card, backend, chat=False, max_tokens=DEFAULT_COMPLETION_TOKENS)
+    call = _common(body, card, backend, chat=False, max_tokens=max_tokens)
     call.ignored = ignored + call.ignored
     call.echo = echo
     if call.params.max_tokens == 0:

@@ -1,38 +1,112 @@
-"""ollama_chat: the body of a request to Ollama's /api/chat as the body of a chat."""
+"""ollama_chat, ollama_generate: bodies of Ollama's routes as the body of a chat or a completion."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.api.agents.renaming import Renaming
-from deployments.api.fields.ollama import CHAT, IGNORED, OPTIONS, ROLES, SAME, THINK
+from deployments.api.fields.ollama import (
+    CHAT,
+    GENERATE,
+    IGNORED,
+    OPTIONS,
+    REFUSED,
+    ROLES,
+    SAME,
+    THINK,
+)
+from deployments.api.fields.schema import Body
 from deployments.api.generation.fields import check_names, name_fields, take_bool, take_int
 from deployments.api.generation.messages import MAX_MESSAGE_CALLS, take_messages
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from engine.sampling_params import MAX_LOGPROBS
 
-_TAKEN_AS_THEY_ARE = ("model", "tools", "user", "priority", "deadline_seconds")
+_TAKEN_AS_THEY_ARE = ("model", "tools", "priority", "deadline_seconds")
 _MESSAGE = frozenset(
     {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"}
 )
 
 
 @dataclass(slots=True)
-class OllamaChat:
-    """chat: the body of the chat. names: of its fields in this request. ignored: without effect."""
+class OllamaRequest:
+    """chat: the body of the chat, or of the completion. names: of its fields in this request.
+    ignored: without effect. loads: it asks for no text, only that the model is there."""
 
     chat: dict[str, Any] = field(default_factory=dict)
     names: Renaming = field(default_factory=Renaming)
     ignored: list[str] = field(default_factory=list)
+    is_chat: bool = True
+    loads: bool = False
 
 
-def ollama_chat(body: dict[str, Any], *, strict: bool) -> OllamaChat:
+def ollama_chat(body: dict[str, Any], *, strict: bool) -> OllamaRequest:
     """Streamed unless `stream` is false. Raises ApiError 400 naming the field."""
-    made = OllamaChat()
+    made = _read(body, CHAT, strict)
+    chat = made.chat
+    if body.get("messages") in (None, []):
+        made.loads = True
+        return made
+    chat["messages"] = _messages(body.get("messages"), made)
+    last = chat["messages"][-1]
+    if last["role"] == "assistant" and "tool_calls" not in last:
+        # The model goes on where it ends. Where that is its beginning there is nothing to say.
+        if last["content"]:
+            chat |= {"continue_final_message": True, "add_generation_prompt": False}
+            made.names.add("continue_final_message", f"messages[{len(chat['messages']) - 1}]")
+        elif len(chat["messages"]) > 1 and not last["reasoning_content"]:
+            chat["messages"].pop()
+    return made
+
+
+def ollama_generate(body: dict[str, Any], *, strict: bool, template: bool) -> OllamaRequest:
+    """As `ollama_chat`. template: the model has one, so the prompt is a user's message unless the
+    request says `raw`."""
+    made = _read(body, GENERATE, strict)
+    chat, names = made.chat, made.names
+    for name, reason in REFUSED.items():
+        if body.get(name):
+            code = "modality_not_supported" if name == "images" else "not_supported"
+            raise invalid(f"{name}: {reason}", name, code)
+    prompt, suffix, system = (_text(body, name) for name in ("prompt", "suffix", "system"))
+    raw = take_bool(body, "raw")
+    if not prompt and not suffix:
+        made.loads = True
+        return made
+    if system and (raw or suffix or not template):
+        what = "raw" if raw else "suffix" if suffix else "a model without a chat template"
+        raise invalid(f"system: {what} leaves no place for it", "system", "conflicting_fields")
+    if raw or suffix or not template:
+        made.is_chat = False
+        chat["prompt"] = prompt
+        if suffix:
+            chat["suffix"] = suffix
+        if (alternatives := chat.pop("top_logprobs", None)) is not None:
+            chat["logprobs"] = alternatives
+        return made
+    messages = [{"role": "system", "content": system}] if system else []
+    names.add(f"messages[{len(messages)}]", "prompt")
+    names.add("messages", "prompt")
+    chat["messages"] = [*messages, {"role": "user", "content": prompt}]
+    if messages:
+        names.add("messages[0]", "system")
+    return made
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise wrong_type(name, "a string")
+    return value or ""
+
+
+def _read(body: dict[str, Any], fields: Body, strict: bool) -> OllamaRequest:
+    """What both routes have."""
+    made = OllamaRequest()
     chat, names = made.chat, made.names
     given = {name: value for name, value in body.items() if name not in IGNORED}
     made.ignored += name_fields(sorted(n for n in IGNORED & body.keys() if body[n] is not None))
-    made.ignored += check_names(given, CHAT.known, strict=strict)
-    chat |= {name: body[name] for name in _TAKEN_AS_THEY_ARE if name in body}
+    made.ignored += check_names(given, fields.known, strict=strict)
+    taken = [name for name in _TAKEN_AS_THEY_ARE if name in fields.known]
+    chat |= {name: body[name] for name in (*taken, "user") if name in body}
     chat |= {"n": 1, "stream": take_bool(body, "stream", True)}
     _options(body.get("options"), made)
     alternatives = take_int(body, "top_logprobs", 0, MAX_LOGPROBS)
@@ -54,11 +128,10 @@ def ollama_chat(body: dict[str, Any], *, strict: bool) -> OllamaChat:
         if not isinstance(think, bool | str) or think not in THINK:
             raise invalid("think must be true, false, low, medium, high or max", "think")
         chat["reasoning_effort"] = THINK[think]
-    chat["messages"] = _messages(body.get("messages"), made)
     return made
 
 
-def _options(options: Any, made: OllamaChat) -> None:
+def _options(options: Any, made: OllamaRequest) -> None:
     if options is None:
         return
     if not isinstance(options, dict):
@@ -77,7 +150,7 @@ def _options(options: Any, made: OllamaChat) -> None:
         made.chat["max_tokens"] = most
 
 
-def _messages(value: Any, made: OllamaChat) -> list[dict[str, Any]]:
+def _messages(value: Any, made: OllamaRequest) -> list[dict[str, Any]]:
     """Calls have ids in a chat and need none here: a result answers the first open call of its
     function, or the first one at all."""
     found: list[dict[str, Any]] = []

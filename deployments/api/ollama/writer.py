@@ -1,4 +1,5 @@
-"""OllamaWriter: the answer to a request to Ollama's /api/chat, as lines of JSON and as a whole."""
+"""OllamaWriter, GenerateWriter: answers of Ollama's /api/chat and /api/generate, as lines of JSON
+and as a whole."""
 
 import json
 import time
@@ -88,8 +89,31 @@ class OllamaWriter:
     def _line(
         self, message: dict[str, Any], logprobs: list[dict[str, Any]] | None
     ) -> dict[str, Any]:
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        line: dict[str, Any] = {"model": self._model, "created_at": now, "message": message}
+        line = {**_head(self._model), **self._said(message)}
         if logprobs:
             line["logprobs"] = logprobs
         return {**line, **self._end}
+
+    def _said(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"message": message}
+
+
+class GenerateWriter(OllamaWriter):
+    """The same of a text that is no message."""
+
+    def _said(self, message: dict[str, Any]) -> dict[str, Any]:
+        said = {"response": message["content"]}
+        if "thinking" in message:
+            said["thinking"] = message["thinking"]
+        return said
+
+
+def loaded(model: str, *, chat: bool) -> bytes:
+    """The answer to a request that only wants the model to be there."""
+    said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return msgspec.json.encode({**_head(model), **said, "done": True, "done_reason": "load"})
+
+
+def _head(model: str) -> dict[str, Any]:
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return {"model": model, "created_at": now}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _MEANINGS = {
     200: "The answer",
+    307: "To the page, for a browser",
     400: "The request is at fault; `param` names the field",
     401: "A key is needed",
     403: "The key may not do this",
@@ -107,7 +108,7 @@ def _operation(route: "Route", method: str, options: "ApiOptions", keyed: bool) 
     for status in sorted(statuses):
         replies[str(status)] = {
             "description": _MEANINGS[status],
-            **({} if bare else {"content": error}),
+            **({} if bare or status < 400 else {"content": error}),
         }
     found: dict[str, Any] = {"summary": operation.summary, "responses": replies}
     parameters = [

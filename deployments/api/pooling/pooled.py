@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 FIRST_WINDOW = 16  # texts of one call at the engines; one more for each that is done
 MAX_WINDOW = 256
 
+ReadBody = Callable[[dict[str, Any]], dict[str, Any]]
+
 _POOLED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
 
 
@@ -149,9 +151,10 @@ class PooledCall:
 
 @asynccontextmanager
 async def pooled_call(
-    api: "Api", exchange: HttpExchange, fields: Body
+    api: "Api", exchange: HttpExchange, fields: Body, read: ReadBody | None = None
 ) -> AsyncIterator[PooledCall]:
-    """The request, read, and in flight until the block ends. fields: of this route.
+    """The request, read, and in flight until the block ends. fields: of this route. read: makes of
+    its body one with the names that all have.
 
     Raises ApiError, MantaError.
     """
@@ -160,16 +163,22 @@ async def pooled_call(
     body = await api.read(exchange)
     api.in_flight += 1
     try:
-        yield await _checked(api, exchange, body, fields)
+        yield await _checked(api, exchange, body, fields, read)
     finally:
         api.in_flight -= 1
 
 
 async def _checked(
-    api: "Api", exchange: HttpExchange, body: dict[str, Any], fields: Body
+    api: "Api",
+    exchange: HttpExchange,
+    body: dict[str, Any],
+    fields: Body,
+    read: ReadBody | None,
 ) -> PooledCall:
     """With the fields that all routes have."""
     exchange.ignored += check_names(body, fields.known, strict=api.options.strict)
+    if read is not None:
+        body = read(body)
     key = key_of(exchange, body, api.options)
     deadline = deadline_of(exchange, body, api.options)
     priority = priority_of(exchange, body)

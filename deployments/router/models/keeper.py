@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments import catalog
 from deployments.adapters.record_store import RayRecordStore, mark_of_all
 from deployments.backend import ModelCard
+from deployments.checkpoints.facts import read_facts
 from deployments.checkpoints.resolve import ModelIdentity
 from deployments.router.admission.waking import Waking
 from deployments.router.dispatcher import Dispatcher
@@ -248,5 +249,6 @@ def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIden
         aliases=model.aliases,
         pooling=pooling,
         vector_size=0 if pooling is None else pooling.size(found.hidden_size),
+        facts=read_facts(folder, found),
     )
     return card, tokenizer, ModelIdentity.of(folder)

@@ -24,6 +24,8 @@ from tests.deployments.fake_backend import MODEL, VECTOR, FakeBackend
 
 POOLINGS = {
     "/v1/embeddings": Pooling("mean", (None,), {"query": "query: "}, matryoshka=True),
+    "/api/embed": Pooling("mean", (None,), matryoshka=True),
+    "/api/embeddings": Pooling("mean", (None,)),
     "/v1/rerank": Pooling("cls", labels=("relevance",)),
     "/v1/score": Pooling("cls", labels=("relevance",)),
     "/v1/classify": Pooling("cls", labels=tuple(f"kind {i}" for i in range(VECTOR))),
@@ -41,6 +43,14 @@ BASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "/v1/classify": (pooled.CLASSIFY, {"model": MODEL, "input": "hello"}),
     "/chat": (liteqwen.CHAT, {"query": "hello", "gen_kwargs": {"max_new_tokens": 2}}),
     "/api/chat": (ollama.CHAT, {"model": MODEL, "messages": TURN, "options": {"num_predict": 2}}),
+    "/api/generate": (
+        ollama.GENERATE,
+        {"model": MODEL, "prompt": "hello", "options": {"num_predict": 2}},
+    ),
+    "/api/embed": (ollama.EMBED, {"model": MODEL, "input": "hello"}),
+    "/api/embeddings": (ollama.EMBEDDINGS, {"model": MODEL, "prompt": "hello"}),
+    "/api/show": (ollama.SHOW, {"model": MODEL}),
+    "/api/pull": (ollama.PULL, {"model": MODEL}),
     "/tokenize": (others.TOKENIZE, {"messages": TURN}),
     "/detokenize": (others.DETOKENIZE, {"tokens": [5]}),
 }
@@ -76,7 +86,7 @@ VALUES: list[Any] = [
 SEMANTIC = frozenset(
     {
         *("conflicting_fields", "context_length_exceeded", "token_out_of_range"),
-        *("model_not_found", "invalid_model_name", "tools_not_supported"),
+        *("suffix_not_supported", "model_not_found", "invalid_model_name", "tools_not_supported"),
         *("structured_not_supported", "grammar_too_complex", "unsupported_schema"),
         *(
             "invalid_json",

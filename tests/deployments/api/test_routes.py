@@ -63,7 +63,6 @@ def test_health_ready_metrics_models(backend: FakeBackend) -> None:
         ("/v1/audio/speech", None),
         ("/v1/vector_stores", None),
         ("/v1/images/generations", None),
-        ("/", None),
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/chat/completions", "/v1/chat/completions"),
         ("/v1/chat/completions/", "/v1/chat/completions"),
@@ -102,3 +101,19 @@ def test_observe_has_a_fixed_set_of_routes(backend: FakeBackend) -> None:
         run(client.request("GET", f"/v1/models/m{i}"))
     run(client.chat())
     assert set(seen) == {("other", 404), ("/v1/models/{name}", 404), ("/v1/chat/completions", 200)}
+
+
+def test_the_root_answers_who_looks_for_a_server(backend: FakeBackend) -> None:
+    """Ollama's clients ask HEAD or GET / before anything else, without a key; people who open the
+    address in a browser want the page."""
+    keyed = ApiOptions(api_keys=frozenset({b"x" * 32}), page=True)
+    client = Client(build_asgi(backend, keyed))
+    for method in ("GET", "HEAD"):
+        reply = run(client.request(method, "/"))
+        assert reply.status == 200 and (reply.header("content-type") or "").startswith("text/plain")
+        assert reply.body == (b"Ollama is running" if method == "GET" else b"")
+    html = ((b"accept", b"text/html,application/xhtml+xml"),)
+    reply = run(client.request("GET", "/", headers=html))
+    assert (reply.status, reply.header("location")) == (307, "/page")
+    plain = Client(build_asgi(backend, ApiOptions(page=False)))
+    assert run(plain.request("GET", "/", headers=html)).status == 200

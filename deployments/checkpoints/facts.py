@@ -1,0 +1,93 @@
+"""ModelFacts: the family, size and precision of a checkpoint, for lists that tell of it."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+
+from engine.config.model_config import ModelConfig, weight_files
+from engine.config.quantized import GGUF_BLOCKS, Quantized
+from engine.errors import ConfigError
+from engine.shards import Entry, read_header, read_shards
+
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_WORDS = ("I32", "U8", "I8")  # types that codes of fewer bits may be packed in
+_SCALES = ("scale", "scale_inv", "scales", "zeros", "zero_point", "g_idx", "absmax", "quant_map")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a checkpoint is, for lists that tell of it.
+
+    family: config.json's model_type. generates: it makes text. quantization: how most weights are
+    kept, as in "Q4_K" or "BF16". format: of the weights' files. size_bytes: of these together.
+    sizes: of the network by GGUF's names, such as block_count. parameters: how many weights there
+    are, read from the files' heads; 0 if that cannot be told. It takes a while for many tensors.
+    """
+
+    family: str = ""
+    generates: bool = True
+    quantization: str = ""
+    format: str = "safetensors"
+    size_bytes: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    parameters: Callable[[], int] = lambda: 0
+
+
+def read_facts(folder: Path, config: ModelConfig) -> ModelFacts:
+    """Facts of the checkpoint in a folder. Nothing of a weight is read before it is asked for."""
+    family = config.record.model_type or config.architecture
+    kept = config.quantized
+    sizes = {
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
+    }
+    return ModelFacts(
+        family=family,
+        generates=config.generates and not config.classifies,
+        quantization=_TYPES.get(config.dtype, config.dtype) if kept is None else _precision(kept),
+        format="gguf" if kept is not None and kept.method == "gguf" else "safetensors",
+        size_bytes=sum(path.stat().st_size for path in weight_files(folder)),
+        sizes=sizes,
+        parameters=cache(partial(_count, folder, kept)),
+    )
+
+
+def _precision(kept: Quantized) -> str:
+    """The type that most matrices have."""
+    if kept.method == "gguf":
+        types = Counter(kept.types.values())
+        return types.most_common(1)[0][0] if types else "F16"
+    names = [scheme.name for _, scheme in kept.rules if scheme is not None]
+    return names[0] if names else kept.method.upper()
+
+
+def _count(folder: Path, kept: Quantized | None) -> int:
+    """Weights by the files' heads, without scales; 0 of files that are not there or broken."""
+    try:
+        entries = read_shards(folder, "model", ".safetensors", read_header) or {}
+    except ConfigError:
+        return 0
+    return sum(_weights(entry, kept) for entry in entries.values())
+
+
+def _weights(entry: Entry, kept: Quantized | None) -> int:
+    plain = math.prod(entry.shape)
+    if kept is None:
+        return plain
+    matrix, _, own = entry.name.rpartition(".")
+    if kept.method == "gguf":
+        weights, size = GGUF_BLOCKS.get(kept.types.get(matrix, ""), (0, 0))
+        return entry.num_bytes // size * weights if weights else plain
+    scheme = kept.scheme(matrix)
+    if scheme is None:
+        return plain
+    if own.endswith(_SCALES):
+        return 0
+    return entry.num_bytes * 8 // scheme.bits if entry.code in _WORDS else plain
