@@ -30,6 +30,7 @@ from deployments.config.load import (
     default_config,
     load_config,
     parse_config,
+    parse_part,
 )
 from deployments.config.models import ScalingConfig
 from deployments.edge import behind_haproxy, cluster_environment, proxy
@@ -140,7 +141,7 @@ class ModelApplication:
 def _of_arguments(config: Any) -> MantaConfig:
     """A part of a configuration that was checked as a whole."""
     found = config["config"] if isinstance(config, Mapping) and "config" in config else config
-    return parse_config(found, {}, check_files=False)
+    return parse_part(found)
 
 
 def _routers(
@@ -331,8 +332,7 @@ def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
 
 def _routers_application(config: MantaConfig) -> dict[str, Any]:
     """Those of several models."""
-    router = config.router.model_copy(update={"replicas": RouterConfig().replicas})
-    counted = config.model_copy(update={"router": router, "models": {}})
+    counted = config.model_copy(update={"router": _uncounted(config.router), "models": {}})
     return {
         "name": config.app_name,
         "route_prefix": config.route_prefix,
@@ -405,14 +405,21 @@ def _resolved(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfi
 
 def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str, Any]:
     """The configuration without counts, as arguments of an application."""
-    router = config.router.model_copy(update={"replicas": RouterConfig().replicas})
-    counted = config.model_copy(update={"router": router, "pools": {}, "replicas": 1})
+    counted = config.model_copy(
+        update={"router": _uncounted(config.router), "pools": {}, "replicas": 1}
+    )
     args = counted.model_dump(exclude_defaults=True)
     uncounted = PoolConfig().model_dump(include={"replicas", "min_replicas", "max_replicas"})
     args["pools"] = {
         name: pool.model_copy(update=uncounted).model_dump() for name, pool in resolved.items()
     }
     return args
+
+
+def _uncounted(router: RouterConfig) -> RouterConfig:
+    """The routers' section with a count that says nothing: 1, which suits every other key, because
+    arguments are parsed and checked again."""
+    return router.model_copy(update={"replicas": 1})
 
 
 def _counts(resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from deployments.config.load import parse_config
+from deployments.config.load import parse_part
 from deployments.config.models import MantaConfig
 from deployments.store import prefix, store
 from engine.errors import ConfigError
@@ -75,7 +75,7 @@ def entry(application: Any) -> CatalogEntry | None:
 @lru_cache(maxsize=1024)
 def _config(text: str) -> MantaConfig:
     """Of JSON. Routers look at all models every few seconds, and few have changed."""
-    return parse_config(json.loads(text), {}, check_files=False)
+    return parse_part(json.loads(text))
 
 
 def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry]:

@@ -20,6 +20,7 @@ from deployments.config.adapters import make_absolute
 from deployments.config.endpoint import HttpConfig, LimitsConfig, RouterConfig
 from deployments.config.keys import read_api_keys
 from deployments.config.models import (
+    PART,
     MantaConfig,
     PoolConfig,
     PoolKind,
@@ -42,6 +43,7 @@ __all__ = [
     "load_config",
     "named_config",
     "parse_config",
+    "parse_part",
 ]
 
 logger = logging.getLogger("manta.config")
@@ -92,6 +94,13 @@ def parse_config(
     return _build(parsed, "configuration", Path.cwd(), environment, check_files=check_files)
 
 
+def parse_part(data: Mapping[str, Any]) -> MantaConfig:
+    """A part of a configuration that was checked as a whole. Its files may have changed since, and
+    a section may stand there without those that it was checked against. Raises ConfigError."""
+    parsed = yaml_lines.YamlDocument(dict(data))
+    return _build(parsed, "configuration", Path.cwd(), {}, check_files=False, whole=False)
+
+
 def named_config() -> MantaConfig | None:
     """The file that the variable MANTA_CONFIG names, if it names one. Raises ConfigError."""
     path = os.environ.get("MANTA_CONFIG")
@@ -111,7 +120,9 @@ def _build(
     *,
     check_files: bool,
     complete: bool = True,
+    whole: bool = True,
 ) -> MantaConfig:
+    """whole: check the sections against each other, too."""
     data = {} if parsed.data is None else parsed.data
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: must be a mapping of keys, such as `model: default`")
@@ -133,7 +144,7 @@ def _build(
         if isinstance(section, dict):
             make_absolute(section.get("adapters"), lambda value: _found(value, folder))
     try:
-        config = MantaConfig.model_validate(data)
+        config = MantaConfig.model_validate(data, context={PART: True} if not whole else None)
     except ValidationError as error:
         errors = sorted(flatten(error.errors()), key=lambda item: parsed.line(item["loc"]))
         problems = [_describe(item, parsed, source) for item in errors]

@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     Field,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
@@ -39,6 +40,7 @@ from engine.errors import ConfigError
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
+PART = "part"  # key of a validation's context: sections are not checked against each other
 _OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that are set elsewhere
 
 
@@ -336,7 +338,14 @@ class MantaConfig(Section):
         return aliases
 
     @model_validator(mode="after")
-    def _one_way(self) -> "MantaConfig":
+    def _one_way(self, info: ValidationInfo) -> "MantaConfig":
+        if info.context and PART in info.context:
+            return self
+        if self.http.store_bytes and self.router.replicas > 1:
+            raise ValueError(
+                f"http.store_bytes is set and router.replicas is {self.router.replicas}: a router "
+                "knows its own answers only. Set router.replicas to 1, or http.store_bytes to 0"
+            )
         if self.models:
             self._check_models()
         if self.pools and "replicas" in self.model_fields_set:
@@ -345,16 +354,12 @@ class MantaConfig(Section):
             raise ValueError("pools: all replicas are 0, so nothing would ever answer")
         if not self.pools and not self.replicas:
             raise ValueError("replicas is 0, so nothing would ever answer")
-        if self.http.store_bytes and self.router.replicas > 1:
-            raise ValueError(
-                f"http.store_bytes is set and router.replicas is {self.router.replicas}: a router "
-                "knows its own answers only. Set router.replicas to 1, or http.store_bytes to 0"
-            )
         for kind, pool in self.pools.items():
             self._check_ranks(kind, pool)
             if self.sleeps(pool):
                 _check_sleep(kind, pool)
-        if not self.pools and self.engine.get("sleep_in_host_memory"):
+        alone = not self.pools and not self.models
+        if alone and self.engine.get("sleep_in_host_memory"):
             raise ValueError(
                 "engine.sleep_in_host_memory: say what a replica shares while it sleeps, "
                 "pools: {gpu: {num_gpus: 0.5}}, or that it runs on the CPU, pools: {cpu: {}}"
