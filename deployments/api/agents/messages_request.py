@@ -223,6 +223,8 @@ class _Reader:
 
     def _blocks(self, role: str, blocks: list[Any], place: str) -> None:
         said: dict[str, Any] | None = None
+        if role == "assistant" and not blocks:  # an answer that was empty
+            self._add({"role": role, "content": ""}, place)
         for i, block in enumerate(blocks):
             here = f"{place}[{i}]"
             kind = block.get("type") if isinstance(block, dict) else None

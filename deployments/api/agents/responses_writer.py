@@ -79,7 +79,7 @@ class ResponsesWriter:
     def end(self, reason: str, stop: str | int | None, usage: Usage) -> None:
         status = _STATUS.get(reason, "completed")
         self._close(status)
-        if not self._items and status == "completed":
+        if not self._items:
             self._begin("content")
             self._close(status)
         self._response["status"] = status

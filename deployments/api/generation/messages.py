@@ -81,11 +81,12 @@ def _message(item: Any, path: str, seen: _ChatState) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role}
     calls = item.get("tool_calls") if role == "assistant" else None
     content = item.get("content")
-    if content is None:
-        if not calls:
-            raise invalid(f"{path}.content is required", f"{path}.content", "missing_field")
-    else:
+    if role == "assistant" and (content == [] or (content is None and not calls)):
+        content = _unsaid(item, path)
+    if content is not None:
         message["content"] = _content(content, f"{path}.content", seen)
+    elif not calls:
+        raise invalid(f"{path}.content is required", f"{path}.content", "missing_field")
     for name in ("name", "reasoning_content", "reasoning"):
         if (value := item.get(name)) is not None:
             if not isinstance(value, str):
@@ -103,10 +104,20 @@ def _message(item: Any, path: str, seen: _ChatState) -> dict[str, Any]:
             )
         message["tool_call_id"] = answered
     for name in item:
-        if name not in _KNOWN and (name not in _ECHOED or item[name]) and len(seen.ignored) < 16:
+        told = name in _KNOWN or (name == "refusal" and message.get("content") == item[name])
+        if not told and (name not in _ECHOED or item[name]) and len(seen.ignored) < 16:
             safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "?" for c in name)
             seen.ignored.append(f"{path}.{safe[:64]}")
     return message
+
+
+def _unsaid(item: dict[str, Any], path: str) -> str:
+    """The content of an answer that has none: its refusal, or nothing. Answers of thoughts alone
+    and empty ones are sent back so, and some clients leave out what is null or empty."""
+    refusal = item.get("refusal")
+    if refusal is not None and not isinstance(refusal, str):
+        raise wrong_type(f"{path}.refusal", "a string")
+    return refusal or ""
 
 
 def _content(content: Any, path: str, seen: _ChatState) -> str:

@@ -41,8 +41,9 @@ _TOOL: dict[str, Any] = {
 class TemplateOutput:
     """calls: None if the model writes them in a format that is not known. told: the template
     knows nothing of tools, so messages have to tell of them; "system": in one of that role; "user":
-    it takes none of that role; "": it knows tools. text_arguments: it wants the arguments of
-    calls in the history as JSON in a string. empty_content: it wants content beside them.
+    it takes none of that role; "": it knows tools. history: the format in which calls of the
+    history become content, for a template that shows none. text_arguments: it wants the arguments
+    of calls in the history as JSON in a string. empty_content: it wants content beside them.
     single_calls: it shows no more than one of a message. no_content: beside calls it refuses
     content and reasoning together. plan: the field of a message in which it shows what was said
     before calls, where it does not show their content. variables: those that a request may set to
@@ -60,6 +61,7 @@ class TemplateOutput:
     variables: frozenset[str] = frozenset()
     special_ids: frozenset[int] = frozenset()
     told: Literal["", "system", "user"] = ""
+    history: OutputFormat | None = None
     wrapper: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -128,7 +130,16 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
         told = "system" if _takes_system(tokenizer) else "user"
     calls = _TOLD if told else None
     special = _special_ids(tokenizer, calls, reasoning)
-    return TemplateOutput(calls, reasoning, told=told, special_ids=special, **more)
+    return TemplateOutput(
+        calls,
+        reasoning,
+        shape.text_arguments,
+        shape.empty_content,
+        told=told,
+        history=None if shapes else _TOLD,
+        special_ids=special,
+        **more,
+    )
 
 
 @dataclass(frozen=True, slots=True)

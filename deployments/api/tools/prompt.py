@@ -5,6 +5,7 @@ from typing import Any
 
 from deployments.api.http.errors import invalid
 from deployments.api.tools.detect import TemplateOutput, template_output
+from deployments.api.tools.output_format import OutputFormat
 from deployments.api.tools.request import RequestedTools
 from engine.text.tokenizer import Tokenizer
 
@@ -38,20 +39,26 @@ def render_options(
     """
     known = template_output(tokenizer)
     options: dict[str, Any] = {}
-    if tools is not None:
-        if known.calls is not None:
-            if known.told:
-                _tell(messages, tools, known)
-            else:
-                options["tools"] = [tool.given for tool in tools.tools]
-        elif tools.mode != "none":
-            problems = "".join(f"; {one}" for one in known.problems)
-            raise invalid(
-                "this model takes no tools: it has no chat template, or one that writes tool calls "
-                f"in a format that is not known here{problems}",
-                "tools",
-                "tools_not_supported",
-            )
+    past = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    if past and known.history is not None:
+        messages[:] = _told_history(messages, known.history)
+    if tools is None:
+        template = tokenizer.chat_template
+        if past and template is not None and "tool_use" in template.sources:
+            options["tools"] = []  # takes the template that shows calls
+    elif known.told:
+        if tools.mode != "none":
+            _tell(messages, tools, known)
+    elif known.calls is not None:
+        options["tools"] = [tool.given for tool in tools.tools]
+    elif tools.mode != "none":
+        problems = "".join(f"; {one}" for one in known.problems)
+        raise invalid(
+            "this model takes no tools: it has no chat template, or one that writes tool calls "
+            f"in a format that is not known here{problems}",
+            "tools",
+            "tools_not_supported",
+        )
     if known.single_calls:
         messages[:] = _one_call_each(messages)
     if known.calls is not None and known.calls.named_ids:
@@ -74,15 +81,14 @@ def render_options(
     return options
 
 
-def _tell(messages: list[dict[str, Any]], tools: RequestedTools, known: TemplateOutput) -> None:
-    """Tools, calls and results as contents of messages: the template has no words for them."""
-    assert known.calls is not None
+def _told_history(messages: list[dict[str, Any]], calls: OutputFormat) -> list[dict[str, Any]]:
+    """Calls and their results as contents: the template has no words for them."""
     out: list[dict[str, Any]] = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         if role == "assistant" and message.get("tool_calls"):
-            calls = (call["function"] for call in message["tool_calls"])
-            written = [known.calls.write(one["name"], one["arguments"]) for one in calls]
+            functions = (call["function"] for call in message["tool_calls"])
+            written = [calls.write(one["name"], one["arguments"]) for one in functions]
             said = "\n".join([content, *written] if content else written)
             kept = {name: value for name, value in message.items() if name != "tool_calls"}
             out.append({**kept, "content": said})
@@ -96,9 +102,11 @@ def _tell(messages: list[dict[str, Any]], tools: RequestedTools, known: Template
             out.append(dict(message))
     for message in out:
         message.pop("results", None)
-    messages[:] = out
-    if tools.mode == "none":
-        return
+    return out
+
+
+def _tell(messages: list[dict[str, Any]], tools: RequestedTools, known: TemplateOutput) -> None:
+    """Tell of tools in a message: the template has no words for them."""
     given = [json.dumps(tool.given, ensure_ascii=False) for tool in tools.tools]
     text = _TOOLS.format("\n".join(given))
     if messages[0]["role"] == "system" or known.told == "user":

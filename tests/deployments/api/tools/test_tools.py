@@ -637,6 +637,26 @@ def test_a_template_that_knows_nothing_of_tools(takes_system: bool) -> None:
     assert f"assistant\n{TEXT}\n{written(('weather', PARIS))}<|im_end|>" in prompt
     one = "<tool_response>\n{}\n</tool_response>"
     assert f"user\n{one.format('sun')}\n{one.format('5')}<|im_end|>" in prompt
+    # Without tools, as many clients ask for the last answer, the history is told the same.
+    assert asyncio.run(client.chat(messages=history, max_tokens=500)).status == 200
+    alone = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
+    asked = prompt.index("<|im_start|>assistant")
+    assert alone.endswith(prompt[asked:]) and "# Tools" not in alone
+
+
+def test_calls_of_a_history_take_the_template_for_tools() -> None:
+    """Of two templates the other one shows no calls; without `tools` it was the one taken."""
+    backend = backend_with(TEMPLATES["hermes"])
+    shows = TEMPLATES["hermes"]
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    backend._tokenizer.chat_template = ChatTemplate({"default": plain, "tool_use": shows}, {})
+    function = {"name": "weather", "arguments": json.dumps(PARIS)}
+    call = {"id": "c", "type": "function", "function": function}
+    history = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "c", "content": "sun"})
+    assert asyncio.run(Client(build_asgi(backend)).chat(messages=history)).status == 200
+    prompt = backend._tokenizer.decode(backend.requests[-1].token_ids, skip_special_tokens=False)
+    assert written(("weather", PARIS)) in prompt
 
 
 def test_a_budget_of_thoughts() -> None:
