@@ -43,8 +43,8 @@ OF_ENDPOINT = {
     "http": [{"store_bytes": 10_000_000}, {"store_bytes": 1, "port": 9000}, {"strict": True}],
     "grpc": [{"port": 9001}],
     "log": [{"level": "debug"}],
-    "usage": [{"file": "/tmp/usage"}],
-    "batch": [{"folder": "/tmp/batches"}],
+    "usage": [{"file": "/var/usage"}],
+    "batch": [{"folder": "/var/batches"}],
     "tracing": [{"endpoint": "http://127.0.0.1:4318"}],
     "route_prefix": ["/llm"],
 }
