@@ -1,5 +1,6 @@
 """Metadata of a GGUF file -> config.json as the architecture's record reads it."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def config_of(
         "attention_out_bias": file.has("blk.0.attn_output.bias"),
         "mlp_bias": file.has("blk.0.ffn_up.bias"),
         layout.eps: file.own("attention.layer_norm_rms_epsilon")
-        or file.own("attention.layer_norm_epsilon"),
+        or file.need("attention.layer_norm_epsilon"),
     }
     for key, theirs in {**KEYS, **layout.keys}.items():
         if (value := file.own(theirs)) is not None:
@@ -56,13 +57,20 @@ def _attention_bias(file: GGUFFile) -> bool:
 
 
 def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
-    """rope_parameters. Raises ConfigError for a scaling that is not known."""
+    """rope_parameters, with llama.cpp's defaults. Raises ConfigError for a scaling that is not
+    known."""
     read: dict[str, Any] = {"rope_theta": file.own("rope.freq_base", 10000.0)}
-    kind = file.own("rope.scaling.type", "none")
+    kind = file.own("rope.scaling.type", "linear")  # older files have the factor alone
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise file.error(f"rope scaling {kind!r} is not supported")
+    factor = 1.0 if kind == "none" else _factor(file)
     original = file.own("rope.scaling.original_context_length")
+    attention = file.own("rope.scaling.attn_factor", 1.0)
     if file.has("rope_freqs.weight"):
+        _refuse_scaling(file, factor=factor, attn_factor=attention)
         read |= _llama3(file, read["rope_theta"], head_dim)
     elif file.has("rope_factors_long.weight"):
+        _refuse_scaling(file, factor=factor)
         read |= {
             "rope_type": "longrope",
             "long_factor": file.data("rope_factors_long.weight").tolist(),
@@ -70,24 +78,52 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
             "original_max_position_embeddings": original,
             "attention_factor": file.own("rope.scaling.attn_factor"),
         }
-    elif kind == "linear":
-        read |= {"rope_type": kind, "factor": file.need("rope.scaling.factor")}
-    elif kind == "yarn":
+    elif kind == "yarn" and factor != 1 and _extrapolates(file):
+        log_multiplier = file.own("rope.scaling.yarn_log_multiplier") or None
         read |= {
             "rope_type": kind,
-            "factor": file.need("rope.scaling.factor"),
+            "factor": factor,
             "original_max_position_embeddings": original,
             "attention_factor": file.own("rope.scaling.yarn_attn_factor"),
             "beta_fast": file.own("rope.scaling.yarn_beta_fast"),
             "beta_slow": file.own("rope.scaling.yarn_beta_slow"),
+            "mscale": log_multiplier and 1.0,
+            "mscale_all_dim": log_multiplier,
         }
-    elif kind in ("none", "longrope"):  # a longrope without factors is of a text that needs none
-        read["rope_type"] = "default"
-    else:
-        raise file.error(f"rope scaling {kind!r} is not supported")
+        if attention != 1:  # beside what yarn itself multiplies by
+            _refuse_scaling(file, yarn_log_multiplier=log_multiplier)
+            own = read["attention_factor"] or 1 + 0.1 * math.log(max(1.0, factor))
+            read["attention_factor"] = own * attention
+    else:  # a longrope without its tensors is for texts that need none
+        _refuse_scaling(file, attn_factor=attention)
+        read |= {"rope_type": "linear", "factor": factor} if factor != 1 else {}
+        read.setdefault("rope_type", "default")
     for key, value in file.layout.rope.items():
         read[key] = value(file) if callable(value) else value
     return {key: value for key, value in read.items() if value is not None}
+
+
+def _factor(file: GGUFFile) -> float:
+    """How many times positions are stretched; 0 is not at all."""
+    return float(file.own("rope.scaling.factor", file.own("rope.scale_linear", 0.0)) or 1.0)
+
+
+def _extrapolates(file: GGUFFile) -> bool:
+    """Whether yarn keeps the fast frequencies; without, it is linear."""
+    share = file.own("rope.scaling.yarn_ext_factor", -1.0)  # below 0 is not set
+    if share > 0 and share != 1:
+        raise file.error(f"rope.scaling.yarn_ext_factor {share} is not supported, only 0 and 1")
+    return bool(share)
+
+
+def _refuse_scaling(file: GGUFFile, **values: float | None) -> None:
+    """Refuse a number of rope.scaling that would change the result where it is not computed."""
+    for key, value in values.items():
+        if value not in (None, 0, 1):
+            raise file.error(
+                f"{file.architecture}.rope.scaling.{key} {value} is not supported beside its other "
+                "scaling of positions"
+            )
 
 
 def _llama3(file: GGUFFile, base: float, head_dim: int) -> dict[str, Any]:

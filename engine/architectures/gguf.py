@@ -192,12 +192,13 @@ def _layers(file: Metadata) -> range:
 
 
 def _layer_types(file: Metadata) -> list[str] | None:
-    """Of a list with true for each layer that has the window, or a period whose last has not."""
+    """Of a list with true for each layer that has the window, or a period whose last has not; 0 is
+    no period: all have it."""
     pattern = file.own("attention.sliding_window_pattern")
     if pattern is None:
         return None
     if isinstance(pattern, int):
-        pattern = [(i + 1) % pattern != 0 for i in _layers(file)]
+        pattern = [not pattern or (i + 1) % pattern != 0 for i in _layers(file)]
     return ["sliding_attention" if local else "full_attention" for local in pattern]
 
 
@@ -243,6 +244,10 @@ def _own(key: str) -> Make:
 
 
 _WINDOWS: Mapping[str, Make] = {"layer_types": _layer_types}
+# Weights of experts are not made to add up to 1 unless the file says so.
+_NORMED: Mapping[str, Make] = {
+    "norm_topk_prob": lambda file: file.own("expert_weights_norm", False)
+}
 _QWEN_MOE: Mapping[str, Make] = {"mlp_only_layers": _dense}
 _H = "transformer.h.{i}."
 
@@ -257,11 +262,7 @@ GGUFS: tuple[Gguf, ...] = (
         "mistral3",
         rows=_PERMUTED,
         made={"sliding_window": lambda file: None},
-        rope={
-            "llama_4_scaling_beta": _own("attention.temperature_scale"),
-            "mscale": _own("rope.scaling.yarn_log_multiplier"),
-            "mscale_all_dim": _own("rope.scaling.yarn_log_multiplier"),
-        },
+        rope={"llama_4_scaling_beta": _own("attention.temperature_scale")},
     ),
     Gguf("Qwen2ForCausalLM", "qwen2"),
     Gguf("Qwen2ForCausalLM", "qwen2vl"),
@@ -366,9 +367,15 @@ GGUFS: tuple[Gguf, ...] = (
                 len(_layers(file)) - int(file.own("nextn_predict_layers", 0))
             ),
             "use_qk_norm": _with("attn_q_norm"),
+            **_NORMED,
         },
     ),
-    Gguf("Dots1ForCausalLM", "dots1", keys={"n_shared_experts": "expert_shared_count"}),
+    Gguf(
+        "Dots1ForCausalLM",
+        "dots1",
+        keys={"n_shared_experts": "expert_shared_count"},
+        made=_NORMED,
+    ),
     Gguf("MiniMaxM2ForCausalLM", "minimax-m2"),
     Gguf("OlmoForCausalLM", "olmo", rows=_PERMUTED),
     Gguf(

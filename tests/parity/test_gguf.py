@@ -1,15 +1,20 @@
 """GGUF files of each family that we read, against the checkpoints that they are of: the same
 logits."""
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from deployments.checkpoints.gguf import convert
+from deployments.checkpoints.gguf import convert, write_outline
 from engine.architectures import GGUFS
+from engine.config.model_config import ModelConfig
+from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.quantization.stored.base import StoredState
 from tests.engine.models.checkpoints import Paged, load_model
@@ -63,7 +68,7 @@ FAMILIES: dict[str, Written] = {
     "glm 4.6": Written("glm4moe"),
     "dots": Written("dots1"),
     "minimax m2": Written("minimax-m2"),
-    "olmo 1": Written("olmo"),
+    "olmo 1": Written("olmo", more={"attention.layer_norm_epsilon": 1e-5}),
     "olmo 2": Written("olmo2"),
     "olmo 3": Written("olmo2"),
     "olmoe": Written("olmoe"),
@@ -122,6 +127,123 @@ def test_logits_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     convert(tmp_path / "m.gguf", tmp_path / "made")
     assert relative(logits(tmp_path / "made"), logits(tmp_path / "checkpoint")) < 1e-6
+
+
+# What the file says beside its name and base -> what the folder's config.json says.
+_LINEAR = {"rope_type": "linear", "factor": 4.0}
+_PLAIN = {"rope_type": "default"}
+_YARN = {"rope_type": "yarn", "factor": 4.0}
+SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, _PLAIN),
+    "a factor alone": ({"rope.scaling.factor": 4.0}, _LINEAR),
+    "the first name": ({"rope.scale_linear": 4.0}, _LINEAR),
+    "both names": ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, _LINEAR),
+    "no stretch": ({"rope.scaling.factor": 0.0, "rope.scaling.type": "linear"}, _PLAIN),
+    "linear without a factor": ({"rope.scaling.type": "linear"}, _PLAIN),
+    "linear": ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, _LINEAR),
+    "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, _PLAIN),
+    "yarn": ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, _YARN),
+    "yarn without a factor": ({"rope.scaling.type": "yarn"}, _PLAIN),
+    "yarn of the first name": ({"rope.scaling.type": "yarn", "rope.scale_linear": 4.0}, _YARN),
+    "yarn that keeps no frequency": (
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.yarn_ext_factor": 0.0,
+        },
+        _LINEAR,
+    ),
+    "yarn with a multiplier": (
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.yarn_log_multiplier": 0.5,
+            "rope.scaling.original_context_length": 64,
+        },
+        {
+            **_YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "yarn with a factor of attention": (
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.attn_factor": 0.5,
+        },
+        {**_YARN, "attention_factor": pytest.approx(0.5 * (1 + 0.1 * math.log(4)))},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "checkpoint"
+    saved("llama", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scalings_of_positions_as_llama_cpp_reads_them(
+    name: str, llama: Path, tmp_path: Path
+) -> None:
+    """Keys that a file leaves out have llama.cpp's defaults: a factor without a type is linear."""
+    keys, expected = SCALINGS[name]
+    write(llama, tmp_path / "m.gguf", Written("llama", drop=("rope.freq_base",), more=keys))
+    write_outline(tmp_path / "m.gguf", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_parameters"] == {"rope_theta": 10000.0, **expected}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope.scaling.type": "cubic"}, "'cubic' is not supported"),
+        ({"rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 2.0}, "attn_factor 2.0"),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.yarn_ext_factor": 0.5,
+            },
+            "yarn_ext_factor 0.5",
+        ),
+    ],
+)
+def test_scalings_that_are_refused(
+    keys: dict[str, Any], message: str, llama: Path, tmp_path: Path
+) -> None:
+    write(llama, tmp_path / "m.gguf", Written("llama", more=keys))
+    with pytest.raises(ConfigError, match=message):
+        write_outline(tmp_path / "m.gguf", tmp_path)
+
+
+def test_an_epsilon_that_is_missing_is_named(llama: Path, tmp_path: Path) -> None:
+    """llama.cpp needs it too; a default would be another model's."""
+    drop = ("attention.layer_norm_rms_epsilon",)
+    write(llama, tmp_path / "m.gguf", Written("llama", drop=drop))
+    with pytest.raises(ConfigError, match=r"no llama\.attention\.layer_norm_epsilon"):
+        write_outline(tmp_path / "m.gguf", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("period", "windows"), [(0, [True] * 4), (1, [False] * 4), (2, [True, False] * 2)]
+)
+def test_periods_of_windows(period: int, windows: list[bool], tmp_path: Path) -> None:
+    """A number says which layers have no window: every such one, and none for 0."""
+    folder = tmp_path / "checkpoint"
+    case = CASES["cohere 2"]
+    folder.mkdir()
+    save(
+        replace(case, changes={**case.changes, "num_hidden_layers": 4, "layer_types": None}), folder
+    )
+    keys = {"attention.sliding_window_pattern": period}
+    write(folder, tmp_path / "m.gguf", Written("cohere2", more=keys))
+    write_outline(tmp_path / "m.gguf", tmp_path)
+    model = ModelConfig.from_folder(tmp_path)
+    assert [bool(layer.window) for layer in model.attention] == windows
 
 
 def test_every_entry_has_a_case() -> None:
