@@ -73,8 +73,14 @@ class DeviceAdapters:
             layouts=2 if resolved.kv_ranks > 1 else 1,
         )
         disk = DiskCache(config.lora_disk_folder, config.lora_disk_bytes)
-        renamed, elsewhere = resolved.model.tensor_name, model.modules_elsewhere
-        reader = LoraReader(layout, dtype, config.max_lora_rank, renamed, elsewhere)
+        reader = LoraReader(
+            layout,
+            dtype,
+            config.max_lora_rank,
+            resolved.model.tensor_name,
+            model.modules_elsewhere,
+            lambda module: resolved.model.ignores(f"{module}.weight"),
+        )
         if not config.max_virtual_tokens:
             return cls(AdapterLoader((reader, lora), None, disk, config.model), lora, None)
         count, kv_dtype = config.max_virtual_tokens, resolved.dtype

@@ -47,7 +47,8 @@ class PeftConfig:
     heads: int = 0
 
     def rank_of(self, module: str) -> int:
-        """module: its full name in the model, e.g. model.layers.0.self_attn.q_proj."""
+        """module: its full name in the model of the training, e.g.
+        model.language_model.layers.0.self_attn.q_proj."""
         return int(_match(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:

@@ -55,6 +55,11 @@ class LoraLayout:
         return padded(rank) * sum(_width(part) + _height(part) for part in self.parts)
 
 
+def _module_of(tensor: StoredTensor) -> str:
+    """The module's name in the model that the adapter was trained on, which its patterns match."""
+    return tensor.name.removeprefix(PREFIX).rpartition(".lora_")[0]
+
+
 def _width(part: Part) -> int:
     return part.columns[1] - part.columns[0]
 
@@ -77,7 +82,7 @@ class LoraReader:
     """Reads adapters for one model. Raises AdapterError for whatever is wrong with one.
 
     renamed: what the model's record calls a module of this name. elsewhere: modules that other
-    ranks have.
+    ranks have. ignored: whether texts alone never reach a module of this name.
     """
 
     def __init__(
@@ -87,7 +92,9 @@ class LoraReader:
         max_rank: int,
         renamed: Callable[[str], str] = str,
         elsewhere: Collection[str] = (),
+        ignored: Callable[[str], bool] = lambda module: False,
     ) -> None:
+        self._ignored = ignored
         self._elsewhere = elsewhere
         self._layout = layout
         self._renamed = renamed
@@ -116,7 +123,7 @@ class LoraReader:
         described = self._describe(folder, config, seen)
         stored = list_tensors(folder)
         pairs = self._match(folder / WEIGHTS_FILE, stored, config)
-        host = self._allocate(pairs, config)
+        host = self._allocate(pairs)
         state = blake2b(digest_size=16)
         state.update(file_in(folder, CONFIG_FILE).read_bytes())
         self._fill(stored, pairs, host, config, state.update)
@@ -132,9 +139,10 @@ class LoraReader:
     ) -> dict[int, dict[str, StoredTensor]]:
         """Part -> its "A" and "B" on disk."""
         pairs: dict[int, dict[str, StoredTensor]] = {}
-        for tensor in stored:
-            module, _, kind = tensor.name.removeprefix(PREFIX).rpartition(".lora_")
-            module = self._renamed(module)
+        used = [tensor for tensor in stored if not self._ignored(_module_of(tensor))]
+        for tensor in used:
+            theirs, kind = _module_of(tensor), tensor.name.rpartition(".lora_")[2]
+            module = self._renamed(theirs)
             side = {"A.weight": "A", "B.weight": "B"}.get(kind)
             if side is None:
                 raise AdapterError(
@@ -154,7 +162,7 @@ class LoraReader:
                 raise AdapterError(
                     f"{path}: tensor {tensor.name}: target_modules of {CONFIG_FILE} do not have it"
                 )
-            part, rank = self._layout.parts[number], config.rank_of(module)
+            part, rank = self._layout.parts[number], config.rank_of(theirs)
             shape = (rank, part.in_features) if side == "A" else (part.out_features, rank)
             if tensor.shape != shape:
                 raise AdapterError(
@@ -162,13 +170,17 @@ class LoraReader:
                     f"this model imply {list(shape)}",
                     code="adapter_incompatible",
                 )
-            pairs.setdefault(number, {})[side] = tensor
+            sides = pairs.setdefault(number, {})
+            if side in sides:
+                raise AdapterError(f"{path}: {tensor.name} and {sides[side].name} are one layer's")
+            sides[side] = tensor
         for number, sides in pairs.items():
             if len(sides) < 2:
                 name = self._layout.parts[number].name
                 raise AdapterError(f"{path}: {name} has lora_{next(iter(sides))} without the other")
-        if not stored:
-            raise AdapterError(f"{path}: holds no tensor")
+        if not used:
+            what = "no tensor of the text model" if stored else "no tensor"
+            raise AdapterError(f"{path}: holds {what}")
         if config.everywhere:
             for part in self._layout.parts:
                 if part.name.rsplit(".", 1)[-1] in (config.targets or ()):
@@ -177,13 +189,13 @@ class LoraReader:
                         raise AdapterError(f"{path}: the tensors of {part.name} are missing")
         return dict(sorted(pairs.items()))
 
-    def _allocate(self, pairs: dict[int, dict[str, StoredTensor]], config: PeftConfig) -> HostLora:
+    def _allocate(self, pairs: dict[int, dict[str, StoredTensor]]) -> HostLora:
         table = torch.zeros(len(self._layout.parts), 4, dtype=torch.int32)
         spans: dict[int, tuple[int, int, int]] = {}  # part -> rank, start of A, start of B
         at = 0
-        for number in pairs:
+        for number, sides in pairs.items():
             part = self._layout.parts[number]
-            rank = padded(config.rank_of(part.name))
+            rank = padded(sides["A"].shape[0])
             b = at + rank * _width(part)
             spans[number] = (rank, at, b)
             table[number, :3] = torch.tensor([rank, at // UNIT, b // UNIT])
@@ -218,7 +230,7 @@ class LoraReader:
                 if side == "A":
                     a[: tensor.shape[0]].copy_(values[:, part.columns[0] : part.columns[1]])
                 else:
-                    scale = config.scale_of(part.name)
+                    scale = config.scale_of(_module_of(tensor))
                     scaled = take_rows(values, part.rows).float() * scale
                     b[:, : tensor.shape[1]].copy_(scaled)
             check_finite(stored, read, host.blob)

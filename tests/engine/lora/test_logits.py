@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from engine.config.engine_config import EngineConfig
 from engine.factory import build
@@ -15,7 +16,7 @@ from engine.runner import warm_up
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from tests.engine.lora.adapters import save_adapter
-from tests.engine.models.checkpoints import save_checkpoint
+from tests.engine.models.checkpoints import SIZES, save_checkpoint
 
 pytest.importorskip("peft")
 from peft import PeftModel
@@ -177,6 +178,66 @@ def test_equal_to_peft(name: str, tmp_path: Path) -> None:
                     check(outputs[request_id], prompt, models[adapter])
             if adapter:
                 models[adapter].unload()
+
+
+# Of a model around the text model: how an adapter may name its layers.
+_TEXT = "model.language_model.layers"
+WRAPPED: dict[str, dict[str, Any]] = {
+    "by full names": {
+        "alpha_pattern": {f"{_TEXT}.0.self_attn.q_proj": 90, f"{_TEXT}.1.mlp.up_proj": 2},
+        "rank_pattern": {f"{_TEXT}.1.self_attn.o_proj": 20},
+    },
+    "by the text model's name": {
+        "alpha_pattern": {"language_model.layers.0.self_attn.v_proj": 90},
+        "rank_pattern": {"language_model.layers.0.mlp.down_proj": 20},
+    },
+    "by bare names": {"alpha_pattern": {"k_proj": 90}, "rank_pattern": {"gate_proj": 2}},
+    "by expressions": {
+        "alpha_pattern": {r"model\.language_model\.layers\.[01]\.mlp.down_proj": 90},
+        "rank_pattern": {r"^model.language_model.layers.\d+.self_attn.q_proj": 20},
+        "use_rslora": True,
+    },
+    "by the names of a text model alone": {  # which this one does not have
+        "alpha_pattern": {"model.layers.0.self_attn.q_proj": 90, "^layers.1.mlp.up_proj": 90},
+        "rank_pattern": {"model.layers.1.self_attn.q_proj": 20},
+    },
+    "some layers of the text model": {
+        "target_modules": r".*language_model.*\.(q_proj|down_proj)",
+        "exclude_modules": r".*layers.0.*",
+        "alpha_pattern": {"language_model.layers.1.mlp.down_proj": 90},
+    },
+}
+
+
+def test_patterns_on_a_wrapped_model(tmp_path: Path) -> None:
+    """Patterns match the names of the model that the adapter was trained on, and what else an
+    adapter changes there, such as a tower's layers of the same names, is nothing to texts."""
+    text = AutoConfig.for_model("llama", **SIZES)
+    vision = AutoConfig.for_model(
+        "clip_vision_model",
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
+    torch.manual_seed(0)
+    theirs = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text))
+    theirs.eval().save_pretrained(tmp_path / "base")
+    core = engine(tmp_path / "base", max_loras=len(WRAPPED))
+    prompt = [5, 17, 99, 3, 42, 8]
+    for number, (name, fields) in enumerate(WRAPPED.items(), 1):
+        adapter = name.replace(" ", "-").replace("'", "")
+        add(core, adapter, save_adapter(theirs, tmp_path / adapter, number, **fields))
+        submit(core, number, prompt, adapter, **MOST)
+    outputs = run(core)
+    with torch.no_grad():
+        for number, name in enumerate(WRAPPED, 1):
+            adapter = name.replace(" ", "-").replace("'", "")
+            adapted = PeftModel.from_pretrained(theirs, tmp_path / adapter).eval()
+            check(outputs[number], prompt, adapted)
+            adapted.unload()
 
 
 def test_ranks_8_and_256_in_one_batch(tmp_path: Path) -> None:
