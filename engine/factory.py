@@ -14,7 +14,6 @@ import torch
 
 from engine.config.engine_config import EngineConfig
 from engine.config.kv_groups import kv_groups
-from engine.config.model_config import weight_files
 from engine.errors import InvalidRequest
 from engine.lora.build import DeviceAdapters
 from engine.lora.loader import AdapterLoader
@@ -59,6 +58,7 @@ from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
 from engine.scheduling.snapshots import SnapshotPlan
 from engine.scheduling.step import SchedulerCounters
+from engine.shards import weight_files
 from engine.structured.compiler import Vocabulary
 from engine.structured.preparing import Grammars
 from engine.text.token_ids import missing_ids

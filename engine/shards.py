@@ -2,6 +2,7 @@
 safetensors hold. Damaged files are refused by name."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,47 +44,90 @@ def file_error(file: Path, message: str) -> ConfigError:
 
 def check_shards(folder: Path) -> None:
     """Raises ConfigError for a safetensors file that is missing, cut short or none, naming it."""
-    read_shards(folder, "model", ".safetensors", read_header)
+    if (shards := find_shards(folder)) is not None and shards.suffix == SAFETENSORS:
+        read_shards(shards, read_header)
 
 
-def read_shards(
-    folder: Path, stem: str, suffix: str, read: Callable[[Path], list[T]]
-) -> dict[str, T] | None:
-    """The tensors of a folder's files of that kind by name; None where there are none.
+SAFETENSORS, PICKLED = ".safetensors", ".bin"
+# Stems and suffixes of names, the first that there are. Files of other names lie beside them: all
+# weights again in a publisher's own layout, an adapter.
+_KINDS = (("model", SAFETENSORS), ("pytorch_model", PICKLED), ("", SAFETENSORS))
 
-    STEM.SUFFIX.index.json decides which files count if it is there, else STEM.SUFFIX, else every
-    *.safetensors, or STEM*.SUFFIX. Raises ConfigError naming the file, and the tensor where there
-    is one.
-    """
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The files of a folder that weights are read from.
+
+    listed: which file each tensor is in; None without an index. index: its name."""
+
+    suffix: str
+    files: list[Path]
     listed: dict[str, str] | None = None
-    index_file = folder / f"{stem}{suffix}.index.json"
-    if index_file.exists():
-        listed = _read_weight_map(index_file)
+    index: str = ""
+
+
+def find_shards(folder: Path) -> Shards | None:
+    """Those of model.safetensors.index.json if it is there, else model.safetensors, else
+    model*.safetensors; then the same of pytorch_model*.bin; then every *.safetensors. None where
+    there is nothing of all this. Raises ConfigError naming a file that is missing."""
+    for stem, suffix in _KINDS:
+        if (shards := _of_kind(folder, stem, suffix)) is not None:
+            return shards
+    return None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """As `find_shards`; [] where there are none."""
+    shards = find_shards(folder)
+    return [] if shards is None else shards.files
+
+
+def _of_kind(folder: Path, stem: str, suffix: str) -> Shards | None:
+    single, index = folder / f"{stem}{suffix}", folder / f"{stem}{suffix}.index.json"
+    if index.exists():
+        listed = _read_weight_map(index)
         files = [folder / name for name in sorted(set(listed.values()))]
-    elif (folder / f"{stem}{suffix}").exists():
-        files = [folder / f"{stem}{suffix}"]
-    else:
-        pattern = f"*{suffix}" if suffix == ".safetensors" else f"{stem}*{suffix}"
-        files = sorted(folder.glob(pattern))
-    if not files:
-        return None
+        missing = next((file for file in files if not file.exists()), None)
+        if missing is None:
+            return Shards(suffix, files, listed, index.name)
+        if not single.exists():  # else one file was saved over shards, whose index is still there
+            raise file_error(missing, f"is missing, {index.name} lists it")
+    files = [single] if single.exists() else sorted(folder.glob(f"{stem}*{suffix}"))
+    _check_count(files)
+    return Shards(suffix, files) if files else None
+
+
+def read_shards(shards: Shards, read: Callable[[Path], list[T]]) -> dict[str, T]:
+    """The tensors by name. The index decides: one that it does not list does not count, nor does
+    one in another file than it says. Raises ConfigError naming the file, and the tensor where there
+    is one."""
+    listed = shards.listed
     tensors: dict[str, T] = {}
-    for file in files:
-        if listed is not None and not file.exists():
-            raise file_error(file, f"is missing, {index_file.name} lists it")
+    for file in shards.files:
         for tensor in read(file):
+            if listed is not None and listed.get(tensor.name) != file.name:
+                continue
             if tensor.name in tensors:
                 other = tensors[tensor.name].file.name
                 raise file_error(file, f"tensor {tensor.name} is also in {other}")
             tensors[tensor.name] = tensor
-    if listed is None:
-        return tensors
-    for name, file_name in listed.items():
-        if name not in tensors or tensors[name].file.name != file_name:
-            raise file_error(
-                folder / file_name, f"tensor {name} is missing, {index_file.name} lists it"
-            )
-    return {name: tensors[name] for name in tensors if name in listed}
+    for name, file_name in (listed or {}).items():
+        if name not in tensors:
+            file = shards.files[0].with_name(file_name)
+            raise file_error(file, f"tensor {name} is missing, {shards.index} lists it")
+    return tensors
+
+
+def _check_count(files: list[Path]) -> None:
+    """Names that count, model-00001-of-00003, have to be all there."""
+    names = {file.name for file in files}
+    for file in files:
+        if match := re.fullmatch(r"(.+-)(\d+)(-of-)(\d+)(\..+)", file.name):
+            begin, digits, of, count, end = match.groups()
+            for number in range(1, int(count) + 1):
+                name = f"{begin}{number:0{len(digits)}}{of}{count}{end}"
+                if name not in names:
+                    raise file_error(file.with_name(name), f"is missing beside {file.name}")
 
 
 def read_header(file: Path) -> list[Entry]:

@@ -25,8 +25,8 @@ from deployments.checkpoints.gguf import Progress, convert, write_outline
 from deployments.checkpoints.gguf_file import GGUFFile
 from deployments.checkpoints.package import fetch_package
 from deployments.environment import cache_dir
-from engine.config.model_config import weight_files
 from engine.errors import ConfigError
+from engine.shards import weight_files
 
 _CONVERTER = 2  # part of every cache key: raise it when convert() writes something else
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

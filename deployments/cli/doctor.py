@@ -35,9 +35,10 @@ from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
 from deployments.plan.memory import GIB, DoesNotFit, Hardware, check_files
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
-from engine.config.model_config import ModelConfig, weight_files
+from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.parallel.nodes import read_nodes
+from engine.shards import weight_files
 
 if TYPE_CHECKING:  # with Ray, which may not be installed
     from deployments.parts import NodeCapacity

@@ -366,11 +366,6 @@ class ModelConfig:
 MODELOPT = "hf_quant_config.json"  # ModelOpt's quantization_config, where config.json has none
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Those that weights may be read from: safetensors, or pickled shards where there are none."""
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-
-
 def no_folder(folder: Path) -> ConfigError:
     """The error for a model that is no folder: the engine reads folders only."""
     return ConfigError(

@@ -1,13 +1,12 @@
 """What tensors a model folder holds, from headers alone. Damaged files are refused by name."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from engine.errors import ConfigError
-from engine.shards import Entry, file_error, read_header, read_shards
+from engine.shards import PICKLED, Entry, file_error, find_shards, read_header, read_shards
 from engine.weights.pickled import read_pickled
 from engine.weights.stored import StoredTensor
 
@@ -31,15 +30,15 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the checkpoint by name: of safetensors if there are any, else of pickled
-    shards, as `read_shards` finds them. Raises ConfigError as that does."""
-    for stem, suffix, read in _FORMATS:
-        if (found := read_shards(folder, stem, suffix, read)) is not None:
-            return found
-    raise ConfigError(
-        f"{folder}: no *.safetensors file in the model folder, and no pytorch_model*.bin",
-        param="model",
-    )
+    """All tensors of the checkpoint by name, of the files that `find_shards` finds. Raises
+    ConfigError as that does."""
+    shards = find_shards(folder)
+    if shards is None:
+        raise ConfigError(
+            f"{folder}: no *.safetensors file in the model folder, and no pytorch_model*.bin",
+            param="model",
+        )
+    return read_shards(shards, read_pickled if shards.suffix == PICKLED else read_safetensors)
 
 
 def read_safetensors(file: Path) -> list[StoredTensor]:
@@ -63,10 +62,3 @@ def _stored(entry: Entry) -> StoredTensor:
         )
     shape = entry.shape or (1,)
     return StoredTensor(entry.name, entry.file, dtype, shape, entry.offset, entry.num_bytes)
-
-
-# Of their names: the stem, the ending, and what reads one file.
-_FORMATS: tuple[tuple[str, str, Callable[[Path], list[StoredTensor]]], ...] = (
-    ("model", ".safetensors", read_safetensors),
-    ("pytorch_model", ".bin", read_pickled),
-)

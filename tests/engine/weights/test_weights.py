@@ -15,6 +15,7 @@ from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
 from engine.layers.linear import Linear
 from engine.models.registry import build_model
+from engine.shards import weight_files
 from engine.weights import load_weights, stream
 from engine.weights.parameter import Source
 from kernels.dispatch import kernels_for
@@ -159,14 +160,55 @@ def test_reads_sharded_checkpoints(folder: Path) -> None:
     save_file({"stray": torch.ones(1)}, folder / "consolidated.safetensors")
     for name, tensor in parameters(folder).items():
         assert torch.equal(tensor, want[name]), name
-    (folder / "model.safetensors.index.json").unlink()
-    (folder / "consolidated.safetensors").unlink()
+    (folder / "model.safetensors.index.json").unlink()  # nor beside files of the usual names
+    for name, tensor in parameters(folder).items():
+        assert torch.equal(tensor, want[name]), name
+
+
+def test_the_index_decides(folder: Path) -> None:
+    """Other values of a tensor in a second shard, of an older save: those count that the index
+    lists. Files that a folder was saved over do not count either, whichever form they have."""
+    want = parameters(folder)
+    shard(folder)
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    for part in (0, 1):
+        file = folder / f"model-{part}.safetensors"
+        other = {
+            name: torch.zeros_like(t) for name, t in load_file(folder / other_of(part)).items()
+        }
+        save_file({**other, **load_file(file)}, folder / f"both-{part}.safetensors")
+    both = {name: file.replace("model", "both") for name, file in listed.items()}
+    index.write_text(json.dumps({"weight_map": both}))
+    for name, tensor in parameters(folder).items():
+        assert torch.equal(tensor, want[name]), name
+    assert [file.name for file in weight_files(folder)] == [f"both-{i}.safetensors" for i in (0, 1)]
+    # A model that was saved whole over shards, whose index stayed.
+    for file in folder.glob("both-*"):
+        file.unlink()
+    whole = {**load_file(folder / other_of(0)), **load_file(folder / other_of(1))}
+    save_file(whole, file_of(folder))
+    for name, tensor in parameters(folder).items():
+        assert torch.equal(tensor, want[name]), name
+    assert weight_files(folder) == [file_of(folder)]
+
+
+def other_of(part: int) -> str:
+    return f"model-{1 - part}.safetensors"
+
+
+def test_pickled_shards_count_before_files_of_other_names(folder: Path) -> None:
+    """An adapter, or an optimizer, as safetensors beside a model that is not."""
+    want = parameters(folder)
+    pickled(folder)
+    save_file({"stray": torch.ones(1)}, folder / "adapter_model.safetensors")
     for name, tensor in parameters(folder).items():
         assert torch.equal(tensor, want[name]), name
 
 
 def test_refuses_incomplete_shards(folder: Path) -> None:
-    """Files absent, outside the folder or without a listed tensor; a tensor that is there twice."""
+    """Files absent, outside the folder or without a listed tensor; a tensor that is there twice,
+    and no index that says which one counts."""
     index = folder / "model.safetensors.index.json"
     listed = shard(folder)
     index.write_text(json.dumps({"weight_map": {**listed, "ghost": "model-0.safetensors"}}))
@@ -179,14 +221,13 @@ def test_refuses_incomplete_shards(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"index\.json: cannot be read"):
         load_model(folder)
     index.unlink()
-    save_file({Q: torch.ones(32, 32)}, folder / "more.safetensors")
+    save_file({Q: torch.ones(32, 32)}, folder / "model-2.safetensors")
     with pytest.raises(ConfigError, match=f"tensor {Q} is also in"):
         load_model(folder)
-    # Which of the two counts differs between programs, whatever the index says.
-    index.write_text(json.dumps({"weight_map": {**listed, "more": "more.safetensors"}}))
-    save_file({Q: torch.ones(32, 32), "more": torch.ones(1)}, folder / "more.safetensors")
-    with pytest.raises(ConfigError, match=f"tensor {Q} is also in"):
+    (folder / "model-2.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002\.safetensors: is missing beside"):
         load_model(folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
     assert listed[Q] == "model-1.safetensors"
     index.write_text(json.dumps({"weight_map": {**listed, Q: "model-0.safetensors"}}))
     with pytest.raises(ConfigError, match=rf"model-0\.safetensors: tensor {Q} is missing"):
