@@ -215,6 +215,7 @@ def test_scalings_of_positions_as_llama_cpp_reads_them(
 def test_scalings_that_are_refused(
     keys: dict[str, Any], message: str, llama: Path, tmp_path: Path
 ) -> None:
+    """What llama.cpp computes and we do not: served, it would be another model."""
     write(llama, tmp_path / "m.gguf", Written("llama", more=keys))
     with pytest.raises(ConfigError, match=message):
         write_outline(tmp_path / "m.gguf", tmp_path)
