@@ -42,10 +42,13 @@ def file_error(file: Path, message: str) -> ConfigError:
     return ConfigError(f"{file}: {message}", param="model")
 
 
-def check_shards(folder: Path) -> None:
-    """Raises ConfigError for a safetensors file that is missing, cut short or none, naming it."""
-    if (shards := find_shards(folder)) is not None and shards.suffix == SAFETENSORS:
-        read_shards(shards, read_header)
+def read_headers(folder: Path) -> dict[str, Entry]:
+    """The tensors of a folder's safetensors; {} of other files. Raises ConfigError for a file that
+    is missing, cut short or none, naming it."""
+    shards = find_shards(folder)
+    if shards is None or shards.suffix != SAFETENSORS:
+        return {}
+    return read_shards(shards, read_header)
 
 
 SAFETENSORS, PICKLED = ".safetensors", ".bin"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from engine.config.model_config import ModelConfig, weight_files
+from engine.config.model_config import ModelConfig
 from engine.config.quantized import GGUF_BLOCKS, Quantized
 from engine.errors import ConfigError
-from engine.shards import Entry, read_header, read_shards
+from engine.shards import Entry, read_headers, weight_files
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _WORDS = ("I32", "U8", "I8")  # types that codes of fewer bits may be packed in
@@ -71,7 +71,7 @@ def _precision(kept: Quantized) -> str:
 def _count(folder: Path, kept: Quantized | None) -> int:
     """Weights by the files' heads, without scales; 0 of files that are not there or broken."""
     try:
-        entries = read_shards(folder, "model", ".safetensors", read_header) or {}
+        entries = read_headers(folder)
     except ConfigError:
         return 0
     return sum(_weights(entry, kept) for entry in entries.values())

@@ -20,7 +20,7 @@ from deployments.config.tls import client_context
 from deployments.environment import asks_for_token, gpus_here
 from deployments.haproxy.launch import complaint
 from engine.errors import ConfigError
-from engine.shards import check_shards
+from engine.shards import read_headers
 
 _POLL = 0.2  # seconds
 _BEAT = 2.0  # seconds between two looks at the application
@@ -87,7 +87,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
                         one.model, one.revision, progress, weights=not dummy, blocks=blocks
                     )
                     if not dummy:  # by a replica that cannot load them it is told after a minute
-                        check_shards(found)
+                        read_headers(found)
     driver.ignore(signal.SIGINT)
     driver.tell(model=True)
     with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
