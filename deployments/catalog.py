@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from deployments.api.served_model import same_pattern
 from deployments.config.load import parse_part
 from deployments.config.models import MantaConfig
 from deployments.store import prefix, store
@@ -137,14 +138,13 @@ def applications() -> dict[str, Any]:
 
 def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
     """Whether a model's names are its own. Raises ConfigError."""
-    mine = {config.name(): "name", **dict.fromkeys(config.aliases, "aliases")}
+    mine = {config.name(): "name", **dict.fromkeys(map(same_pattern, config.aliases), "aliases")}
     mine |= dict.fromkeys(config.adapters.paths, "adapters.paths")
     for name, other in known.items():
         if name == config.name():
             continue
         for taken in (name, *other.config.aliases, *other.config.adapters.paths):
-            if taken in mine:
-                key = mine[taken]
+            if (key := mine.get(same_pattern(taken))) is not None:
                 raise ConfigError(f"{key}: {taken!r} is a name of the model {name!r}", param=key)
 
 

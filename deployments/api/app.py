@@ -15,7 +15,7 @@ from deployments.api.agents.answer import ItemAnswer
 from deployments.api.agents.store import ResponseStore
 from deployments.api.agents.turn import Turn
 from deployments.api.auth import authenticate
-from deployments.api.caller import CALLER, Caller
+from deployments.api.caller import CALLER
 from deployments.api.generation.answer.event_ids import EventIds, event_ids
 from deployments.api.generation.answer.merge import start
 from deployments.api.generation.answer.openai_response import OpenAIResponse
@@ -24,12 +24,9 @@ from deployments.api.generation.fields import take_object
 from deployments.api.generation.grammars import grammar_of, output_grammar_of
 from deployments.api.generation.openai_request import (
     OpenAIRequest,
-    allowed,
-    asked_model,
     chat_call,
     check_context,
     completion_call,
-    find_model,
 )
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of, salt_of
 from deployments.api.http.cors import answer_preflight, is_preflight, tell_origin
@@ -58,7 +55,8 @@ from deployments.api.options import ApiOptions
 from deployments.api.page.live import LIVE
 from deployments.api.page.routes import FILES
 from deployments.api.routes import OPEN, find
-from deployments.backend import Backend, ModelCard, RecalledChoice
+from deployments.api.served_model import asked_model
+from deployments.backend import Backend, RecalledChoice
 from engine.errors import MantaError, short_traceback
 
 log = logging.getLogger("manta.api")
@@ -271,14 +269,6 @@ class Api:
                 return
             body = await answer.collect(generation)
         await exchange.answer(200, body)
-
-    async def model_of(self, body: dict[str, Any], caller: Caller) -> ModelCard:
-        """For routes where the model needs no name."""
-        if body.get("model") is None:
-            bases = [card for card in self.backend.models().values() if card.parent is None]
-            if len(bases) == 1:
-                return allowed(bases[0], caller)
-        return await find_model(body.get("model"), self.backend, caller)
 
 
 async def _as_of(turn: Turn, answer: Awaitable[None]) -> None:

@@ -9,9 +9,9 @@ import msgspec
 from deployments.api.auth import authenticate
 from deployments.api.fields.others import MAX_MODEL_NAME
 from deployments.api.generation.fields import take_str
-from deployments.api.generation.openai_request import find_model
 from deployments.api.http.errors import PERMISSION, ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
+from deployments.api.served_model import find_model
 from deployments.backend import ModelCard
 from engine.errors import ConfigError
 

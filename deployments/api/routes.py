@@ -33,6 +33,7 @@ from deployments.api.page.live import LIVE, live
 from deployments.api.pooling.embeddings import embeddings
 from deployments.api.pooling.rerank import classify, rerank, score
 from deployments.api.requests_route import REQUESTS, explain_request
+from deployments.api.served_model import find_model
 from deployments.api.tokenize_routes import detokenize, tokenize
 from deployments.backend import DRAINING
 from deployments.environment import installed_version
@@ -106,13 +107,13 @@ def _completions(api: "Api", exchange: HttpExchange) -> Awaitable[None]:
 
 async def _tokenize(api: "Api", exchange: HttpExchange) -> None:
     body = await api.read(exchange)
-    card = await api.model_of(body, exchange.caller)
+    card = await find_model(body.get("model"), api.backend, exchange.caller)
     await exchange.answer(200, await tokenize(exchange, body, card, api.backend, api.options))
 
 
 async def _detokenize(api: "Api", exchange: HttpExchange) -> None:
     body = await api.read(exchange)
-    card = await api.model_of(body, exchange.caller)
+    card = await find_model(body.get("model"), api.backend, exchange.caller)
     await exchange.answer(200, await detokenize(exchange, body, card, api.backend, api.options))
 
 

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from deployments.api.served_model import same_pattern
 from deployments.checkpoints.resolve import keeps_blocks
 from deployments.config.adapters import AdaptersConfig
 from deployments.config.endpoint import (
@@ -385,12 +386,13 @@ class MantaConfig(Section):
             if key in self.model_fields_set:
                 place = "is NAME in" if key == "served_name" else f"goes under models.NAME.{key} of"
                 wrong(f"belongs to one model; it {place} `models`", key)
-        taken: dict[str, str] = {name: name for name in self.models}
+        taken: dict[str, str] = {same_pattern(name): name for name in self.models}
         for name, own in self.models.items():
             names = {"aliases": own.aliases, "adapters": list(own.adapters.paths)}
             for key, others in names.items():
                 for other in others:
-                    if (holder := taken.setdefault(other, name)) != name or other in self.models:
+                    holder = taken.setdefault(same_pattern(other), name)
+                    if holder != name or other in self.models:
                         wrong(f"{other!r} is a name of the model {holder!r}", "models", name, key)
             try:
                 self.of(name)

@@ -87,9 +87,6 @@ class LiteqwenTurn(Turn):
         adapter = take_str(self._kwargs, "adapter_name", 1024)
         if adapter and not take_bool(self._kwargs, "skip_lora"):
             return adapter
-        if name is None:
-            bases = [card for card in self._api.backend.models().values() if card.parent is None]
-            return bases[0].id if len(bases) == 1 else None
         return name
 
     async def admit(self, exchange: HttpExchange) -> None:

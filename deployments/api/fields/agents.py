@@ -145,7 +145,7 @@ RESPONSES_REFUSED = {
 }
 RESPONSES = Body(
     _RESPONSES,
-    ("model", "input"),
+    ("input",),
     (RESPONSES_REPEATED | RESPONSES_IGNORED | WITHOUT_EFFECT) - _RESPONSES.keys() - {"user"},
     frozenset({"user"}),
     {**dict.fromkeys(RESPONSES_REFUSED, NULL), **_NOT_ALLOWED},
@@ -191,10 +191,10 @@ MESSAGES_REFUSED = {
 }
 MESSAGES = Body(
     _MESSAGES,
-    ("model", "messages", "max_tokens"),
+    ("messages", "max_tokens"),
     (MESSAGES_IGNORED | WITHOUT_EFFECT) - _MESSAGES.keys() - {"cache_control"},
     frozenset({"cache_control"}),
     {**dict.fromkeys(MESSAGES_REFUSED, NOTHING), **_NOT_ALLOWED},
 )
 # Of /v1/messages/count_tokens: nothing is said of the answer's length.
-COUNTED = replace(MESSAGES, required=("model", "messages"))
+COUNTED = replace(MESSAGES, required=("messages",))

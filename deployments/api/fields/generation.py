@@ -243,7 +243,7 @@ _CHAT: Mapping[str, Schema] = {
     "modalities": one_of(["text"]),
     **TEMPLATE,
 }
-CHAT = openai_body(_CHAT, ("model", "messages"), _OLD_TOOLS)
+CHAT = openai_body(_CHAT, ("messages",), _OLD_TOOLS)
 _COMPLETION: Mapping[str, Schema] = {
     **_COMMON,
     "prompt": either(TEXT, list_of(TOKEN, 1), list_of(TEXT, 1), list_of(list_of(TOKEN, 1), 1)),
@@ -252,6 +252,6 @@ _COMPLETION: Mapping[str, Schema] = {
 }
 COMPLETION = openai_body(
     _COMPLETION,
-    ("model", "prompt"),
+    ("prompt",),
     {"suffix": NOTHING, **dict.fromkeys(("tools", *_OLD_TOOLS), ELSEWHERE)},
 )

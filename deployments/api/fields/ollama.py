@@ -78,7 +78,7 @@ def _body(
     taken: Mapping[str, Schema],
     ignored: frozenset[str],
     *refused: str,
-    required: tuple[str, ...] = ("model",),
+    required: tuple[str, ...] = (),
 ) -> Body:
     made = openai_body(taken, required, dict.fromkeys(refused, NOTHING))
     return Body(made.taken, made.required, made.ignored | ignored, refused=made.refused)
@@ -98,13 +98,11 @@ GENERATE = _body(
 )
 SHOW = Body(
     {"model": TEXT, "name": TEXT},
-    ("model",),
-    frozenset({"verbose", "system", "template", "options"}),
+    ignored=frozenset({"verbose", "system", "template", "options"}),
 )
 PULL = Body(
     {"model": TEXT, "name": TEXT, "stream": BOOLEAN},
-    ("model",),
-    frozenset({"insecure", "username", "password"}),
+    ignored=frozenset({"insecure", "username", "password"}),
 )
 _UNHEEDED = frozenset({"keep_alive", "options"})
 EMBED = _body(
@@ -116,8 +114,6 @@ EMBED = _body(
         **QUEUED,
     },
     _UNHEEDED,
-    required=("model", "input"),
+    required=("input",),
 )
-EMBEDDINGS = _body(
-    {"model": TEXT, "prompt": TEXT, **QUEUED}, _UNHEEDED, required=("model", "prompt")
-)
+EMBEDDINGS = _body({"model": TEXT, "prompt": TEXT, **QUEUED}, _UNHEEDED, required=("prompt",))

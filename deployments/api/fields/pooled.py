@@ -50,7 +50,7 @@ EMBEDDINGS = openai_body(
         "encoding_format": one_of(*FORMATS),
         "dimensions": integer(1, UINT31),
     },
-    ("model", "input"),
+    ("input",),
 )
 RERANK = openai_body(
     {
@@ -61,7 +61,7 @@ RERANK = openai_body(
         "return_documents": BOOLEAN,
         "max_tokens_per_doc": integer(1, UINT31),
     },
-    ("model", "query", "documents"),
+    ("query", "documents"),
 )
-SCORE = openai_body({**_COMMON, "text_1": _SOME, "text_2": _SOME}, ("model", "text_1", "text_2"))
-CLASSIFY = openai_body({**_COMMON, **_INPUT}, ("model", "input"))
+SCORE = openai_body({**_COMMON, "text_1": _SOME, "text_2": _SOME}, ("text_1", "text_2"))
+CLASSIFY = openai_body({**_COMMON, **_INPUT}, ("input",))

@@ -2,12 +2,8 @@
 
 import dataclasses
 import functools
-import re
 import secrets
-from collections.abc import Collection
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -24,17 +20,10 @@ from deployments.api.generation.fields import (
 )
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.sampling import sampling_params
-from deployments.api.http.errors import (
-    INVALID,
-    NOT_FOUND,
-    ApiError,
-    did_you_mean,
-    invalid,
-    shown,
-    wrong_type,
-)
+from deployments.api.http.errors import invalid, shown, wrong_type
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
+from deployments.api.served_model import find_model
 from deployments.api.tools.plan import OutputPlan, plan_output
 from deployments.api.tools.prompt import render_options
 from deployments.api.tools.request import RequestedTools, refuse_tools, take_tools
@@ -46,10 +35,6 @@ from engine.text.tokenizer import Tokenizer, TooManyTokens
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 MAX_KWARGS_BYTES = 64 * 1024
 MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
-MAX_MODEL_NAME = 256
-MAX_NAMED = 4  # models that an error names
-
-_MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@+=-]+")
 
 
 @dataclass(slots=True)
@@ -126,72 +111,6 @@ def encode_texts(
         if len(found[-1]) > limit:
             raise TooManyTokens(len(found[-1]), limit)
     return found
-
-
-async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> ModelCard:
-    """The model or adapter of this name: an adapter has two, "name" and "model:name", and a model
-    has its aliases.
-
-    Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found; 403
-    model_not_found: the caller's key may not use it.
-    """
-    if name is None:
-        raise invalid("model is required", "model", "missing_field")
-    if not isinstance(name, str):
-        raise wrong_type("model", "a string")
-    if (card := _known(name, backend)) is not None:
-        return allowed(card, caller)
-    # Names become paths in some back ends: what could leave a folder never gets further.
-    dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
-    if name and (dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name)):
-        raise invalid("model is not a valid model name", "model", "invalid_model_name")
-    await backend.adapters.refresh()  # another router may have added it a moment ago
-    if (card := _known(name, backend)) is not None:
-        return allowed(card, caller)
-    models = [name for name in backend.models() if caller.may_use(name)]
-    raise ApiError(
-        404,
-        "model_not_found",
-        f"the model {shown(name)} does not exist{did_you_mean(name, models)}; {_served(models)}",
-        param="model",
-        kind=NOT_FOUND,
-    )
-
-
-def allowed(card: ModelCard, caller: Caller) -> ModelCard:
-    """The card again. Raises ApiError 403 model_not_found, in OpenAI's words."""
-    if caller.may_use(card.id):
-        return card
-    message = f'Key "{caller.name}" does not have access to model {shown(card.id)}'
-    raise ApiError(403, "model_not_found", message, param="model", kind=INVALID)
-
-
-def _served(names: Collection[str]) -> str:
-    """A few names for a message, and where to find the others."""
-    first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
-    more = len(names) - MAX_NAMED
-    return f"served: {first}" + (f" and {more} more, see /v1/models" if more > 0 else "")
-
-
-def asked_model(body: dict[str, Any], backend: Backend) -> str:
-    """What a body's model is called, as far as that can be told at once; else ""."""
-    name = body.get("model")
-    card = _known(name, backend) if isinstance(name, str) else None
-    return "" if card is None else card.id
-
-
-def _known(name: str, backend: Backend) -> ModelCard | None:
-    models = backend.models()
-    if (card := models.get(name)) is not None:
-        return card
-    model, _, alias = name.rpartition(":")
-    card = models.get(alias)
-    if card is not None and card.parent == model:
-        return card
-    for card in models.values():
-        if card.parent is None and any(fnmatchcase(name, one) for one in card.aliases):
-            return card
-    return None
 
 
 async def chat_call(

@@ -9,9 +9,9 @@ import msgspec
 
 from deployments.api.fields.ollama import SHOW
 from deployments.api.generation.fields import check_names
-from deployments.api.generation.openai_request import find_model
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.ollama.names import asked_name
+from deployments.api.served_model import find_model
 from deployments.api.tools.detect import template_output
 from deployments.backend import ModelCard
 from engine.text.tokenizer import Tokenizer

@@ -12,13 +12,14 @@ from deployments.api.fields.ollama import PULL
 from deployments.api.generation.answer.event_ids import EventIds
 from deployments.api.generation.answer.merge import failed
 from deployments.api.generation.fields import check_names, take_bool
-from deployments.api.generation.openai_request import OpenAIRequest, asked_model, find_model
+from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.api.generation.tenancy import deadline_of, key_of
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.ollama.names import asked_name, served_name
 from deployments.api.ollama.request import OllamaRequest, ollama_chat, ollama_generate
 from deployments.api.ollama.writer import GenerateWriter, OllamaWriter, loaded
+from deployments.api.served_model import asked_model, find_model
 from deployments.backend import Generation, GenerationRequest, ModelCard, RecalledChoice
 from engine.sampling_params import SamplingParams
 

@@ -27,11 +27,12 @@ from deployments.api.generation.fields import (
     take_str,
     take_token_ids,
 )
-from deployments.api.generation.openai_request import asked_model, find_model, too_many_tokens
+from deployments.api.generation.openai_request import too_many_tokens
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
+from deployments.api.served_model import asked_model, find_model
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
 from engine.errors import Overloaded, context_too_long, no_vectors
 from engine.messages import Delta

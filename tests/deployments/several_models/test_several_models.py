@@ -88,6 +88,14 @@ def test_what_is_wrong_with_a_model_names_it(tmp_path: Path) -> None:
         load_config(path, {})
 
 
+def test_one_pattern_in_two_spellings_is_refused(tmp_path: Path) -> None:
+    """Two models with `*/*` and `**/*`, of which one never answers."""
+    path = tmp_path / "manta.yaml"
+    path.write_text('models:\n  one:\n    aliases: ["*/*"]\n  two:\n    aliases: ["**/*"]\n')
+    with pytest.raises(ConfigError, match=r":5: models\.two\.aliases: .* of the model 'one'"):
+        load_config(path, {})
+
+
 def test_a_model_has_what_the_top_level_says_unless_it_says_otherwise() -> None:
     """A limit of the file that holds for no model, or one of a model that holds for all."""
     config = parse_config(

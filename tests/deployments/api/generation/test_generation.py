@@ -520,6 +520,64 @@ def test_aliases_go_to_the_model(
     ]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("intfloat/multilingual-e5-small", "exact"),
+        ("intfloat/e5", "longer"),
+        ("other/e5", "broad"),
+        ("intfloat/e5-large", "longest"),
+        ("intfloat/x1", "set"),
+        ("broad", "broad"),
+    ],
+)
+def test_the_most_specific_alias_is_meant(
+    client: Client, backend: FakeBackend, name: str, served: str, turned: bool
+) -> None:
+    """A broad pattern of one model took the very name of another, by the order of the models."""
+    aliases = {
+        "broad": ("*/*",),
+        "longer": ("intfloat/*",),
+        "longest": ("intfloat/*-large",),
+        "set": ("intfloat/x[0-9]",),
+        "exact": ("intfloat/multilingual-e5-small",),
+    }
+    card = backend.cards["tiny"]
+    names = reversed(aliases) if turned else aliases
+    backend.cards = {one: replace(card, id=one, aliases=aliases[one]) for one in names}
+    assert run(client.request("GET", f"/v1/models/{name}")).json()["id"] == served
+    assert run(client.chat(model=name)).json()["model"] == served
+
+
+@pytest.mark.parametrize("name", [None, "", "left out"])
+def test_one_model_needs_no_name(client: Client, backend: FakeBackend, name: str | None) -> None:
+    """A curl line for the only model was refused for want of its name, by each dialect."""
+    text = [{"role": "user", "content": "hello"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": text},
+        "/v1/completions": {"prompt": "hello"},
+        "/v1/responses": {"input": "hello"},
+        "/v1/messages": {"messages": text, "max_tokens": 8},
+        "/v1/messages/count_tokens": {"messages": text},
+        "/v1/responses/input_tokens": {"input": "hello"},
+        "/chat": {"query": "hello"},
+        "/api/chat": {"messages": text},
+        "/tokenize": {"prompt": "hello"},
+        "/detokenize": {"tokens": [5]},
+    }
+    law = replace(backend.cards["tiny"], id="law", parent="tiny")
+    both = {"law": law, **backend.cards}
+    for path, body in bodies.items():
+        backend.cards = both
+        body = body if name == "left out" else {**body, "model": name}
+        reply = run(client.post(path, body))
+        assert reply.status == 200, (path, reply.body)
+        backend.cards = {**both, "other": replace(both["tiny"], id="other")}
+        reply = run(client.post(path, body))
+        assert reply.status == 400 and b"other" in reply.body, (path, reply.body)
+
+
 def test_errors_inside_a_stream(client: Client, backend: FakeBackend) -> None:
     """After the first token the only place is an event; [DONE] must not claim a good end."""
     backend.errors = {3: EngineDead("the engine is gone")}

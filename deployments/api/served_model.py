@@ -1,0 +1,122 @@
+"""find_model: the served model that a request means, by its name, an alias, or none."""
+
+import functools
+import re
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import Any
+
+from deployments.api.caller import ANYONE, Caller
+from deployments.api.http.errors import (
+    INVALID,
+    NOT_FOUND,
+    ApiError,
+    did_you_mean,
+    invalid,
+    shown,
+    wrong_type,
+)
+from deployments.backend import Backend, ModelCard
+
+MAX_MODEL_NAME = 256
+MAX_NAMED = 4  # models that an error names
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9._:/@+=-]+")
+_WILD = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]")  # what a pattern has beside characters
+
+
+async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> ModelCard:
+    """The model or adapter of this name: an adapter has two, "name" and "model:name", and a model
+    has its aliases. None or "" is the model where one is served.
+
+    Raises ApiError 400 missing_field, invalid_type, invalid_model_name; 404 model_not_found; 403
+    model_not_found: the caller's key may not use it.
+    """
+    if name is not None and not isinstance(name, str):
+        raise wrong_type("model", "a string")
+    if (card := _known(name, backend)) is not None:
+        return allowed(card, caller)
+    if not name:
+        names = [one.id for one in _bases(backend) if caller.may_use(one.id)]
+        message = f"model is required where several are served; {_served(names)}"
+        raise invalid(message, "model", "missing_field")
+    # Names become paths in some back ends: what could leave a folder never gets further.
+    dots = any(not part.strip(".") for part in re.split("[/:]", name) if part)
+    if dots or len(name) > MAX_MODEL_NAME or not _MODEL_NAME.fullmatch(name):
+        raise invalid("model is not a valid model name", "model", "invalid_model_name")
+    await backend.adapters.refresh()  # another router may have added it a moment ago
+    if (card := _known(name, backend)) is not None:
+        return allowed(card, caller)
+    models = [name for name in backend.models() if caller.may_use(name)]
+    raise ApiError(
+        404,
+        "model_not_found",
+        f"the model {shown(name)} does not exist{did_you_mean(name, models)}; {_served(models)}",
+        param="model",
+        kind=NOT_FOUND,
+    )
+
+
+def allowed(card: ModelCard, caller: Caller) -> ModelCard:
+    """The card again. Raises ApiError 403 model_not_found, in OpenAI's words."""
+    if caller.may_use(card.id):
+        return card
+    message = f'Key "{caller.name}" does not have access to model {shown(card.id)}'
+    raise ApiError(403, "model_not_found", message, param="model", kind=INVALID)
+
+
+def asked_model(body: dict[str, Any], backend: Backend) -> str:
+    """What a body's model is called, as far as that can be told at once; else ""."""
+    name = body.get("model")
+    card = _known(name, backend) if name is None or isinstance(name, str) else None
+    return "" if card is None else card.id
+
+
+def _served(names: Collection[str]) -> str:
+    """A few names for a message, and where to find the others."""
+    first = ", ".join(f'"{name}"' for name in islice(names, MAX_NAMED))
+    more = len(names) - MAX_NAMED
+    return f"served: {first}" + (f" and {more} more, see /v1/models" if more > 0 else "")
+
+
+def _bases(backend: Backend) -> list[ModelCard]:
+    """The models without their adapters."""
+    return [card for card in backend.models().values() if card.parent is None]
+
+
+def _known(name: str | None, backend: Backend) -> ModelCard | None:
+    """A served name goes before an adapter's, that before an alias, and the most specific alias
+    before others, whichever model it belongs to."""
+    if not name:
+        bases = _bases(backend)
+        return bases[0] if len(bases) == 1 else None
+    models = backend.models()
+    if (card := models.get(name)) is not None:
+        return card
+    model, _, alias = name.rpartition(":")
+    card = models.get(alias)
+    if card is not None and card.parent == model:
+        return card
+    matching = [
+        (specificity(alias), card)
+        for card in _bases(backend)
+        for alias in card.aliases
+        if alias == name or fnmatchcase(name, alias)
+    ]
+    return max(matching, key=lambda one: one[0])[1] if matching else None
+
+
+@functools.lru_cache(maxsize=4096)
+def specificity(alias: str) -> tuple[bool, int, int, str]:
+    """Orders aliases that match one name: the largest is the one that is meant. A name without
+    wildcards goes first, then the pattern with most characters of its own, then the one with
+    fewest `*`. The text decides at last, so that the order of the models never does."""
+    wild = _WILD.findall(alias)
+    own = len(_WILD.sub("", alias))
+    return not wild, own, -sum(one.startswith("*") for one in wild), alias
+
+
+def same_pattern(alias: str) -> str:
+    """The pattern in a form that two spellings of it share: `**` is `*`."""
+    return re.sub(r"\*+", "*", alias)
