@@ -330,11 +330,14 @@ def build(
             help="Of a group's pods: head, gpu, cpu or MODEL-POOL, as in cpu=48Gi. Repeatable."
         ),
     ] = None,
+    cache_claim: Annotated[
+        str, typer.Option(help="PersistentVolumeClaim of models and kernels, for all pods.")
+    ] = "",
 ) -> None:
     """Serve's own config file of a configuration, for `serve deploy`; or a manifest for KubeRay."""
     from deployments.cli.building.build import run
 
-    raise typer.Exit(run(spec, kubernetes, image, memory))
+    raise typer.Exit(run(spec, kubernetes, image, memory, cache_claim))
 
 
 @cli.command(epilog="Example:  manta doctor manta.yaml && manta serve manta.yaml")

@@ -11,7 +11,11 @@ from deployments.cli.target import read_target
 
 
 def run(
-    spec: str, kubernetes: bool = False, image: str = "", memory: list[str] | None = None
+    spec: str,
+    kubernetes: bool = False,
+    image: str = "",
+    memory: list[str] | None = None,
+    cache_claim: str = "",
 ) -> int:
     """Print Serve's config file, or a RayService. Raises ConfigError."""
     config = read_target(spec)  # before Ray is imported, which takes a second
@@ -19,7 +23,7 @@ def run(
     from deployments.cli.building.kubernetes import IMAGE, memory_of, rayservice
 
     if kubernetes:
-        built = rayservice(config, image or IMAGE, memory_of(memory or []))
+        built = rayservice(config, image or IMAGE, memory_of(memory or []), cache_claim)
         inner = _yaml(built["spec"]["serveConfigV2"])
         built["spec"]["serveConfigV2"] = LiteralScalarString(inner)
     else:

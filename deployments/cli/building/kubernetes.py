@@ -27,17 +27,32 @@ _EDGE_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _MARGIN = 20  # seconds between the end of a drain, that of its hook and that of its pod
 _NAME = 40  # letters of a model in the name of a group; a pod's name has 63 in all
 _WRITTEN = {"tmp": "/tmp", "home": "/home/ray", "cache": CACHE}
+# For gated and private models of the hub: pods start without the Secret, too.
+_HUB_TOKEN = {
+    "name": "HF_TOKEN",
+    "valueFrom": {"secretKeyRef": {"name": "manta-hub", "key": "token", "optional": True}},
+}
 
 
 def rayservice(
-    config: MantaConfig, image: str = IMAGE, memory: Mapping[str, str] | None = None
+    config: MantaConfig,
+    image: str = IMAGE,
+    memory: Mapping[str, str] | None = None,
+    cache_claim: str = "",
 ) -> dict[str, Any]:
     """The manifest. One pod is one replica, or a node of one that has several; a pool is a worker
     group of the same name, or of the name MODEL-POOL where there are several models.
 
-    memory: of a pod by group, or by "head", "gpu" and "cpu", in Kubernetes' units. Raises
+    memory: of a pod by group, or by "head", "gpu" and "cpu", in Kubernetes' units. cache_claim: the
+    PersistentVolumeClaim that all pods share as their cache; empty: each pod's goes with it. Raises
     ConfigError.
     """
+    if cache_claim and not re.fullmatch(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?", cache_claim):
+        raise ConfigError(
+            f"--cache-claim {cache_claim}: it must be the name of a PersistentVolumeClaim: "
+            "lower-case letters, digits, '-' and '.'",
+            param="--cache-claim",
+        )
     config = _labelled(config)
     groups = {
         _group_name(config, model, kind): (kind, pool, one.divisions(pool)[-1])
@@ -47,11 +62,12 @@ def rayservice(
     memory = _memory(groups, memory or {})
     # The image has haproxy, whatever this machine has.
     http = config.http.model_copy(update={"proxy": "haproxy"})
-    env = [
+    env: list[dict[str, Any]] = [
         {"name": name, "value": value}
         for name, value in _environment(config.model_copy(update={"http": http})).items()
     ]
-    head = _pod(image, env, {"cpu": str(HEAD_CPUS)}, memory["head"])
+    env.append(_HUB_TOKEN)
+    head = _pod(image, env, {"cpu": str(HEAD_CPUS)}, memory["head"], cache_claim)
     ports = {"gcs-server": 6379, "dashboard": 8265, "serve": config.http.port}
     head["spec"]["containers"][0]["ports"] = [
         {"name": name, "containerPort": port} for name, port in ports.items()
@@ -59,7 +75,8 @@ def rayservice(
     drain = math.ceil(config.limits.drain_seconds)
     workers = []
     for name, (_, pool, nodes) in groups.items():
-        workers.append(_group(name, pool, nodes, image, env, memory[name], drain))
+        template = _pod(image, env, _resources(pool), memory[name], cache_claim)
+        workers.append(_group(name, pool, nodes, template, drain))
     schema = serve_config(config)
     return {
         "apiVersion": "ray.io/v1",
@@ -169,26 +186,29 @@ def _environment(config: MantaConfig) -> dict[str, str]:
     return {**found, _EDGE_PATH: _EDGE}
 
 
-def _group(
-    name: str,
-    pool: PoolConfig,
-    nodes: int,
-    image: str,
-    env: list[dict[str, str]],
-    memory: str,
-    drain: int,
-) -> dict[str, Any]:
+def _resources(pool: PoolConfig) -> dict[str, str]:
+    """The requests of a pod."""
     assert pool.num_cpus is not None  # deployments.app.pools has decided it
     cpus = math.ceil(pool.num_cpus) + 1  # for routers, the edge and Ray's own processes
     resources = {"cpu": str(cpus)}
     if pool.num_gpus:
         resources["nvidia.com/gpu"] = str(math.ceil(pool.num_gpus))
+    return resources
+
+
+def _group(
+    name: str,
+    pool: PoolConfig,
+    nodes: int,
+    template: dict[str, Any],
+    drain: int,
+) -> dict[str, Any]:
+    """A worker group, whose pods are drained before their end."""
     if autoscaling.scales(pool):
         limits = autoscaling.limits(pool)
         least, most = limits["min_replicas"], limits["max_replicas"]
     else:
         least = most = pool.replicas
-    template = _pod(image, env, resources, memory)
     hook = (
         "ray drain-node --reason=DRAIN_NODE_REASON_PREEMPTION --reason-message=pod "
         f"--deadline-remaining-seconds={drain + _MARGIN}; sleep {drain + _MARGIN}"
@@ -212,10 +232,17 @@ def _group(
 
 
 def _pod(
-    image: str, env: list[dict[str, str]], resources: dict[str, str], memory: str
+    image: str,
+    env: list[dict[str, Any]],
+    resources: dict[str, str],
+    memory: str,
+    cache_claim: str,
 ) -> dict[str, Any]:
     """Without root, and with a root folder that nothing writes to."""
     limits = {name: amount for name, amount in resources.items() if name != "cpu"}
+    volumes: dict[str, dict[str, Any]] = {name: {"emptyDir": {}} for name in _WRITTEN}
+    if cache_claim:
+        volumes["cache"] = {"persistentVolumeClaim": {"claimName": cache_claim}}
     container = {
         "name": "ray",
         "image": image,
@@ -241,7 +268,7 @@ def _pod(
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
             "containers": [container],
-            "volumes": [{"name": name, "emptyDir": {}} for name in _WRITTEN],
+            "volumes": [{"name": name, **volume} for name, volume in volumes.items()],
         }
     }
 

@@ -1,5 +1,6 @@
 """cluster.yaml and deploy/: what a cloud would refuse after an hour, refused here."""
 
+import configparser
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import ray.autoscaler._private as ray_autoscaler
 import yaml  # Ray's own, with anchors, which our configuration refuses
 
 from deployments.app import as_config, cluster_environment
@@ -84,6 +87,44 @@ def test_cluster_files_are_closed_and_survive_their_head(path: Path) -> None:
     assert any("RAY_AUTH_MODE=token" in command for command in config["setup_commands"])
 
 
+@pytest.mark.parametrize("path", [AWS, GCP], ids=["aws", "gcp"])
+def test_the_head_has_its_clouds_client(path: Path) -> None:
+    """google-api-python-client was installed nowhere: `ray start` reported success, the autoscaler
+    failed in its log, and no worker ever started."""
+    cloud = read(path)["provider"]["type"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    packages = {re.split(r"[\[><=;]", one)[0] for one in project["optional-dependencies"][cloud]}
+    config = prepared(path)
+    assert f"cd ~/manta && make install EXTRAS={cloud}" in config["setup_commands"]
+    (checked,) = re.findall(r"python -c 'import ([^']*)' &&", config["head_start_ray_commands"][-1])
+    # What Ray's provider and its first step import, against what is checked and installed.
+    imports: set[str] = set()
+    for module in (Path(ray_autoscaler.__file__).parent / cloud).glob("*.py"):
+        imports |= set(re.findall(r"(?m)^\s*(?:from|import) (\w+)", module.read_text("utf-8")))
+    wanted = {
+        "boto3": "boto3",
+        "googleapiclient": "google-api-python-client",
+        "google_auth_httplib2": "google-auth-httplib2",
+    }
+    needed = {name for name in wanted if name in imports}
+    assert needed == {name.strip().split(".")[0] for name in checked.split(",")}
+    assert packages == {wanted[name] for name in needed}
+
+
+def test_systemd_gets_what_it_needs_to_end_and_restart_a_server() -> None:
+    """systemd's default signals every process, Ray's too, and nothing drains; its own limit of
+    files is 1,024, and a wrong configuration would be started again for ever."""
+    unit = configparser.RawConfigParser(strict=False)
+    unit.read(ROOT / "deploy" / "manta.service", "utf-8")
+    service = unit["Service"]
+    assert re.fullmatch(r"/\S+/manta serve /\S+\.yaml", service["ExecStart"])
+    assert (service["KillMode"], service["KillSignal"]) == ("mixed", "SIGTERM")
+    assert (service["Restart"], service["RestartPreventExitStatus"]) == ("on-failure", "2")
+    drains = parse_config({}, {}).limits.drain_seconds
+    assert int(service["TimeoutStopSec"]) >= drains + 50
+    assert int(service["LimitNOFILE"]) >= 65536
+
+
 def test_every_process_gets_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's processes read it at their start; a name left out is a slow or a cut stream, or an
     edge that slow clients can fill."""
@@ -109,7 +150,7 @@ def test_every_process_gets_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ]["template"]["spec"]["containers"]
     pod = {name: value for name, value in given.items() if not value.startswith(str(folder))}
     pod["RAY_SERVE_HAPROXY_BINARY_PATH"] = "/usr/local/bin/manta-haproxy"  # of deploy/Dockerfile
-    assert {one["name"]: one["value"] for one in head["env"]} == pod
+    assert {one["name"]: one["value"] for one in head["env"] if "value" in one} == pod
 
 
 SUBNETS = [
@@ -323,6 +364,29 @@ def test_pods_are_what_kubernetes_takes() -> None:
         rayservice(config, memory=memory_of(["all=1Gi"]))
     with pytest.raises(ConfigError, match="--memory cpu: "):
         memory_of(["cpu"])
+
+
+def test_pods_keep_models_and_reach_gated_ones() -> None:
+    """Each new pod fetched its model again, and a gated one was out of reach: pods had neither a
+    volume nor a token of the hub."""
+    import kubernetes_validate
+
+    config = parse_config({"model": "org/name", "pools": {"cpu": {"num_cpus": 2}}}, {})
+    for claim, volume in (
+        ("", {"name": "cache", "emptyDir": {}}),
+        ("models", {"name": "cache", "persistentVolumeClaim": {"claimName": "models"}}),
+    ):
+        for template in pods(rayservice(config, cache_claim=claim)):
+            whole = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}}
+            kubernetes_validate.validate({**whole, "template": template}, "1.34", strict=True)
+            assert volume in template["spec"]["volumes"]
+            (container,) = template["spec"]["containers"]
+            assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
+            (token,) = [one for one in container["env"] if one["name"] == "HF_TOKEN"]
+            secret = token["valueFrom"]["secretKeyRef"]
+            assert secret == {"name": "manta-hub", "key": "token", "optional": True}
+    with pytest.raises(ConfigError, match="--cache-claim My_Claim: "):
+        rayservice(config, cache_claim="My_Claim")
 
 
 def test_several_models_have_groups_of_their_own() -> None:

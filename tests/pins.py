@@ -1,0 +1,237 @@
+"""The pinned sets, resolved as a machine without settings of its own resolves them.
+
+    python -m tests.pins check      every set, for each Python that pyproject.toml claims
+    python -m tests.pins renew      write constraints.txt anew, with what is there where it can be
+    python -m tests.pins upgrade    the same, with the newest of everything
+
+MANTA_TEST_INDEX names a package index; without it uv's default is asked. uv does the work, as it
+resolves for other Pythons and machines than this one. Neither pip's settings nor uv's are read.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+MACHINES = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")  # glibc of docs/install.md
+BESIDE = ("openai-1", "clients")  # tests/NAME.txt, installed into folders of their own
+INDEX = "MANTA_TEST_INDEX"
+_SYSTEM = {  # of markers, with a Python and a machine
+    "implementation_name": "cpython",
+    "os_name": "posix",
+    "platform_python_implementation": "CPython",
+    "platform_system": "Linux",
+    "sys_platform": "linux",
+}
+
+
+@dataclass(frozen=True)
+class PinnedSet:
+    """name: for messages. arguments: of `uv pip compile`, after those that all have."""
+
+    name: str
+    arguments: tuple[str, ...]
+    machines: tuple[str, ...] = MACHINES[:1]
+
+
+def project() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return table
+
+
+def pythons() -> list[str]:
+    """The versions that the classifiers claim."""
+    before = "Programming Language :: Python :: "
+    return [line.removeprefix(before) for line in project()["classifiers"] if before in line]
+
+
+def plain(name: str) -> str:
+    """A package's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(path: Path) -> dict[str, list[str]]:
+    """Lines of a file of pins by package."""
+    lines: dict[str, list[str]] = {}
+    for line in path.read_text("utf-8").splitlines():
+        if line and not line.startswith("#"):
+            lines.setdefault(plain(re.split(r"[\[=<>; ]", line)[0]), []).append(line)
+    return lines
+
+
+def sets(folder: Path) -> Iterator[PinnedSet]:
+    """Everything that a Makefile, an image or a cluster file of ours installs. folder: takes the
+    files that are written for it."""
+    everything = [f"--extra={extra}" for extra in project()["optional-dependencies"]]
+    constrained = ("-c", str(CONSTRAINTS), str(ROOT / "pyproject.toml"))
+    yield PinnedSet("what runs", constrained, MACHINES)
+    yield PinnedSet("all extras", (*constrained, *everything), MACHINES)
+    yield PinnedSet(
+        "what runs, without CUDA", (*constrained, "--find-links", str(_without_cuda(folder)))
+    )
+    shared = pins(CONSTRAINTS)
+    for name in BESIDE:
+        path = ROOT / "tests" / f"{name}.txt"
+        own = pins(path)
+        others = [line for package in shared.keys() - own.keys() for line in shared[package]]
+        beside = folder / f"beside-{name}.txt"
+        beside.write_text("\n".join(sorted(others)) + "\n", "utf-8")
+        yield PinnedSet(f"tests/{name}.txt", (str(path), "-c", str(beside)))
+
+
+def lowest() -> PinnedSet:
+    """The lower bounds of pyproject.toml."""
+    return PinnedSet(
+        "lower bounds", ("--resolution", "lowest-direct", str(ROOT / "pyproject.toml"))
+    )
+
+
+def _without_cuda(folder: Path) -> Path:
+    """A folder with a wheel that has the name and the requirements of PyTorch's build without
+    CUDA: its index is not asked, and 200 MB are not fetched."""
+    (pinned,) = pins(CONSTRAINTS)["torch"]
+    version = pinned.split("==")[1].split(";")[0].strip() + "+cpu"
+    wheels = folder / "wheels"
+    wheels.mkdir(exist_ok=True)
+    needs = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools")
+    head = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+    files = {
+        "METADATA": head + "".join(f"Requires-Dist: {one}\n" for one in needs),
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(wheels / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(f"torch-{version}.dist-info/{name}", text)
+    return wheels
+
+
+def environment(before: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Of this process, without what tells pip or uv where to look."""
+    kept = {name: value for name, value in before.items() if not name.startswith(("PIP_", "UV_"))}
+    kept |= {"UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}
+    if cache := before.get("UV_CACHE_DIR"):
+        kept["UV_CACHE_DIR"] = cache
+    return kept
+
+
+def uv() -> str:
+    """The program that the extra `dev` brings."""
+    return str(Path(sysconfig.get_path("scripts")) / "uv")
+
+
+def compile_pins(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`uv pip compile` in isolation. A name with a local part beats the same without only where
+    all sources count alike."""
+    command = [uv(), "pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate"]
+    if index := os.environ.get(INDEX):
+        command += ["--default-index", index]
+    command += ["--only-binary=:all:", "--index-strategy=unsafe-best-match", *arguments]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+
+
+def unreachable() -> str:
+    """Why nothing can be resolved here; empty if it can."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder) / "wanted.txt"
+        wanted.write_text("pip\n", "utf-8")
+        asked = compile_pins("--no-deps", str(wanted))
+    return asked.stderr.strip() if asked.returncode else ""
+
+
+def faults(chosen: Sequence[PinnedSet], versions: Sequence[str]) -> list[str]:
+    """What does not resolve, with the resolver's reason."""
+
+    def fault(case: tuple[PinnedSet, str, str]) -> str:
+        one, version, machine = case
+        found = compile_pins(
+            "--python-version", version, "--python-platform", machine, *one.arguments
+        )
+        if found.returncode == 0:
+            return ""
+        return f"{one.name}, Python {version}, {machine}:\n{found.stderr.strip()}"
+
+    cases = [
+        (one, version, machine)
+        for one in chosen
+        for version in versions
+        for machine in one.machines
+    ]
+    with ThreadPoolExecutor(4) as threads:
+        return [fault for fault in threads.map(fault, cases) if fault]
+
+
+def check() -> list[str]:
+    """All sets, and the lower bounds."""
+    with tempfile.TemporaryDirectory(prefix="manta-pins-") as folder:
+        return faults([*sets(Path(folder)), lowest()], pythons())
+
+
+def renewed(upgrade: bool) -> str:
+    """constraints.txt for all Pythons and machines at once. upgrade: with the newest of everything;
+    else what is there stays where it can. Raises RuntimeError where that does not resolve."""
+    extras = [f"--extra={extra}" for extra in project()["optional-dependencies"]]
+    head = [line for line in CONSTRAINTS.read_text("utf-8").splitlines() if line.startswith("#")]
+    with tempfile.TemporaryDirectory(prefix="manta-pins-") as folder:
+        output = Path(folder) / "constraints.txt"
+        output.write_text("" if upgrade else CONSTRAINTS.read_text("utf-8"), "utf-8")
+        found = compile_pins(
+            *("--universal", "--python-version", pythons()[0], "--output-file", str(output)),
+            *extras,
+            str(ROOT / "pyproject.toml"),
+        )
+        if found.returncode:
+            raise RuntimeError(found.stderr)
+        lines = [line for one in output.read_text("utf-8").splitlines() if (line := _here(one))]
+    return "\n".join([*head, *lines, ""])
+
+
+def _here(line: str) -> str:
+    """A pin without what other systems than ours need: no line, or one without its condition."""
+    pin, _, condition = line.partition(" ; ")
+    if not condition:
+        return line
+    from packaging.markers import Marker
+
+    holds = {
+        Marker(condition).evaluate(
+            {
+                "python_version": version,
+                "python_full_version": f"{version}.0",
+                "platform_machine": machine.partition("-")[0],
+                **_SYSTEM,
+            }
+        )
+        for version in pythons()
+        for machine in MACHINES
+    }
+    if holds == {True}:
+        return pin
+    return line if True in holds else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("check", "renew", "upgrade"))
+    if (what := parser.parse_args().what) != "check":
+        CONSTRAINTS.write_text(renewed(upgrade=what == "upgrade"), "utf-8")
+        return 0
+    for fault in (found := check()):
+        print(fault, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
