@@ -254,7 +254,7 @@ def test_every_dependency_has_its_reason() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     names = [re.split(r"[\[><=;]", line)[0] for line in project["dependencies"]]
-    core = {"torch", "ray", "transformers", "numpy", "pydantic"}
+    core = {"torch", "ray", "transformers", "triton", "numpy", "pydantic"}
     page = (DOCS / "dependencies.md").read_text("utf-8")
     others = [name for name in names if name not in core]
     assert all(f"| {name} |" in page for name in others)

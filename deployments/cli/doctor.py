@@ -1,6 +1,5 @@
 """`manta doctor`: what this machine can run and what is missing, each with its way out."""
 
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -222,10 +221,7 @@ def _python() -> DoctorCheck:
 
 def _packages() -> Iterator[DoctorCheck]:
     """Installed versions against the lower bounds of our own package."""
-    wanted = {"ray": "", "torch": "", "transformers": ""}
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        if any(line.startswith("triton") for line in metadata.requires("torch") or []):
-            wanted["triton"] = ""  # of a build for CUDA; one without has no use for it
+    wanted = {"ray": "", "torch": "", "transformers": "", "triton": ""}
     try:
         lines = metadata.requires("manta-serve") or []
     except metadata.PackageNotFoundError:
@@ -238,11 +234,10 @@ def _packages() -> Iterator[DoctorCheck]:
         if match and "extra ==" not in line:
             wanted[match[1]] = match[2]
     for name, least in wanted.items():
-        wish = f"{name}>={least}" if least else name
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield DoctorCheck(name, "MISSING", "is not installed", f"pip install '{wish}'")
+            yield DoctorCheck(name, "MISSING", "is not installed", f"pip install '{name}>={least}'")
             continue
         if _numbers(version) < _numbers(least):
             text = f"{version} is older than {least}"
