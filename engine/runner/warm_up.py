@@ -43,6 +43,8 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     masked = Masked.everything(count, runner.model.config.vocab_size, runner.device)
     logits = runner.model.logits(hidden.index_select(0, last))
     runner.sample(logits, rows, torch.ones_like(rows), MOST, masked)
+    if runner.cuda:
+        runner.sampler.prompt_logprobs(logits, last, MOST.logprobs)
 
 
 def launch_everything(runner: ModelRunner, sizes: Sequence[int]) -> None:

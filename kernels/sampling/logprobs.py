@@ -10,6 +10,7 @@ from kernels.sampling import layout
 _LOGPROBS = tl.constexpr(layout.LOGPROBS)
 _NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
 _NO_ID = tl.constexpr(2**31 - 1)
+_USUAL = 32  # alternatives; those who want more have kernels of their own
 
 
 @triton.jit
@@ -21,7 +22,9 @@ def _next_best(x, ids, last, last_id):
     return value, tl.min(tl.where(after & (x == value), ids, _NO_ID), axis=0)
 
 
-@triton.jit
+# How many alternatives are wanted is an argument and no constant: requests ask for any number up to
+# 32, and each constant would be two kernels that the first such request waits for.
+@triton.jit(do_not_specialize=["k"])
 def _logprob_block_kernel(
     logits,
     stride,
@@ -29,11 +32,11 @@ def _logprob_block_kernel(
     words,
     targets,
     stats,  # [S, num_blocks, 3] float32: largest logit, sum of exp(x - it), logits above target
-    tops,  # [S, num_blocks, K] float32
-    top_ids,  # [S, num_blocks, K] int32
+    tops,  # [S, num_blocks, k] float32
+    top_ids,  # [S, num_blocks, k] int32
     vocab,
+    k,
     ALL: tl.constexpr,
-    K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -55,13 +58,13 @@ def _logprob_block_kernel(
         ids = tl.where(ids < vocab, ids, _NO_ID)
         value = best * 0 + float("inf")
         token = block * 0 - 1
-        for j in range(K):
+        for j in range(k):
             value, token = _next_best(x, ids, value, token)
-            tl.store(tops + out * K + j, value)
-            tl.store(top_ids + out * K + j, token)
+            tl.store(tops + out * k + j, value)
+            tl.store(top_ids + out * k + j, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _logprob_row_kernel(
     logits,
     stride,
@@ -74,11 +77,11 @@ def _logprob_row_kernel(
     logprob,  # [S] float32
     totals,  # [S] float32
     rank,  # [S] int64
-    out_ids,  # [S, K] int64
-    out_logprobs,  # [S, K] float32
+    out_ids,  # [S, k] int64
+    out_logprobs,  # [S, k] float32
     num_blocks,
+    k,
     ALL: tl.constexpr,
-    K: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     NUM_TOPS: tl.constexpr,
 ):
@@ -102,18 +105,18 @@ def _logprob_row_kernel(
         tl.store(totals + s, total)
         above = tl.load(base + 2, mask=mask, other=0.0)
         tl.store(rank + s, tl.sum(above, axis=0).to(tl.int64) + 1)
-        if K > 0:
+        if k > 0:
             j = tl.arange(0, NUM_TOPS)
-            mask = j < num_blocks * K
-            base = s.to(tl.int64) * num_blocks * K + j
-            x = tl.load(tops + base, mask=mask, other=float("-inf"))
-            ids = tl.load(top_ids + base, mask=mask, other=_NO_ID)
+            some = j < num_blocks * k
+            place = s.to(tl.int64) * num_blocks * k + j
+            x = tl.load(tops + place, mask=some, other=float("-inf"))
+            ids = tl.load(top_ids + place, mask=some, other=_NO_ID)
             value = best * 0 + float("inf")
             token = s * 0 - 1
-            for n in range(K):
+            for n in range(k):
                 value, token = _next_best(x, ids, value, token)
-                tl.store(out_logprobs + s.to(tl.int64) * K + n, value - total)
-                tl.store(out_ids + s.to(tl.int64) * K + n, tl.where(token == _NO_ID, 0, token))
+                tl.store(out_logprobs + s.to(tl.int64) * k + n, value - total)
+                tl.store(out_ids + s.to(tl.int64) * k + n, tl.where(token == _NO_ID, 0, token))
 
 
 def logprobs(
@@ -148,12 +151,12 @@ def logprobs(
     if count:
         _logprob_block_kernel[(blocks, count)](
             logits, logits.stride(0), which, table, targets, stats, tops, top_ids, vocab,
-            ALL=everything, K=k, BLOCK=block, num_warps=8,
+            k, ALL=everything, BLOCK=block, num_warps=8,
         )  # fmt: skip
         _logprob_row_kernel[(count,)](
             logits, logits.stride(0), which, table, targets, stats, tops, top_ids,
             logprob, totals, rank, out_ids, out_logprobs, blocks,
-            ALL=everything, K=k, NUM_BLOCKS=triton.next_power_of_2(blocks),
-            NUM_TOPS=triton.next_power_of_2(max(1, blocks * k)), num_warps=4,
+            k, ALL=everything, NUM_BLOCKS=triton.next_power_of_2(blocks),
+            NUM_TOPS=triton.next_power_of_2(blocks * max(_USUAL, k)), num_warps=4,
         )  # fmt: skip
     return logprob, rank, out_ids, out_logprobs, totals

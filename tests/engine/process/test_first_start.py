@@ -330,3 +330,38 @@ def test_a_first_start_compiles_nothing_itself(
     jobs, failed, missed = json.loads(done.stdout.splitlines()[-1])
     assert jobs > 15 and not failed
     assert missed == []
+
+
+SERVE = """
+import json, sys
+from engine.config.engine_config import EngineConfig
+from engine.factory import build
+from engine.messages import EngineRequest
+from engine.sampling_params import SamplingParams
+from triton import knobs
+core, _ = build(EngineConfig(**json.loads(sys.argv[1])))
+missed = []
+knobs.compilation.listener = (
+    lambda *, src, cache_hit, **_: None if cache_hit else missed.append(src.name)
+)
+for number, wanted in enumerate([0, 1, 3, 16, 20]):
+    params = SamplingParams(max_tokens=3, logprobs=wanted, prompt_logprobs=wanted, ignore_eos=True)
+    core.add(EngineRequest(number, [1, 2, 3], 3, params, seed=0))
+    while core.has_work():
+        core.step()
+print(json.dumps(missed))
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_request_with_logprobs_compiles_nothing(model: Path, tmp_path: Path) -> None:
+    """Bug: two kernels for each number of alternatives, which the first to ask waits for."""
+    config = {"model": str(model), "device": "cuda", "load_format": "dummy"}
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, json.dumps(config)],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []
