@@ -12,6 +12,7 @@ from deployments.adapters.record_store import AdapterRecord
 from deployments.api import adapters
 from deployments.api.agents import messages
 from deployments.api.agents.answer import ItemAnswer
+from deployments.api.agents.background import BackgroundRuns
 from deployments.api.agents.store import ResponseStore
 from deployments.api.agents.turn import Turn
 from deployments.api.auth import authenticate
@@ -77,6 +78,7 @@ class Api:
         self.options = options
         self.in_flight = 0  # generation requests
         self.responses = ResponseStore(options.store_bytes)
+        self.background = BackgroundRuns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -263,6 +265,12 @@ class Api:
         else:
             answer = turn.answer(call, ids, past)
         generation = start(call, self.backend)
+        if (
+            turn is not None
+            and isinstance(answer, ItemAnswer)
+            and await turn.detach(exchange, answer, generation)
+        ):
+            return
         async with UntilDisconnect(exchange.receive, generation.abort):
             if call.stream:
                 await answer.stream(generation, exchange, self.options.keepalive_s)

@@ -13,7 +13,7 @@ from deployments.api.batches import routes as batches
 from deployments.api.fields import agents, generation, others, pooled
 from deployments.api.fields import liteqwen as lq
 from deployments.api.fields import ollama as ollama_fields
-from deployments.api.fields.schema import TEXT, Body, Schema, integer
+from deployments.api.fields.schema import BOOLEAN, TEXT, Body, Schema, integer, one_of
 from deployments.api.http.errors import (
     INVALID,
     NOT_FOUND,
@@ -434,18 +434,29 @@ ROUTES: tuple[Route, ...] = (
     Route(
         f"{responses.PATH}/{{id}}",
         responses.one,
-        get=Operation("An answer that was kept", NAMES, answer=_RESPONSE),
+        get=Operation(
+            "An answer that was kept, or is made in the background",
+            (400, *NAMES),
+            answer=_RESPONSE,
+            kinds=_STREAMS,
+            query={"stream": BOOLEAN, "starting_after": integer(0, 10**9 - 1)},
+        ),
         delete=Operation("Forget it", NAMES, answer=_GONE),
     ),
     Route(
         f"{responses.PATH}/{{id}}/cancel",
         responses.one,
-        post=Operation("Refused: nothing runs in the background", (400, *NAMES)),
+        post=Operation("End one in the background", (400, *NAMES), answer=_RESPONSE),
     ),
     Route(
         f"{responses.PATH}/{{id}}/input_items",
         responses.one,
-        get=Operation("What it answered", NAMES, answer=(*_LIST, "has_more")),
+        get=Operation(
+            "What it answered",
+            (400, *NAMES),
+            answer=(*_LIST, "has_more"),
+            query={**_PAGES, "limit": integer(1, 100), "order": one_of("asc", "desc")},
+        ),
     ),
     Route(
         f"{batches.FILES}/{{id}}",
@@ -498,6 +509,10 @@ def _pattern(path: str) -> re.Pattern[str]:
 _PATTERNS = [(_pattern(route.path), route) for route in ROUTES if "{" in route.path]
 
 
+# Routes of OpenAI's that are not there, and that a pattern would take for an id.
+_ELSEWHERE = frozenset({f"{responses.PATH}/compact"})
+
+
 def find(exchange: HttpExchange) -> Route:
     """The route of an exact path: nothing is normalised, so nothing can be smuggled past a check.
 
@@ -505,7 +520,7 @@ def find(exchange: HttpExchange) -> Route:
     """
     path = exchange.path
     route = EXACT.get(path) or next((r for p, r in _PATTERNS if p.fullmatch(path)), None)
-    if route is None:
+    if route is None or path in _ELSEWHERE:
         raise ApiError(
             404,
             "not_found",

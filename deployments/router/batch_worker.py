@@ -24,7 +24,8 @@ import msgspec
 
 from deployments.api.auth import known_caller
 from deployments.api.batches.folder import BatchFolder, Entry, new_file_id, whole_lines
-from deployments.api.http.errors import ApiError
+from deployments.api.http.errors import ApiError, internal
+from deployments.api.http.json_body import parse_json
 from deployments.api.options import ApiOptions
 from deployments.router.serve.handle_call import AsgiApp, post
 
@@ -37,6 +38,7 @@ AGAIN_SECONDS = 30.0  # after a failure of the work itself
 MAX_AT_ONCE = 64  # batches; they share the requests at once
 MAX_REQUESTS = 50_000  # of a batch: OpenAI's
 MAX_ERRORS = 100  # of a bad file that are told
+MAX_TRIES = 5  # of a batch whose work fails in itself, one after the other
 PRIORITY = 16  # behind all others: the last of the steps that a queue tells apart
 
 _PARTS = (("output", "output_file_id", "completed"), ("errors", "error_file_id", "failed"))
@@ -61,7 +63,8 @@ def asker(app: AsgiApp, options: Callable[[], ApiOptions]) -> Ask:
         # Its key's other requests take turns beside its batches, and not behind them.
         caller = replace(caller, tenant=f"{owner}/batch")
         priority = max(PRIORITY, caller.least_priority)
-        payload = msgspec.json.encode({**body, "priority": priority})
+        # The standard library's: msgspec writes no integers beyond 64 bits, and infinity as null.
+        payload = json.dumps({**body, "priority": priority}).encode()
         return await post(app, path, payload, caller, id, seconds)
 
     return ask
@@ -77,6 +80,7 @@ class BatchWorker:
         self._task: asyncio.Task[None] | None = None
         self._batches: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, float] = {}  # batch -> when its next try may be, monotonic
+        self._failures: dict[str, int] = {}  # batch -> tries in a row that failed in themselves
         self._ended: set[str] = set()
         self._swept = -SWEEP_SECONDS
 
@@ -158,14 +162,22 @@ class BatchWorker:
             if len(self._batches) >= MAX_AT_ONCE:
                 return
             if id not in self._batches and self._again.get(id, now) <= now:
-                self._batches[id] = asyncio.create_task(_Run(self, entry).all())
+                run = _Run(self, entry)
+                hopeless = self._failures.get(id, 0) >= MAX_TRIES
+                self._batches[id] = asyncio.create_task(run.give_up() if hopeless else run.all())
 
     def _reap(self) -> None:
         for id, task in list(self._batches.items()):
             if task.done():
                 del self._batches[id]
                 self._again.pop(id, None)
-                if not task.cancelled() and (error := task.exception()) is not None:
+                error = None if task.cancelled() else task.exception()
+                if error is None:
+                    self._failures.pop(id, None)
+                else:
+                    # A full disk may have room again; what a line itself causes stays.
+                    if not isinstance(error, OSError):
+                        self._failures[id] = self._failures.get(id, 0) + 1
                     self._again[id] = time.monotonic() + AGAIN_SECONDS
                     logger.error("batch %s: another try follows", id, exc_info=error)
 
@@ -214,6 +226,13 @@ class _Run:
         self._told[f"{status}_at"] = int(time.time())
         await asyncio.to_thread(self._folder.save, self._entry)
 
+    async def give_up(self) -> None:
+        """The work has failed too often: what was answered is told, and no more is asked."""
+        message = f"the work on this batch failed {MAX_TRIES} times; the router's log says why"
+        error = {"code": "internal_error", "message": message, "line": None, "param": None}
+        self._told["errors"] = {"object": "list", "data": [error]}
+        await self._publish("failed")
+
     async def _fails(self, errors: list[dict[str, Any]]) -> None:
         self._told["errors"] = {"object": "list", "data": errors}
         await self._becomes("failed")
@@ -227,17 +246,17 @@ class _Run:
         def wrong(code: str, message: str, line: int | None, param: str | None = None) -> None:
             errors.append({"code": code, "message": message, "line": line, "param": param})
 
-        with self._input.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if len(errors) >= MAX_ERRORS:
-                    break
-                if not raw.strip():
-                    continue
-                total += 1
-                if total > MAX_REQUESTS:
-                    wrong("too_many_tasks", f"at most {MAX_REQUESTS} requests", number)
-                    break
-                _check_line(raw, self._told["endpoint"], seen, number, wrong)
+        for number, line in self._lines():
+            if len(errors) >= MAX_ERRORS:
+                break
+            total += 1
+            if total > MAX_REQUESTS:
+                wrong("too_many_tasks", f"at most {MAX_REQUESTS} requests", number)
+                break
+            if isinstance(line, ApiError):
+                wrong("invalid_json_line", line.message, number)
+            else:
+                _check_line(line, self._told["endpoint"], seen, number, wrong)
         if not total and not errors:
             wrong("empty_file", "the input file has no request", None, "input_file_id")
         return total, errors
@@ -251,18 +270,31 @@ class _Run:
             found.update(ids)
         return found
 
+    def _lines(self) -> Generator[tuple[int, dict[str, Any] | ApiError]]:
+        """The lines of the input that are not blank, by number, as the HTTP API would read them;
+        the error of one that it would refuse. All that reads the input reads it here."""
+        with self._input.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if not raw.strip():
+                    continue
+                try:
+                    line = parse_json(raw)
+                except ApiError as error:
+                    yield number, error
+                    continue
+                if not isinstance(line, dict):
+                    line = ApiError(400, "invalid_type", "the line is not a JSON object")
+                yield number, line
+
     def _open_lines(self) -> Generator[dict[str, Any]]:
         done = self._done()
-        with self._input.open("rb") as file:
-            for raw in file:
-                if raw.strip():
-                    line = msgspec.json.decode(raw)
-                    if line["custom_id"] not in done:
-                        yield line
+        for _, line in self._lines():
+            if isinstance(line, dict) and line["custom_id"] not in done:
+                yield line
 
     def _stopped(self) -> str | None:
         """Why no request is sent any more."""
-        if self._folder.cancelled(self._told["id"]):
+        if self._folder.cancelled_at(self._told["id"]) is not None:
             return "cancelled"
         return "expired" if time.time() >= self._told["expires_at"] else None
 
@@ -289,9 +321,8 @@ class _Run:
                 file.close()
         if stopped is not None:
             await asyncio.to_thread(self._tell_rest, *_REST[stopped])
-            self._told["cancelling_at" if stopped == "cancelled" else "expired_at"] = int(
-                time.time()
-            )
+            if stopped == "expired":
+                self._told["expired_at"] = int(time.time())
         await self._becomes("finalizing")
 
     async def _some(self) -> None:
@@ -310,9 +341,13 @@ class _Run:
         while True:
             async with self._worker.slots:
                 left = max(1.0, self._told["expires_at"] - time.time())
-                status, headers, answer = await self._worker.ask(
-                    self._entry.owner, line["url"], line["body"], id, left
-                )
+                try:
+                    status, headers, answer = await self._worker.ask(
+                        self._entry.owner, line["url"], line["body"], id, left
+                    )
+                except Exception:  # it would come again with each try of the batch
+                    logger.exception("batch %s: the request %s failed", self._told["id"], id)
+                    status, headers, answer = 500, {}, internal().body()
             wait = _wait_of(status, headers)
             if wait is None or wait > left:
                 break
@@ -342,9 +377,10 @@ class _Run:
                 file.write(_told_line(id, line["custom_id"], None, error))
                 self._counts["failed"] += 1
 
-    async def _publish(self) -> None:
+    async def _publish(self, ended: str = "completed") -> None:
         """What has been written becomes files. After a crash it goes on: ids are kept first."""
         told = self._told
+        told["cancelling_at"] = self._folder.cancelled_at(told["id"])
         for kind, field, _ in _PARTS:
             path = self._part(kind)
             if told[field] is None and path.exists() and path.stat().st_size:
@@ -361,10 +397,9 @@ class _Run:
                     self._entry.keep,
                     told[field],
                 )
-        ended = "completed"
         if told["expired_at"]:
             ended = "expired"
-        elif told["cancelling_at"]:
+        elif told["cancelling_at"] and ended == "completed":
             ended = "cancelled"
         await self._becomes(ended)
         self._part("cancel").unlink(missing_ok=True)
@@ -400,15 +435,8 @@ def _input_is_gone() -> dict[str, Any]:
 
 
 def _check_line(
-    raw: bytes, endpoint: str, seen: set[str], number: int, wrong: Callable[..., None]
+    line: dict[str, Any], endpoint: str, seen: set[str], number: int, wrong: Callable[..., None]
 ) -> None:
-    try:
-        line = json.loads(raw)
-    except ValueError:
-        line = None
-    if not isinstance(line, dict):
-        wrong("invalid_json_line", "the line is not a JSON object", number)
-        return
     custom_id, body = line.get("custom_id"), line.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         wrong("missing_required_parameter", "custom_id must be a string", number, "custom_id")

@@ -7,7 +7,7 @@ of its events again and leaves those out.
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -90,8 +90,9 @@ class Naming:
         format = call.output.format if call.output is not None else None
         return cls(number, format is not None and format.short_ids)
 
-    def call(self, index: int) -> str:
-        return call_id(self._number, 0, index, self._short)
+    def call(self, index: int, prefix: str = "") -> str:
+        """prefix: of a dialect's own ids, whatever form the model's have."""
+        return call_id(self._number, 0, index, self._short and not prefix, prefix or "call_")
 
     def item(self, prefix: str, index: int) -> str:
         return f"{prefix}_{self._number.hex()}{index:04x}"
@@ -202,6 +203,23 @@ class ItemAnswer:
             self.writer.fail(error if isinstance(error, ApiError) else from_backend(error))
             await exchange.write(self._lines(), more=False)
 
+    async def run(self, generation: Generation, tell: Callable[[], bool]) -> None:
+        """Go on without a connection until the end. tell: called where there may be new events;
+        false where none are wanted any more. Raises ApiError, MantaError."""
+        while self.choice.finish_reason is None:
+            deltas = await _some(generation)
+            if not tell():
+                return
+            for delta in deltas:
+                self._feed(delta, generation)
+            tell()
+
+    def take_events(self) -> list[bytes]:
+        """Those that are new, each as it stands in a stream."""
+        new, wire = list(map(_event, self.writer.wire.new)), self.writer.wire
+        wire.new.clear()
+        return new
+
     def _feed(self, delta: Delta, generation: Generation) -> None:
         choice, ids = self.choice, self.ids
         if choice.finish_reason is not None:
@@ -243,9 +261,14 @@ class ItemAnswer:
             if ids is not None:
                 ids.tell(number)
                 out.append(ids.line())
-            out.append(b"event: %b\ndata: %b\n\n" % (name.encode(), _json(fields)))
+            out.append(_event((name, fields)))
         wire.new.clear()
         return b"".join(out)
+
+
+def _event(event: tuple[str, dict[str, Any]]) -> bytes:
+    name, fields = event
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _json(fields))
 
 
 def new_number(ids: EventIds | None) -> tuple[bytes, int]:

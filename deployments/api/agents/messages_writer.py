@@ -75,7 +75,7 @@ class MessagesWriter:
             self._close()
         elif kind == "call":
             self._close()
-            id = self._naming.call(self._calls)
+            id = self._naming.call(self._calls, "toolu_")
             self._calls += 1
             self._begin(kind, {"type": "tool_use", "id": id, "name": text, "input": {}})
         elif kind == "arguments":

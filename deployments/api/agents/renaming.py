@@ -37,16 +37,18 @@ class Renaming:
     def error(self, error: ApiError | MantaError) -> ApiError:
         """The same, about the request's own field."""
         told = error if isinstance(error, ApiError) else from_backend(error)
-        if told.param is None or (own := self.name(told.param)) == told.param:
+        own = None if told.param is None else self.name(told.param)
+        message = _PLACE.sub(lambda at: self.name(at[0]), told.message)
+        if told.param is not None and own is not None and _PLACE.fullmatch(told.param) is None:
+            plain = rf"(?<![\w.\]]){re.escape(told.param)}(?![\w\[])"
+            message = re.sub(plain, lambda _: own, message)
+        if own == told.param and message == told.message:
             return told
         return ApiError(
-            told.status,
-            told.code,
-            told.message.replace(told.param, own),
-            param=own,
-            kind=told.kind,
-            headers=told.headers,
+            told.status, told.code, message, param=own, kind=told.kind, headers=told.headers
         )
 
 
 _CUTS = re.compile(r"[.\[#]")
+# A field inside of another one, as messages name it.
+_PLACE = re.compile(r"[A-Za-z_]\w*(?:\[\d+\]|\.[A-Za-z_]\w*)+")

@@ -33,7 +33,8 @@ _INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
 class ResponsesRequest:
     """chat: the body of the chat. names: of its fields in this request. echo: what the answer
     repeats. items: the conversation so far, for the store. places: name of a function in the chat
-    -> (namespace or "", its own name). custom: those of them that take a text."""
+    -> (namespace or "", its own name). custom: those of them that take a text.
+    stream: events of an answer in the background are wanted; the chat knows nothing of it."""
 
     chat: dict[str, Any]
     names: Renaming
@@ -43,6 +44,8 @@ class ResponsesRequest:
     places: dict[str, tuple[str, str]] = field(default_factory=dict)
     custom: frozenset[str] = frozenset()
     store: bool = False
+    background: bool = False
+    stream: bool = False
 
 
 def responses_request(
@@ -101,13 +104,19 @@ def _check_names(body: dict[str, Any], strict: bool) -> list[str]:
 
 
 def _switches(body: dict[str, Any], made: ResponsesRequest, stores: bool) -> None:
-    if take_bool(body, "background"):
-        raise invalid(
-            "background is not supported; a stream with event ids outlives its connection",
-            "background",
-            "not_supported",
-        )
     made.store = take_bool(body, "store", stores) and stores
+    made.background = take_bool(body, "background")
+    if made.background:
+        if not stores:
+            raise invalid(
+                "background needs answers that are kept: the operator sets http.store_bytes",
+                "background",
+                "not_supported",
+            )
+        if not made.store:
+            raise invalid("background needs store: true", "background", "conflicting_fields")
+        made.stream = take_bool(made.chat, "stream")
+        made.chat.pop("stream", None)
     if body.get("store") and not stores:
         made.ignored.append("store")
     truncation = body.get("truncation")
@@ -382,10 +391,12 @@ def _texts(parts: Any) -> list[str]:
 
 
 def _format_echo(format: dict[str, Any]) -> dict[str, Any]:
-    """As asked; of a schema with the fields that Open Responses wants, null where empty."""
+    """As asked, without what is null. Of a schema with the fields that Open Responses requires,
+    where OpenAI's description is a text and never null."""
+    told = {name: value for name, value in format.items() if value is not None}
     if format.get("type") != "json_schema":
-        return format
-    return {"description": None, **format, "strict": bool(format.get("strict"))}
+        return told
+    return {"description": "", **told, "strict": bool(format.get("strict"))}
 
 
 def _echo(body: dict[str, Any], made: ResponsesRequest) -> dict[str, Any]:
@@ -414,7 +425,7 @@ def _echo(body: dict[str, Any], made: ResponsesRequest) -> dict[str, Any]:
         "max_output_tokens": body.get("max_output_tokens"),
         "max_tool_calls": body.get("max_tool_calls"),
         "store": made.store,
-        "background": False,
+        "background": made.background,
         "service_tier": "default",
         "metadata": body.get("metadata") or {},
         "safety_identifier": body.get("safety_identifier"),

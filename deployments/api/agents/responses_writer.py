@@ -52,10 +52,21 @@ class ResponsesWriter:
         return self._response
 
     def open(self, usage: Usage) -> None:
+        if self._request.background:
+            self._response["status"] = "queued"
         self._push("response.created", response={**self._response, "output": []})
+        if self._request.background:
+            self._push("response.queued", response={**self._response, "output": []})
+        else:
+            self._progress()
+
+    def _progress(self) -> None:
+        self._response["status"] = "in_progress"
         self._push("response.in_progress", response={**self._response, "output": []})
 
     def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
+        if self._response["status"] == "queued":
+            self._progress()
         kind, text = event
         if kind == "end":
             self._close("completed")
@@ -77,6 +88,8 @@ class ResponsesWriter:
             self._about(f"response.{part}.delta", content_index=0, delta=text, **more)
 
     def end(self, reason: str, stop: str | int | None, usage: Usage) -> None:
+        if self._response["status"] == "queued":
+            self._progress()
         status = _STATUS.get(reason, "completed")
         self._close(status)
         if not self._items:
@@ -85,7 +98,7 @@ class ResponsesWriter:
         self._response["status"] = status
         self._response["usage"] = {
             "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.cached},
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.output,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning},
             "total_tokens": usage.prompt + usage.output,
@@ -101,6 +114,11 @@ class ResponsesWriter:
         self._response["status"] = "failed"
         self._response["error"] = {"code": error.code, "message": error.message}
         self._push("response.failed", response=self._response)
+
+    def cancel(self) -> None:
+        self._close("incomplete")
+        self._response["status"] = "cancelled"
+        self._push("response.cancelled", response=self._response)
 
     # --- items ---
 

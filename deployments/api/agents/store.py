@@ -14,16 +14,18 @@ SECONDS = 30 * 86400.0
 
 @dataclass(slots=True)
 class StoredResponse:
-    """response: its JSON. items: of the conversation before its output, as JSON."""
+    """response: its JSON. items: of the conversation before its output, as JSON. events: as they
+    stand in a stream, each under its sequence_number, where they were recorded."""
 
     owner: str
     response: bytes
     items: bytes
     until: float
+    events: list[bytes] | None = None
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.items)
+        return len(self.response) + len(self.items) + sum(map(len, self.events or ()))
 
 
 class ResponseStore:
@@ -35,13 +37,23 @@ class ResponseStore:
         self._known: OrderedDict[str, StoredResponse] = OrderedDict()
 
     @property
+    def max_bytes(self) -> int:
+        return self._max_bytes
+
+    @property
     def on(self) -> bool:
         return self._max_bytes > 0
 
-    def put(self, id: str, owner: str, response: Any, items: list[dict[str, Any]]) -> None:
-        made = StoredResponse(
-            owner, msgspec.json.encode(response), msgspec.json.encode(items), _now() + SECONDS
-        )
+    def put(
+        self,
+        id: str,
+        owner: str,
+        response: Any,
+        items: list[dict[str, Any]],
+        events: list[bytes] | None = None,
+    ) -> None:
+        told, before = msgspec.json.encode(response), msgspec.json.encode(items)
+        made = StoredResponse(owner, told, before, _now() + SECONDS, events)
         self._drop(id)
         if made.size > self._max_bytes:
             return

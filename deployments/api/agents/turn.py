@@ -10,7 +10,7 @@ from deployments.api.generation.answer.event_ids import EventIds
 from deployments.api.generation.openai_request import OpenAIRequest
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
-from deployments.backend import RecalledChoice
+from deployments.backend import Generation, RecalledChoice
 from engine.errors import MantaError
 
 
@@ -39,6 +39,12 @@ class Turn(ABC):
     def answer(
         self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer: ...
+
+    async def detach(
+        self, exchange: HttpExchange, answer: ItemAnswer, generation: Generation
+    ) -> bool:
+        """Whether the answer goes on without the connection, which was answered then."""
+        return False
 
     def name(self, path: str) -> str:
         """Of a field of the chat, in the request."""

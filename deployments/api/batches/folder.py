@@ -136,16 +136,23 @@ class BatchFolder:
         return [self._as_told(entry) for entry in _list(self._batches, owner)]
 
     def _as_told(self, entry: Entry) -> Entry:
-        if entry.told["status"] in RUNNING and self.cancelled(entry.told["id"]):
-            entry.told["status"] = "cancelling"
+        if entry.told["status"] in RUNNING:
+            since = self.cancelled_at(entry.told["id"])
+            if since is not None:
+                entry.told |= {"status": "cancelling", "cancelling_at": since}
         return entry
 
     def cancel(self, id: str) -> None:
-        """The worker notices it."""
-        self.part(id, "cancel").touch(mode=0o600)
+        """The worker notices it. Its time is that of the first call."""
+        with contextlib.suppress(FileExistsError):
+            self.part(id, "cancel").touch(mode=0o600, exist_ok=False)
 
-    def cancelled(self, id: str) -> bool:
-        return self.part(id, "cancel").exists()
+    def cancelled_at(self, id: str) -> int | None:
+        """Unix seconds; None: it is not to be cancelled."""
+        try:
+            return int(self.part(id, "cancel").stat().st_mtime)
+        except FileNotFoundError:
+            return None
 
     def part(self, id: str, kind: str) -> Path:
         """kind: "output", "errors" or "cancel"."""

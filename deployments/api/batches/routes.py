@@ -6,7 +6,6 @@ import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -50,10 +49,6 @@ def _folder(api: "Api") -> BatchFolder:
     return folder
 
 
-def _query(exchange: HttpExchange) -> dict[str, str]:
-    return dict(parse_qsl(exchange.query.decode("latin-1"), max_num_fields=16))
-
-
 async def files(api: "Api", exchange: HttpExchange) -> None:
     """GET and POST of /v1/files."""
     folder, owner = _folder(api), exchange.caller.id
@@ -62,7 +57,7 @@ async def files(api: "Api", exchange: HttpExchange) -> None:
         await _answer_one(exchange, entry)
         return
     found = await asyncio.to_thread(folder.files, owner)
-    purpose = _query(exchange).get("purpose")
+    purpose = exchange.parameters().get("purpose")
     entries = [entry for entry in found if purpose in (None, entry.told["purpose"])]
     await _answer_list(exchange, entries, 10_000, 10_000)
 
@@ -122,7 +117,7 @@ async def one_batch(api: "Api", exchange: HttpExchange) -> None:
         if entry.told["status"] not in (*RUNNING, "cancelling"):
             raise invalid(f"this batch is {entry.told['status']} already", "id")
         await asyncio.to_thread(folder.cancel, id)
-        entry.told["status"] = "cancelling"
+        entry = await asyncio.to_thread(folder.batch, id, exchange.caller.id) or entry
     await _answer_one(exchange, entry)
 
 
@@ -195,7 +190,7 @@ async def _answer_one(exchange: HttpExchange, entry: Entry) -> None:
 
 async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int, most: int) -> None:
     """A page of them: `limit` and `after` of the query."""
-    query = _query(exchange)
+    query = exchange.parameters()
     limit, after = query.get("limit", str(usual)), query.get("after")
     if not limit.isdecimal() or not 1 <= int(limit) <= most:
         raise invalid(f"limit must be 1 to {most}", "limit")

@@ -127,7 +127,7 @@ _RESPONSES: Mapping[str, Schema] = {
         "maxProperties": MAX_METADATA,
     },
     "top_logprobs": TOP_LOGPROBS,
-    "background": one_of(False),
+    "background": BOOLEAN,
 }
 # Repeated in the answer, without effect otherwise.
 RESPONSES_REPEATED = frozenset(

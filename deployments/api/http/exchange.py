@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any
+from urllib.parse import parse_qsl
 
 from deployments.api.caller import ANYONE, Caller
 from deployments.api.http.errors import ApiError, Headers
@@ -75,6 +76,13 @@ class HttpExchange:
         self._header_bytes = sum(len(n) + len(v) for n, v in scope["headers"])
         self._header_count = len(scope["headers"])
         self._url_bytes = len(scope.get("raw_path") or self.path) + len(self.query)
+
+    def parameters(self) -> dict[str, str]:
+        """Of the query; of equal names the last. Raises ApiError 400."""
+        try:
+            return dict(parse_qsl(self.query.decode("latin-1"), max_num_fields=16))
+        except ValueError:
+            raise ApiError(400, "invalid_value", "the query has more than 16 fields") from None
 
     def values(self, name: bytes) -> list[bytes]:
         """All values of a header; name in lower case."""

@@ -140,6 +140,8 @@ def _schema(body: Body, options: "ApiOptions") -> Schema:
             "properties": names,
             "additionalProperties": False,
         }
+    if "background" in schema["properties"] and not options.store_bytes:
+        schema["properties"]["background"] = {"enum": [False, None]}
     return schema
 
 

@@ -15,11 +15,11 @@ from engine.text.detokenizer import ChoiceDecoder, Decoded, open_at
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
-def call_id(number: bytes, choice: int, index: int, short: bool) -> str:
+def call_id(number: bytes, choice: int, index: int, short: bool, prefix: str = "call_") -> str:
     """Of a call: the same whenever this answer is computed again. number: the answer's own."""
     digest = hashlib.blake2b(b"%b %d %d" % (number, choice, index), digest_size=32).digest()
     letters = "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
-    return letters[:9] if short else f"call_{letters[:24]}"
+    return letters[:9] if short else f"{prefix}{letters[:24]}"
 
 
 class ParsedChoice:

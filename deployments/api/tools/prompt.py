@@ -1,6 +1,8 @@
 """render_options: what tools and reasoning add to the rendering of a chat."""
 
+import hashlib
 import json
+import re
 from typing import Any
 
 from deployments.api.http.errors import invalid
@@ -21,6 +23,7 @@ To call one, write a JSON object with its name and arguments between these tags:
 <tool_call>
 {{"name": "a function's name", "arguments": {{"an argument": "its value"}}}}
 </tool_call>"""
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -63,6 +66,8 @@ def render_options(
         messages[:] = _one_call_each(messages)
     if known.calls is not None and known.calls.named_ids:
         _name_ids(messages)
+    if known.calls is not None and known.calls.short_ids:
+        _shorten_ids(messages)
     if known.text_arguments or known.empty_content or known.no_content or known.plan:
         for message in messages:
             _adapt(message, known)
@@ -150,6 +155,22 @@ def _name_ids(messages: list[dict[str, Any]]) -> None:
             count += 1
         if message["role"] == "tool":
             message["tool_call_id"] = ids[message["tool_call_id"]]
+
+
+def _shorten_ids(messages: list[dict[str, Any]]) -> None:
+    """Ids of calls in the form that the template takes: those of other dialects and of other
+    servers have another one."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            call["id"] = _short(call["id"])
+        if message["role"] == "tool":
+            message["tool_call_id"] = _short(message["tool_call_id"])
+
+
+def _short(id: str) -> str:
+    if _SHORT_ID.fullmatch(id):
+        return id
+    return hashlib.blake2b(id.encode(), digest_size=16).hexdigest()[:9]
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deployments.api.app import Api, build_asgi
 from deployments.api.batches.folder import BatchFolder, BatchSettings
@@ -471,3 +474,132 @@ def test_manta_batch_waits_for_its_answers(tmp_path: Path, monkeypatch: Any) -> 
     with serve(working) as port:
         assert run(source, output, f"http://127.0.0.1:{port}", None, None) == 0
     assert len(output.read_text().splitlines()) == 3
+
+
+def line_of(body: bytes, id: str = '"c0"') -> bytes:
+    head = b'{"custom_id": %b, "method": "POST", "url": "%b", "body": ' % (
+        id.encode(),
+        URL.encode(),
+    )
+    return head + body + b"}"
+
+
+GOOD = b'{"model": "tiny", "prompt": "x", "max_tokens": 2}'
+ODD = {
+    "nan": line_of(b'{"model": "tiny", "prompt": "x", "temperature": NaN}'),
+    "infinity": line_of(b'{"model": "tiny", "prompt": "x", "temperature": -Infinity}'),
+    "too large": line_of(b'{"model": "tiny", "prompt": "x", "temperature": 1e999}'),
+    "huge": line_of(b'{"model": "tiny", "prompt": "x", "seed": %b}' % (b"9" * 4000)),
+    "64 bits": line_of(b'{"model": "tiny", "prompt": "x", "seed": 99999999999999999999}'),
+    "twice": line_of(b'{"model": "tiny", "prompt": "x", "prompt": "y"}'),
+    "two ids": line_of(GOOD)[:-1] + b', "custom_id": "c1"}',
+    "half a character": line_of(b'{"model": "tiny", "prompt": "\\ud800"}'),
+    "half an id": line_of(GOOD, '"\\udfff"'),
+    "bom": b"\xef\xbb\xbf" + line_of(GOOD),
+    "deep": line_of(b'{"model": "tiny", "prompt": "x", "user": %b}' % (b"[" * 99 + b"]" * 99)),
+    "deeper": line_of(b'{"model": "tiny", "prompt": %b}' % (b"[" * 50000 + b"]" * 50000)),
+    "crlf": line_of(GOOD) + b"\r\n\r",
+    "blank": b" \t\r\n" + line_of(GOOD) + b"\n\x0c",
+    "not utf-8": line_of(b'{"model": "tiny", "prompt": "\xff"}'),
+    "utf-16": line_of(GOOD).decode().encode("utf-16"),
+    "trailing": line_of(GOOD) + b" x",
+    "comma": line_of(b'{"model": "tiny", "prompt": "x",}'),
+    "control": line_of(b'{"model": "tiny", "prompt": "\x01"}'),
+    "list": b"[1]",
+}
+
+
+def end_of(path: Path, source: bytes) -> dict[str, Any]:
+    """The batch of a file, once its worker has nothing more to do: in one go, as a second try
+    comes only after 30 s."""
+    api = api_of(path)
+
+    async def through() -> dict[str, Any]:
+        client = Client(api)
+        batch = await begin(client, source)
+        async with asyncio.timeout(20):
+            await worker_of(api).work()
+        told: dict[str, Any] = await look(client, f"/v1/batches/{batch['id']}")
+        return told
+
+    return asyncio.run(through())
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_no_line_keeps_a_batch_open(tmp_path: Path, name: str) -> None:
+    """A line that one reader of JSON takes and the next one does not: nothing is ever answered."""
+    good = line_of(GOOD, '"good"')
+    told = end_of(tmp_path, good + b"\n" + ODD[name] + b"\n")
+    if told["status"] == "failed":
+        assert told["errors"]["data"][0]["line"] in (2, 3)
+        assert told["errors"]["data"][0]["message"]
+    else:
+        assert told["status"] == "completed"
+        counts = told["request_counts"]
+        assert counts["completed"] + counts["failed"] == counts["total"] == 2
+
+
+ODD_PIECES = rb"""NaN 1e400 "\ud800" [ ] { } "custom_id" "a" : , null""".split()
+PIECES = st.sampled_from(
+    [*ODD_PIECES, GOOD, b"9" * 30, b"\xff", b"\xef\xbb\xbf", b" ", b"\r", b"\n", b"\x0c", b"\0"]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(PIECES, st.just(line_of(GOOD))), max_size=6).map(b"".join))
+def test_any_bytes_come_to_an_end(source: bytes) -> None:
+    """Bytes that are valid in one place and not in the next."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = end_of(Path(folder), line_of(GOOD, '"good"') + b"\n" + source)
+    assert told["status"] in ("completed", "failed")
+
+
+def test_work_that_fails_in_itself_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of ours that comes again with each try, for the 24 hours of a batch; and one of a
+    single request that takes the others with it."""
+    monkeypatch.setattr("deployments.router.batch_worker.AGAIN_SECONDS", 0.0)
+    api = api_of(tmp_path)
+    worker = worker_of(api)
+
+    async def fails(*_: Any) -> Any:
+        raise TypeError("a fault")
+
+    async def through() -> None:
+        client = Client(api)
+        batch = await begin(client, lines(2))
+        worker.ask = fails
+        async with asyncio.timeout(20):
+            await worker.work()
+        told = await look(client, f"/v1/batches/{batch['id']}")
+        assert told["status"] == "completed" and told["request_counts"]["failed"] == 2
+        batch = await begin(client, lines(2))
+        monkeypatch.setattr("deployments.router.batch_worker._told_line", fails)
+        monkeypatch.setattr("deployments.router.batch_worker._Run._answer_all", fails)
+        async with asyncio.timeout(20):
+            await worker.work()
+        told = await look(client, f"/v1/batches/{batch['id']}")
+        assert told["status"] == "failed" and told["errors"]["data"][0]["code"] == "internal_error"
+
+    asyncio.run(through())
+
+
+def test_cancelling_has_its_time(tmp_path: Path) -> None:
+    """`cancelling_at` came with `cancelled_at` only, when clients no longer ask."""
+    api = api_of(tmp_path)
+
+    async def through() -> None:
+        client = Client(api)
+        id = (await begin(client, lines(3)))["id"]
+        seen = [(await client.request("POST", f"/v1/batches/{id}/cancel")).json()]
+        seen.append(await look(client, f"/v1/batches/{id}"))
+        seen += (await look(client, "/v1/batches"))["data"]
+        since = seen[0]["cancelling_at"]
+        assert abs(time.time() - since) < 5
+        for told in seen:
+            assert (told["status"], told["cancelling_at"]) == ("cancelling", since)
+        await worker_of(api).work()
+        told = await look(client, f"/v1/batches/{id}")
+        assert (told["status"], told["cancelling_at"]) == ("cancelled", since)
+        assert told["cancelled_at"] >= since
+
+    asyncio.run(through())

@@ -360,7 +360,8 @@ def test_kept_answers() -> None:
     assert first["store"] is True
     path = f"/{first['id']}"
     assert ask("GET", path).json() == first
-    assert ask("GET", f"{path}/input_items").json()["data"][0]["content"] == "hello"
+    (asked,) = ask("GET", f"{path}/input_items").json()["data"]
+    assert asked["content"] == [{"type": "input_text", "text": "hello"}]
     backend.script = "sunny"
     result = {
         "type": "function_call_output",
