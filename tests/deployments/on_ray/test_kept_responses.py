@@ -62,6 +62,12 @@ def test_a_deployed_endpoint_keeps_answers(
         assert client.responses.retrieve(first.id).output == first.output
         assert again.usage and first.usage
         assert again.usage.input_tokens > first.usage.input_tokens
+        later = client.responses.create(
+            model="tiny", input="Hi", max_output_tokens=4, background=True
+        )
+        settled(lambda: client.responses.retrieve(later.id).status in ("completed", "incomplete"))
+        events = list(client.responses.retrieve(later.id, stream=True))
+        assert events[0].type == "response.created" and client.responses.cancel(later.id)
         client.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(first.id)

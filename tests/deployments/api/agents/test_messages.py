@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -322,3 +323,54 @@ def test_what_has_no_effect_is_named() -> None:
     assert set((reply.header("x-ignored-fields") or "").split(", ")) == {
         *("service_tier", "metadata.user_id", "unknown"),
     }
+
+
+def test_ids_of_calls_are_of_the_dialect_and_come_back() -> None:
+    """Ids that other servers' templates refuse: of this dialect, and of calls made elsewhere."""
+    strict = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+        "{{ raise_exception('nine letters') }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    backend = backend_with(strict + TEMPLATES["mistral"])
+    backend.script = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris", "days": 1}}]'
+    client = Client(build_asgi(backend))
+    tools = [{"name": "weather", "input_schema": CITY}]
+    user = {"role": "user", "content": "hello"}
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "tools": tools, "messages": [user]}
+
+    async def through() -> None:
+        answer = (await client.post("/v1/messages", body)).json()
+        (call,) = [one for one in answer["content"] if one["type"] == "tool_use"]
+        assert re.fullmatch(r"toolu_[A-Za-z0-9]{24}", call["id"])
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "sun"}
+        told = {"role": "assistant", "content": answer["content"]}
+        history = [user, told, {"role": "user", "content": [result]}]
+        reply = await client.post("/v1/messages", {**body, "messages": history})
+        assert reply.status == 200, reply.body
+
+    asyncio.run(through())
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        (
+            {"tools": [{"name": "f", "input_schema": {"type": "nothing"}}]},
+            ["tools[0].input_schema"],
+        ),
+        ({"stop_sequences": [1]}, ["stop_sequences"]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, ["text"]),
+        ({"thinking": {"type": "enabled", "budget_tokens": "x"}}, ["thinking.budget_tokens"]),
+    ],
+)
+def test_a_message_names_fields_of_the_request(fields: dict[str, Any], names: list[str]) -> None:
+    """`tools[0].function.parameters` and the like, which are fields of a chat."""
+    client = Client(build_asgi(backend_with(TEMPLATES["hermes"])))
+    user = {"role": "user", "content": "hello"}
+    body = {"model": MODEL, "max_tokens": 9, "messages": [user], **fields}
+    reply = asyncio.run(client.post("/v1/messages", body))
+    error = reply.json()["error"]
+    assert reply.status == 400
+    for name in names:
+        assert name in error["message"] and name in error["param"], error
+    assert "function" not in error["message"] and "_token_budget" not in error["message"]
