@@ -49,18 +49,20 @@ def ended(client: openai.OpenAI, id: str) -> Any:
 def test_an_answer_is_polled_for(served: tuple[FakeBackend, Api, openai.OpenAI]) -> None:
     """An answer that waits for its tokens, is lost when its client leaves, or is another one."""
     backend, api, client = served
-    backend.first_pause = 1.0
+    backend.first_pause = 60.0
     first = client.responses.create(**LATER)
     assert (first.status, first.background, first.output) == ("queued", True, [])
     with pytest.raises(openai.BadRequestError) as early:
         client.responses.create(**BODY, previous_response_id=first.id)
     assert early.value.code == "response_not_ended"
+    client.responses.cancel(first.id)
+    backend.first_pause = 0.0
+    first = client.responses.create(**LATER)
     found = ended(client, first.id)
     plain = client.responses.create(**BODY)
     assert found.status == "completed" and found.output_text == plain.output_text != ""
     assert found.usage == plain.usage and api.in_flight == 0
     assert client.responses.cancel(first.id) == found, "it has ended, and says so"
-    backend.first_pause = 0.0
     follow = client.responses.create(**{**LATER, "previous_response_id": first.id})
     assert ended(client, follow.id).status == "completed"
     with pytest.raises(openai.BadRequestError):
