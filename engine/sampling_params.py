@@ -12,9 +12,9 @@ from engine.structured.grammar import Grammar
 from engine.structured.thinking import ThinkingBudget
 from engine.typecheck import fits, words
 
-MAX_N = 8
+MAX_N = 128  # OpenAI's
 MAX_LOGPROBS = 32
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 128
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
@@ -52,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     then Gumbel-max with noise that is a function of (seed, choice, position, token id) alone.
     Reported logprobs are of the raw model distribution, before any of these.
 
-    n: independent choices, 1..8.
+    n: independent choices, 1..128.
     max_tokens: output tokens at most; None = up to the context length.
     min_tokens: no end-of-sequence or stop token before this many output tokens.
     temperature: 0 = greedy; 0..2.
@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty, frequency_penalty: -2..2, over the output only (OpenAI's definition).
     seed: int64; None = decided at submission, so that a resumed request keeps its numbers:
         `seed_for`.
-    stop: a string or up to 4, of 1..256 bytes; the text is cut before the first one found.
+    stop: a string or up to 128, of 1..256 bytes; the text is cut before the first one found.
     stop_token_ids: end tokens beside the model's own.
     logprobs: None = none; k = the chosen token's and the k most likely (k <= 32).
     prompt_logprobs: the same for each prompt token but the first.

@@ -55,7 +55,7 @@ from deployments.api.ollama.writer import error_body as ollama_error
 from deployments.api.options import ApiOptions
 from deployments.api.page.live import LIVE
 from deployments.api.page.routes import FILES
-from deployments.api.routes import OPEN, find
+from deployments.api.routes import OPEN, find, versioned
 from deployments.api.served_model import asked_model
 from deployments.backend import Backend, RecalledChoice
 from engine.errors import MantaError, short_traceback
@@ -97,7 +97,7 @@ class Api:
         try:
             try:
                 exchange.check_envelope()
-                path = exchange.path
+                path = exchange.path = versioned(exchange.path)
                 if path.startswith(messages.PATH):
                     exchange.error_body = messages.error_body
                 elif path.startswith(ollama.PREFIX):

@@ -36,6 +36,7 @@ class ApiOptions:
         English.
     body_timeout_s: seconds in which the body of a request must have arrived.
     max_prompts: in one completions request; each becomes n requests to the engines.
+    max_choices: of all prompts of a request together.
     max_in_flight: generation requests at once; more are answered 503 with Retry-After. Bounds the
         router's memory: waiting requests hold their tokens and a connection each.
     share_by: by what waiting requests take turns: "api_key", "user" (the field) or the
@@ -69,6 +70,7 @@ class ApiOptions:
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0
     max_prompts: int = 32
+    max_choices: int = 256
     max_in_flight: int = 4096
     share_by: str = "api_key"
     deadline_s: float | None = None

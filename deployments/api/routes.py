@@ -513,13 +513,27 @@ _PATTERNS = [(_pattern(route.path), route) for route in ROUTES if "{" in route.p
 _ELSEWHERE = frozenset({f"{responses.PATH}/compact"})
 
 
+def _route(path: str) -> Route | None:
+    return EXACT.get(path) or next((r for p, r in _PATTERNS if p.fullmatch(path)), None)
+
+
+def versioned(path: str) -> str:
+    """The path with /v1 before it where it stands for nothing without: clients are given base
+    URLs without it, or with two of them. Called once, before any check of the path."""
+    if path.startswith("/v1/v1/"):
+        path = path[3:]
+    if path.startswith("/v1/") or _route(path) is not None or _route(f"/v1{path}") is None:
+        return path
+    return f"/v1{path}"
+
+
 def find(exchange: HttpExchange) -> Route:
     """The route of an exact path: nothing is normalised, so nothing can be smuggled past a check.
 
     Raises ApiError 404, 405.
     """
     path = exchange.path
-    route = EXACT.get(path) or next((r for p, r in _PATTERNS if p.fullmatch(path)), None)
+    route = _route(path)
     if route is None or path in _ELSEWHERE:
         raise ApiError(
             404,

@@ -411,6 +411,13 @@ class LimitsConfig(Section):
         description="Bytes of a request body, checked while reading. 4 MiB: a million characters "
         "of prompt with room.",
     )
+    choices: int = Field(
+        256,
+        ge=1,
+        le=4096,
+        description="Choices of one request: its prompts times `n`, which is at most 128. Each is "
+        "work of its own for a replica.",
+    )
     drain_seconds: float = Field(
         60.0,
         ge=0,

@@ -69,6 +69,7 @@ class RouterSettings:
     change_models: ChangeModels | None
     in_flight: int
     body_bytes: int
+    choices: int
     strict: bool
     share_by: str
     deadline_seconds: float | None
@@ -147,6 +148,7 @@ class Router:
             strict=settings.strict,
             share_prefixes=settings.share_prefixes,
             max_body_bytes=settings.body_bytes,
+            max_choices=settings.choices,
             max_in_flight=settings.in_flight,
             share_by=settings.share_by,
             deadline_s=settings.deadline_seconds,

@@ -54,7 +54,7 @@ def messages_request(
         )
     told = {name: value for name, value in body.items() if name not in MESSAGES_IGNORED}
     ignored = name_fields(sorted(n for n in MESSAGES_IGNORED & body.keys() if n != "cache_control"))
-    ignored += check_names(told, known, strict=False)
+    ignored += check_names(told, known, strict=False, generates=True)
     names = Renaming()
     chat = {name: body[name] for name in (MESSAGES.taken.keys() - _OWN) & body.keys()}
     chat["n"] = 1

@@ -100,7 +100,7 @@ def _check_names(body: dict[str, Any], strict: bool) -> list[str]:
         raise invalid(
             f"unknown field {shown(name)}{did_you_mean(name, known)}", name[:128], "unknown_field"
         )
-    return name_fields(sorted(found)) + check_names(rest, known, strict=strict)
+    return name_fields(sorted(found)) + check_names(rest, known, strict=strict, generates=True)
 
 
 def _switches(body: dict[str, Any], made: ResponsesRequest, stores: bool) -> None:

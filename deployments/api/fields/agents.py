@@ -50,7 +50,7 @@ _OURS: Mapping[str, Schema] = {
     **{
         name: schema
         for name, schema in SAMPLING.items()
-        if name not in ("n", "max_tokens", "logprobs", "prompt_logprobs")
+        if name not in ("n", "max_tokens", "max_new_tokens", "logprobs", "prompt_logprobs")
     },
     **QUEUED,
     "cache_salt": CACHE_SALT,

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from deployments.api.caller import LEAST_PRIORITY
 from deployments.api.fields.schema import (
     BOOLEAN,
-    ELSEWHERE,
     FILLED,
     NOTHING,
     NULL,
@@ -53,12 +52,15 @@ def _range(name: str) -> Schema:
     return number(low, high, above=name in ABOVE_LEAST)
 
 
+# Other servers' names -> the field that says the same.
+SAME_FIELDS: Mapping[str, str] = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
 # Fields of both routes that change what is generated or returned.
 SAMPLING: Mapping[str, Schema] = {
     **{name: _range(name) for name in RANGES},
+    **{name: _range(own) for name, own in SAME_FIELDS.items()},
     "top_k": integer(-1, RANGES["top_k"][1]),  # -1 is how other servers spell "all"
-    "stop": either(_STOP, list_of(_STOP, 0, MAX_STOP_STRINGS)),
+    "stop": either(_STOP, list_of(_STOP, 0, MAX_STOP_STRINGS), one_of("")),
     "stop_token_ids": list_of(TOKEN, 0, MAX_STOP_TOKEN_IDS),
     "include_stop_str_in_output": BOOLEAN,
     "ignore_eos": BOOLEAN,
@@ -226,13 +228,19 @@ _COMMON: Mapping[str, Schema] = {
     "structured_outputs": STRUCTURED_OUTPUTS,
     **{name: _GRAMMARS[kind] for name, kind in ALIASES.items()},
 }
-_OLD_TOOLS: Mapping[str, Schema] = {"functions": NOTHING, "function_call": NOTHING}
+_OLD_TOOLS: Mapping[str, Schema] = {
+    "functions": NOTHING,
+    "function_call": one_of(*NOTHING["enum"], "none", "auto"),
+}
 
 _CHAT: Mapping[str, Schema] = {
     **_COMMON,
     "messages": CHAT_MESSAGES,
     "max_tokens": integer(1, RANGES["max_tokens"][1]),
     "max_completion_tokens": integer(1, RANGES["max_tokens"][1]),
+    "max_new_tokens": integer(1, RANGES["max_tokens"][1]),
+    "include_reasoning": BOOLEAN,
+    "separate_reasoning": BOOLEAN,
     "logprobs": BOOLEAN,
     "top_logprobs": TOP_LOGPROBS,
     "tools": TOOLS,
@@ -248,10 +256,12 @@ _COMPLETION: Mapping[str, Schema] = {
     **_COMMON,
     "prompt": either(TEXT, list_of(TOKEN, 1), list_of(TEXT, 1), list_of(list_of(TOKEN, 1), 1)),
     "echo": BOOLEAN,
+    "max_completion_tokens": _range("max_tokens"),
+    "logprobs": either(_range("logprobs"), one_of(False)),
     "add_special_tokens": BOOLEAN,
 }
 COMPLETION = openai_body(
     _COMPLETION,
     ("prompt",),
-    {"suffix": NOTHING, **dict.fromkeys(("tools", *_OLD_TOOLS), ELSEWHERE)},
+    {"suffix": NOTHING, "tools": NOTHING, **_OLD_TOOLS},
 )

@@ -5,7 +5,7 @@ Nothing is dropped silently: a field is used, or named in x-ignored-fields, or r
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
@@ -46,6 +46,35 @@ NOT_ALLOWED = frozenset(
         "lora_path",
     }
 )
+# Fields of other servers that limit the output, with the values that limit nothing and what to do
+# instead: an answer without the limit is not what was asked for, so they are refused.
+LIMITS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "allowed_token_ids": (([],), "use structured_outputs"),
+    "bad_words": (([],), "use logit_bias"),
+    "bad_words_ids": (([],), "use logit_bias"),
+    "suppress_tokens": (([],), "use logit_bias"),
+    "begin_suppress_tokens": (([],), "use logit_bias"),
+    "force_words_ids": (([],), "use structured_outputs"),
+    "no_repeat_ngram_size": ((0,), "use repetition_penalty"),
+    "repetition_detection": ((), "use repetition_penalty"),
+    "use_beam_search": ((False,), "use n"),
+    "num_beams": ((1,), "use n"),
+    "length_penalty": ((1, 0), "it is of beam search"),
+    "early_stopping": ((False,), "it is of beam search"),
+    "truncate_prompt_tokens": ((), "shorten the prompt"),
+    "stop_regex": (([], ""), "use stop"),
+    "stop_words": (([], ""), "use stop"),
+    "stop_strings": (([], ""), "use stop"),
+    "stop_sequences": (([], ""), "use stop"),
+    "n_predict": ((-1,), "use max_tokens"),
+    "num_predict": ((-1,), "use max_tokens"),
+    "max_length": ((), "use max_tokens"),
+    "max_output_tokens": ((), "use max_tokens"),
+    "min_length": ((0,), "use min_tokens"),
+    "max_time": ((), "use deadline_seconds"),
+    "t_max_predict_ms": ((0, -1), "use deadline_seconds"),
+    "n_indent": ((0,), "use structured_outputs"),
+}
 _MAX_NAMED = 16  # ignored fields in the header
 _HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]/~$]")
 
@@ -56,10 +85,13 @@ def take_object(value: Any) -> dict[str, Any]:
     return value
 
 
-def check_names(body: dict[str, Any], known: frozenset[str], *, strict: bool) -> list[str]:
-    """The fields that will be ignored, as header-safe names.
+def check_names(
+    body: dict[str, Any], known: frozenset[str], *, strict: bool, generates: bool = False
+) -> list[str]:
+    """The fields that will be ignored, as header-safe names. generates: for a body of a
+    generation, whose LIMITS are refused.
 
-    Raises ApiError 400: field_not_allowed; unknown_field if strict.
+    Raises ApiError 400: field_not_allowed, not_supported; unknown_field if strict.
     """
     ignored: list[str] = []
     for name in body:
@@ -67,6 +99,14 @@ def check_names(body: dict[str, Any], known: frozenset[str], *, strict: bool) ->
             continue
         if name in NOT_ALLOWED:
             raise invalid(f"{name} cannot be set in a request", name, "field_not_allowed")
+        if generates and name in LIMITS:
+            neutral, instead = LIMITS[name]
+            value = body[name]
+            if value is None or any(
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+            ):
+                continue
+            raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
         if name in WITHOUT_EFFECT:
             if body[name] is None:
                 continue

@@ -121,7 +121,7 @@ async def chat_call(
     caller: Caller = ANYONE,
 ) -> OpenAIRequest:
     """size: bytes of the body. Raises ApiError."""
-    ignored = check_names(body, CHAT.known, strict=options.strict)
+    ignored = check_names(body, CHAT.known, strict=options.strict, generates=True)
     card = await find_model(body.get("model"), backend, caller)
 
     def work() -> OpenAIRequest:
@@ -136,6 +136,7 @@ async def chat_call(
         if not ids:
             raise invalid("the messages render to an empty prompt", "messages")
         call.prompts = [ids]
+        check_choices(call, options)
         call.output = plan_output(call.tokenizer, tools, ids, generation=opened)
         budget = take_int(body, "thinking_token_budget", -1, 2**31 - 1)  # -1: none
         if budget is not None and budget >= 0:
@@ -143,6 +144,16 @@ async def chat_call(
                 ignored.append("thinking_token_budget")
             else:
                 call.output.budget = budget
+        shows = take_bool(body, "include_reasoning", True)
+        separate = take_bool(body, "separate_reasoning", True)
+        if call.output is not None:
+            call.output.shows_reasoning = shows
+            if not separate and call.output.reasoning is not None:
+                raise invalid(
+                    "separate_reasoning: false is not supported; reasoning is told beside content",
+                    "separate_reasoning",
+                    "not_supported",
+                )
         call.ignored = ignored + call.ignored
         return call
 
@@ -216,7 +227,7 @@ async def completion_call(
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS,
 ) -> OpenAIRequest:
     """size: bytes of the body. max_tokens: of a body that names none. Raises ApiError."""
-    ignored = check_names(body, COMPLETION.known, strict=options.strict)
+    ignored = check_names(body, COMPLETION.known, strict=options.strict, generates=True)
     card = await find_model(body.get("model"), backend, caller)
     refuse_tools(body)
     if body.get("suffix"):
@@ -237,6 +248,7 @@ async def completion_call(
         await in_thread(fill, size)
     except TooManyTokens as error:
         raise too_many_tokens(error, "prompt") from None
+    check_choices(call, options)
     return call
 
 
@@ -308,11 +320,8 @@ def _common(
     if stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs", "conflicting_fields")
     best_of = take_int(body, "best_of", 1, MAX_N)
-    if best_of is not None:
-        if best_of != params.n:
-            raise invalid("best_of must equal n; choices are not ranked", "best_of")
-        if stream:
-            raise invalid("best_of cannot be streamed", "best_of")
+    if best_of is not None and best_of != params.n:
+        raise invalid("best_of must equal n; choices are not ranked", "best_of")
     return OpenAIRequest(
         card=card,
         tokenizer=tokenizer,
@@ -332,7 +341,7 @@ def _stream_options(value: Any, stream: bool) -> tuple[bool, list[str]]:
         return False, []
     if not isinstance(value, dict):
         raise wrong_type("stream_options", "an object")
-    if not stream:
+    if not stream and any(one not in (None, False) for one in value.values()):
         raise invalid("stream_options needs stream: true", "stream_options")
     usage = value.get("include_usage")
     if usage is not None and not isinstance(usage, bool):
@@ -341,12 +350,24 @@ def _stream_options(value: Any, stream: bool) -> tuple[bool, list[str]]:
     return bool(usage), others
 
 
+def check_choices(call: OpenAIRequest, options: ApiOptions) -> None:
+    """Raises ApiError 400 too_many_choices."""
+    count, most = len(call.prompts) * call.params.n, options.max_choices
+    if count > most:
+        raise invalid(
+            f"{len(call.prompts)} prompts with n {call.params.n} are {count} choices; one request "
+            f"takes {most} (limits.choices)",
+            "n",
+            "too_many_choices",
+        )
+
+
 def check_context(call: OpenAIRequest, body: dict[str, Any], *, chat: bool) -> None:
     """When the card is known to be the adapter's: it tells how much its virtual tokens leave.
     Raises InvalidRequest context_length_exceeded, about the prompt if that alone is too long;
     ApiError 400 where the log-probabilities of the prompt are too many."""
     limit, wanted = call.card.max_model_len, call.params.max_tokens
-    newer = chat and body.get("max_completion_tokens") is not None
+    newer = body.get("max_completion_tokens") is not None
     for ids in call.prompts:
         if len(ids) + (wanted or 1) > limit:
             param = "messages" if chat else "prompt"

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.api.fields.generation import SAMPLING
+from deployments.api.fields.generation import SAME_FIELDS, SAMPLING
 from deployments.api.generation.fields import take_int
 from deployments.api.http.errors import invalid, wrong_type
 from engine.errors import InvalidRequest
-from engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, RANGES, SamplingParams
 
-_AS_GIVEN = SAMPLING.keys() - {"logit_bias", "logprobs", "top_k", "max_tokens"}
+_AS_GIVEN = SAMPLING.keys() - {"logit_bias", "logprobs", "top_k", "max_tokens", *SAME_FIELDS}
 
 
 def sampling_params(
@@ -22,16 +22,18 @@ def sampling_params(
     """Defaults are the model's, then OpenAI's; null is the default. max_tokens: the route's
     default. defaults: of the model (`Tokenizer.sampling_defaults`).
 
-    chat: logprobs is a boolean with top_logprobs beside it, and max_tokens may be called
-        max_completion_tokens.
+    chat: logprobs is a boolean with top_logprobs beside it.
     Raises ApiError 400 naming the field.
     """
+    body = _one_name_each(body)
     given: dict[str, Any] = dict(defaults or {})
     given |= {name: body[name] for name in _AS_GIVEN & body.keys() if body[name] is not None}
+    if given.get("stop") == "":
+        del given["stop"]
     limit_name = "max_tokens"
     if (limit := body.get("max_tokens")) is None:
         limit = max_tokens
-    if chat and (other := body.get("max_completion_tokens")) is not None:
+    if (other := body.get("max_completion_tokens")) is not None:
         # Type first: true == 1 must not pass as agreement.
         if body.get("max_tokens") is not None and (type(limit), limit) != (type(other), other):
             raise invalid(
@@ -46,9 +48,10 @@ def sampling_params(
         given["top_k"] = 0 if type(top_k) is int and top_k == -1 else top_k
     if (bias := body.get("logit_bias")) is not None:
         given["logit_bias"] = _logit_bias(bias)
-    given["logprobs"] = (
-        _chat_logprobs(body) if chat else take_int(body, "logprobs", 0, MAX_LOGPROBS)
-    )
+    if chat:
+        given["logprobs"] = _chat_logprobs(body)
+    elif body.get("logprobs") is not False:
+        given["logprobs"] = take_int(body, "logprobs", 0, MAX_LOGPROBS)
     try:
         return SamplingParams(**given)
     except InvalidRequest as error:
@@ -58,12 +61,28 @@ def sampling_params(
         raise invalid(error.message, error.param, error.code) from None
 
 
+def _one_name_each(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with other servers' names of fields replaced by ours. Raises ApiError 400."""
+    others = {name for name in SAME_FIELDS.keys() & body.keys() if body[name] is not None}
+    if not others:
+        return body
+    made = dict(body)
+    for name in sorted(others):
+        own, value = SAME_FIELDS[name], body[name]
+        low, high = RANGES[own]
+        take_int(body, name, int(low), int(high))
+        if made.get(own) is not None and (type(made[own]), made[own]) != (int, value):
+            raise invalid(f"{own} and {name} differ; give one of them", name, "conflicting_fields")
+        made[own] = value
+    return made
+
+
 def _chat_logprobs(body: dict[str, Any]) -> int | None:
     wanted = body.get("logprobs")
     if wanted is not None and not isinstance(wanted, bool):
         raise wrong_type("logprobs", "true or false")
     top = take_int(body, "top_logprobs", 0, MAX_LOGPROBS)
-    if top is not None and not wanted:
+    if top and not wanted:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     return (top or 0) if wanted else None
 

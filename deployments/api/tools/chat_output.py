@@ -67,7 +67,8 @@ class ParsedChoice:
                 self.reasoning_tokens += 1
             decoded = self.decoder.feed([] if hidden else [token], finish, stop_token)
             self.decoder.num_tokens += hidden
-            self.is_content.append(self._take(decoded.text, bool(finish)))
+            said = self._take(decoded.text, bool(finish))
+            self.is_content.append(said or stop_token is not None)
             if self._stop is not None:
                 return Decoded("", "stop", self._stop, count)
         return self._ended(decoded, len(tokens))
@@ -141,8 +142,8 @@ class ParsedChoice:
         """Of a whole answer. Each call has `{}` for no arguments."""
         content = "".join(self.content)
         made: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.reasoning:
-            made["reasoning_content"] = "".join(self.reasoning)
+        if self.reasoning and self._plan.shows_reasoning:
+            made["reasoning_content"] = made["reasoning"] = "".join(self.reasoning)
         if (self.calls or self.reasoning) and not content:
             made["content"] = None
         if self.calls:
@@ -159,8 +160,9 @@ class ParsedChoice:
         for kind, text in self.new:
             if kind == "content":
                 made["content"] = made.get("content", "") + text
-            elif kind == "reasoning":
-                made["reasoning_content"] = made.get("reasoning_content", "") + text
+            elif kind == "reasoning" and self._plan.shows_reasoning:
+                thought = made.get("reasoning", "") + text
+                made["reasoning_content"] = made["reasoning"] = thought
             elif kind == "call":
                 id = self._id(number, choice, self._told)
                 calls.append({"index": self._told, "id": id, **self._called(text, "")})

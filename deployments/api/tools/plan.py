@@ -38,6 +38,7 @@ class OutputPlan:
     wrapper: tuple[str, ...] = ()  # see OutputParser
     raw: dict[str, frozenset[str]] = field(default_factory=dict)
     budget: int | None = None  # of thinking, in tokens
+    shows_reasoning: bool = True  # the answer has it
 
     @property
     def custom(self) -> frozenset[str]:

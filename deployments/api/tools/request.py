@@ -65,7 +65,8 @@ def refuse_tools(body: dict[str, Any]) -> None:
 
 def _refuse_functions(body: dict[str, Any]) -> None:
     for field in ("functions", "function_call"):
-        if body.get(field):
+        asks = field == "functions" or body.get(field) not in ("none", "auto")
+        if body.get(field) and asks:
             raise invalid(f"{field} is not supported; use tools", field, "not_supported")
 
 

@@ -103,7 +103,7 @@ SEMANTIC = frozenset(
 # What is left of these is the model's own affair.
 OF_THE_MODEL = ("truncate_prompt_tokens", "prompt_name", "dimensions")
 TOGETHER = (
-    *(("best_of", count) for count in range(2, 9)),
+    *(("best_of", count) for count in range(2, 129)),
     ("tool_choice", "required"),
     ("prompt", None),
 )

@@ -1,5 +1,6 @@
 """Routes that generate nothing: tokens, health, metrics, models; and what is counted of any."""
 
+import hashlib
 import re
 from asyncio import run
 
@@ -63,8 +64,6 @@ def test_health_ready_metrics_models(backend: FakeBackend) -> None:
         ("/v1/audio/speech", None),
         ("/v1/vector_stores", None),
         ("/v1/images/generations", None),
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/v1/v1/chat/completions", "/v1/chat/completions"),
         ("/v1/chat/completions/", "/v1/chat/completions"),
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/v1/health", "/health"),
@@ -81,6 +80,32 @@ def test_a_404_names_a_route_only_if_it_is_near(
     assert "served: /v1/chat/completions, /v1/completions, /v1/responses" in message
     hint = f', did you mean "{meant}"?;' if meant else ";"
     assert message.startswith(f'there is no "{path}"{hint} served: ')
+
+
+@pytest.mark.parametrize("before", ["", "/v1/v1"])
+def test_routes_are_served_without_v1(backend: FakeBackend, before: str) -> None:
+    """A base URL without /v1, or with two of them, was a 404; and must open nothing to anyone."""
+    client = Client(build_asgi(backend))
+    messages = [{"role": "user", "content": "hello"}]
+    for path, body in (
+        ("/chat/completions", {"messages": messages}),
+        ("/completions", {"prompt": "hello"}),
+        ("/responses", {"input": "hello"}),
+        ("/messages", {"messages": messages, "max_tokens": 8}),
+    ):
+        reply = run(client.post(before + path, body))
+        assert reply.status == 200, (path, reply.body)
+    listed = run(client.request("GET", f"{before}/models"))
+    one = run(client.request("GET", f"{before}/models/tiny"))
+    assert (listed.json()["data"][0]["id"], one.json()["id"]) == ("tiny", "tiny")
+    keys = frozenset({hashlib.sha256(b"key").digest()})
+    admins = frozenset({hashlib.sha256(b"admin").digest()})
+    closed = Client(build_asgi(backend, ApiOptions(api_keys=keys, admin_keys=admins)))
+    for method, path in (("GET", "/models"), ("POST", "/models"), ("GET", "/adapters")):
+        assert run(closed.request(method, before + path)).status == 401
+        asked = ((b"authorization", b"Bearer key"), (b"content-type", b"application/json"))
+        status = run(closed.request(method, before + path, headers=asked)).status
+        assert status == (200 if (method, path) == ("GET", "/models") else 403), (method, path)
 
 
 def test_version(backend: FakeBackend) -> None:

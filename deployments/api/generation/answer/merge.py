@@ -104,7 +104,6 @@ class ChoiceOutput:
     """What has come of one choice: decoded text, kept tokens and their logprobs."""
 
     __slots__ = (
-        "_keep_stop_token",
         "cached",
         "decoder",
         "finish_reason",
@@ -137,7 +136,6 @@ class ChoiceOutput:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.cached = 0
-        self._keep_stop_token = params.include_stop_str_in_output
 
     def feed(self, delta: Delta) -> Decoded:
         """Take a delta; the caller has checked that the choice is not finished.
@@ -166,15 +164,6 @@ class ChoiceOutput:
         else:
             self.parsed.feed(Delta(0, token_ids))
             self.parsed.forget_new()
-
-    def kept(self, delta: Delta, decoded: Decoded) -> int:
-        """How many tokens of this delta belong in lists: not an end token that is not shown."""
-        ended = decoded.finish_reason in ("stop", "tool_calls") and decoded.num_tokens == len(
-            delta.token_ids
-        )
-        if ended and delta.stop_token is not None and not self._keep_stop_token:
-            return decoded.num_tokens - 1
-        return decoded.num_tokens
 
 
 def failed(delta: Delta) -> ApiError:

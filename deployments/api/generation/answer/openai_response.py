@@ -97,7 +97,7 @@ class OpenAIResponse:
                     continue
                 decoded = choice.feed(delta)
                 choice.text.append(decoded.text)
-                kept = choice.kept(delta, decoded)
+                kept = decoded.num_tokens
                 choice.token_ids += delta.token_ids[:kept]
                 if self.wants_logprobs:
                     choice.logprobs += self._scored(choice, delta, kept)
@@ -355,11 +355,12 @@ class OpenAIResponse:
     def _event(self, index: int, delta: Delta, decoded: Decoded) -> bytes:
         """An event with more than text in it; empty if there is nothing to tell."""
         call, choice = self.call, self.choices[index]
-        kept = choice.kept(delta, decoded)
+        kept = decoded.num_tokens
         made: dict[str, Any] | None = None
         if choice.parsed is not None:
             made = choice.parsed.delta(self._number, index)
-            if not made and not (kept and call.return_token_ids):
+            scored = self.wants_logprobs and any(choice.parsed.is_content)
+            if not made and not (kept and (call.return_token_ids or scored)):
                 return b""
         elif call.score_only or not (kept or decoded.text):
             return b""

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from deployments.api.app import build_asgi
+from deployments.api.generation.fields import LIMITS
 from deployments.api.options import ApiOptions
 from deployments.router.serve import handle_call
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded
@@ -268,7 +269,7 @@ def test_defaults(backend: FakeBackend, client: Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_logprobs_fit_the_text(client: Client, stream: bool) -> None:
-    """One entry a token of the text: none for the end token that is not shown."""
+    """One entry a token of the text, and one for the end token."""
     reply = run(client.chat(logprobs=True, top_logprobs=2, stream=stream))
     if stream:
         items = [
@@ -279,8 +280,8 @@ def test_chat_logprobs_fit_the_text(client: Client, stream: bool) -> None:
         text = streamed(reply)[0]
     else:
         items, text = reply.json()["choices"][0]["logprobs"]["content"], text_of(reply)
-    assert "".join(item["token"] for item in items) == text
-    assert b"".join(bytes(item["bytes"]) for item in items).decode() == text
+    assert "".join(item["token"] for item in items) == text + "<|im_end|>"
+    assert b"".join(bytes(item["bytes"]) for item in items[:-1]).decode() == text
     assert all(item["logprob"] == -1.5 and len(item["top_logprobs"]) == 2 for item in items)
     assert items[0]["top_logprobs"][0].keys() == {"token", "logprob", "bytes"}
 
@@ -576,6 +577,120 @@ def test_one_model_needs_no_name(client: Client, backend: FakeBackend, name: str
         backend.cards = {**both, "other": replace(both["tiny"], id="other")}
         reply = run(client.post(path, body))
         assert reply.status == 400 and b"other" in reply.body, (path, reply.body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_end_token_is_listed(client: Client, chat: bool, stream: bool) -> None:
+    """usage counted a token that neither token_ids nor the log-probabilities had."""
+    ask = client.chat if chat else client.completion
+    scores: dict[str, Any] = {"logprobs": True} if chat else {"logprobs": 0}
+    reply = run(ask(n=2, return_token_ids=True, stream=stream, **scores))
+    choices = [e["choices"][0] for e in reply.events()[:-1]] if stream else reply.json()["choices"]
+    for index in (0, 1):
+        mine = [one for one in choices if one["index"] == index]
+        ids = [token for one in mine for token in one.get("token_ids", [])]
+        told = [one["logprobs"] for one in mine if one.get("logprobs")]
+        listed = [x for one in told for x in one["content" if chat else "tokens"]]
+        assert ids[-1] == 2 and len(listed) == len(ids)
+        text = [
+            one.get("text") or one.get("message", one.get("delta", {})).get("content")
+            for one in mine
+        ]
+        assert "<|im_end|>" not in "".join(filter(None, text))
+    if not stream:
+        assert reply.json()["usage"]["completion_tokens"] == sum(
+            len(one["token_ids"]) for one in choices
+        )
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("chat", "fields"),
+    [
+        (True, {"logprobs": False, "top_logprobs": 0}),
+        (True, {"top_logprobs": 0}),
+        (True, {"function_call": "none", "functions": []}),
+        (True, {"function_call": "auto"}),
+        (True, {"tools": [], "tool_choice": "none"}),
+        (True, {"modalities": ["text"], "audio": None}),
+        (True, {"store": None, "service_tier": None, "prediction": None}),
+        (False, {"logprobs": False}),
+        (False, {"best_of": 1, "stream": True}),
+        (False, {"suffix": "", "tools": None}),
+        (False, {"function_call": "none", "functions": []}),
+        *(
+            (chat, fields)
+            for chat in (False, True)
+            for fields in (
+                {"n": 1, "best_of": 1},
+                {"stop": ""},
+                {"stop": []},
+                {"stop": None, "stop_token_ids": []},
+                {"logit_bias": {}},
+                {"stream": False, "stream_options": None},
+                {"stream": False, "stream_options": {}},
+                {"stream_options": {"include_usage": False}},
+                {"use_beam_search": False, "length_penalty": 1.0, "bad_words": []},
+                {"allowed_token_ids": None, "truncate_prompt_tokens": None},
+            )
+        ),
+    ],
+)
+def test_values_that_ask_for_nothing_are_taken(
+    backend: FakeBackend, chat: bool, fields: dict[str, Any], strict: bool
+) -> None:
+    """Clients send their defaults; a 400 for a field that asks for nothing ends the evening."""
+    client = Client(build_asgi(backend, ApiOptions(strict=strict)))
+    reply = run((client.chat if chat else client.completion)(**fields))
+    assert reply.status == 200, reply.body
+    assert reply.header("x-ignored-fields") is None
+
+
+def test_limits_of_other_servers_are_refused(client: Client) -> None:
+    """Fields that limit the output were named in a header, and the output was not limited."""
+    for name, (neutral, instead) in LIMITS.items():
+        for path, body in (
+            ("/v1/chat/completions", CHAT),
+            ("/v1/completions", COMPLETION),
+            ("/v1/responses", {"input": "hello"}),
+            ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 8}),
+        ):
+            own = (path, name) in {
+                ("/v1/responses", "max_output_tokens"),
+                ("/v1/messages", "stop_sequences"),
+            }
+            for value in (*neutral, None) if not own else ():
+                reply = run(client.post(path, {**body, name: value}))
+                assert reply.status == 200, (path, name, value, reply.body)
+            reply = run(client.post(path, {**body, name: [["bad"]]}))
+            assert reply.status == 400, (path, name)
+            if not own:
+                assert instead in reply.body.decode() and name in reply.body.decode()
+
+
+def test_other_names_of_limits(client: Client) -> None:
+    """max_new_tokens was ignored, and the answer went on."""
+    for fields in ({"max_new_tokens": 2}, {"max_completion_tokens": 2}):
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+            asked = {**body, "max_tokens": None, **fields}
+            assert run(client.post(path, asked)).json()["usage"]["completion_tokens"] == 2
+    reply = run(client.chat(max_tokens=3, max_new_tokens=2))
+    assert reply.json()["error"]["code"] == "conflicting_fields"
+    assert run(client.chat(min_new_tokens="2")).json()["error"]["param"] == "min_new_tokens"
+
+
+def test_many_choices_and_stops(backend: FakeBackend, client: Client) -> None:
+    """pass@k asks for more than 8 choices, lm-eval for more than 4 stops."""
+    reply = run(client.chat(n=128))
+    assert len(reply.json()["choices"]) == 128
+    backend.script = "one two three"
+    stops = [f"<{i}>" for i in range(127)]
+    assert text_of(run(client.chat(stop=[*stops, "o th"]))) == "one tw"
+    few = Client(build_asgi(backend, ApiOptions(max_choices=4)))
+    reply = run(few.completion(n=3, prompt=["a", "b"]))
+    assert reply.json()["error"]["code"] == "too_many_choices"
+    assert run(few.completion(n=2, prompt=["a", "b"])).status == 200
 
 
 def test_errors_inside_a_stream(client: Client, backend: FakeBackend) -> None:
