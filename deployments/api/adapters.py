@@ -5,8 +5,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.fields.others import ADAPTER, MAX_ADAPTER_NAME, MAX_ADAPTER_PATH
-from deployments.api.generation.fields import check_names, take_str
+from deployments.api.fields.others import (
+    ADAPTER,
+    LOAD_LORA,
+    MAX_ADAPTER_NAME,
+    MAX_ADAPTER_PATH,
+    UNLOAD_LORA,
+)
+from deployments.api.generation.fields import check_names, take_bool, take_str
 from deployments.api.http.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
 from deployments.api.http.exchange import HttpExchange
 from engine.errors import AdapterError
@@ -15,6 +21,9 @@ if TYPE_CHECKING:
     from deployments.api.app import Api
 
 PATH = "/v1/adapters"
+LOAD = "/v1/load_lora_adapter"  # vLLM's
+UNLOAD = "/v1/unload_lora_adapter"
+PATHS = frozenset({PATH, LOAD, UNLOAD})  # for admins, with what is below the first
 
 
 async def adapters(api: "Api", exchange: HttpExchange) -> None:
@@ -64,6 +73,48 @@ async def one_adapter(api: "Api", exchange: HttpExchange) -> None:
             kind=NOT_FOUND,
         )
     await exchange.answer(200, msgspec.json.encode(_shown(record)))
+
+
+async def load_lora(api: "Api", exchange: HttpExchange) -> None:
+    """Add an adapter as vLLM's clients do. Raises ApiError 400 where the name is taken, unless
+    load_inplace is set."""
+    body = await api.read(exchange)
+    exchange.ignored += check_names(body, LOAD_LORA.known, strict=api.options.strict)
+    name, path = _lora_name(body), take_str(body, "lora_path", MAX_ADAPTER_PATH)
+    if not path:
+        raise invalid("lora_path is required", "lora_path", "missing_field")
+    model = take_str(body, "base_model_name", MAX_ADAPTER_NAME) or ""
+    again = take_bool(body, "load_inplace")
+    directory = api.backend.adapters
+    await directory.refresh()
+    if name in directory.records and not again:
+        message = f"the adapter {shown(name)} is already loaded; load_inplace: true reads it again"
+        raise invalid(message, "lora_name", "adapter_exists")
+    try:
+        await directory.add(name, path, model)
+    except AdapterError as error:
+        if error.param is None:
+            error.param = "lora_name" if error.code == "invalid_model_name" else "lora_path"
+        raise
+    text = f"Success: LoRA adapter '{name}' added successfully."
+    await exchange.answer(200, text.encode(), b"text/plain; charset=utf-8")
+
+
+async def unload_lora(api: "Api", exchange: HttpExchange) -> None:
+    """Take an adapter away as vLLM's clients do."""
+    body = await api.read(exchange)
+    exchange.ignored += check_names(body, UNLOAD_LORA.known, strict=api.options.strict)
+    name = _lora_name(body)
+    await api.backend.adapters.remove(name)
+    text = f"Success: LoRA adapter '{name}' removed successfully."
+    await exchange.answer(200, text.encode(), b"text/plain; charset=utf-8")
+
+
+def _lora_name(body: dict[str, Any]) -> str:
+    name = take_str(body, "lora_name", MAX_ADAPTER_NAME)
+    if not name:
+        raise invalid("lora_name is required", "lora_name", "missing_field")
+    return name
 
 
 def _shown(record: AdapterRecord) -> dict[str, Any]:

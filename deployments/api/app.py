@@ -49,7 +49,7 @@ from deployments.api.http.exchange import (
 )
 from deployments.api.http.json_body import parse_json
 from deployments.api.http.off_loop import in_thread
-from deployments.api.models import changes_models
+from deployments.api.models import VERSION_HEADER, changes_models
 from deployments.api.ollama import routes as ollama
 from deployments.api.ollama.writer import error_body as ollama_error
 from deployments.api.options import ApiOptions
@@ -98,7 +98,7 @@ class Api:
             try:
                 exchange.check_envelope()
                 path = exchange.path = versioned(exchange.path)
-                if path.startswith(messages.PATH):
+                if path.startswith(messages.PATH) or exchange.values(VERSION_HEADER):
                     exchange.error_body = messages.error_body
                 elif path.startswith(ollama.PREFIX):
                     exchange.error_body = ollama_error
@@ -107,7 +107,7 @@ class Api:
                     status = 200
                     return
                 if path not in OPEN and not path.startswith(FILES):
-                    admin = path == adapters.PATH or path.startswith(_ADAPTERS)
+                    admin = path in adapters.PATHS or path.startswith(_ADAPTERS)
                     admin |= path == LIVE or changes_models(exchange.method, path)
                     exchange.caller = scope.get(CALLER) or authenticate(
                         exchange, self.options, admin=admin

@@ -2,7 +2,9 @@
 away while the others serve."""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from deployments.api.app import Api
 
 PATH = "/v1/models"
+VERSION_HEADER = b"anthropic-version"  # of Anthropic's clients, who know another list
+_MOST_LISTED = 1000
 
 
 class ModelChanges(Protocol):
@@ -55,7 +59,11 @@ async def models(api: "Api", exchange: HttpExchange) -> None:
         return
     await api.backend.adapters.refresh()
     may_use = exchange.caller.may_use
-    cards = [_shown(api, card) for card in api.backend.models().values() if may_use(card.id)]
+    served = [card for card in api.backend.models().values() if may_use(card.id)]
+    if exchange.values(VERSION_HEADER):
+        await exchange.answer(200, msgspec.json.encode(_page(served, exchange.query)))
+        return
+    cards = [_shown(api, card) for card in served]
     await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
 
 
@@ -68,6 +76,9 @@ async def one_model(api: "Api", exchange: HttpExchange) -> None:
         await exchange.answer(200, msgspec.json.encode(gone))
         return
     card = await find_model(name, api.backend, exchange.caller)
+    if exchange.values(VERSION_HEADER):
+        await exchange.answer(200, msgspec.json.encode(_for_anthropic(card)))
+        return
     shown = _shown(api, card)
     if shown.get("status") in ("starting", "sleeping") and _may_change(api, exchange):
         assert api.options.models is not None
@@ -118,6 +129,38 @@ def _may_change(api: "Api", exchange: HttpExchange) -> bool:
     except ApiError:
         return False
     return bool(api.options.admin_keys)
+
+
+def _for_anthropic(card: ModelCard) -> dict[str, Any]:
+    created = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": card.id, "display_name": card.id, "created_at": created}
+
+
+def _page(served: list[ModelCard], query: bytes) -> dict[str, Any]:
+    """The part of Anthropic's list that `limit`, `after_id` and `before_id` ask for. Raises
+    ApiError 400."""
+    asked = dict(parse_qsl(query.decode("latin-1")))
+    limit = asked.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MOST_LISTED):
+        raise invalid(f"limit must be between 1 and {_MOST_LISTED}", "limit")
+    names = [card.id for card in served]
+    begin, end = 0, len(served)
+    for field in ("after_id", "before_id"):
+        if field not in asked:
+            continue
+        if asked[field] not in names:
+            raise invalid(f"{field} is the id of no model", field)
+        at = names.index(asked[field])
+        begin, end = (at + 1, end) if field == "after_id" else (begin, at)
+    count = int(limit)
+    backwards = "before_id" in asked and "after_id" not in asked
+    listed = served[begin:end][-count:] if backwards else served[begin:end][:count]
+    return {
+        "data": [_for_anthropic(card) for card in listed],
+        "first_id": listed[0].id if listed else None,
+        "last_id": listed[-1].id if listed else None,
+        "has_more": end - begin > count,
+    }
 
 
 def _shown(api: "Api", card: ModelCard) -> dict[str, Any]:

@@ -381,6 +381,26 @@ ROUTES: tuple[Route, ...] = (
         ),
     ),
     Route(
+        adapters.LOAD,
+        adapters.load_lora,
+        post=Operation(
+            "An adapter, added as vLLM has it",
+            (*READS, *NAMES, 409, 422, 503),
+            others.LOAD_LORA,
+            kinds=(PLAIN,),
+        ),
+    ),
+    Route(
+        adapters.UNLOAD,
+        adapters.unload_lora,
+        post=Operation(
+            "An adapter, taken away as vLLM has it",
+            (*READS, *NAMES, 409, 422, 503),
+            others.UNLOAD_LORA,
+            kinds=(PLAIN,),
+        ),
+    ),
+    Route(
         "/tokenize",
         _tokenize,
         post=Operation(
@@ -408,6 +428,12 @@ ROUTES: tuple[Route, ...] = (
         "/ready",
         _ready,
         get=Operation("Whether a replica can take requests", (503,), answer=("status",)),
+        open=True,
+    ),
+    Route(
+        "/ping",
+        _ready,
+        get=Operation("The same, as SageMaker asks", (503,), answer=("status",)),
         open=True,
     ),
     Route("/metrics", _metrics, get=Operation("Prometheus text", kinds=(PLAIN,))),

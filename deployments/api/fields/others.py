@@ -45,6 +45,16 @@ ADAPTER = openai_body(
     },
     ("name",),
 )
+LOAD_LORA = openai_body(
+    {
+        "lora_name": {**FILLED, "maxLength": MAX_ADAPTER_NAME},
+        "lora_path": {**FILLED, "maxLength": MAX_ADAPTER_PATH},
+        "base_model_name": text(MAX_ADAPTER_NAME),
+        "load_inplace": BOOLEAN,
+    },
+    ("lora_name", "lora_path"),
+)
+UNLOAD_LORA = openai_body({"lora_name": {**FILLED, "maxLength": MAX_ADAPTER_NAME}}, ("lora_name",))
 MODEL = Body(  # a section `models.NAME`; the configuration's own checks say more
     {
         "name": text(MAX_MODEL_NAME),

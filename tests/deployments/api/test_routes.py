@@ -3,6 +3,8 @@
 import hashlib
 import re
 from asyncio import run
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -106,6 +108,41 @@ def test_routes_are_served_without_v1(backend: FakeBackend, before: str) -> None
         asked = ((b"authorization", b"Bearer key"), (b"content-type", b"application/json"))
         status = run(closed.request(method, before + path, headers=asked)).status
         assert status == (200 if (method, path) == ("GET", "/models") else 403), (method, path)
+
+
+def test_models_for_anthropics_client(backend: FakeBackend) -> None:
+    """OpenAI's list, which Anthropic's client cannot read, and errors without a type."""
+    client = Client(build_asgi(backend))
+    card = backend.cards["tiny"]
+    backend.cards = {name: replace(card, id=name) for name in "abc"}
+    theirs = ((b"anthropic-version", b"2023-06-01"), (b"x-api-key", b"x"))
+
+    def get(path: str) -> Any:
+        return run(client.request("GET", path, headers=theirs)).json()
+
+    listed = get("/v1/models")
+    assert [one["id"] for one in listed["data"]] == ["a", "b", "c"]
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("a", "c", False)
+    one = {"type": "model", "id": "b", "display_name": "b", "created_at": "2023-11-14T22:13:20Z"}
+    assert listed["data"][1] == get("/v1/models/b") == one
+    for path in ("/v1/models/d", "/v1/nothing"):
+        assert (get(path)["type"], get(path)["error"]["type"]) == ("error", "not_found_error")
+
+
+def test_ping(backend: FakeBackend) -> None:
+    """SageMaker takes a container down whose /ping is a 404."""
+    assert run(Client(build_asgi(backend)).request("GET", "/ping")).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_vllms_routes_of_adapters_are_for_admins(backend: FakeBackend, path: str) -> None:
+    """A user's key that changes what is served, by another name of the route."""
+    keys = frozenset({hashlib.sha256(b"key").digest()})
+    admins = frozenset({hashlib.sha256(b"admin").digest()})
+    client = Client(build_asgi(backend, ApiOptions(api_keys=keys, admin_keys=admins)))
+    for key, status in ((b"none", 401), (b"key", 403), (b"admin", 400)):
+        headers = ((b"authorization", b"Bearer " + key), (b"content-type", b"application/json"))
+        assert run(client.request("POST", path, b"{}", headers)).status == status
 
 
 def test_version(backend: FakeBackend) -> None:

@@ -326,6 +326,11 @@ def test_table(served: tuple[FakeBackend, openai.OpenAI], case: Any, streamed: b
     (choice,) = answer.choices
     told = choice.message
     assert (told.content or None, getattr(told, "reasoning_content", None)) == (content, reasoning)
+    assert getattr(told, "reasoning", None) == reasoning
+    sent["extra_body"] = {**sent.get("extra_body", {}), "include_reasoning": False}
+    hidden = client.chat.completions.create(**sent)
+    assert not getattr(hidden.choices[0].message, "reasoning", None)
+    assert (hidden.choices[0].message.content or None) == content
     found = [(c.function.name, json.loads(c.function.arguments)) for c in told.tool_calls or []]
     assert (found, choice.finish_reason) == (calls, finish)
     ids = [c.id for c in told.tool_calls or []]
