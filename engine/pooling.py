@@ -79,14 +79,20 @@ class Pooling:
         dense = [step.out_features for step in self.steps if isinstance(step, Dense)]
         return dense[-1] if dense else hidden_size
 
-    def relevance(self, vector: Vector) -> float:
-        """Of a reranker's pair: higher is nearer."""
-        score = vector if "relevance" in self.raw else _sigmoid(vector)
+    @property
+    def scaled(self) -> bool:
+        """Whether vectors are divided by their length."""
+        return bool(self.steps) and self.steps[-1] is None
+
+    def relevance(self, vector: Vector, *, raw: bool = False) -> float:
+        """Of a reranker's pair: higher is nearer. raw: the number without a sigmoid."""
+        score = vector if raw or "relevance" in self.raw else _sigmoid(vector)
         return float(score[0])
 
-    def probabilities(self, vector: Vector) -> Vector:
-        """Of each label, as transformers' text-classification pipeline has them: [labels]."""
-        if "labels" in self.raw:
+    def probabilities(self, vector: Vector, *, raw: bool = False) -> Vector:
+        """Of each label, as transformers' text-classification pipeline has them: [labels]. raw: the
+        numbers that they are made of."""
+        if raw or "labels" in self.raw:
             return vector
         if self.independent or len(self.labels) == 1:
             return _sigmoid(vector)
@@ -96,22 +102,23 @@ class Pooling:
     def cut(self, vector: Vector, dimensions: int) -> Vector:
         """The first `dimensions` elements, of the length that the whole would have."""
         cut = vector[:dimensions]
-        return normalized(cut) if self.steps and self.steps[-1] is None else cut
+        return normalized(cut) if self.scaled else cut
 
-    def check_dimensions(self, dimensions: int, size: int) -> None:
-        """Raises InvalidRequest if a vector of `size` elements has no shorter one of so many."""
+    def check_dimensions(self, dimensions: int, size: int, name: str = "dimensions") -> None:
+        """Raises InvalidRequest if a vector of `size` elements has no shorter one of so many. name:
+        of the field that asks for it."""
         if not self.matryoshka:
             raise InvalidRequest(
-                "dimensions: this model's vectors cannot be cut; its config.json would say so by "
+                f"{name}: this model's vectors cannot be cut; its config.json would say so by "
                 "is_matryoshka or matryoshka_dimensions",
-                param="dimensions",
+                param=name,
                 code="not_supported",
             )
         if self.dimensions and dimensions not in self.dimensions:
             allowed = ", ".join(map(str, self.dimensions))
-            raise InvalidRequest(f"dimensions must be one of {allowed}", param="dimensions")
+            raise InvalidRequest(f"{name} must be one of {allowed}", param=name)
         if not 1 <= dimensions <= size:
-            raise InvalidRequest(f"dimensions must be between 1 and {size}", param="dimensions")
+            raise InvalidRequest(f"{name} must be between 1 and {size}", param=name)
 
     def prompt(self, name: str) -> str:
         """Raises InvalidRequest for a name that the checkpoint does not have."""
@@ -134,8 +141,10 @@ class PoolingHead:
         self.size = size
         self._steps = steps
 
-    def __call__(self, pooled: Vector) -> Vector:
-        for step in self._steps:
+    def __call__(self, pooled: Vector, *, unscaled: bool = False) -> Vector:
+        """The vector; unscaled: without a last division by its length."""
+        steps = self._steps[:-1] if unscaled and self.pooling.scaled else self._steps
+        for step in steps:
             pooled = step(pooled)
         return pooled
 
@@ -143,8 +152,9 @@ class PoolingHead:
 class PooledText:
     """What has been pooled of one text, chunk by chunk."""
 
-    def __init__(self, head: PoolingHead, num_tokens: int) -> None:
+    def __init__(self, head: PoolingHead, num_tokens: int, *, unscaled: bool = False) -> None:
         self._head = head
+        self._unscaled = unscaled
         self._mean = head.pooling.mode == "mean"
         self._num_tokens = num_tokens
         self._pooled: Vector | None = None
@@ -162,7 +172,7 @@ class PooledText:
         """float32, little-endian. Legal when all chunks are in."""
         assert self._pooled is not None, "nothing was pooled"
         pooled = self._pooled / np.float32(self._num_tokens) if self._mean else self._pooled
-        return self._head(pooled).astype("<f4").tobytes()
+        return self._head(pooled, unscaled=self._unscaled).astype("<f4").tobytes()
 
 
 def as_array(vector: bytes) -> Vector:

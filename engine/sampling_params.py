@@ -74,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         the beginning of something that fits.
     thinking: how long the output may think, where `structured` describes thoughts before it.
     pooled: the prompt's vector (engine/pooling.py) and no output: max_tokens must be 0.
+    unscaled: that vector without the division by its length that may be the last step to it.
 
     Raises InvalidRequest naming the field.
     """
@@ -100,6 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured: Grammar | None = None
     thinking: ThinkingBudget | None = None
     pooled: bool = False
+    unscaled: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -55,6 +55,7 @@ from deployments.api.ollama.writer import error_body as ollama_error
 from deployments.api.options import ApiOptions
 from deployments.api.page.live import LIVE
 from deployments.api.page.routes import FILES
+from deployments.api.pooling import tei
 from deployments.api.routes import OPEN, find, versioned
 from deployments.api.served_model import asked_model
 from deployments.backend import Backend, RecalledChoice
@@ -102,6 +103,8 @@ class Api:
                     exchange.error_body = messages.error_body
                 elif path.startswith(ollama.PREFIX):
                     exchange.error_body = ollama_error
+                elif path in tei.PATHS:
+                    exchange.error_body = tei.error_body
                 if origins and is_preflight(exchange):
                     await answer_preflight(exchange, origins)
                     status = 200

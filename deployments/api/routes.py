@@ -30,7 +30,8 @@ from deployments.api.openapi.document import document
 from deployments.api.openapi.page import HEADERS, page
 from deployments.api.page import routes as web
 from deployments.api.page.live import LIVE, live
-from deployments.api.pooling.embeddings import embeddings
+from deployments.api.pooling import cohere, tei
+from deployments.api.pooling.embeddings import embeddings, pooling
 from deployments.api.pooling.rerank import classify, rerank, score
 from deployments.api.requests_route import REQUESTS, explain_request
 from deployments.api.served_model import find_model
@@ -63,7 +64,8 @@ JSON, EVENTS, LINES, PLAIN, HTML, BYTES, ANY = (
 class Operation:
     """A method of a route.
 
-    answer: keys that the JSON of a 200 always has. kinds: media types that it may have.
+    answer: keys that the JSON of a 200 always has; None: it is no object, or not always.
+    kinds: media types that it may have.
     form: the schema of a multipart body, in the place of one in JSON.
     texts: `error` of a failure is its message, and what is an object elsewhere stands beside it.
     """
@@ -71,7 +73,7 @@ class Operation:
     summary: str
     statuses: tuple[int, ...] = ()
     body: Body | None = None
-    answer: tuple[str, ...] = ()
+    answer: tuple[str, ...] | None = ()
     kinds: tuple[str, ...] = (JSON,)
     query: Mapping[str, Schema] = field(default_factory=dict)
     form: Schema | None = None
@@ -184,6 +186,12 @@ def _pooled(summary: str, body: Body, answer: tuple[str, ...]) -> Operation:
     return Operation(summary, QUEUES, body, answer)
 
 
+_VECTORS = (*_LIST, "id", "created", "model", "usage")
+_COHERE = _pooled(
+    "Vectors of texts, as Cohere has it",
+    pooled.COHERE_EMBED,
+    ("id", "embeddings", "texts", "meta", "response_type"),
+)
 _RERANK = _pooled("Order documents", pooled.RERANK, ("id", "model", "results", "usage"))
 _SCORE = _pooled("Scores of pairs of texts", pooled.SCORE, (*_LIST, "model", "usage"))
 _CLASSIFY = _pooled("Labels of texts", pooled.CLASSIFY, (*_LIST, "model", "usage"))
@@ -338,7 +346,7 @@ ROUTES: tuple[Route, ...] = (
     Route(
         "/v1/embeddings",
         embeddings,
-        post=_pooled("Vectors of texts", pooled.EMBEDDINGS, (*_LIST, "model", "usage")),
+        post=Operation("Vectors of texts", QUEUES, pooled.EMBEDDINGS, _VECTORS, (JSON, BYTES)),
     ),
     Route(
         batches.FILES,
@@ -362,9 +370,39 @@ ROUTES: tuple[Route, ...] = (
         ),
         post=Operation("A new batch", (*READS, 404, 429), others.BATCH, _BATCH),
     ),
+    Route(
+        "/pooling",
+        pooling,
+        post=Operation(
+            "What a model makes of texts", QUEUES, pooled.POOLING, _VECTORS, (JSON, BYTES)
+        ),
+    ),
     Route("/v1/rerank", rerank, post=_RERANK),
     Route("/v2/rerank", rerank, post=_RERANK),
-    Route("/rerank", rerank, post=_RERANK),
+    Route(
+        "/rerank",
+        rerank,
+        post=Operation("Order documents, or TEI's texts", QUEUES, pooled.RERANK_TEXTS, None),
+    ),
+    Route(cohere.EMBED, cohere.embed, post=_COHERE),
+    Route(cohere.EMBED_1, cohere.embed, post=_COHERE),
+    Route(
+        tei.EMBED,
+        tei.embed,
+        post=Operation("Vectors of texts alone", QUEUES, pooled.TEI_EMBED, None, texts=True),
+    ),
+    Route(
+        tei.PREDICT,
+        tei.predict,
+        post=Operation("Labels of texts alone", QUEUES, pooled.TEI_PREDICT, None, texts=True),
+    ),
+    Route(
+        tei.INFO,
+        tei.info,
+        get=Operation(
+            "The model that makes vectors", NAMES, answer=("model_id", "model_type"), texts=True
+        ),
+    ),
     Route("/v1/score", score, post=_SCORE),
     Route("/score", score, post=_SCORE),
     Route("/v1/classify", classify, post=_CLASSIFY),

@@ -24,6 +24,7 @@ import msgspec
 
 from deployments.api.auth import known_caller
 from deployments.api.batches.folder import BatchFolder, Entry, new_file_id, whole_lines
+from deployments.api.fields.pooled import BYTES, BYTES_ONLY
 from deployments.api.http.errors import ApiError, internal
 from deployments.api.http.json_body import parse_json
 from deployments.api.options import ApiOptions
@@ -452,3 +453,6 @@ def _check_line(
         wrong("missing_required_parameter", "body must be an object", number, "body")
     elif body.get("stream"):
         wrong("invalid_request", "answers of a batch are not streamed", number, "body.stream")
+    elif body.get("encoding_format") in (BYTES, BYTES_ONLY):
+        message = "answers of a batch are JSON; base64 holds the same"
+        wrong("invalid_request", message, number, "body.encoding_format")

@@ -143,7 +143,7 @@ class Request:
         self.pooled: PooledText | None = None
         if params.pooled:
             assert config.pooling is not None
-            self.pooled = PooledText(config.pooling, self.num_prompt)
+            self.pooled = PooledText(config.pooling, self.num_prompt, unscaled=params.unscaled)
 
     def __repr__(self) -> str:
         known, done = len(self.token_ids), self.num_computed

@@ -153,16 +153,23 @@ class Tokenizer:
         return found
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = False, max_tokens: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        max_tokens: int | None = None,
+        keep_end: bool = False,
     ) -> list[int]:
         """Ids of a text. add_special_tokens: as tokenizer.json has it, e.g. with a BOS.
 
-        max_tokens: a longer text is cut at its end, between its special tokens.
+        max_tokens: a longer text is cut at its end, between its special tokens; with keep_end at
+        its beginning.
         Other threads run while a long text is encoded.
         """
         if max_tokens is None:
             return _encode(self.backend, text, add_special_tokens)
-        text = text[: (max_tokens + 1) * self._longest]  # no token is of more characters
+        most = (max_tokens + 1) * self._longest  # no token is of more characters
+        text = text[-most:] if keep_end else text[:most]
         ids = _encode(self.backend, text, add_special_tokens)
         if len(ids) <= max_tokens:
             return ids
@@ -170,19 +177,26 @@ class Tokenizer:
         special = len(ids) - len(plain)
         before = next(i for i in range(special + 1) if ids[i : i + len(plain)] == plain)
         kept = max(0, max_tokens - special)
-        return ids[:before] + plain[:kept] + ids[before + len(plain) :]
+        inner = plain[len(plain) - kept :] if keep_end else plain[:kept]
+        return ids[:before] + inner + ids[before + len(plain) :]
 
     def encode_pair(
-        self, first: str, second: str, *, add_special_tokens: bool = True, max_tokens: int
+        self,
+        first: str,
+        second: str,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int,
+        keep_end: bool = False,
     ) -> tuple[list[int], list[int]]:
         """Ids of two texts as tokenizer.json puts them together, and the places of the second's.
 
-        max_tokens: what is far behind so many tokens is left out of both texts.
+        max_tokens: what is far behind so many tokens is left out of both texts; with keep_end, what
+        is far before the last so many of the second.
         """
         most = (max_tokens + 1) * self._longest
-        found = self.backend.encode(
-            first[:most], second[:most], add_special_tokens=add_special_tokens
-        )
+        first, second = first[:most], second[-most:] if keep_end else second[:most]
+        found = self.backend.encode(first, second, add_special_tokens=add_special_tokens)
         places = [place for place, part in enumerate(found.sequence_ids) if part == 1]
         return found.ids, places
 

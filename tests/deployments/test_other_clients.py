@@ -43,4 +43,6 @@ def test_openai_1() -> None:
 
 def test_libraries() -> None:
     """Bug: an item, a chunk or a schema that one of them does not take, or sends otherwise."""
-    run("clients", "3", ["test_client_libraries.py", "ollama/test_ollama.py::test_its_own_client"])
+    own = ("ollama/test_ollama.py", "pooling/test_peers_routes.py")
+    cases = [f"{name}::test_its_own_client" for name in own]
+    run("clients", "3", ["test_client_libraries.py", *cases])

@@ -177,13 +177,13 @@ def chat_ids(
     """The prompt of a chat, and whether it opens the model's turn. Changes messages to the form
     that the template wants; fields that it does not read go to ignored. Raises ApiError 400 and
     TooManyTokens."""
-    shape = _template_options(body, options)
+    shape = template_options(body, options)
     shape |= render_options(tokenizer, body, messages, tools, shape, ignored)
     ids = tokenizer.encode_chat(messages, max_tokens=max_tokens, **shape)
     return ids, bool(shape["add_generation_prompt"])
 
 
-def _template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any]:
+def template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any]:
     """add_generation_prompt, continue_final_message and the allowed chat_template_kwargs."""
     continued = take_bool(body, "continue_final_message")
     generation = take_bool(body, "add_generation_prompt", not continued)

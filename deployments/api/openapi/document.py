@@ -150,7 +150,9 @@ def _content(kind: str, schema: Schema) -> dict[str, Any]:
 
 
 def _answer(operation: "Operation") -> dict[str, Any]:
-    schema: Schema = {"type": "object", "required": list(operation.answer)}
+    schema: Schema = {}
+    if operation.answer is not None:
+        schema = {"type": "object", "required": list(operation.answer)}
     return {
         "content": {
             kind: {"schema": schema} if kind == "application/json" else {}

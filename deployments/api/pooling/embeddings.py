@@ -1,16 +1,17 @@
-"""POST /v1/embeddings: the vectors of texts, in OpenAI's shape."""
+"""POST /v1/embeddings: vectors of texts, in OpenAI's shape. POST /pooling: what the model makes of
+texts, whatever that is, in vLLM's."""
 
-import base64
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deployments.api.fields.pooled import EMBEDDINGS, FORMATS, UINT31
+from deployments.api.fields.pooled import EMBEDDINGS, POOLING, TASKS, UINT31
 from deployments.api.generation.fields import take_int
-from deployments.api.http.errors import wrong_type
+from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
-from deployments.api.pooling.pooled import PooledCall, pooled_call, take_prompts
+from deployments.api.pooling.pooled import PooledCall, pooled_call, take_input, take_word
+from deployments.api.pooling.vector_format import VectorFormat
 from engine.errors import no_vectors
-from engine.pooling import as_array
+from engine.pooling import Vector, as_array
 
 if TYPE_CHECKING:
     from deployments.api.app import Api
@@ -19,37 +20,46 @@ if TYPE_CHECKING:
 async def embeddings(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
     async with pooled_call(api, exchange, EMBEDDINGS) as call:
-        body = call.body
         if call.pooling.labels:
             raise no_vectors()
-        form = body.get("encoding_format")
-        if form is not None and form not in FORMATS:
-            raise wrong_type("encoding_format", " or ".join(FORMATS))
-        dimensions = take_int(body, "dimensions", 1, UINT31)
-        if dimensions is not None:
-            call.pooling.check_dimensions(dimensions, call.card.vector_size)
-        prompts = await take_prompts(call, body, "input")
-        vectors = await call.vectors(prompts)
-        tokens = sum(map(len, prompts))
-
-        def answer() -> bytes:
-            data = [
-                {
-                    "object": "embedding",
-                    "index": i,
-                    "embedding": _written(call, one, form, dimensions),
-                }
-                for i, one in enumerate(vectors)
-            ]
-            return call.listed(data, tokens)
-
-        await exchange.answer(200, await in_thread(answer, sum(map(len, vectors))))
+        await _answer(exchange, call, "embedding", "embedding")
 
 
-def _written(call: PooledCall, vector: bytes, form: str | None, dimensions: int | None) -> Any:
-    values = as_array(vector)
-    if dimensions is not None:
-        values = call.pooling.cut(values, dimensions)
-    if form == "base64":
-        return base64.b64encode(values.astype("<f4").tobytes()).decode()
-    return values.tolist()
+async def pooling(api: "Api", exchange: HttpExchange) -> None:
+    """Raises ApiError, MantaError."""
+    async with pooled_call(api, exchange, POOLING) as call:
+        own = "classify" if call.pooling.labels else "embed"
+        task = take_word(call.body, "task", TASKS)
+        if task not in (None, own):
+            raise invalid(f"task: this model can {own}", "task", "task_not_supported")
+        await _answer(exchange, call, "pooling", "data")
+
+
+async def _answer(exchange: HttpExchange, call: PooledCall, kind: str, name: str) -> None:
+    """kind: of an item; name: of its vector."""
+    body, classes = call.body, call.pooling.labels
+    form = VectorFormat.take(body)
+    size = take_int(body, "dimensions", 1, UINT31)
+    if size is not None:
+        call.pooling.check_dimensions(size, call.card.vector_size)
+    prompts = await take_input(call, body)
+    found = await call.vectors(prompts)
+    tokens = sum(map(len, prompts))
+
+    def values(one: bytes) -> Vector:
+        if classes:
+            return call.pooling.probabilities(as_array(one), raw=call.raw)
+        return call.vector(one, size)
+
+    if form.binary:
+        await form.answer(exchange, call, [values(one) for one in found])
+        return
+
+    def answer() -> bytes:
+        data = [
+            {"object": kind, "index": i, name: form.written(values(one))}
+            for i, one in enumerate(found)
+        ]
+        return call.listed(data, tokens)
+
+    await exchange.answer(200, await in_thread(answer, sum(map(len, found))))

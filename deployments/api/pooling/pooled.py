@@ -6,6 +6,7 @@ turns with other work.
 """
 
 import asyncio
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,26 +18,40 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.fields.pooled import MAX_PROMPT_NAME, MAX_TEXTS, UINT31
+from deployments.api.fields.generation import TEMPLATE
+from deployments.api.fields.pooled import (
+    ACTIVATION,
+    MAX_PROMPT_NAME,
+    MAX_TEXTS,
+    SIDES,
+    UINT31,
+)
 from deployments.api.fields.schema import Body
 from deployments.api.generation.answer.merge import failed
 from deployments.api.generation.fields import (
     check_names,
+    name_fields,
     take_bool,
     take_int,
     take_str,
     take_token_ids,
 )
-from deployments.api.generation.openai_request import too_many_tokens
+from deployments.api.generation.messages import check_messages
+from deployments.api.generation.openai_request import (
+    chat_ids,
+    template_options,
+    too_many_tokens,
+)
 from deployments.api.generation.tenancy import deadline_of, key_of, priority_of
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
+from deployments.api.options import ApiOptions
 from deployments.api.served_model import asked_model, find_model
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
 from engine.errors import Overloaded, context_too_long, no_vectors
 from engine.messages import Delta
-from engine.pooling import Pooling
+from engine.pooling import Pooling, Vector, as_array, normalized
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
@@ -49,12 +64,15 @@ MAX_WINDOW = 256
 ReadBody = Callable[[dict[str, Any]], dict[str, Any]]
 
 _POOLED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
+_UNSCALED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True, unscaled=True)
 
 
 @dataclass(slots=True)
 class PooledCall:
-    """limit: tokens of a text. truncate: cut longer ones at their end. special: with the special
-    tokens that tokenizer.json puts around a text."""
+    """limit: tokens of a text. truncate: cut longer ones at their end; keep_end: at their
+    beginning. special: with the special tokens that tokenizer.json puts around a text.
+    activation: False: numbers before the last sigmoid, softmax or division by a length; True: of
+    vectors, with that division; None: as the model has it."""
 
     exchange: HttpExchange
     body: dict[str, Any]
@@ -70,13 +88,29 @@ class PooledCall:
     deadline: float | None
     adapter: AdapterRecord | None
     charge: Callable[[Sequence[list[int]]], None]
+    options: ApiOptions
+    keep_end: bool = False
+    activation: bool | None = None
+
+    @property
+    def raw(self) -> bool:
+        return self.activation is False
+
+    def vector(self, found: bytes, dimensions: int | None = None) -> Vector:
+        """One of `vectors`, as the request wants it."""
+        values = as_array(found)
+        if dimensions is not None:
+            values = values[:dimensions] if self.raw else self.pooling.cut(values, dimensions)
+        return normalized(values) if self.activation else values
 
     def encode(self, text: str, path: str, most: int | None = None) -> list[int]:
         """most: tokens that are kept. Raises InvalidRequest context_length_exceeded."""
         tokenizer = self.tokenizer
         kept = self.limit if most is None else min(self.limit, most)
         if self.truncate or kept == most:
-            return tokenizer.encode(text, add_special_tokens=self.special, max_tokens=kept)
+            return tokenizer.encode(
+                text, add_special_tokens=self.special, max_tokens=kept, keep_end=self.keep_end
+            )
         try:
             tokenizer.check_length(text, self.limit)
         except TooManyTokens as error:
@@ -96,18 +130,23 @@ class PooledCall:
                 except TooManyTokens as error:
                     raise too_many_tokens(error, path) from None
         ids, cuttable = self.tokenizer.encode_pair(
-            first, second, add_special_tokens=self.special, max_tokens=self.limit
+            first,
+            second,
+            add_special_tokens=self.special,
+            max_tokens=self.limit,
+            keep_end=self.keep_end,
         )
         over = max(0, len(ids) - self.limit)
         if over and (not self.truncate or over >= len(cuttable)):
             raise context_too_long(self.limit, len(ids), param=path, where=path)
         kept = len(cuttable) - over
-        dropped = set(cuttable[kept if most is None else min(kept, most) :])
+        kept = kept if most is None else min(kept, most)
+        dropped = set(cuttable[: len(cuttable) - kept] if self.keep_end else cuttable[kept:])
         return [token for place, token in enumerate(ids) if place not in dropped]
 
     def checked(self, ids: list[int], path: str) -> list[int]:
         if self.truncate:
-            return ids[: self.limit]
+            return ids[-self.limit :] if self.keep_end else ids[: self.limit]
         if len(ids) > self.limit:
             raise context_too_long(self.limit, len(ids), param=path, where=path)
         return ids
@@ -139,7 +178,7 @@ class PooledCall:
             request_id=self.exchange.request_id,
             model=self.card.id,
             token_ids=ids,
-            params=_POOLED,
+            params=_UNSCALED if self.raw and not self.pooling.labels else _POOLED,
             seed=0,
             adapter=self.adapter,
             priority=self.priority,
@@ -219,7 +258,69 @@ async def _checked(
         deadline,
         adapter,
         partial(api.charge, exchange),
+        api.options,
+        take_word(body, "truncation_side", SIDES) == "left",
+        _take_activation(body, fields),
     )
+
+
+def take_word(body: dict[str, Any], name: str, words: Sequence[str]) -> str | None:
+    """One of these words. Raises ApiError 400."""
+    value = body.get(name)
+    if value is not None and value not in words:
+        raise wrong_type(name, " or ".join(words))
+    return value
+
+
+def _take_activation(body: dict[str, Any], fields: Body) -> bool | None:
+    asked = {
+        name: take_bool(body, name)
+        for name in ACTIVATION
+        if name in fields.taken and body.get(name) is not None
+    }
+    if len(set(asked.values())) > 1:
+        raise invalid(f"{' and '.join(asked)} disagree", next(iter(asked)), "conflicting_fields")
+    return next(iter(asked.values()), None)
+
+
+async def take_input(call: PooledCall, body: dict[str, Any]) -> list[list[int]]:
+    """The texts of `input`, or the one that the chat template makes of `messages`.
+
+    Raises ApiError, InvalidRequest.
+    """
+    # A text that is there has no turn behind it, unless the request says so.
+    opens = take_bool(body, "add_generation_prompt")
+    shape = {**body, "add_generation_prompt": opens}
+    template_options(shape, call.options)
+    if body.get("messages") is None:
+        call.exchange.ignored += name_fields(n for n in TEMPLATE if body.get(n) is not None)
+        return await take_prompts(call, body, "input")
+    for name in ("input", "prompt_name"):
+        if body.get(name) is not None:
+            raise invalid(
+                f"messages and {name} exclude each other", "messages", "conflicting_fields"
+            )
+    if take_bool(body, "add_special_tokens"):
+        raise invalid(
+            "add_special_tokens: the chat template writes those of messages",
+            "add_special_tokens",
+            "conflicting_fields",
+        )
+    ignored = call.exchange.ignored
+
+    def work() -> list[int]:
+        messages = check_messages(body["messages"], ignored)
+        most = sys.maxsize if call.truncate else call.limit
+        ids, _ = chat_ids(call.tokenizer, shape, messages, None, call.options, ignored, most)
+        return call.checked(ids, "messages")
+
+    try:
+        ids = await in_thread(work, call.exchange.body_size)
+    except TooManyTokens as error:
+        raise too_many_tokens(error, "messages") from None
+    if not ids:
+        raise invalid("the messages render to an empty text", "messages")
+    return [ids]
 
 
 async def take_prompts(call: PooledCall, body: dict[str, Any], name: str) -> list[list[int]]:

@@ -1,25 +1,38 @@
-"""POST /v1/rerank, /v2/rerank, /v1/score and /v1/classify: what a sequence classifier says of texts
-and of pairs of texts. An embedder scores a pair by the cosine of its two vectors.
+"""POST /v1/rerank, /v2/rerank, /rerank, /v1/score and /v1/classify: what a sequence classifier says
+of texts and of pairs of texts. An embedder scores a pair by the cosine of its two vectors.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from deployments.api.fields.pooled import CLASSIFY, MAX_TEXTS, RERANK, SCORE, UINT31
+from deployments.api.fields.pooled import (
+    CLASSIFY,
+    FIRST,
+    MAX_PARTS,
+    MAX_TEXTS,
+    RERANK,
+    RERANK_TEXTS,
+    SCORE,
+    SECOND,
+    UINT31,
+)
 from deployments.api.generation.fields import take_bool, take_int
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
-from deployments.api.pooling.pooled import PooledCall, pooled_call, take_prompts
+from deployments.api.pooling.pooled import PooledCall, pooled_call, take_input
+from deployments.api.pooling.tei import tei_reader
 from engine.pooling import as_array
 
 if TYPE_CHECKING:
     from deployments.api.app import Api
 
 
+TEI = "/rerank"  # takes TEI's `texts` as well
 COHERE = "/v2/rerank"  # its documents are not repeated, and long ones are cut
 _COHERE_TOKENS = 4096  # of a document
 _SEARCH = 100  # documents that Cohere counts as one search unit
@@ -33,19 +46,26 @@ class _Text:
 
 async def rerank(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
-    cohere = exchange.path == COHERE
-    async with pooled_call(api, exchange, RERANK) as call:
+    cohere, plain = exchange.path == COHERE, exchange.path == TEI
+    fields, read = (RERANK_TEXTS, tei_reader(api.backend)) if plain else (RERANK, None)
+    async with pooled_call(api, exchange, fields, read) as call:
         body = call.body
+        bare = plain and body.get("texts") is not None  # as TEI asks and is answered
+        if bare and body.get("documents") is not None:
+            message = "documents and texts exclude each other"
+            raise invalid(message, "documents", "conflicting_fields")
         query = _texts(body, "query")
         if isinstance(body["query"], list):
             raise wrong_type("query", "a string")
         if not query[0].text:
             raise invalid("query must not be empty", "query")
-        documents = _texts(body, "documents")
-        if not isinstance(body["documents"], list):
-            raise wrong_type("documents", "a list of texts")
+        name = "texts" if bare else "documents"
+        documents = _texts(body, name)
+        if not isinstance(body[name], list):
+            raise wrong_type(name, "a list of texts")
         top = take_int(body, "top_n", 1, UINT31)
-        told = take_bool(body, "return_documents", not cohere)
+        told = take_bool(body, "return_documents", not cohere and not bare)
+        told |= plain and take_bool(body, "return_text")
         most = take_int(body, "max_tokens_per_doc", 1, UINT31)
         if cohere and most is None:
             most = _COHERE_TOKENS
@@ -55,10 +75,15 @@ async def rerank(api: "Api", exchange: HttpExchange) -> None:
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[:top]
         results: list[dict[str, Any]] = []
         for i in order:
-            result: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
+            result: dict[str, Any] = {"index": i}
+            result["score" if bare else "relevance_score"] = scores[i]
             if told:
-                result["document"] = {"text": documents[i].text}
+                text = documents[i].text
+                result |= {"text": text} if bare else {"document": {"text": text}}
             results.append(result)
+        if bare:
+            await exchange.answer(200, msgspec.json.encode(results))
+            return
         units = {"search_units": -(-len(documents) // _SEARCH)}
         answer = {
             "id": exchange.request_id,
@@ -83,14 +108,21 @@ async def score(api: "Api", exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
     async with pooled_call(api, exchange, SCORE) as call:
         body = call.body
-        first, second = _texts(body, "text_1"), _texts(body, "text_2")
+        if body.get("label_token_ids"):
+            raise invalid(
+                "label_token_ids: scores here are those of rerankers and embedders, not of tokens",
+                "label_token_ids",
+                "not_supported",
+            )
+        names = _side(body, FIRST), _side(body, SECOND)
+        first, second = (_texts(body, name) for name in names)
         if len(first) == 1:
             first *= len(second)
         if len(first) != len(second):
             raise invalid(
-                f"text_2 must have as many texts as text_1, or text_1 one: {len(first)} and "
-                f"{len(second)}",
-                "text_2",
+                f"{names[1]} must have as many texts as {names[0]}, or {names[0]} one: "
+                f"{len(first)} and {len(second)}",
+                names[1],
             )
         scores, tokens = await _scores(call, first, second)
         data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
@@ -104,10 +136,10 @@ async def classify(api: "Api", exchange: HttpExchange) -> None:
         labels = call.pooling.labels
         if not labels:
             raise _unsupported("this model classifies nothing: its head has no labels", "classify")
-        prompts = await take_prompts(call, body, "input")
+        prompts = await take_input(call, body)
         data = []
         for i, vector in enumerate(await call.vectors(prompts)):
-            probs = call.pooling.probabilities(as_array(vector)).tolist()
+            probs = call.pooling.probabilities(as_array(vector), raw=call.raw).tolist()
             label = labels[max(range(len(probs)), key=probs.__getitem__)]
             data.append({"index": i, "label": label, "probs": probs, "num_classes": len(labels)})
         await exchange.answer(200, call.listed(data, sum(map(len, prompts))))
@@ -115,6 +147,37 @@ async def classify(api: "Api", exchange: HttpExchange) -> None:
 
 def _unsupported(message: str, what: str) -> ApiError:
     return invalid(message, "model", f"{what}_not_supported")
+
+
+def _side(body: dict[str, Any], names: Sequence[str]) -> str:
+    """The field that has the texts of one side. Raises ApiError 400 for two of them."""
+    found = [name for name in names if body.get(name) is not None]
+    if len(found) > 1:
+        raise invalid(f"{' and '.join(found)} exclude each other", found[1], "conflicting_fields")
+    return found[0] if found else names[0]
+
+
+def _said(item: Any) -> Any:
+    """The text of an item, if it has one."""
+    if not isinstance(item, dict):
+        return item
+    if (parts := item.get("content")) is None or isinstance(parts, str):
+        return item.get("text") if parts is None else parts
+    return joined(parts)
+
+
+def joined(parts: Any) -> str | None:
+    """The text of content in parts; None if some are no texts."""
+    if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_PARTS:
+        return None
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ]
+    return "".join(texts) if len(texts) == len(parts) else None
 
 
 def _texts(body: dict[str, Any], name: str) -> list[_Text]:
@@ -130,9 +193,9 @@ def _texts(body: dict[str, Any], name: str) -> list[_Text]:
     found = []
     for i, item in enumerate(items):
         path = f"{name}[{i}]" if many else name
-        text = item.get("text") if isinstance(item, dict) else item
+        text = _said(item)
         if not isinstance(text, str):
-            raise wrong_type(path, "a string, or an object with a string in text")
+            raise wrong_type(path, "a string, or an object with a string in text or content")
         found.append(_Text(path, text))
     return found
 
@@ -169,7 +232,8 @@ async def _pairs(
 
     prompts = await in_thread(paired, call.exchange.body_size)
     vectors = await call.vectors(prompts)
-    return [call.pooling.relevance(as_array(v)) for v in vectors], sum(map(len, prompts))
+    scores = [call.pooling.relevance(as_array(vector), raw=call.raw) for vector in vectors]
+    return scores, sum(map(len, prompts))
 
 
 def _pair(call: PooledCall, first: _Text, second: _Text, most: int | None) -> list[int]:

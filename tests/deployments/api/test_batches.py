@@ -224,6 +224,7 @@ def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
         (lines(1, url="/v1/embeddings"), "mismatched_endpoint"),
         (lines(1, method="GET"), "invalid_method"),
         (lines(1, body={"stream": True}), "invalid_request"),
+        (lines(1, body={"encoding_format": "bytes"}), "invalid_request"),
         (lines(1, custom_id=None), "missing_required_parameter"),
         (b"", "empty_file"),
     ],

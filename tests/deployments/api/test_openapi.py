@@ -27,6 +27,11 @@ POOLINGS = {
     "/api/embed": Pooling("mean", (None,), matryoshka=True),
     "/api/embeddings": Pooling("mean", (None,)),
     "/v1/rerank": Pooling("cls", labels=("relevance",)),
+    "/rerank": Pooling("cls", labels=("relevance",)),
+    "/pooling": Pooling("mean", (None,), {"query": "query: "}, matryoshka=True),
+    "/v2/embed": Pooling("mean", (None,), matryoshka=True),
+    "/embed": Pooling("mean", (None,), {"query": "query: "}, matryoshka=True),
+    "/predict": Pooling("cls", labels=tuple(f"kind {i}" for i in range(VECTOR))),
     "/v1/score": Pooling("cls", labels=("relevance",)),
     "/v1/classify": Pooling("cls", labels=tuple(f"kind {i}" for i in range(VECTOR))),
 }
@@ -39,6 +44,11 @@ BASES: dict[str, tuple[Body, dict[str, Any]]] = {
     "/v1/messages": (agents.MESSAGES, {"model": MODEL, "messages": TURN, **FEW}),
     "/v1/embeddings": (pooled.EMBEDDINGS, {"model": MODEL, "input": "hello"}),
     "/v1/rerank": (pooled.RERANK, {"model": MODEL, "query": "a", "documents": ["b"]}),
+    "/rerank": (pooled.RERANK_TEXTS, {"model": MODEL, "query": "a", "texts": ["b"]}),
+    "/pooling": (pooled.POOLING, {"model": MODEL, "input": "hello"}),
+    "/v2/embed": (pooled.COHERE_EMBED, {"model": MODEL, "texts": ["hello"]}),
+    "/embed": (pooled.TEI_EMBED, {"inputs": "hello"}),
+    "/predict": (pooled.TEI_PREDICT, {"inputs": "hello"}),
     "/v1/score": (pooled.SCORE, {"model": MODEL, "text_1": "a", "text_2": "b"}),
     "/v1/classify": (pooled.CLASSIFY, {"model": MODEL, "input": "hello"}),
     "/chat": (liteqwen.CHAT, {"query": "hello", "gen_kwargs": {"max_new_tokens": 2}}),
@@ -62,6 +72,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "min_tokens": {"max_tokens": 2**31 - 1},
     "max_tokens": {"echo": True},
     "input": {"instructions": "Be brief."},
+    "messages": {"input": None},
+    **{key: {"text_1": None} for key in ("queries", "data_1")},
+    **{key: {"text_2": None, "texts": None} for key in ("documents", "items", "data_2")},
+    "inputs": {"texts": None},
 }
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 5, 1.5, -3.5, 2**31, 2**63, 1000000.5),
@@ -101,11 +115,15 @@ SEMANTIC = frozenset(
 # Valid by themselves: best_of has to equal n, a call that is required needs tools, and there is
 # either prompt or messages.
 # What is left of these is the model's own affair.
-OF_THE_MODEL = ("truncate_prompt_tokens", "prompt_name", "dimensions")
+OF_THE_MODEL = (
+    *("truncate_prompt_tokens", "prompt_name", "dimensions", "output_dimension", "task"),
+    *("prompt_name", "continue_final_message"),
+)
 TOGETHER = (
     *(("best_of", count) for count in range(2, 129)),
     ("tool_choice", "required"),
-    ("prompt", None),
+    *((name, None) for name in ("prompt", "input", "texts", "text_1", "text_2")),
+    ("documents", None),
 )
 
 

@@ -1,0 +1,167 @@
+"""POST /embed and /predict, GET /info: Text Embeddings Inference's, which answers bare lists."""
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from deployments.api.fields.pooled import (
+    ACTIVATION,
+    DIRECTIONS,
+    MAX_TEXTS,
+    TEI_EMBED,
+    TEI_PREDICT,
+    UINT31,
+)
+from deployments.api.generation.fields import take_bool, take_int
+from deployments.api.http.errors import ApiError, invalid, wrong_type
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
+from deployments.api.pooling.pooled import (
+    PooledCall,
+    ReadBody,
+    pooled_call,
+    take_prompts,
+    take_word,
+)
+from deployments.api.served_model import allowed
+from deployments.backend import Backend
+from deployments.environment import installed_version
+from engine.errors import no_vectors
+from engine.pooling import as_array
+
+if TYPE_CHECKING:
+    from deployments.api.app import Api
+
+EMBED, PREDICT, INFO = "/embed", "/predict", "/info"
+PATHS = frozenset({EMBED, PREDICT, INFO})
+
+
+def error_body(error: ApiError) -> bytes:
+    """In TEI's shape; code and param stand beside its own fields."""
+    kind = "Overloaded" if error.status == 503 else "Validation"
+    told = {"error": error.message, "error_type": kind if error.status != 500 else "Backend"}
+    return msgspec.json.encode({**told, "code": error.code, "param": error.param})
+
+
+def tei_reader(backend: Backend) -> ReadBody:
+    """A body in TEI's words in those of the other routes."""
+
+    def read(body: dict[str, Any]) -> dict[str, Any]:
+        found = {**body, "model": _only_model(body.get("model"), backend)}
+        if (side := take_word(body, "truncation_direction", DIRECTIONS)) is not None:
+            found["truncation_side"] = side.lower()
+        if take_bool(body, "raw_scores"):
+            found["use_activation"] = False
+        return found
+
+    return read
+
+
+def _only_model(name: Any, backend: Backend) -> Any:
+    """TEI serves one model, so its requests name none."""
+    cards = [card for card in backend.models().values() if card.parent is None and card.pooling]
+    return cards[0].id if name is None and len(cards) == 1 else name
+
+
+async def embed(api: "Api", exchange: HttpExchange) -> None:
+    """Raises ApiError, MantaError."""
+    reader = tei_reader(api.backend)
+
+    def read(body: dict[str, Any]) -> dict[str, Any]:
+        told = any(body.get(name) is not None for name in ACTIVATION)
+        return reader(body if told else {**body, "normalize": True})
+
+    async with pooled_call(api, exchange, TEI_EMBED, read) as call:
+        if call.pooling.labels:
+            raise no_vectors()
+        size = take_int(call.body, "dimensions", 1, UINT31)
+        if size is not None:
+            call.pooling.check_dimensions(size, call.card.vector_size)
+        prompts = await take_prompts(call, call.body, "inputs")
+        vectors = await call.vectors(prompts)
+
+        def answer() -> bytes:
+            return msgspec.json.encode([call.vector(one, size).tolist() for one in vectors])
+
+        await exchange.answer(200, await in_thread(answer, sum(map(len, vectors))))
+
+
+async def predict(api: "Api", exchange: HttpExchange) -> None:
+    """Labels of a text or of a pair, or of a list of these, the likeliest first.
+
+    Raises ApiError, MantaError.
+    """
+    async with pooled_call(api, exchange, TEI_PREDICT, tei_reader(api.backend)) as call:
+        labels = call.pooling.labels
+        if not labels:
+            raise invalid(
+                "this model classifies nothing: its head has no labels",
+                "model",
+                "classify_not_supported",
+            )
+        asked = call.body.get("inputs")
+        items: list[Any] = [asked]
+        many = isinstance(asked, list) and bool(asked) and isinstance(asked[0], list)
+        if many and isinstance(asked, list):
+            items = asked
+        if asked is None:
+            raise invalid("inputs is required", "inputs", "missing_field")
+        if len(items) > MAX_TEXTS:
+            raise invalid(f"inputs takes at most {MAX_TEXTS} texts, got {len(items)}", "inputs")
+
+        def work() -> list[list[int]]:
+            return [
+                _encoded(call, item, f"inputs[{i}]" if many else "inputs")
+                for i, item in enumerate(items)
+            ]
+
+        prompts = await in_thread(work, exchange.body_size)
+        found = []
+        for vector in await call.vectors(prompts):
+            scores = call.pooling.probabilities(as_array(vector), raw=call.raw).tolist()
+            ranked = sorted(zip(scores, labels, strict=True), reverse=True)
+            found.append([{"score": score, "label": label} for score, label in ranked])
+        await exchange.answer(200, msgspec.json.encode(found if many else found[0]))
+
+
+def _encoded(call: PooledCall, item: Any, path: str) -> list[int]:
+    texts = item if isinstance(item, list) else [item]
+    if not 1 <= len(texts) <= 2 or any(not isinstance(text, str) for text in texts):
+        raise wrong_type(path, "a text, or a list of one or two texts")
+    if len(texts) == 1:
+        ids = call.encode(texts[0], path)
+    else:
+        ids = call.encode_pair(texts[0], texts[1], path)
+    if not ids:
+        raise invalid(f"{path} must not be empty", path)
+    return ids
+
+
+async def info(api: "Api", exchange: HttpExchange) -> None:
+    """Raises ApiError 400 unless one model makes vectors."""
+    name = _only_model(None, api.backend)
+    if name is None:
+        raise no_vectors()
+    card = allowed(api.backend.models()[name], exchange.caller)
+    pooling = card.pooling
+    assert pooling is not None
+    if pooling.labels:
+        kind = "reranker" if len(pooling.labels) == 1 else "classifier"
+        named = {str(i): label for i, label in enumerate(pooling.labels)}
+        numbers = {label: i for i, label in enumerate(pooling.labels)}
+        told: dict[str, Any] = {"id2label": named, "label2id": numbers}
+    else:
+        kind, told = "embedding", {"pooling": pooling.mode}
+    answer = {
+        "model_id": card.id,
+        "model_sha": None,
+        "model_dtype": card.facts.quantization.lower(),
+        "model_type": {kind: told},
+        "max_concurrent_requests": api.options.max_in_flight,
+        "max_input_length": min(card.max_model_len, pooling.max_tokens or card.max_model_len),
+        "max_batch_requests": None,
+        "max_client_batch_size": MAX_TEXTS,
+        "auto_truncate": False,
+        "version": installed_version(),
+    }
+    await exchange.answer(200, msgspec.json.encode(answer))

@@ -1,0 +1,85 @@
+"""VectorFormat: how an answer writes vectors: as numbers, in base64 or as bytes, in which type."""
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from deployments.api.fields.pooled import BYTES, BYTES_ONLY, DTYPES, ENDIANNESS, FORMATS
+from deployments.api.http.errors import invalid
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.pooling.pooled import PooledCall, take_word
+from engine.pooling import Vector
+
+_MAX_METADATA = 8192  # bytes of a header
+_BINARY = b"application/octet-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFormat:
+    """form: one of FORMATS. dtype: one of DTYPES. big: the highest byte comes first."""
+
+    form: str
+    dtype: str
+    big: bool
+
+    @classmethod
+    def take(cls, body: dict[str, Any]) -> "VectorFormat":
+        """Raises ApiError 400."""
+        form = take_word(body, "encoding_format", FORMATS) or "float"
+        dtype = take_word(body, "embed_dtype", DTYPES) or "float32"
+        order = take_word(body, "endianness", ENDIANNESS)
+        return cls(form, dtype, order == "big")
+
+    @property
+    def binary(self) -> bool:
+        return self.form in (BYTES, BYTES_ONLY)
+
+    def written(self, values: Vector) -> list[float] | str:
+        """For JSON."""
+        if self.form == "base64":
+            return base64.b64encode(self.packed(values)).decode()
+        found: list[float] = self._rounded(values).tolist()
+        return found
+
+    def packed(self, values: Vector) -> bytes:
+        if self.dtype == "bfloat16":
+            high = (_bfloat16(values).view(np.uint32) >> 16).astype(">u2" if self.big else "<u2")
+            return high.tobytes()
+        code = "f2" if self.dtype == "float16" else "f4"
+        return values.astype((">" if self.big else "<") + code).tobytes()
+
+    def _rounded(self, values: Vector) -> Vector:
+        if self.dtype == "bfloat16":
+            return _bfloat16(values)
+        return values.astype(np.float16).astype(np.float32) if self.dtype == "float16" else values
+
+    async def answer(self, exchange: HttpExchange, call: PooledCall, vectors: list[Vector]) -> None:
+        """All vectors one after the other; with "bytes" the header `metadata` tells them apart."""
+        packed = [self.packed(vector) for vector in vectors]
+        headers: tuple[tuple[str, str], ...] = ()
+        if self.form == BYTES:
+            items, start = [], 0
+            for index, one in enumerate(packed):
+                item = {"index": index, "embed_dtype": self.dtype, "start": start}
+                item |= {"endianness": "big" if self.big else "little"}
+                start += len(one)
+                items.append({**item, "end": start, "shape": [len(vectors[index])]})
+            told = msgspec.json.encode({"model": call.card.id, "data": items}).decode()
+            if len(told) > _MAX_METADATA:
+                raise invalid(
+                    f"encoding_format bytes of {len(packed)} vectors has more metadata than a "
+                    "header holds; use bytes_only, or fewer texts",
+                    "encoding_format",
+                )
+            headers = (("metadata", told),)
+        await exchange.answer(200, b"".join(packed), _BINARY, headers)
+
+
+def _bfloat16(values: Vector) -> Vector:
+    """The nearest numbers of bfloat16, ties to even, as float32."""
+    bits = values.astype(np.float32).view(np.uint32)
+    even = (bits >> 16) & 1
+    return ((bits + 0x7FFF + even) & 0xFFFF0000).astype(np.uint32).view(np.float32)
