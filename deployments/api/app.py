@@ -210,7 +210,7 @@ class Api:
         try:
             read = chat_call if chat else completion_call
             if turn is not None and not chat:
-                read = partial(completion_call, max_tokens=None)
+                read = partial(completion_call, max_tokens=None, gap=turn.gap)
             call = await read(body, exchange.body_size, self.backend, self.options, exchange.caller)
             ignored = call.ignored
             exchange.ignored += ignored if turn is None else map(turn.name, ignored)

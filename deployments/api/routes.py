@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from deployments.api import adapters, models
-from deployments.api.agents import liteqwen, messages, responses
+from deployments.api.agents import infill, liteqwen, messages, responses
 from deployments.api.batches import routes as batches
 from deployments.api.fields import agents, generation, others, pooled
 from deployments.api.fields import liteqwen as lq
 from deployments.api.fields import ollama as ollama_fields
+from deployments.api.fields.infill import INFILL
 from deployments.api.fields.schema import BOOLEAN, TEXT, Body, Schema, integer, one_of
 from deployments.api.http.errors import (
     INVALID,
@@ -230,6 +231,11 @@ ROUTES: tuple[Route, ...] = (
         post=Operation(
             "Tokens of the prompt of a message", QUEUES, agents.COUNTED, ("input_tokens",)
         ),
+    ),
+    Route(
+        infill.PATH,
+        infill.infill,
+        post=_generation("What stands between two texts", INFILL, ("content", "stop")),
     ),
     Route(
         "/chat",

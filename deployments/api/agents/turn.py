@@ -12,16 +12,19 @@ from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
 from deployments.backend import Generation, RecalledChoice
 from engine.errors import MantaError
+from engine.text.infill import Gap
 
 
 class Turn(ABC):
     """ignored: fields without effect, once the body was read. names: of the chat's fields in the
-    request, from then on. is_chat: False of a body that was read into a completion instead."""
+    request, from then on. is_chat: False of a body that was read into a completion instead. gap:
+    what that completion fills, where its body does not say it."""
 
     def __init__(self) -> None:
         self.ignored: list[str] = []
         self.names: Renaming | None = None
         self.is_chat = True
+        self.gap: Gap | None = None
 
     @abstractmethod
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:

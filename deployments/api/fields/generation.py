@@ -255,6 +255,7 @@ CHAT = openai_body(_CHAT, ("messages",), _OLD_TOOLS)
 _COMPLETION: Mapping[str, Schema] = {
     **_COMMON,
     "prompt": either(TEXT, list_of(TOKEN, 1), list_of(TEXT, 1), list_of(list_of(TOKEN, 1), 1)),
+    "suffix": TEXT,
     "echo": BOOLEAN,
     "max_completion_tokens": _range("max_tokens"),
     "logprobs": either(_range("logprobs"), one_of(False)),
@@ -263,5 +264,5 @@ _COMPLETION: Mapping[str, Schema] = {
 COMPLETION = openai_body(
     _COMPLETION,
     ("prompt",),
-    {"suffix": NOTHING, "tools": NOTHING, **_OLD_TOOLS},
+    {"tools": NOTHING, **_OLD_TOOLS},
 )

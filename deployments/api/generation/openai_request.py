@@ -30,6 +30,7 @@ from deployments.api.tools.request import RequestedTools, refuse_tools, take_too
 from deployments.backend import Backend, GenerationRequest, ModelCard
 from engine.errors import InvalidRequest, context_too_long
 from engine.sampling_params import MAX_N, SamplingParams
+from engine.text.infill import FillMarks, Gap
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -225,13 +226,13 @@ async def completion_call(
     caller: Caller = ANYONE,
     *,
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS,
+    gap: Gap | None = None,
 ) -> OpenAIRequest:
-    """size: bytes of the body. max_tokens: of a body that names none. Raises ApiError."""
+    """size: bytes of the body. max_tokens: of a body that names none. gap: to be filled, in the
+    place of `prompt` and `suffix`. Raises ApiError."""
     ignored = check_names(body, COMPLETION.known, strict=options.strict, generates=True)
     card = await find_model(body.get("model"), backend, caller)
     refuse_tools(body)
-    if body.get("suffix"):
-        raise invalid("suffix is not supported", "suffix", "suffix_not_supported")
     echo = take_bool(body, "echo")
     call = _common(body, card, backend, chat=False, max_tokens=max_tokens)
     call.ignored = ignored + call.ignored
@@ -244,12 +245,50 @@ async def completion_call(
         call.change_params(prompt_logprobs=call.params.logprobs)
     special = take_bool(body, "add_special_tokens", True)
     fill = functools.partial(_fill_prompts, call, body.get("prompt"), special, options.max_prompts)
+    suffix = body.get("suffix")
+    if suffix is not None and not isinstance(suffix, str):
+        raise wrong_type("suffix", "a string")
+    if gap is not None or suffix:
+        if echo:
+            raise invalid("echo and suffix exclude each other", "suffix", "conflicting_fields")
+        asked = (body.get("prompt"), suffix or "", gap, special, options.max_prompts)
+        fill = functools.partial(_fill_gaps, call, *asked)
     try:
         await in_thread(fill, size)
     except TooManyTokens as error:
         raise too_many_tokens(error, "prompt") from None
     check_choices(call, options)
     return call
+
+
+def _fill_gaps(
+    call: OpenAIRequest,
+    prompt: Any,
+    suffix: str,
+    gap: Gap | None,
+    special: bool,
+    max_prompts: int,
+) -> None:
+    """Prompts in which the model sees what stands behind its answer. Raises as `_fill_prompts`."""
+    marks = FillMarks.of(call.tokenizer)
+    if marks is None:
+        raise invalid(
+            "suffix: this model's tokenizer has no tokens for filling a gap (fill in the middle)",
+            "suffix",
+            "suffix_not_supported",
+        )
+    texts = prompt if isinstance(prompt, list) else [prompt or ""]
+    if len(texts) > max_prompts:
+        message = f"prompt takes at most {max_prompts} prompts, got {len(texts)}"
+        raise invalid(message, "prompt", "too_many_prompts")
+    if not texts or any(not isinstance(text, str) for text in texts):
+        raise invalid("suffix needs a prompt of text", "suffix", "conflicting_fields")
+    gaps = [Gap(text, suffix) for text in texts] if gap is None else [gap]
+    tokenizer, limit = call.tokenizer, call.card.max_model_len
+    call.prompts = [marks.ids(tokenizer, one, limit, special=special) for one in gaps]
+    if not call.params.ignore_eos:
+        ends = dict.fromkeys((*call.params.stop_token_ids, *marks.ends))
+        call.change_params(stop_token_ids=list(ends))
 
 
 def _fill_prompts(call: OpenAIRequest, prompt: Any, special: bool, max_prompts: int) -> None:

@@ -14,6 +14,7 @@ from deployments.api.ollama.names import asked_name
 from deployments.api.served_model import find_model
 from deployments.api.tools.detect import template_output
 from deployments.backend import ModelCard
+from engine.text.infill import FillMarks
 from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def _capabilities(card: ModelCard, tokenizer: Tokenizer) -> list[str]:
         known = template_output(tokenizer)
         found += ["tools"] if known.calls is not None else []
         found += ["thinking"] if known.reasoning is not None else []
+        found += ["insert"] if FillMarks.of(tokenizer) is not None else []
     if card.pooling is not None and not card.pooling.labels:
         found.append("embedding")
     return found

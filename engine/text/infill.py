@@ -1,0 +1,120 @@
+"""FillMarks: the control tokens by which a model is asked for what stands between two texts."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.text.tokenizer import Tokenizer
+
+# Before the text, behind it, and where the answer begins: Qwen2.5-Coder and CodeGemma, StarCoder
+# and Granite, SantaCoder, CodeLlama (two spellings), DeepSeek-Coder, GLM-4, Falcon-H1.
+_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
+)
+# The text behind the gap comes first: Seed-Coder, and Codestral, where the answer follows the text
+# before the gap without a mark.
+_SUFFIX_FIRST = (
+    ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"),
+    ("[PREFIX]", "[SUFFIX]", ""),
+)
+# What models write behind the filled gap.
+_ENDS = (
+    *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<file_sep>", "<|repo_name|>"),
+    *("▁<EOT>", "<EOT>", "<|file_separator|>"),
+)
+# Before the name of a repository, and before that of each file.
+_REPOSITORY = (("<|repo_name|>", "<|file_sep|>"), ("<reponame>", "<file_sep>"))
+_SNIPPET = "\n\n--- snippet ---\n\n"
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The texts around a gap. middle: how what fills it begins. files: names and texts of others
+    that the model should know."""
+
+    prefix: str
+    suffix: str
+    middle: str = ""
+    files: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FillMarks:
+    """Ids of the marks. middle: None where the answer follows the text before the gap without one.
+    suffix_first: the text behind the gap comes before the other. ends: tokens that end an
+    answer. repository, file: before names of these; None where the model has no such mark."""
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    suffix_first: bool
+    ends: tuple[int, ...]
+    repository: int | None = None
+    file: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "FillMarks | None":
+        """None for a model that has no such tokens."""
+        if tokenizer not in _known:
+            _known[tokenizer] = _find(tokenizer)
+        return _known[tokenizer]
+
+    def ids(self, tokenizer: Tokenizer, gap: Gap, limit: int, *, special: bool = True) -> list[int]:
+        """The prompt. special: with the BOS that tokenizer.json has.
+
+        Raises TooManyTokens for a text that surely has more than `limit`.
+        """
+
+        def encode(text: str) -> list[int]:
+            tokenizer.check_length(text, limit)
+            return tokenizer.encode(text)
+
+        tokenizer.check_length(gap.suffix, limit)
+        before = [self.prefix, *encode(gap.prefix)]
+        behind = [self.suffix, *tokenizer.encode_plain(gap.suffix)]
+        ids = [*behind, *before] if self.suffix_first else [*before, *behind]
+        if self.middle is not None:
+            ids.append(self.middle)
+        begin = tokenizer.encode("", add_special_tokens=special)[:1]
+        head = begin if begin == [tokenizer.bos_token_id] else []
+        middle = encode(gap.middle) if gap.middle else []
+        return [*head, *self._files(gap, encode), *ids, *middle]
+
+    def _files(self, gap: Gap, encode: Encode) -> list[int]:
+        if not gap.files:
+            return []
+        if self.file is None or self.repository is None:
+            return [token for _, text in gap.files for token in encode(_SNIPPET + text)]
+        ids = [self.repository, *encode("myproject\n")]
+        for name, text in (*gap.files, ("filename", "")):
+            ids += [self.file, *encode(f"{name}\n{text}")]
+        return ids
+
+
+_known: "weakref.WeakKeyDictionary[Tokenizer, FillMarks | None]" = weakref.WeakKeyDictionary()
+
+
+def _find(tokenizer: Tokenizer) -> FillMarks | None:
+    for names in (*_MARKS, *_SUFFIX_FIRST):
+        before, behind, middle = (tokenizer.token_id(name) for name in names)
+        if before is None or behind is None or (names[2] and middle is None):
+            continue
+        ends = [token for text in _ENDS if (token := tokenizer.token_id(text)) is not None]
+        for pair in _REPOSITORY:
+            repository, file = (tokenizer.token_id(name) for name in pair)
+            if repository is not None and file is not None:
+                break
+        else:
+            repository = file = None
+        first = names in _SUFFIX_FIRST
+        return FillMarks(before, behind, middle, first, tuple(ends), repository, file)
+    return None
