@@ -157,6 +157,7 @@ def test_a_model_without_such_tokens(path: str, body: dict[str, Any], param: str
     ],
 )
 def test_refusals(path: str, body: dict[str, Any], param: str) -> None:
+    """Bug: an error names a field of the completion that the request became."""
     backend = fake("starcoder")
     reply = ask(backend, path, model=MODEL, **body)
     assert (reply.status, reply.json()["error"]["param"]) == (400, param), reply.json()

@@ -99,6 +99,7 @@ def test_cohere_cuts(client: Client, backend: FakeBackend) -> None:
 def test_cohere_refusals(
     client: Client, backend: FakeBackend, body: dict[str, Any], param: str
 ) -> None:
+    """Bug: what Cohere's clients ask for is passed over, or an error names another field."""
     use(backend, EMBEDDER)
     reply = ask(client, "/v2/embed", model=MODEL, **body)
     assert (reply.status, reply.json()["error"]["param"]) == (400, param)
