@@ -18,6 +18,7 @@ from typing import Any
 from deployments.api.served_model import same_pattern
 from deployments.config.load import parse_part
 from deployments.config.models import MantaConfig
+from deployments.error_text import error_line, plain
 from deployments.store import prefix, store
 from engine.errors import ConfigError
 
@@ -37,10 +38,10 @@ class CatalogEntry:
 
 def model_app(app: str, model: str) -> str:
     """The application of a model. app: the routers', which has no dot in its name."""
-    plain = re.sub(r"[^A-Za-z0-9_-]", "-", model)
-    if plain != model:  # two models stay two
-        plain += "-" + hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
-    return f"{app}.{plain}"
+    safe = re.sub(r"[^A-Za-z0-9_-]", "-", model)
+    if safe != model:  # two models stay two
+        safe += "-" + hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
+    return f"{app}.{safe}"
 
 
 def is_model_of(app: str, name: str) -> bool:
@@ -183,18 +184,13 @@ def why_waiting(messages: Sequence[str]) -> str:
     return ""
 
 
-# The last line of a traceback: an error's name, and what it says unless that begins another one.
-_ERROR = re.compile(r"(?:\S+: )*[\w.]*(?:Error|Exception)(?:: (?!Traceback \(most recent)|$)")
-
-
 def why_failed(messages: Sequence[str]) -> str:
     """The line that says what went wrong: in a traceback the last line, of the deepest cause.
     messages: of an application, its own the last. Pure."""
     for message in messages:
-        errors = [line.strip() for line in message.splitlines() if _ERROR.match(line.strip())]
-        if errors:
-            return errors[-1]
-    whole = messages[-1].strip()
+        if found := error_line(message):
+            return found
+    whole = plain(messages[-1]).strip()
     return whole.splitlines()[-1] if whole else "no reason given"
 
 

@@ -79,6 +79,11 @@ def ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
+def ray_temporary_folder() -> Path:
+    """Below which Ray puts its sessions unless it is told another folder."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute()
+
+
 def set_for_children(variables: dict[str, str]) -> None:
     """Hand variables to the processes that this one starts. An existing PYTHONPATH is kept."""
     for name, value in variables.items():

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deployments.environment import api_key
+from deployments.error_text import reason
 from deployments.resuming import ResumableStream
 from engine.errors import ConfigError, MantaError
 
@@ -87,7 +88,7 @@ class ChatServer:
         except ValueError as error:
             raise ServerError(f"{self.url} sent something that is not JSON") from error
         except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{self.url} broke off: {_reason(error)}") from error
+            raise ServerError(f"{self.url} broke off: {reason(error)}") from error
 
     def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
         """Pieces of the answer's text as they come; one that breaks off goes on. Raises
@@ -105,7 +106,7 @@ class ChatServer:
                             yield from self._text(line[5:])
                 broke = ServerError(f"{self.url} ended the answer before its end")
             except (OSError, http.client.HTTPException) as error:
-                broke = ServerError(f"{self.url} broke off: {_reason(error)}")
+                broke = ServerError(f"{self.url} broke off: {reason(error)}")
             finally:
                 response.close()
             response = self._go_on(body, resuming, broke)
@@ -154,23 +155,23 @@ class ChatServer:
             response = connection.getresponse()
         except ssl.SSLError as error:
             raise ServerError(
-                f"{self.url}: no TLS connection ({_reason(error)}); is it an http:// server?"
+                f"{self.url}: no TLS connection ({reason(error)}); is it an http:// server?"
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(
-                f"{self.url} cannot be reached ({_reason(error)}); is `manta serve` running there?"
+                f"{self.url} cannot be reached ({reason(error)}); is `manta serve` running there?"
             ) from error
         if response.status != 200:
             answer = ""
             with contextlib.suppress(OSError, http.client.HTTPException):
                 answer = response.read(1 << 16).decode("utf-8", "replace")
             try:
-                reason = _message(json.loads(answer))
+                said = _message(json.loads(answer))
             except ValueError:
-                reason = "not an OpenAI-compatible answer"
+                said = "not an OpenAI-compatible answer"
             told = {name.lower(): value for name, value in response.getheaders()}
             way_out = "; --key FILE gives it" if response.status == 401 else ""
-            message = f"{self._api}{path} answered {response.status}: {reason}{way_out}"
+            message = f"{self._api}{path} answered {response.status}: {said}{way_out}"
             raise ServerError(message, status=response.status, headers=told)
         return response
 
@@ -260,8 +261,4 @@ def read_key(path: Path | None) -> str | None:
 def _message(answer: Any) -> str:
     error = answer.get("error") if isinstance(answer, dict) else None
     text = error.get("message") if isinstance(error, dict) else error
-    return str(text or "no reason given").splitlines()[0]
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error or type(error).__name__).splitlines()[0]
+    return reason(Exception(text)) if text else "no reason given"

@@ -33,6 +33,7 @@ from deployments.cli.target import read_planned
 from deployments.config.load import MantaConfig, named_config
 from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
+from deployments.packages import why_mixed
 from deployments.plan.memory import GIB, DoesNotFit, Hardware, check_files
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
 from engine.config.model_config import ModelConfig
@@ -90,6 +91,7 @@ def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
     """All checks, quick ones first."""
     yield _python()
     yield from _packages()
+    yield from _own_packages()
     yield from _devices()
     yield _memory()
     yield _cores()
@@ -244,6 +246,12 @@ def _packages() -> Iterator[DoctorCheck]:
             yield DoctorCheck(name, "MISSING", text, f"pip install -U '{name}>={least}'")
         elif name in ("ray", "torch", "transformers", "triton"):
             yield DoctorCheck(name, "ok", version)
+
+
+def _own_packages() -> Iterator[DoctorCheck]:
+    if mixed := why_mixed():
+        text, _, way_out = mixed.partition("; ")
+        yield DoctorCheck("packages", "MISSING", text, way_out)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

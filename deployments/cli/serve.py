@@ -11,14 +11,15 @@ from deployments.cli.console import StatusLine, err, model_progress
 from deployments.cli.ports import why_not_bindable
 from deployments.cli.serving.cluster import Cluster
 from deployments.cli.serving.driver import Driver, RayLostError
-from deployments.cli.serving.joining import reason
 from deployments.cli.serving.processes import kill, leftovers
 from deployments.cli.serving.supervisor import OnceReady, ServeError, Supervisor
 from deployments.cli.target import read_target
 from deployments.config.load import MantaConfig
 from deployments.config.tls import client_context
 from deployments.environment import asks_for_token, gpus_here
+from deployments.error_text import reason
 from deployments.haproxy.launch import complaint
+from deployments.packages import why_mixed
 from engine.errors import ConfigError
 from engine.shards import read_headers
 
@@ -42,6 +43,8 @@ def run(
     Raises ConfigError before anything is started, MantaError when it cannot be, RayLostError
     when the node was lost and is not to be started again.
     """
+    if mixed := why_mixed():
+        raise ConfigError(mixed)
     config = _with_http(read_target(spec), host, port)
     if config.http.exposed:
         way_out = "set http.api_keys_file, or http.host: 127.0.0.1"

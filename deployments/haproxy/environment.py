@@ -7,8 +7,18 @@ from deployments.config.models import MantaConfig
 from deployments.haproxy.launch import chosen_binary, install
 from deployments.haproxy.settings import VARIABLE, EdgeSettings
 from engine.errors import ConfigError
+from engine.private_folder import private_folder
 
 _MAX_FOLDER = 26  # characters: haproxy takes 97, and Serve adds a node id to it
+
+
+def edge_folder() -> Path:
+    """A new folder for HAProxy's sockets, files and launcher, of this user's alone; the caller
+    removes it. Raises ConfigError."""
+    try:
+        return private_folder(_MAX_FOLDER, programs=True)
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}, or http.proxy: serve", param="http.proxy") from None
 
 
 def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
@@ -17,7 +27,7 @@ def haproxy_environment(config: MantaConfig, folder: Path) -> dict[str, str]:
     if len(str(folder)) > _MAX_FOLDER:
         raise ConfigError(
             f"{folder}: haproxy's sockets need a folder of at most {_MAX_FOLDER} "
-            "characters; set TMPDIR, or http.proxy: serve",
+            "characters; give a shorter one, or http.proxy: serve",
             param="http.proxy",
         )
     longest = config.http.max_stream_seconds

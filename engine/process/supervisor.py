@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -15,14 +14,14 @@ import msgspec
 import zmq
 
 from engine.config.engine_config import EngineConfig
-from engine.errors import ConfigError, EngineDead
+from engine.errors import EngineDead
 from engine.messages import Control, ToEngine
 from engine.parallel.connections import RemoteRanks
+from engine.private_folder import MAX_PATH, private_folder
 from engine.process.fake import PREFIX as FAKE
 from engine.process.main import EngineStart
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_SOCKET_PATH = 100  # sockaddr_un has 108 bytes
 
 
 class EngineProcess:
@@ -33,7 +32,7 @@ class EngineProcess:
     A thread of its own creates the process and then waits for it, for two reasons: the kernel's
     parent-death signal follows the thread that forked, not the process, and waiting there reports
     the end at once without polling. on_exit(exit status) is called from that thread.
-    Raises ConfigError when the socket folder's path is too long, EngineDead when no process can be
+    Raises ConfigError when there is no folder for its sockets, EngineDead when no process can be
     made.
     """
 
@@ -45,7 +44,7 @@ class EngineProcess:
     ) -> None:
         self._config = config
         self._on_exit = on_exit
-        self._folder = tempfile.mkdtemp(prefix="manta-")  # mode 0700: no other user may connect
+        self._folder = str(private_folder(MAX_PATH))  # mode 0700: no other user may connect
         inbox, outbox = f"ipc://{self._folder}/in", f"ipc://{self._folder}/out"
         self._start = EngineStart(
             core="fake" if config.model.startswith(FAKE) else "model",
@@ -67,8 +66,6 @@ class EngineProcess:
         self._spawned = threading.Event()
         self._thread = threading.Thread(target=self._own, name="engine-owner", daemon=True)
         try:
-            if len(self._folder) + 4 > MAX_SOCKET_PATH:
-                raise ConfigError(f"the temporary folder's path is too long: {self._folder}")
             for socket, address in ((self._requests, inbox), (self.frames, outbox)):
                 socket.set_hwm(0)
                 socket.linger = 0

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-import tempfile
+import shutil
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 from deployments.app import NodeCapacity, cluster_environment, pools, serve_config
 from deployments.config.load import MantaConfig
 from deployments.config.models import PoolConfig
+from deployments.haproxy.environment import edge_folder
 from deployments.haproxy.settings import VARIABLE, EdgeSettings
 from deployments.scaling import policy as autoscaling
 from engine.errors import ConfigError
@@ -174,8 +175,11 @@ def _memory(
 def _environment(config: MantaConfig) -> dict[str, str]:
     """What names a folder or a port of this machine is left out: each pod has the defaults."""
     found = {}
-    with tempfile.TemporaryDirectory(prefix="manta-") as folder:
+    folder = str(edge_folder())
+    try:
         wanted = cluster_environment(config, folder)
+    finally:
+        shutil.rmtree(folder)
     for name, value in wanted.items():
         if name == VARIABLE:
             edge = msgspec.structs.replace(EdgeSettings.decode(value), host="", binary="")

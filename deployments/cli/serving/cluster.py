@@ -5,23 +5,27 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from deployments.catalog import is_model_of
-from deployments.cli.serving.joining import ClusterError, join, reason, running_here
+from deployments.cli.serving.joining import ClusterError, job_config, join, running_here
 from deployments.cli.serving.processes import adopt_orphans, descendants, kill, reap
+from deployments.cli.serving.ray_folder import ray_folder
 from deployments.cli.serving.time_limit import within
 from deployments.config.load import MantaConfig
+from deployments.edge import behind_haproxy
 from deployments.environment import (
     make_auth_token,
     no_ray_metrics,
     ray_address,
     set_for_children,
 )
+from deployments.error_text import reason
+from deployments.haproxy.environment import edge_folder
 from deployments.neighbours import deployed_at
+from deployments.packages import SOURCE
 from deployments.store import forget_app
+from engine.private_folder import MAX_PATH, private_folder
 
 _ANSWER = 5.0  # seconds for Serve's controller to answer
 _DRAIN_MARGIN = 5.0  # seconds for routers to say that they are done
@@ -43,6 +47,12 @@ def _deployed_at(app_name: str) -> float:
     return within(_ANSWER, lambda: deployed_at(app_name, told))
 
 
+def serving_folder(config: MantaConfig) -> str:
+    """A new folder for what stands before the routers; the caller removes it. Raises
+    ConfigError."""
+    return str(edge_folder() if behind_haproxy(config) else private_folder(MAX_PATH))
+
+
 class Cluster:
     """Own: started by us on this machine and ended by `close`. Joined: left running."""
 
@@ -61,7 +71,7 @@ class Cluster:
             return
         adopt_orphans()
         if folder is None:
-            folder = self._folder = tempfile.mkdtemp(prefix="manta-serve-")
+            folder = self._folder = serving_folder(config)
         with contextlib.suppress(OSError):  # then Ray makes it, or says why not
             make_auth_token()
         import ray
@@ -70,14 +80,17 @@ class Cluster:
 
         environment = cluster_environment(config, folder)
         environment["PYTHONPATH"] = os.pathsep.join(
-            dict.fromkeys([_source_folder(), *filter(None, sys.path[:1])])
+            dict.fromkeys([str(SOURCE), *filter(None, sys.path[:1])])
         )
         if config.http.loopback:
             environment = {**no_ray_metrics(), **environment}
         set_for_children(environment)
+        temporary = str(ray_folder())
         try:
             ray.init(
                 address="local",
+                job_config=job_config([str(SOURCE)]),
+                _temp_dir=temporary,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE,
                 log_to_driver=False,
@@ -158,8 +171,3 @@ def _delete(app_name: str) -> None:
         serve.delete(name, _blocking=False)
     for name in (app_name, *models):
         forget_app(name)
-
-
-def _source_folder() -> str:
-    """Where Ray's workers find `deployments`, also when it runs from a source folder."""
-    return str(Path(__file__).parents[3])

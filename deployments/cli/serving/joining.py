@@ -5,11 +5,14 @@ import contextlib
 import logging
 import socket
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from deployments.environment import asks_for_token, auth_token_source
+from deployments.error_text import reason
+from deployments.packages import SOURCE
 from engine.errors import ConfigError, MantaError
 
 _CONNECT = 3.0  # seconds to connect; a packet that is lost comes again after 1 and 3
@@ -64,7 +67,12 @@ def join(address: str) -> None:
     try:
         within(
             _JOIN,
-            lambda: ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR),
+            lambda: ray.init(
+                address=address,
+                job_config=job_config([] if _installed() else [str(SOURCE)]),
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            ),
         )
     except Exception as error:  # Ray raises plain ones, too
         raise ClusterError(
@@ -72,9 +80,18 @@ def join(address: str) -> None:
         ) from error
 
 
-def reason(error: BaseException) -> str:
-    """The first line of an error, or its name where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+def job_config(folders: list[str]) -> Any:
+    """Of a job whose workers import from these folders first, and not from the one that the
+    command runs in, which may have a file engine.py. They work in that folder all the same."""
+    from ray.job_config import JobConfig
+
+    # A job of Ray's client adds no folders; there is no public way to say this, up to Ray 2.60.
+    return JobConfig(_client_job=True, _py_driver_sys_path=folders)
+
+
+def _installed() -> bool:
+    """Whether workers elsewhere have Manta as this process has it, by an installer."""
+    return str(SOURCE) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 def _parts(address: str) -> tuple[str, int]:

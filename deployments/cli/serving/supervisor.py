@@ -16,14 +16,13 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from deployments.cli.console import StatusLine, err, out
-from deployments.cli.serving.cluster import STOP_SECONDS, Cluster
+from deployments.cli.serving.cluster import STOP_SECONDS, Cluster, serving_folder
 from deployments.cli.serving.driver import Driver, RayLostError
 from deployments.cli.serving.processes import (
     adopt_orphans,
@@ -222,7 +221,7 @@ class Supervisor:
         self._say(f"{lost.message}; starting again ({len(self._losses)} of {times} in an hour)")
 
     def _once(self) -> int:
-        folder = tempfile.mkdtemp(prefix="manta-serve-")
+        folder = serving_folder(self._config)
         child = DriverProcess(
             self._cluster, lambda driver: self._serve(driver, folder), self._close
         )

@@ -156,7 +156,10 @@ def test_any_error_of_ray_is_one_sentence(
     monkeypatch.setattr("deployments.cli.serving.cluster.adopt_orphans", lambda: None)
     monkeypatch.setattr("deployments.cli.serving.cluster.set_for_children", lambda _: None)
     monkeypatch.setattr("deployments.cli.serving.cluster.make_auth_token", lambda: None)
-    expected = "The current node timed out during startup; `manta doctor` may tell more"
+    expected = (
+        "The current node timed out during startup. This could happen because; "
+        "`manta doctor` may tell more"
+    )
     with pytest.raises(ClusterError, match=f"cannot join Ray at {silent}: {expected}"):
         join(silent)
     with pytest.raises(ClusterError, match=f"cannot start Ray: {expected}"):

@@ -1,0 +1,73 @@
+"""Whether Python finds Manta's own packages: their names are plain words that others use, too."""
+
+import hashlib
+import importlib.util
+import sys
+from base64 import urlsafe_b64encode
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("deployments", "engine", "kernels", "loadtest")
+SOURCE = Path(__file__).resolve().parents[1]
+_NAME = "manta-serve"
+
+
+def prefer_own() -> None:
+    """Put Manta's folder first where a file of the user's would be imported in place of one of its
+    packages, as out of a folder in PYTHONPATH."""
+    if any(_folder(name) != SOURCE / name for name in PACKAGES):
+        sys.path.insert(0, str(SOURCE))
+
+
+def _folder(name: str) -> Path | None:
+    module = sys.modules.get(name)
+    spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).resolve().parent
+
+
+def why_mixed(path: list[str] | None = None) -> str:
+    """What another distribution has overwritten of Manta's files, and the way out; "" if nothing.
+
+    path: where distributions are looked for; sys.path. An installer says nothing where two have a
+    file of one name.
+    """
+    where = sys.path if path is None else path
+    ours = next(iter(metadata.distributions(name=_NAME, path=where)), None)
+    for package in PACKAGES:
+        file = SOURCE / package / "__init__.py"
+        others = [*metadata.distributions(name=package, path=where)]
+        if ours is not None and _overwritten(ours, file):
+            others = [one for one in metadata.distributions(path=where) if one.name != _NAME]
+        elif not any(_brings(one, file) for one in others):
+            continue
+        named = [one for one in others if _brings(one, file)]
+        whose = " and ".join(f"{one.name} {one.version}" for one in named) or "something else"
+        remove = " ".join(one.name for one in named) or "that"
+        return (
+            f"Manta's package {package!r} and that of {whose} lie in the same folder "
+            f"{file.parent}, and one has overwritten files of the other; uninstall {remove} "
+            f"and install {_NAME} again, or give Manta an environment of its own"
+        )
+    return ""
+
+
+def _brings(distribution: metadata.Distribution, file: Path) -> bool:
+    names = f"{file.parent.name}/{file.name}"
+    listed = distribution.read_text("RECORD") or ""
+    if not any(line.startswith(f"{names},") for line in listed.splitlines()):
+        return False
+    return Path(str(distribution.locate_file(names))).resolve() == file
+
+
+def _overwritten(ours: metadata.Distribution, file: Path) -> bool:
+    """Whether the file is another than the one that was installed; False of a source folder."""
+    names = f"{file.parent.name}/{file.name}"
+    for path in ours.files or ():
+        if str(path) == names and path.hash is not None:
+            if Path(str(ours.locate_file(path))).resolve() != file:
+                return False
+            digest = hashlib.new(path.hash.mode, file.read_bytes()).digest()
+            return urlsafe_b64encode(digest).decode().rstrip("=") != path.hash.value
+    return False
