@@ -16,14 +16,14 @@ ModuleNotFoundError: No module named 'engine.errors'; 'engine' is not a package
 TASK = """\x1b[36mray::ServeController.deploy()\x1b[39m (pid=7, ip=10.0.0.1)
   File "/x/controller.py", line 7, in deploy
     raise PermissionError
-PermissionError: [Errno 13] Permission denied: '/tmp/m/haproxy'"""
+PermissionError: [Errno 13] Permission denied: '/x/haproxy'"""
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
         (ACTOR, "ModuleNotFoundError: No module named 'engine.errors'; 'engine' is not a package"),
-        (TASK, "PermissionError: [Errno 13] Permission denied: '/tmp/m/haproxy'"),
+        (TASK, "PermissionError: [Errno 13] Permission denied: '/x/haproxy'"),
         ("The node timed out.\nThe GCS has become overloaded.", "The GCS has become overloaded"),
         ("one line.", "one line"),
         ("", "ValueError"),
