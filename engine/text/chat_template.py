@@ -6,6 +6,7 @@ checked at every turn of every loop, size at every piece of output.
 """
 
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ConfigError, InvalidRequest
+from engine.text.template_contents import Form, Opening, check_shown, find_forms, shaped
 
 # Of this thread, so that a busy machine refuses no request; a thousand messages take some 10 ms.
 MAX_SECONDS = 0.25
@@ -32,10 +34,18 @@ _SEARCH_SECONDS = 0.02  # for the message at fault; a hundred messages take some
 
 # Context variable; a request cannot pass names with a leading underscore.
 _CLOCK = "_render_deadline"
-_PARTS = re.compile(r"for\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])")
 _MISSING = re.compile(r"'dict object' has no attribute '([A-Za-z_]\w{0,63})'")  # jinja's words
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})  # of a message
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "x",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+logger = logging.getLogger("manta.engine")
 
 
 class _TooMuch(Exception):
@@ -134,6 +144,7 @@ class ChatTemplate:
         self.sources = dict(sources)
         self.special_tokens = dict(special_tokens)
         self._compiled: dict[str, jinja2.Template] = {}
+        self._forms: dict[str, dict[str, Form]] = {}  # of roles' contents, by template
         for name, source in sources.items():
             try:
                 self._compiled[name] = env.from_string(source)
@@ -163,7 +174,47 @@ class ChatTemplate:
                         sources = {item["name"]: item["template"] for item in value}
         if sources and "default" not in sources:
             sources["default"] = next(iter(sources.values()))
-        return cls(sources, special_tokens) if sources else None
+        if not sources:
+            return None
+        template = cls(sources, special_tokens)
+        if template.forms("default")["user"].silent:
+            logger.warning(
+                "the chat template of %s leaves out the text of messages, as a text and as a list "
+                "of parts: chats are refused",
+                folder,
+            )
+        return template
+
+    def forms(self, name: str) -> dict[str, Form]:
+        """The forms of contents that one of the templates shows, by role."""
+        known = self._forms.get(name)
+        if known is None:
+
+            def render(chat: list[dict[str, Any]]) -> str:
+                context = self._context(
+                    chat, None if name == "default" else [_TOOL], {}, MAX_SECONDS
+                )
+                return _generate(self._compiled[name], context, MAX_CHARS)
+
+            known = self._forms[name] = find_forms(render)
+        return known
+
+    def _context(
+        self,
+        chat: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        max_seconds: float,
+    ) -> dict[str, Any]:
+        return {
+            "documents": None,
+            "add_generation_prompt": False,
+            **self.special_tokens,
+            **variables,
+            "messages": chat,
+            "tools": tools,
+            _CLOCK: time.thread_time() + max_seconds,
+        }
 
     def render(
         self,
@@ -194,19 +245,19 @@ class ChatTemplate:
                     f"{name} is not a template variable", param="chat_template_kwargs"
                 )
         use = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
-        keep_parts = _PARTS.search(self.sources[use]) is not None
-        chat = [_normal(message, keep_parts) for message in messages]
-        context: dict[str, Any] = {
-            "documents": None,
-            **self.special_tokens,
-            **variables,
-            "messages": chat,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-            _CLOCK: time.thread_time() + max_seconds,
-        }
+        forms = self.forms(use)
+        chat = [shaped(message, forms) for message in messages]
+        opening = Opening(chat) if continue_final_message else None
+        variables["add_generation_prompt"] = add_generation_prompt
+        context = self._context(
+            chat if opening is None else opening.chat, tools, variables, max_seconds
+        )
         text = self._run(self._compiled[use], context, max_chars)
-        return _cut_after_final(text, chat[-1].get("content")) if continue_final_message else text
+        return text if opening is None else opening.cut(text)
+
+    def check_shown(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a rendered chat without what the user said last. Raises InvalidRequest."""
+        check_shown(text, messages, self.forms("default")["user"].silent)
 
     def _run(self, template: jinja2.Template, context: dict[str, Any], max_chars: int) -> str:
         try:
@@ -261,22 +312,31 @@ def _first_at_fault(
     error: Exception, template: jinja2.Template, context: dict[str, Any]
 ) -> int | None:
     """The first message with which the template fails in this way. None if it does with any chat,
-    or if it takes long to find."""
+    if it only lacks a message of the user, or if that takes long to find."""
     chat: list[dict[str, Any]] = context["messages"]
     deadline = time.thread_time() + _SEARCH_SECONDS
+    parts = isinstance(next((m["content"] for m in chat if m.get("content")), None), list)
+    asked = {"role": "user", "content": [{"type": "text", "text": "x"}] if parts else "x"}
 
-    def fails(messages: list[dict[str, Any]]) -> bool:
+    def raised(messages: list[dict[str, Any]]) -> str | None:
         try:
             _generate(template, {**context, "messages": messages, _CLOCK: deadline}, MAX_CHARS)
         except _TooMuch:
             raise
         except Exception as other:
-            return type(other) is type(error) and str(other) == str(error)
-        return False
+            return f"{type(other).__name__} {other}"
+        return None
+
+    ours = f"{type(error).__name__} {error}"
+
+    def fails(messages: list[dict[str, Any]]) -> bool:
+        """Where they fail otherwise, it may be for the want of a question, which came later."""
+        told = raised(messages)
+        return told == ours or (told is not None and raised([*messages, asked]) == ours)
 
     fine, failing = 0, len(chat)  # how many of the first messages render, and how many do not
     try:
-        if fails([{"role": "user", "content": "x"}]):
+        if raised([asked]) == ours or raised([*chat, asked]) is None:
             return None
         while failing - fine > 1:
             middle = (fine + failing) // 2
@@ -291,36 +351,6 @@ def _first_at_fault(
 
 def _of_tools(message: Mapping[str, Any]) -> bool:
     return "tool_calls" in message or message.get("role") == "tool"
-
-
-def _normal(message: Mapping[str, Any], keep_parts: bool) -> dict[str, Any]:
-    """Drop absent fields, give reasoning its standard names, join text parts unless keep_parts."""
-    out = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((out[key] for key in _REASONING if key in out), None)
-    if reasoning is not None:
-        out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
-    parts = out.get("content")
-    if isinstance(parts, (list, tuple)) and not keep_parts:
-        for part in parts:
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                raise InvalidRequest("this model takes text content only", param="messages")
-        out["content"] = "".join(part["text"] for part in parts)
-    return out
-
-
-def _cut_after_final(text: str, final: Any) -> str:
-    """Leave the last message open, so that the model goes on with it."""
-    if isinstance(final, (list, tuple)):
-        final = next((part["text"] for part in reversed(final) if "text" in part), None)
-    if not isinstance(final, str) or final.strip() not in text:
-        raise InvalidRequest(
-            "the chat template changes the final message, so it cannot be continued",
-            param="continue_final_message",
-        )
-    start = text.rindex(final.strip())
-    whole = final.lstrip()
-    kept = whole if text.startswith(whole, start) else final.strip()
-    return text[: start + len(kept)]
 
 
 def map_strings(value: Any, change: Callable[[str], str], depth: int = MAX_DEPTH) -> Any:
