@@ -206,7 +206,7 @@ def _inline(
     for number, prompt in enumerate(prompts):
         ids = _ids(tokenizer, prompt)
         core.add(EngineRequest(number, ids, len(ids), params, seed=1))
-        decoders.append(ChoiceDecoder(tokenizer, params))
+        decoders.append(ChoiceDecoder(tokenizer, params, prompt=ids))
     while core.has_work():
         deltas: list[Delta] = core.step()
         for delta in deltas:

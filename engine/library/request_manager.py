@@ -91,7 +91,10 @@ class RequestManager:
         if seed is None:
             seed = secrets.randbits(63)
         ids = [next(self._ids) for _ in range(params.n)]
-        decoders = [None if tokenizer is None else ChoiceDecoder(tokenizer, params) for _ in ids]
+        decoders = [
+            None if tokenizer is None else ChoiceDecoder(tokenizer, params, prompt=token_ids)
+            for _ in ids
+        ]
         progress = RequestProgress(prompt, token_ids, decoders, eager=bool(params.stop))
         handle = RequestHandle(progress, ids, self._abort)
         for choice, number in enumerate(ids):

@@ -1,8 +1,8 @@
 """ChoiceDecoder: the text of one choice, with stop strings and its end.
 
 Like `TextStream` it depends on the ids alone, never on how they were cut into calls. So after a
-failover a new decoder that is fed the emitted ids in a single call goes on exactly where the old
-decoder was.
+failover a new decoder behind the same prompt that is fed the emitted ids in a single call goes on
+exactly where the old decoder was.
 """
 
 from collections.abc import Sequence
@@ -43,13 +43,20 @@ class ChoiceDecoder:
 
     A stop string that ends in the first ``min_tokens`` tokens is text like any other. Among
     several, the one that is complete first wins, then the longest. Text is held back only while it
-    may still become a stop string.
+    may still become a stop string. prompt: the ids before the choice, as of `TextStream`.
     """
 
     def __init__(
-        self, tokenizer: "Tokenizer", params: SamplingParams, *, offsets: bool = False
+        self,
+        tokenizer: "Tokenizer",
+        params: SamplingParams,
+        *,
+        prompt: Sequence[int] = (),
+        offsets: bool = False,
     ) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._stream = TextStream(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, prompt=prompt
+        )
         self._stops = params.stop
         self._stop_ids = params.stop_token_ids
         self._min_tokens = params.min_tokens

@@ -35,9 +35,22 @@ def _byte_of_char() -> dict[str, int]:
 _BYTES = _byte_of_char()
 
 
+_CHARACTER = 4  # bytes of UTF-8
+_TAIL = 6  # tokens before a text on which its beginning may depend
+
+
+def _unfinished(utf8: codecs.IncrementalDecoder) -> str:
+    """What the end of a text shows of bytes that are no whole character yet."""
+    state = utf8.getstate()
+    text = utf8.decode(b"", True)
+    utf8.setstate(state)
+    return text
+
+
 class _DecodeStream(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str: ...
     def finish(self) -> str: ...
+    def follow(self, token_ids: Sequence[int]) -> str: ...
     def state(self) -> Any: ...
     def restore(self, state: Any) -> None: ...
 
@@ -126,6 +139,16 @@ class _ByteStream:
     def finish(self) -> str:
         return self._utf8.decode(b"", True)
 
+    def follow(self, token_ids: Sequence[int]) -> str:
+        """Go on behind a text; return what that shows of a character that is not complete."""
+        tail = b""
+        for token in reversed(token_ids):
+            tail = self._piece(token) + tail
+            if len(tail) >= _CHARACTER:  # the unfinished character begins in these
+                break
+        self._utf8.decode(tail)
+        return _unfinished(self._utf8)
+
     def state(self) -> Any:
         return self._utf8.getstate()
 
@@ -166,6 +189,22 @@ class _FallbackStream:
     def finish(self) -> str:
         return self._stripped(self._utf8.decode(b"", True))
 
+    def follow(self, token_ids: Sequence[int]) -> str:
+        """Go on behind a text; return what that shows of a character that is not complete."""
+        for token in token_ids:  # what may be cut is at the text's beginning
+            if not self._left:
+                break
+            self.feed([token])
+        self._utf8.reset()
+        tail: list[bytes] = []
+        for token in reversed(token_ids):
+            piece = self._piece(token)
+            if type(piece) is str or sum(map(len, tail)) >= _CHARACTER:
+                break
+            tail += [] if piece is None else [piece]
+        self._utf8.decode(b"".join(reversed(tail)))
+        return _unfinished(self._utf8)
+
     def _stripped(self, text: str) -> str:
         while self._left and text:
             if text[0] != self._strip:
@@ -193,6 +232,7 @@ class _WindowStream:
     def __init__(self, tokenizer: "Tokenizer", skip_special: bool) -> None:
         self._backend = tokenizer.backend
         self._skip = skip_special
+        self._special = tokenizer.special_ids
         self._ids: list[int] = []
         self._read = 0  # of _ids, how many are already in the emitted text
 
@@ -217,6 +257,26 @@ class _WindowStream:
 
     def finish(self) -> str:
         return self._step(-1, final=True) if len(self._ids) > self._read else ""
+
+    def follow(self, token_ids: Sequence[int]) -> str:
+        """Go on behind a text; return what that shows of a character that is not complete."""
+        shown = 0
+        for token in reversed(token_ids):
+            self._ids.append(token)
+            shown += not (self._skip and token in self._special)
+            if shown == _TAIL:
+                break
+        self._ids.reverse()
+        text = self._text(self._ids)
+        self._read = len(self._ids)
+        # Bytes of a character are a token each at most.
+        while self._read and len(self._ids) - self._read < _CHARACTER:
+            whole = self._text(self._ids[: self._read])
+            if not whole.endswith("\ufffd"):
+                return text[len(whole) :]
+            self._read -= 1
+        self._read = len(self._ids)
+        return ""
 
     def state(self) -> Any:
         return list(self._ids), self._read
@@ -248,9 +308,19 @@ class TextStream:
     ``feed`` returns the characters that are now certain (an unfinished UTF-8 sequence is held
     back), ``finish`` the rest. Their concatenation is ``Tokenizer.decode`` of all ids, whatever the
     cuts. Cost: O(1) a token.
+
+    prompt: ids before the text. The text is then what ``decode(prompt + ids)`` has behind
+    ``decode(prompt)``. Where the prompt ends inside a character that the ids complete, the text
+    begins with that character.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        *,
+        skip_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+    ) -> None:
         tables = tokenizer.tables
         pieces = tables.pieces[skip_special_tokens]
         stream: _DecodeStream
@@ -260,7 +330,39 @@ class TextStream:
             stream = _FallbackStream(pieces, tables.scheme.strip)
         else:
             stream = _WindowStream(tokenizer, skip_special_tokens)
+        if prompt and (shown := stream.follow(prompt)):
+            stream = _BehindUnfinished(stream, shown)
         self.feed = stream.feed
         self.finish = stream.finish
         self.state = stream.state
         self.restore = stream.restore
+
+
+class _BehindUnfinished:
+    """A text behind one that ends inside a character. shown: what that text shows of it, which is
+    left out here if the character stays unfinished."""
+
+    def __init__(self, stream: _DecodeStream, shown: str) -> None:
+        self._stream = stream
+        self._shown = shown
+
+    def _rest(self, text: str) -> str:
+        if text and self._shown:
+            text, self._shown = text.removeprefix(self._shown), ""
+        return text
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return self._rest(self._stream.feed(token_ids))
+
+    def finish(self) -> str:
+        return self._rest(self._stream.finish())
+
+    def follow(self, token_ids: Sequence[int]) -> str:
+        raise AssertionError("a text follows one prompt")
+
+    def state(self) -> Any:
+        return self._stream.state(), self._shown
+
+    def restore(self, state: Any) -> None:
+        inner, self._shown = state
+        self._stream.restore(inner)

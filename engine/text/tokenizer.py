@@ -180,6 +180,20 @@ class Tokenizer:
         inner = plain[len(plain) - kept :] if keep_end else plain[:kept]
         return ids[:before] + inner + ids[before + len(plain) :]
 
+    def written(self, text: str, ids: Sequence[int]) -> tuple[int, int]:
+        """Which of a prompt's ids are written in its text: not a BOS that the tokenizer adds. All
+        of them where the text is what the ids make."""
+        everything = 0, len(ids)
+        if not ids or (ids[0] not in self.special_ids and ids[-1] not in self.special_ids):
+            return everything
+        if text == self.decode(ids, skip_special_tokens=False):
+            return everything
+        plain = self.encode(text)
+        added = len(ids) - len(plain)
+        starts = (i for i in range(added + 1) if list(ids[i : i + len(plain)]) == plain)
+        begin = next(starts, None)
+        return everything if begin is None else (begin, begin + len(plain))
+
     def encode_pair(
         self,
         first: str,
@@ -274,6 +288,8 @@ class Tokenizer:
         text = self.render_chat(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
         )
+        assert self.chat_template is not None
+        self.chat_template.check_shown(text, messages)
         written = {mark: token for token, mark in typed.items()}
         marker = re.compile(nonce + r"\d{6}")
         if max_tokens is not None:

@@ -102,7 +102,7 @@ class _WrittenChoice(ParsedChoice):
     """A parser whose events go to a writer as they are found."""
 
     def __init__(self, plan: OutputPlan, call: OpenAIRequest, writer: ItemWriter) -> None:
-        super().__init__(plan, call.params)
+        super().__init__(plan, call.params, call.prompts[0])
         self._writer = writer
         self._call = call
 

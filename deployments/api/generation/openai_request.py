@@ -316,7 +316,6 @@ def _fill_prompts(call: OpenAIRequest, prompt: Any, special: bool, max_prompts: 
         items = [prompt]
     many = items is prompt
     tokenizer, limit = call.tokenizer, call.card.max_model_len
-    skip = call.params.skip_special_tokens
     for i, item in enumerate(items):
         path = f"prompt[{i}]" if many else "prompt"
         if isinstance(item, list):
@@ -332,7 +331,7 @@ def _fill_prompts(call: OpenAIRequest, prompt: Any, special: bool, max_prompts: 
     else:
         call.prompts = items
         if call.echo:
-            call.texts = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in items]
+            call.texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in items]
     for i, ids in enumerate(call.prompts):
         if not ids and tokenizer.bos_token_id is not None:
             call.prompts[i] = [tokenizer.bos_token_id]

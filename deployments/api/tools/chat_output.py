@@ -1,6 +1,7 @@
 """ParsedChoice: one choice of a chat whose text is parsed, and its shape on the wire."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +27,9 @@ class ParsedChoice:
     """What a parser made of the tokens of one choice. new: of the last `feed`. Stop strings are
     looked for in content alone: arguments that they cut would be of no use."""
 
-    def __init__(self, plan: OutputPlan, params: SamplingParams) -> None:
+    def __init__(
+        self, plan: OutputPlan, params: SamplingParams, prompt: Sequence[int] = ()
+    ) -> None:
         self._plan = plan
         self._custom = plan.custom
         self._parser = plan.parser()
@@ -36,7 +39,9 @@ class ParsedChoice:
         if plan.shown_ids and params.skip_special_tokens:
             changes["skip_special_tokens"] = False
             hidden = tokenizer.special_ids - plan.shown_ids
-        self.decoder = ChoiceDecoder(tokenizer, msgspec.structs.replace(params, **changes))
+        self.decoder = ChoiceDecoder(
+            tokenizer, msgspec.structs.replace(params, **changes), prompt=prompt
+        )
         self._hidden = hidden
         self._params = params
         self._held = ""  # content that may begin a stop string

@@ -117,14 +117,20 @@ class ChoiceOutput:
     )
 
     def __init__(
-        self, call: OpenAIRequest, *, offsets: bool = False, parsed: ParsedChoice | None = None
+        self,
+        call: OpenAIRequest,
+        index: int = 0,
+        *,
+        offsets: bool = False,
+        parsed: ParsedChoice | None = None,
     ) -> None:
         params = call.params
+        prompt = call.prompts[index // params.n]
         self.parsed = parsed
         if parsed is None and call.output is not None:
-            self.parsed = ParsedChoice(call.output, params)
+            self.parsed = ParsedChoice(call.output, params, prompt)
         self.decoder = (
-            ChoiceDecoder(call.tokenizer, params, offsets=offsets)
+            ChoiceDecoder(call.tokenizer, params, prompt=prompt, offsets=offsets)
             if self.parsed is None
             else self.parsed.decoder
         )

@@ -63,7 +63,7 @@ class OpenAIResponse:
         self.wants_logprobs = call.params.logprobs is not None
         count = len(call.prompts) * call.params.n
         offsets = self.wants_logprobs and not chat
-        self.choices = [ChoiceOutput(call, offsets=offsets) for _ in range(count)]
+        self.choices = [ChoiceOutput(call, index, offsets=offsets) for index in range(count)]
         number = secrets.token_bytes(12) if ids is None else ids.number
         self._number = number
         self.head: dict[str, Any] = {
@@ -177,12 +177,15 @@ class OpenAIResponse:
     def _echo_logprobs(self, index: int) -> dict[str, Any]:
         """The prompt's own logprobs, for echo."""
         call = self.call
-        ids = call.prompts[self._prompt_of(index)]
-        skip = call.params.skip_special_tokens
+        place = self._prompt_of(index)
+        ids = call.prompts[place]
+        begin, end = call.tokenizer.written(call.texts[place], ids)
         decoder = ChoiceDecoder(
-            call.tokenizer, SamplingParams(skip_special_tokens=skip), offsets=True
+            call.tokenizer, SamplingParams(skip_special_tokens=False), offsets=True
         )
-        offsets = decoder.feed(ids, "length").offsets
+        decoded = decoder.feed(ids[begin:end], "length")
+        last = [len(decoded.text)] * (len(ids) - end)
+        offsets = [0] * begin + decoded.offsets + last
         items = with_first(self.choices[index].prompt_logprobs, len(ids))
         return completion_logprobs(call.tokenizer, ids, items, offsets)
 

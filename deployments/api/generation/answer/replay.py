@@ -78,12 +78,12 @@ class StreamReplay:
         self.skipping: dict[int, int] = {}  # choice -> checksum of what was skipped so far
         self._call, self._ids = call, ids
         for index, shown in enumerate(ids.shown):
-            self.emitted.append(self._bring(choices[index], shown, past[index]))
+            self.emitted.append(self._bring(index, choices[index], shown, past[index]))
             if shown.tokens and self.emitted[-1] == []:
                 self.skipping[index] = 0
 
     def _bring(
-        self, choice: ChoiceOutput, shown: ChoiceProgress, past: RecalledChoice | None
+        self, index: int, choice: ChoiceOutput, shown: ChoiceProgress, past: RecalledChoice | None
     ) -> list[int] | None:
         """Where it is to begin, [] for anew, None if it has ended."""
         if shown.phase == FINISHED:
@@ -98,14 +98,14 @@ class StreamReplay:
             return tokens
         # All of its text was shown, but not why it ended: by its last token, or a stop string.
         whole = len(past.token_ids) == shown.tokens and past.finish in ("stop", "length")
-        if not (whole or self._stops(tokens)):
+        if not (whole or self._stops(index, tokens)):
             return []
         delta = Delta(0, tokens, past.finish, past.stop_token) if whole else Delta(0, tokens)
         choice.feed(delta)
         return None
 
-    def _stops(self, tokens: list[int]) -> bool:
-        fresh = ChoiceOutput(self._call)
+    def _stops(self, index: int, tokens: list[int]) -> bool:
+        fresh = ChoiceOutput(self._call, index)
         return fresh.feed(Delta(0, tokens)).finish_reason is not None
 
     def skip(self, index: int, choice: ChoiceOutput, delta: Delta) -> tuple[Delta, Decoded]:
