@@ -1,7 +1,9 @@
 """What the kernel tests share: device, error bounds, paged caches full of NaN, a float64 oracle."""
 
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
@@ -141,3 +143,17 @@ def attention(
         value = torch.where(hidden.all(0)[:, None, None], 0.0, value)
         rows.append(torch.einsum("hqk,khd->qhd", weight, value))
     return torch.cat(rows)
+
+
+def multiply_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each row of a matmul the same bits wherever it lies in its tile.
+
+    The interpreter's matmuls are NumPy's, whose rows depend on their place on some CPUs. On a
+    device nothing changes.
+    """
+    if DEVICE == "cpu":
+
+        def rows_apart(a: Any, b: Any, **options: Any) -> Any:
+            return (a[..., :, None].astype(np.float32) * b[..., None, :, :]).sum(axis=-2)
+
+        monkeypatch.setattr(np, "matmul", rows_apart)

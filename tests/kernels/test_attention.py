@@ -3,7 +3,6 @@
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,17 @@ from kernels.attention.decode import attention_decode
 from kernels.attention.decode_plan import plan
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
-from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, grid, paged, random, row_error
+from tests.kernels.oracle import (
+    BOUND,
+    DEVICE,
+    DTYPES,
+    attention,
+    grid,
+    multiply_rows_apart,
+    paged,
+    random,
+    row_error,
+)
 
 pytestmark = pytest.mark.triton
 cuda, cuda_deterministic = kernels_for("cuda"), kernels_for("cuda", True)
@@ -179,12 +188,7 @@ def test_deterministic_rows_ignore_the_rest(
 ) -> None:
     """With deterministic kernels a query is the same bit by bit alone, among decodes, in one chunk
     and in chunks that begin anywhere; with the others it is not, or this test tests nothing."""
-    if DEVICE == "cpu":
-        # The interpreter's products are NumPy's, whose rows depend on their place on some CPUs.
-        def rows_apart(a: Any, b: Any, **options: Any) -> Any:
-            return (a[..., :, None].astype(np.float32) * b[..., None, :, :]).sum(axis=-2)
-
-        monkeypatch.setattr(np, "matmul", rows_apart)
+    multiply_rows_apart(monkeypatch)
     torch.manual_seed(3)
     num_heads, num_kv_heads = heads
     total = 80
@@ -218,8 +222,9 @@ def test_deterministic_rows_ignore_the_rest(
 
     first, *others = cuts(cuda_deterministic)
     assert all(torch.equal(first, out) for out in others)
-    first, *others = cuts(cuda)
-    assert not all(torch.equal(first, out) for out in others)
+    if DEVICE == "cuda":  # sums of so few keys round alike on some CPUs
+        first, *others = cuts(cuda)
+        assert not all(torch.equal(first, out) for out in others)
 
 
 def test_outliers_do_not_overflow() -> None:

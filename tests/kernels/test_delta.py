@@ -14,7 +14,14 @@ from kernels.recurrent.delta_chunks_cuda import pass_launch
 from kernels.recurrent.delta_rule import DeltaHeads
 from kernels.recurrent.delta_rule_cuda import DecodeLaunch
 from kernels.reference import Kernels
-from tests.kernels.oracle import DEVICE, DTYPES, grid, random, row_error
+from tests.kernels.oracle import (
+    DEVICE,
+    DTYPES,
+    grid,
+    multiply_rows_apart,
+    random,
+    row_error,
+)
 from tests.kernels.rules import delta
 
 pytestmark = pytest.mark.triton
@@ -86,10 +93,16 @@ def test_mixed_step(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "sizes"), [((1, 2), (16, 16)), ((1, 1), (64, 48))], ids=str)
-def test_chunks(heads: tuple[int, int], sizes: tuple[int, int], dtype: torch.dtype) -> None:
+def test_chunks(
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A state that is lost between two chunks, a block of the triangular system solved with
     another's rows, a slot of one entry's last chunk that is the next one's first: decodes, prompts
     of several chunks, one that goes on, and what a graph knows of them."""
+    multiply_rows_apart(monkeypatch)
     torch.manual_seed(2)
     how = made(heads, sizes, 4)
     lengths, kv_len = [1, 130, 64, 65, 3], [7, 130, 100, 65, 30]

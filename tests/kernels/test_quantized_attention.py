@@ -6,7 +6,6 @@ from itertools import pairwise
 from math import gcd
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +15,16 @@ from kernels.kv.format import FORMATS, KVFormat
 from kernels.kv.quantized import QuantizedKV, dequantize
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
-from tests.kernels.oracle import BOUND, DEVICE, DTYPES, attention, paged, random, row_error
+from tests.kernels.oracle import (
+    BOUND,
+    DEVICE,
+    DTYPES,
+    attention,
+    multiply_rows_apart,
+    paged,
+    random,
+    row_error,
+)
 
 pytestmark = pytest.mark.triton
 gpu = pytest.mark.gpu
@@ -229,12 +237,7 @@ def rotated_form(name: str, dim: int, rotary: int) -> KVFormat:
 @forms
 def test_deterministic_rows_ignore_the_rest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's numbers that depend on other rows of its tile, or on where its chunk begins."""
-    if DEVICE == "cpu":
-        # The interpreter's products are NumPy's, whose rows depend on their place on some CPUs.
-        def rows_apart(a: Any, b: Any, **options: Any) -> Any:
-            return (a[..., :, None].astype(np.float32) * b[..., None, :, :]).sum(axis=-2)
-
-        monkeypatch.setattr(np, "matmul", rows_apart)
+    multiply_rows_apart(monkeypatch)
     *caches, meta = paged([80], [80], 2, 64, 16, 0, torch.float32)
     k_cache, v_cache = (quantized(name, cache) for cache in caches)
     q = random(80, 4, 64, dtype=DTYPES[-1])
