@@ -49,6 +49,8 @@ def find_forms(render: Callable[[list[Message]], str]) -> dict[str, Form]:
         return Form(shows(before, role, mark, after), shows(before, role, parts, after))
 
     forms = {"user": form([], "user", [])}
+    if forms["user"] == Form():
+        return forms  # it renders no chat; one that runs into a limit would do so ten times
     user = shaped({"role": "user", "content": "x"}, forms)
     call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     call_in_parts = {**call, "content": [{"type": "text", "text": "x"}]}

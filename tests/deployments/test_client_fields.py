@@ -18,7 +18,6 @@ CHAT = [{"role": "user", "content": "hi"}]
         ("hi", {"max_token": 3}, "unknown_field", 'did you mean "max_tokens"?'),
         ("hi", {"nothing_like_it": None}, "unknown_field", 'unknown field "nothing_like_it"'),
         (CHAT, {"suffix": "x"}, "unknown_field", "suffix"),  # one of completions
-        ([1, 2], {"tools": []}, "unknown_field", "tools"),  # one of chats
         (CHAT, {"chat_template": "x"}, "field_not_allowed", "chat_template"),
     ],
 )

@@ -58,7 +58,6 @@ def test_over_http(tmp_path):
                 (400, "invalid_model_name", {"model": "m:../x"}),
                 (400, "invalid_model_name", {"model": "../../etc/passwd"}),
                 (400, "invalid_model_name", {"model": "a\0"}),
-                (400, "missing_field", {}),
             ]
             for status, code, body in wrong:
                 got, answer = await call("POST", "/v1/completions", prompt=[5], **body)

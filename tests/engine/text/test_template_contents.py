@@ -69,6 +69,7 @@ def test_a_template_of_parts_gets_parts() -> None:
 
 
 def test_each_role_has_a_form_of_its_own() -> None:
+    """A template whose system message is a text and whose user message is parts."""
     template = ChatTemplate({"default": MIXED}, {})
     chat = [
         {"role": "system", "content": [{"type": "text", "text": "Be "}, {"text": "kind."}]},
@@ -85,6 +86,7 @@ def test_a_chat_without_its_text_is_refused(source: str) -> None:
 
 
 def test_a_text_that_is_dropped_in_one_chat_is_refused() -> None:
+    """A prompt without the question, answered with 200."""
     source = "{% for m in messages %}{% if loop.first %}{{ m.content }}{% endif %}{% endfor %}"
     chat = [{"role": "user", "content": word} for word in ("Hello", "World")]
     with pytest.raises(InvalidRequest, match=r"leaves out the text of messages\[1\]"):
@@ -143,6 +145,7 @@ def reference(source: str, chat: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize("prefill", ["e", "end", "<", "|", "Hi ", "so <|im", "x\n\ny"])
 def test_prefills_in_published_templates_are_as_transformers_has_them(prefill: str) -> None:
+    """Prefills that our cut and that of transformers end at other places."""
     chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": prefill}]
     for path in sorted(folder_of_templates().glob("*.jinja")):
         if path.stem.endswith("_training"):
@@ -160,6 +163,7 @@ def test_prefills_in_published_templates_are_as_transformers_has_them(prefill: s
 
 
 def test_a_prefill_that_the_template_drops_is_refused() -> None:
+    """A prompt that ends with another text than the prefill."""
     source = "{% for m in messages %}[{{ m.content.split('</think>')[-1] }}]{% endfor %}"
     template = ChatTemplate({"default": source}, {})
     chat = [{"role": "assistant", "content": "<think>why</think>so"}]

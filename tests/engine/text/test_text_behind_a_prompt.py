@@ -61,6 +61,7 @@ def test_the_first_space_is_kept() -> None:
 def test_text_is_what_it_adds_to_the_prompts(
     kind: str, prompt: list[int], ids: list[int], skip: bool, cut: int
 ) -> None:
+    """A first space that a decoder strips, in any text behind any prompt."""
     tokenizer = make[kind]()
     size = tokenizer.vocab_size
     prompt, ids = ([i % size for i in part] for part in (prompt, ids))
@@ -81,6 +82,7 @@ def test_text_is_what_it_adds_to_the_prompts(
 
 @pytest.mark.parametrize("kind", ["bytes", "fallback"])
 def test_a_character_that_begins_in_the_prompt(kind: str) -> None:
+    """A character of which the prompt has the first bytes, lost or written as U+FFFD."""
     tokenizer = make[kind]()
     ids = tokenizer.encode("🦊")
     at = len(ids) - 1
@@ -91,6 +93,7 @@ def test_a_character_that_begins_in_the_prompt(kind: str) -> None:
 
 
 def test_the_ids_that_a_text_writes() -> None:
+    """Special tokens that an echo of ids leaves out."""
     tokenizer = make["fallback"]()
     ids = tokenizer.encode("the</s>cat", add_special_tokens=True)
     assert tokenizer.written("the</s>cat", ids) == (1, len(ids))

@@ -198,6 +198,7 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
         "max_tokens": 32,
         "structured": None,
         "pooled": False,
+        "unscaled": False,
         "thinking": None,
     }
     assert given == expected
