@@ -558,8 +558,6 @@ def test_other_weights_at_the_same_path_have_another_key(tmp_path: Path) -> None
     weights.write_bytes(b"x" * 101)
     os.utime(weights, ns=(1, 2))
     keys.append(key(load_format="auto"))
-    (path / "more.safetensors").write_bytes(b"")
-    keys.append(key(load_format="auto"))
     folder(path, rms_norm_eps=1e-6)
     keys.append(key(load_format="auto"))
     keys += [key(), key(seed=1)]

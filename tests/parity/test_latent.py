@@ -20,6 +20,7 @@ from engine.models.registry import build_model
 from engine.resolve import decide
 from engine.sampling_params import SamplingParams
 from engine.weights import load_weights
+from kernels.cpu.codegen.compiler import has_int8
 from kernels.dispatch import kernels_for
 from kernels.kv.format import KVFormat
 from tests.engine.models.checkpoints import load_model
@@ -73,6 +74,8 @@ def test_one_latent_a_token(folder: Path) -> None:
 
 def test_heads_products_of_weights_in_fewer_bits(folder: Path) -> None:
     """A packed weight whose numbers come out in another order, or for another rank."""
+    if not has_int8():
+        pytest.skip("needs AVX512-VNNI")
     config = ModelConfig.from_folder(folder)
     exact = load_model(folder)
     made = build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"), quantization="int8")
@@ -89,6 +92,8 @@ def test_heads_products_of_weights_in_fewer_bits(folder: Path) -> None:
 def test_fewer_bits(folder: Path, prompts: list[list[int]], quantization: str) -> None:
     """Generated products beside latents of sizes that have no generated kernels. Roundings may
     change a token, and what follows it."""
+    if quantization == "int8" and not has_int8():
+        pytest.skip("needs AVX512-VNNI")
     sizes: dict[str, Any] = {"max_model_len": 64, "block_size": 4, "num_blocks": 400}
     want = run(engine(folder, **sizes), prompts, GREEDY)
     fewer = engine(folder, dtype="bfloat16", quantization=quantization, **sizes)
