@@ -56,7 +56,7 @@ COMPILED = (
 
 
 class InstallError(Exception):
-    """What the user can mend."""
+    """An error that the user can mend."""
 
 
 # -- pip's settings
@@ -121,7 +121,7 @@ _TRUE = {"1", "on", "t", "true", "y", "yes"}
 
 
 def config_files(environment: Mapping[str, str], prefix: str) -> list[Path]:
-    """Those that pip reads, a later one over an earlier. prefix: of the interpreter."""
+    """List the files that pip reads, a later one over an earlier. prefix: of the interpreter."""
     named = environment.get("PIP_CONFIG_FILE")
     if named == os.devnull:
         return []
@@ -259,7 +259,7 @@ def _stamp(venv: Path) -> dict[str, object]:
 
 
 def _digest() -> str:
-    """Of what decides what is installed."""
+    """Hash what decides what is installed."""
     names = ["pyproject.toml", "constraints.txt", *(f"tests/{name}.txt" for name in BESIDE)]
     state = hashlib.sha256()
     for name in names:
@@ -341,7 +341,7 @@ class Installer:
     # uv
 
     def _uv(self) -> str:
-        """Its path, fetched if it is not there; empty if it cannot be had."""
+        """Return uv's path, fetched if it is not there; empty if it cannot be had."""
         if found := shutil.which("uv"):
             return found
         private = self.venv / "uv"
@@ -440,24 +440,8 @@ class Installer:
             [uv, "pip", "install", "--quiet", "--python", self.python, *options.resolving, "pip"],
             environment,
         )
-        for name in BESIDE if self.tests else ():
-            self._run(
-                [
-                    uv,
-                    "pip",
-                    "install",
-                    "--quiet",
-                    "--python",
-                    self.python,
-                    *options.resolving,
-                    "--no-deps",
-                    "--target",
-                    str(self.venv / name),
-                    "--requirement",
-                    str(ROOT / "tests" / f"{name}.txt"),
-                ],
-                environment,
-            )
+        install = [uv, "pip", "install", "--quiet", "--python", self.python]
+        self._install_beside([*install, *options.resolving], environment)
 
     def _cpu_index_answers(self) -> bool:
         """Whether PyTorch without CUDA can be had; says what it saves."""
@@ -503,21 +487,18 @@ class Installer:
         self._run(
             [*pip, *more, "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}{extras}"], environment
         )
-        for name in BESIDE if self.tests else ():
-            self._run(
-                [
-                    *pip,
-                    "--upgrade",
-                    "--no-deps",
-                    "--target",
-                    str(self.venv / name),
-                    "-r",
-                    str(ROOT / "tests" / f"{name}.txt"),
-                ],
-                environment,
-            )
+        self._install_beside([*pip, "--upgrade"], environment)
 
     # both
+
+    def _install_beside(self, install: list[str], environment: dict[str, str]) -> None:
+        """Install the packages of other versions that tests drive, each file into its folder."""
+        for name in BESIDE if self.tests else ():
+            target, requirements = self.venv / name, ROOT / "tests" / f"{name}.txt"
+            self._run(
+                [*install, "--no-deps", "--target", str(target), "-r", str(requirements)],
+                environment,
+            )
 
     def _compile(self) -> None:
         """Whatever fails here fails at the start as well, and says there why."""
