@@ -215,7 +215,7 @@ class ItemAnswer:
             tell()
 
     def take_events(self) -> list[bytes]:
-        """Those that are new, each as it stands in a stream."""
+        """Take the events that are new, each as it stands in a stream."""
         new, wire = list(map(_event, self.writer.wire.new)), self.writer.wire
         wire.new.clear()
         return new

@@ -100,7 +100,7 @@ class BackgroundRun:
 
 
 class BackgroundRuns:
-    """Those of one router that have not ended, by the id of their response."""
+    """The runs of one router that have not ended, by the id of their response."""
 
     def __init__(self) -> None:
         self._runs: dict[str, BackgroundRun] = {}

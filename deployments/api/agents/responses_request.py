@@ -391,7 +391,9 @@ def _texts(parts: Any) -> list[str]:
 
 
 def _format_echo(format: dict[str, Any]) -> dict[str, Any]:
-    """As asked, without what is null. Of a schema with the fields that Open Responses requires,
+    """Repeat the format as asked, without what is null.
+
+    Of a schema with the fields that Open Responses requires,
     where OpenAI's description is a text and never null."""
     told = {name: value for name, value in format.items() if value is not None}
     if format.get("type") != "json_schema":

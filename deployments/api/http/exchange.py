@@ -78,7 +78,7 @@ class HttpExchange:
         self._url_bytes = len(scope.get("raw_path") or self.path) + len(self.query)
 
     def parameters(self) -> dict[str, str]:
-        """Of the query; of equal names the last. Raises ApiError 400."""
+        """Read the query's fields; of equal names the last. Raises ApiError 400."""
         try:
             return dict(parse_qsl(self.query.decode("latin-1"), max_num_fields=16))
         except ValueError:

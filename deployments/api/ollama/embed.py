@@ -51,7 +51,7 @@ async def embeddings(api: "Api", exchange: HttpExchange) -> None:
 
 
 async def _vectors(call: PooledCall, name: str, size: int | None) -> tuple[list[Vector], int]:
-    """Of each text, and how many tokens they have. An empty input has no vector."""
+    """Compute each text's vector and count the tokens. An empty input has no vector."""
     pooling = call.pooling
     if pooling.labels:
         raise no_vectors()

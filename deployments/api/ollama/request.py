@@ -58,7 +58,9 @@ def ollama_chat(body: dict[str, Any], *, strict: bool) -> OllamaRequest:
 
 
 def ollama_generate(body: dict[str, Any], *, strict: bool, template: bool) -> OllamaRequest:
-    """As `ollama_chat`. template: the model has one, so the prompt is a user's message unless the
+    """Read a body of /api/generate as `ollama_chat` reads one.
+
+    template: the model has one, so the prompt is a user's message unless the
     request says `raw`."""
     made = _read(body, GENERATE, strict)
     chat, names = made.chat, made.names
@@ -99,7 +101,7 @@ def _text(body: dict[str, Any], name: str) -> str:
 
 
 def _read(body: dict[str, Any], fields: Body, strict: bool) -> OllamaRequest:
-    """What both routes have."""
+    """The fields that both routes have."""
     made = OllamaRequest()
     chat, names = made.chat, made.names
     given = {name: value for name, value in body.items() if name not in IGNORED}

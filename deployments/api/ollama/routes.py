@@ -111,8 +111,10 @@ async def generate(api: "Api", exchange: HttpExchange) -> None:
 
 
 async def pull(api: "Api", exchange: HttpExchange) -> None:
-    """What is served is there already. Raises ApiError 400 for anything else, which is not
-    fetched."""
+    """Answer that what is served is there already.
+
+    Raises ApiError 400 for anything else, which is not fetched.
+    """
     body = await api.read(exchange)
     exchange.ignored += check_names(body, PULL.known, strict=api.options.strict)
     streamed = take_bool(body, "stream", True)
