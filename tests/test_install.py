@@ -31,6 +31,13 @@ def install() -> ModuleType:
 # -- pip's settings
 
 
+def pip_config(environment: dict[str, str], *arguments: str) -> str:
+    """Return what `pip config` prints."""
+    command = [sys.executable, "-m", "pip", "config", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 def test_settings_are_those_that_pip_reads(install: ModuleType, tmp_path: Path) -> None:
     """uv reads nothing of pip's: a machine behind a company's mirror could install nothing."""
     files = {
@@ -58,18 +65,15 @@ def test_settings_are_those_that_pip_reads(install: ModuleType, tmp_path: Path) 
     )
     for more in variables:
         environment = {**clean, **more}
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", "config", "list"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
         sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
-        for line in done.stdout.splitlines():
+        for line in pip_config(environment, "list").splitlines():
             key, _, value = line.partition("=")
             section, _, name = key.partition(".")
-            if section in sections and name != "config-file":
+            if section not in sections or name == "config-file":
+                continue
+            if name in sections[section]:  # of two files, which pip lists by their names
+                sections[section][name] = pip_config(environment, "get", key).removesuffix("\n")
+            else:
                 sections[section][name] = ast.literal_eval(value)
         theirs = {**sections["global"], **sections["install"], **sections[":env:"]}
         assert install.pip_settings(environment, sys.prefix) == theirs, more

@@ -34,7 +34,7 @@ from kernels.experts.topk import topk
 from kernels.gemm.packed.round_rows import round_rows
 from kernels.packed import E2M1, Format, PackedWeight
 from kernels.reference import Kernels
-from tests.kernels.oracle import BOUND, DEVICE, DTYPES, random, row_error
+from tests.kernels.oracle import BOUND, DEVICE, DTYPES, multiply_rows_apart, random, row_error
 
 pytestmark = pytest.mark.triton
 # In the interpreter a launch takes seconds.
@@ -165,8 +165,9 @@ def test_every_tile(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_a_row_is_a_row() -> None:
+def test_a_row_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic mode: a token's numbers do not depend on its neighbours."""
+    multiply_rows_apart(monkeypatch)
     dtype = DTYPES[0]
     weights = stack(5, 40, 72, dtype, "silu")
     x, (scale, ids) = random(90, 72, dtype=dtype), chosen(90, 5, 2)

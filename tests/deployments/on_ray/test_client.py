@@ -197,7 +197,7 @@ def test_the_async_client(cluster):
             pieces = [piece async for piece in client.stream("the answer", max_tokens=9)]
             assert pieces[-1].finish_reason == "length"
             try:
-                await client.generate("x", n=99)
+                await client.generate("x", n=129)
             except InvalidRequest as error:
                 assert error.param == "n"
             else:
