@@ -1,8 +1,9 @@
 """SamplingParams: what a caller may ask of the sampler, validated once, at the edge."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain
 from typing import get_type_hints
 
 import msgspec
@@ -18,6 +19,9 @@ MAX_STOP_STRINGS = 128
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
+MAX_ALLOWED_IDS = 2**18  # more than any vocabulary has
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_IDS = 64  # of one
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10.0
 INT64_MAX = 2**63 - 1
@@ -48,8 +52,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose the next tokens of one request.
 
     Order on the device: logit_bias, then penalties (repetition, presence, frequency), then the ban
-    of end tokens below min_tokens or the mask of a grammar, then temperature, min_p, top_k, top_p,
-    then Gumbel-max with noise that is a function of (seed, choice, position, token id) alone.
+    of end tokens below min_tokens or the mask of a grammar and of lists of tokens, then
+    temperature, min_p, top_k, top_p, then Gumbel-max with noise that is a function of (seed, choice, position, token id) alone.
     Reported logprobs are of the raw model distribution, before any of these.
 
     n: independent choices, 1..128.
@@ -66,6 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         `seed_for`.
     stop: a string or up to 128, of 1..256 bytes; the text is cut before the first one found.
     stop_token_ids: end tokens beside the model's own.
+    allowed_token_ids: the only tokens that may come; none = all. End tokens count.
+    bad_words_ids: sequences of token ids that never come whole.
     logprobs: None = none; k = the chosen token's and the k most likely (k <= 32).
     prompt_logprobs: the same for each prompt token but the first.
     structured: what the output may be. It ends where the grammar is complete, or at an end token
@@ -95,6 +101,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: Sequence[int] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -121,6 +129,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 )
         for token in self.stop_token_ids:
             _range("stop_token_ids", token, 0, _UINT31)
+        for token in self.allowed_token_ids:
+            _range("allowed_token_ids", token, 0, _UINT31)
+        for ids in self.bad_words_ids:
+            if not 1 <= len(ids) <= MAX_BAD_WORD_IDS:
+                raise InvalidRequest(
+                    f"each sequence of bad_words_ids must have 1 to {MAX_BAD_WORD_IDS} ids",
+                    param="bad_words_ids",
+                )
+            for token in ids:
+                _range("bad_words_ids", token, 0, _UINT31)
         for token, bias in self.logit_bias.items():
             _range("logit_bias", token, 0, _UINT31)
             _number("logit_bias", bias, *BIAS_RANGE)
@@ -175,8 +193,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         Raises InvalidRequest (code token_out_of_range).
         """
-        for name in ("stop_token_ids", "logit_bias"):
-            for token in getattr(self, name):
+        lists: dict[str, Iterable[int]] = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words_ids": chain.from_iterable(self.bad_words_ids),
+        }
+        for name, ids in lists.items():
+            for token in ids:
                 if token >= vocab_size:
                     raise InvalidRequest(
                         f"{name}: token id {token} is outside the vocabulary (0..{vocab_size - 1})",
@@ -191,6 +215,8 @@ _MOST = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
     "logit_bias": (MAX_LOGIT_BIAS, "entries"),
+    "allowed_token_ids": (MAX_ALLOWED_IDS, "ids"),
+    "bad_words_ids": (MAX_BAD_WORDS, "sequences"),
 }
 
 

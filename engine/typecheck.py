@@ -44,5 +44,5 @@ def words(kind: Any) -> str:
         *others, last = map(repr, inner)
         return f"{', '.join(others)} or {last}" if others else last
     if origin in _LISTS:
-        return f"a list of {_MANY[inner[0]]}"
+        return f"a list of {_MANY.get(inner[0]) or words(inner[0]).replace('a list', 'lists', 1)}"
     return f"a mapping from {_MANY[inner[0]]} to {_MANY.get(inner[1], 'values')}"

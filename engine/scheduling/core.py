@@ -51,9 +51,10 @@ from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sleeping import EngineSleep, Sleeper
 from engine.scheduling.step import LaunchedStep
-from engine.structured.constraint import Constraint, Masks
+from engine.structured.constraint import Constraint
 from engine.structured.preparing import Grammars
 from engine.structured.step_grammars import Filled, HostMemory, StepGrammars, host_memory
+from engine.structured.token_limits import Masks, TokenLimits
 
 __all__ = ["CoreConfig", "EngineCore", "PendingResult", "Runner"]
 
@@ -170,19 +171,30 @@ class EngineCore:
         if done and not (request.pooled or request.prompt_logprobs):
             # Nothing to sample: resumed after its last token, or max_tokens = 0.
             self._outbox.append(Delta(message.id, [], "length", cached=0))
-        elif request.params.structured is not None:
+            return
+        params, output = request.params, request.token_ids[request.num_prompt :]
+        limits: TokenLimits | None = None
+        if params.allowed_token_ids or params.bad_words_ids:
+            vocab_size = self.config.vocab_size
+            limits = TokenLimits(params.allowed_token_ids, params.bad_words_ids, vocab_size)
+        if params.structured is not None:
             self._preparing[request.id] = request
             self._grammars.ask(
                 request.id,
-                request.params.structured,
-                request.token_ids[request.num_prompt :],
-                stop_ids=request.params.stop_token_ids,
+                params.structured,
+                output,
+                stop_ids=params.stop_token_ids,
                 min_tokens=request.min_tokens,
-                ignore_eos=request.params.ignore_eos,
-                thinking=request.params.thinking,
+                ignore_eos=params.ignore_eos,
+                thinking=params.thinking,
+                limits=limits,
             )
-        else:
-            self.scheduler.add(request)
+            return
+        if limits is not None:
+            request.constraint = Constraint.without_grammar(
+                self.config.vocab_size, request.stop_ids, request.min_tokens, limits, output
+            )
+        self.scheduler.add(request)
 
     def _take_prepared(self) -> None:
         """Requests whose grammars are compiled line up; those whose are not, end."""

@@ -1,18 +1,17 @@
-"""Constraint: one choice's place in its grammar."""
+"""Constraint: what one choice's next token may be, by a grammar and by lists of tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.structured.compiler import Use, Vocabulary, is_too_much
 from engine.structured.thinking import ThinkingBudget, ThinkingCount
-
-Masks = NDArray[np.int32]
+from engine.structured.token_limits import AnyToken, Masks, TokenLimits
 
 _ALL = np.int32(-1)
 TOO_COMPLEX = "grammar_too_complex: a step of the grammar is too expensive"
+NOTHING_LEFT = "no_token_left: the grammar, allowed_token_ids and bad_words leave no token"
 
 
 class Constraint:
@@ -24,7 +23,7 @@ class Constraint:
     """
 
     __slots__ = (
-        *("_free_ends", "_left", "_matcher", "_stops", "_thinking"),
+        *("_free_ends", "_left", "_limits", "_matcher", "_stops", "_thinking"),
         *("sampled_in", "use", "vocabulary"),
     )
 
@@ -37,6 +36,7 @@ class Constraint:
         ignore_eos: bool = False,
         thinking: ThinkingBudget | None = None,
         use: Use | None = None,
+        limits: TokenLimits | None = None,
     ) -> None:
         """matcher: its own, before the first token. use: what
         `Compiler.matcher` gave with it."""
@@ -44,6 +44,7 @@ class Constraint:
         if thinking is not None:
             self._thinking = ThinkingCount(thinking, vocabulary.text_of)
         self._matcher = matcher
+        self._limits = limits
         self.vocabulary = vocabulary
         self._stops = frozenset(stop_ids) - vocabulary.end_ids
         self._left = min_tokens  # tokens until it may end
@@ -51,12 +52,35 @@ class Constraint:
         self.use = use
         self.sampled_in = 0  # the last launched step that samples a token for it
 
+    @classmethod
+    def without_grammar(
+        cls,
+        num_tokens: int,
+        stop_ids: Iterable[int],
+        min_tokens: int,
+        limits: TokenLimits,
+        output: Sequence[int],
+    ) -> "Constraint":
+        """Make one of lists of tokens alone.
+
+        num_tokens: of the vocabulary. stop_ids: that end the request, the model's end tokens
+        included. output: what has been sampled before.
+        """
+        vocabulary = Vocabulary(None, num_tokens, ())
+        made = cls(AnyToken(), vocabulary, stop_ids, min_tokens, limits=limits)
+        made.resume(output)
+        return made
+
+    @property
+    def grammatical(self) -> bool:
+        """Whether it has a grammar."""
+        return not isinstance(self._matcher, AnyToken)
+
     def resume(self, token_ids: Sequence[int]) -> bool:
         """Take what was sampled elsewhere. False: it does not fit the grammar."""
         self._left -= len(token_ids)
-        if self._thinking is not None:
-            for token in token_ids:
-                self._thinking.take(token)
+        for token in token_ids:
+            self._observe(token)
         return not token_ids or self._matcher.try_consume_tokens(list(token_ids)) == len(token_ids)
 
     @property
@@ -76,17 +100,29 @@ class Constraint:
         Raises ValueError, "code: message": the grammar forbids it, or it is too much for one step.
         """
         self._left -= 1
-        if self._thinking is not None:
-            self._thinking.take(token)
+        self._observe(token)
         if not self._matcher.consume_token(token):
             if is_too_much(self._matcher.get_error()):
                 raise ValueError(TOO_COMPLEX)
             raise ValueError(f"engine_error: token {token} is not in the grammar")
         return self.complete
 
+    def _observe(self, token: int) -> None:
+        if self._thinking is not None:
+            self._thinking.take(token)
+        if self._limits is not None:
+            self._limits.take(token)
+
     def finish_mask(self, mask: Masks) -> str:
-        """Ends and errors, in the mask that the matcher has filled: [num_words] int32. Returns why
-        there is none, or ""."""
+        """Ends, lists and errors, in the mask that the matcher has filled: [num_words] int32.
+        Returns why there is none, or ""."""
+        why = self._finish(mask)
+        if not why and self._limits is not None and not self._limits.limit(mask):
+            mask[:] = _ALL  # the mask will not be read
+            return NOTHING_LEFT
+        return why
+
+    def _finish(self, mask: Masks) -> str:
         matcher = self._matcher
         if matcher.is_error() or matcher.stop_reason() in ("ParserTooComplex", "LexerTooComplex"):
             mask[:] = _ALL  # the mask will not be read

@@ -10,6 +10,7 @@ from engine.structured.compiler import Compiler, Vocabulary
 from engine.structured.constraint import Constraint
 from engine.structured.grammar import Grammar
 from engine.structured.thinking import ThinkingBudget
+from engine.structured.token_limits import TokenLimits
 
 logger = logging.getLogger("manta.engine")
 
@@ -48,6 +49,7 @@ class Grammars:
         min_tokens: int = 0,
         ignore_eos: bool = False,
         thinking: ThinkingBudget | None = None,
+        limits: TokenLimits | None = None,
     ) -> None:
         """Begin to make the constraint of request `id`; `poll` brings it. output: what has been
         sampled before. The others: as of `Constraint`."""
@@ -60,7 +62,7 @@ class Grammars:
             matcher, use = self._compiler.matcher(grammar)
             vocabulary = self._compiler.vocabulary
             constraint = Constraint(
-                matcher, vocabulary, stop_ids, min_tokens, ignore_eos, thinking, use
+                matcher, vocabulary, stop_ids, min_tokens, ignore_eos, thinking, use, limits
             )
             if not constraint.resume(output):
                 raise MantaError("the output so far does not fit the grammar")

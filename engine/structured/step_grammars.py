@@ -9,7 +9,8 @@ import llguidance as llg
 import llguidance.numpy as llg_numpy
 import numpy as np
 
-from engine.structured.constraint import Constraint, Masks
+from engine.structured.constraint import Constraint
+from engine.structured.token_limits import Masks
 
 HostMemory = Callable[[int, int], Masks]  # rows, words -> masks of any content
 
@@ -40,13 +41,27 @@ class StepGrammars:
           Valid until `steps` later calls.
         - index -> why that one can go no further: "code: message".
         """
-        if self._pool is None:
-            self._pool = llg.LLExecutor(num_threads=self._threads)
         masks = self._room(len(constraints), -(-constraints[0].vocabulary.num_tokens // 32))
         # Side by side what one thread should do, as it shares a lexer.
         lexers = [0 if one.use is None else one.use.number for one in constraints]
         order = sorted(range(len(constraints)), key=lexers.__getitem__)
-        rows = [(constraints[row].matcher, row) for row in order]
+        rows = [(constraints[row].matcher, row) for row in order if constraints[row].grammatical]
+
+        def finish() -> Filled:
+            for row, one in enumerate(constraints):
+                if not one.grammatical:
+                    masks[row] = -1
+            failed = {
+                row: why
+                for row, one in enumerate(constraints)
+                if (why := one.finish_mask(masks[row]))
+            }
+            return masks, failed
+
+        if not rows:
+            return finish
+        if self._pool is None:
+            self._pool = llg.LLExecutor(num_threads=self._threads)
         entered = threading.Lock()
         entered.acquire()
 
@@ -59,16 +74,11 @@ class StepGrammars:
         # would wait for it as long as this thread computes.
         entered.acquire()
 
-        def finish() -> Filled:
+        def wait() -> Filled:
             filling.result()
-            failed = {
-                row: why
-                for row, one in enumerate(constraints)
-                if (why := one.finish_mask(masks[row]))
-            }
-            return masks, failed
+            return finish()
 
-        return finish
+        return wait
 
     def fill(self, constraints: Sequence[Constraint]) -> Filled:
         """What `begin` begins, waited for."""

@@ -1,0 +1,95 @@
+"""TokenLimits: the tokens that a request's lists of allowed and of bad tokens leave."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Masks = NDArray[np.int32]
+
+
+class TokenLimits:
+    """A function of the output's ids alone: `take` them in order, wherever they were sampled.
+
+    A mask is [num_words] int32: bit t % 32 of word t // 32 is 1 if token t may come next.
+    """
+
+    __slots__ = ("_allowed", "_bad", "_endings", "_longest", "_tail")
+
+    def __init__(
+        self, allowed: Sequence[int], bad: Sequence[Sequence[int]], num_tokens: int
+    ) -> None:
+        """Read the lists.
+
+        allowed: ids that may come; none means all. bad: sequences of ids, each of at least one,
+        that never come whole. num_tokens: of the vocabulary.
+        """
+        num_words = -(-num_tokens // 32)
+        self._allowed: Masks | None = _mask(allowed, num_words) if allowed else None
+        single = [ids[0] for ids in bad if len(ids) == 1]
+        self._bad: Masks | None = _mask(single, num_words) if single else None
+        # The last token of each longer sequence, by the tokens that go before it.
+        self._endings: dict[tuple[int, ...], list[int]] = {}
+        for ids in bad:
+            if len(ids) > 1:
+                self._endings.setdefault(tuple(ids[:-1]), []).append(ids[-1])
+        self._longest = max(map(len, self._endings), default=0)
+        self._tail: tuple[int, ...] = ()
+
+    def take(self, token: int) -> None:
+        """Take the next token of the output."""
+        if self._longest:
+            self._tail = (*self._tail, token)[-self._longest :]
+
+    def limit(self, mask: Masks) -> bool:
+        """Clear the bits of tokens that may not come next. Return whether any is left."""
+        if self._allowed is not None:
+            mask &= self._allowed
+        if self._bad is not None:
+            mask &= ~self._bad
+        bits = mask.view(np.uint32)
+        for length in range(1, len(self._tail) + 1):
+            for token in self._endings.get(self._tail[-length:], ()):
+                bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+        return bool(mask.any())
+
+
+def _mask(ids: Sequence[int], num_words: int) -> Masks:
+    """A mask whose bits of these ids are 1."""
+    bits = np.zeros(num_words * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class AnyToken:
+    """A matcher, as llguidance's, of a text of any tokens: for a request without a grammar."""
+
+    @staticmethod
+    def consume_token(token: int) -> bool:
+        """Take the next token; it always fits."""
+        return True
+
+    @staticmethod
+    def try_consume_tokens(token_ids: list[int]) -> int:
+        """Take tokens and return how many fit: all."""
+        return len(token_ids)
+
+    @staticmethod
+    def is_accepting() -> bool:
+        """Return whether the text may end here."""
+        return True
+
+    @staticmethod
+    def is_stopped() -> bool:
+        """Return whether the text must end here."""
+        return False
+
+    @staticmethod
+    def is_error() -> bool:
+        """Return whether nothing can follow for a fault of the grammar."""
+        return False
+
+    @staticmethod
+    def stop_reason() -> str:
+        """Return why the text must end."""
+        return ""
