@@ -30,6 +30,7 @@ class ModelCard:
     root: str = ""
     parent: str | None = None  # base model of an adapter
     seed: int | None = None  # EngineConfig's, of the replicas
+    fingerprint: str = ""  # of weights and server: with a seed, what the same numbers depend on
     pooling: Pooling | None = None  # how texts become vectors; None: they do not
     vector_size: int = 0  # elements of a vector
     aliases: tuple[str, ...] = ()  # patterns of other names for it; an adapter's are not used

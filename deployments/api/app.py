@@ -141,7 +141,10 @@ class Api:
                 self.options.observe(route, status, time.monotonic() - began)
 
     async def read(self, exchange: HttpExchange) -> dict[str, Any]:
-        """The body as a JSON object; large ones are unpacked and parsed off the event loop."""
+        """The body as a JSON object; large ones are unpacked and parsed off the event loop. Reads
+        once: a second call returns the same object."""
+        if exchange.parsed is not None:
+            return exchange.parsed
         limit = self.options.max_body_bytes
         data = await exchange.body(limit, self.options.body_timeout_s)
         if exchange.encoding:
@@ -152,7 +155,8 @@ class Api:
             exchange.digest = hashlib.blake2b(data, digest_size=16).digest()
             return parse_json(data)
 
-        return take_object(await in_thread(parse, len(data)))
+        exchange.parsed = take_object(await in_thread(parse, len(data)))
+        return exchange.parsed
 
     def check_room(self) -> None:
         """Raises ApiError 503 overloaded."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from deployments.api import adapters, models
+from deployments.api import adapters, invocations, models
 from deployments.api.agents import infill, liteqwen, messages, responses
 from deployments.api.batches import routes as batches
 from deployments.api.fields import agents, generation, others, pooled
@@ -106,6 +106,11 @@ def _chat(api: "Api", exchange: HttpExchange) -> Awaitable[None]:
 
 def _completions(api: "Api", exchange: HttpExchange) -> Awaitable[None]:
     return api.generate(exchange, chat=False)
+
+
+async def _invocations(api: "Api", exchange: HttpExchange) -> None:
+    exchange.path = await invocations.route_of(api, exchange)
+    await EXACT[exchange.path].handler(api, exchange)
 
 
 async def _tokenize(api: "Api", exchange: HttpExchange) -> None:
@@ -479,6 +484,13 @@ ROUTES: tuple[Route, ...] = (
         _ready,
         get=Operation("The same, as SageMaker asks", (503,), answer=("status",)),
         open=True,
+    ),
+    Route(
+        invocations.PATH,
+        _invocations,
+        post=Operation(
+            "What the body is for, as SageMaker asks", QUEUES, Body({}), None, (JSON, EVENTS)
+        ),
     ),
     Route("/metrics", _metrics, get=Operation("Prometheus text", kinds=(PLAIN,))),
     Route(

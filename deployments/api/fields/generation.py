@@ -34,6 +34,9 @@ from deployments.api.tools.request import MAX_TOOLS, TOOL_NAME
 from engine.sampling_params import (
     ABOVE_LEAST,
     BIAS_RANGE,
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -71,6 +74,12 @@ SAMPLING: Mapping[str, Schema] = {
         "maxProperties": MAX_LOGIT_BIAS,
     },
     "skip_special_tokens": BOOLEAN,
+    "allowed_token_ids": list_of(TOKEN, 0, MAX_ALLOWED_IDS),
+    "bad_words": list_of(
+        {"type": "string", "pattern": r"\S", "maxLength": MAX_STOP_BYTES}, 0, MAX_BAD_WORDS
+    ),
+    "bad_words_ids": list_of(list_of(TOKEN, 1, MAX_BAD_WORD_IDS), 0, MAX_BAD_WORDS),
+    "suppress_tokens": list_of(TOKEN, 0, MAX_BAD_WORDS),
 }
 
 _JSON_SCHEMA: Schema = either(OBJECT, BOOLEAN, text(MAX_BYTES))
@@ -97,7 +106,7 @@ STRUCTURED_OUTPUTS: Schema = either(
     *(record({kind: schema}, structural_tag=NULL) for kind, schema in _GRAMMARS.items()),
     record({"json_object": one_of(True)}, structural_tag=NULL),
 )
-STREAM_OPTIONS = record({}, include_usage=BOOLEAN)
+STREAM_OPTIONS = record({}, include_usage=BOOLEAN, continuous_usage_stats=BOOLEAN)
 
 TOOL_NAMED: Schema = {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"}
 ARGUMENTS: Schema = {"type": "object", "properties": {"type": one_of("object")}}
@@ -205,6 +214,11 @@ TEMPLATE: Mapping[str, Schema] = {
     "continue_final_message": BOOLEAN,
     "chat_template_kwargs": OBJECT,
 }
+SIDES = ("left", "right")  # of a text that is cut
+TRUNCATION: Mapping[str, Schema] = {
+    "truncate_prompt_tokens": either(one_of(-1), integer(1, 2**31 - 1)),
+    "truncation_side": one_of(*SIDES),
+}
 # Of every request that is queued.
 QUEUED: Mapping[str, Schema] = {
     "priority": integer(LEAST_PRIORITY, 2**31 - 1),
@@ -223,6 +237,8 @@ _COMMON: Mapping[str, Schema] = {
     "stream_options": STREAM_OPTIONS,
     "cache_salt": CACHE_SALT,
     "return_token_ids": BOOLEAN,
+    "return_tokens_as_token_ids": BOOLEAN,
+    **TRUNCATION,
     "best_of": integer(1, MAX_N),
     "response_format": RESPONSE_FORMAT,
     "structured_outputs": STRUCTURED_OUTPUTS,

@@ -3,7 +3,7 @@ texts."""
 
 from collections.abc import Mapping
 
-from deployments.api.fields.generation import CHAT_MESSAGES, QUEUED, TEMPLATE
+from deployments.api.fields.generation import CHAT_MESSAGES, QUEUED, TEMPLATE, TRUNCATION
 from deployments.api.fields.schema import (
     BOOLEAN,
     FILLED,
@@ -26,7 +26,6 @@ BYTES, BYTES_ONLY = "bytes", "bytes_only"
 FORMATS = ("float", "base64", BYTES, BYTES_ONLY)
 DTYPES = ("float32", "float16", "bfloat16")
 ENDIANNESS = ("native", "little", "big")
-SIDES = ("left", "right")  # of a text that is cut
 DIRECTIONS = ("Left", "Right")  # the same in TEI's words
 MAX_PARTS = 1024  # of one text
 TASKS = ("embed", "classify")
@@ -38,8 +37,7 @@ _COMMON: Mapping[str, Schema] = {
     **QUEUED,
     "model": TEXT,
     "truncate": BOOLEAN,
-    "truncate_prompt_tokens": either(one_of(-1), integer(1, UINT31)),
-    "truncation_side": one_of(*SIDES),
+    **TRUNCATION,
     "add_special_tokens": BOOLEAN,
     "use_activation": BOOLEAN,
 }

@@ -5,7 +5,7 @@ Nothing is dropped silently: a field is used, or named in x-ignored-fields, or r
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
@@ -49,11 +49,7 @@ NOT_ALLOWED = frozenset(
 # Fields of other servers that limit the output, with the values that limit nothing and what to do
 # instead: an answer without the limit is not what was asked for, so they are refused.
 LIMITS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "allowed_token_ids": (([],), "use structured_outputs"),
-    "bad_words": (([],), "use logit_bias"),
-    "bad_words_ids": (([],), "use logit_bias"),
-    "suppress_tokens": (([],), "use logit_bias"),
-    "begin_suppress_tokens": (([],), "use logit_bias"),
+    "begin_suppress_tokens": (([],), "use suppress_tokens"),
     "force_words_ids": (([],), "use structured_outputs"),
     "no_repeat_ngram_size": ((0,), "use repetition_penalty"),
     "repetition_detection": ((), "use repetition_penalty"),
@@ -61,7 +57,6 @@ LIMITS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((1,), "use n"),
     "length_penalty": ((1, 0), "it is of beam search"),
     "early_stopping": ((False,), "it is of beam search"),
-    "truncate_prompt_tokens": ((), "shorten the prompt"),
     "stop_regex": (([], ""), "use stop"),
     "stop_words": (([], ""), "use stop"),
     "stop_strings": (([], ""), "use stop"),
@@ -159,6 +154,33 @@ def take_str(body: dict[str, Any], name: str, max_bytes: int) -> str | None:
     if len(value.encode()) > max_bytes:
         raise invalid(f"{name} must have at most {max_bytes} bytes", name)
     return value
+
+
+def take_word(body: dict[str, Any], name: str, words: Sequence[str]) -> str | None:
+    """One of these words. Raises ApiError 400."""
+    value = body.get(name)
+    if value is not None and value not in words:
+        raise wrong_type(name, " or ".join(words))
+    return value
+
+
+def take_cut(body: dict[str, Any], limit: int) -> int | None:
+    """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: it is not cut.
+
+    limit: tokens that a prompt may have; -1 keeps these. Raises ApiError 400.
+    """
+    cut = take_int(body, "truncate_prompt_tokens", -1, 2**31 - 1)
+    if cut == 0:
+        raise invalid(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes",
+            "truncate_prompt_tokens",
+        )
+    if cut is not None and cut > limit:
+        raise invalid(
+            f"truncate_prompt_tokens must be at most {limit}, the model's context",
+            "truncate_prompt_tokens",
+        )
+    return limit if cut == -1 else cut
 
 
 def take_token_ids(ids: list[Any], path: str, vocab_size: int) -> list[int]:

@@ -3,23 +3,26 @@
 import dataclasses
 import functools
 import secrets
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from deployments.api.caller import ANYONE, Caller
-from deployments.api.fields.generation import CHAT, COMPLETION
+from deployments.api.fields.generation import CHAT, COMPLETION, SIDES
 from deployments.api.generation.constraints import RequestedGrammar, take_constraint
 from deployments.api.generation.fields import (
     check_names,
     name_fields,
     take_bool,
+    take_cut,
     take_int,
     take_token_ids,
+    take_word,
 )
 from deployments.api.generation.messages import check_messages
-from deployments.api.generation.sampling import sampling_params
+from deployments.api.generation.sampling import add_bad_words, sampling_params
 from deployments.api.http.errors import invalid, shown, wrong_type
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
@@ -34,6 +37,7 @@ from engine.text.infill import FillMarks, Gap
 from engine.text.tokenizer import Tokenizer, TooManyTokens
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_USAGE = ("include_usage", "continuous_usage_stats")  # of stream_options
 MAX_KWARGS_BYTES = 64 * 1024
 MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
 
@@ -44,6 +48,8 @@ class OpenAIRequest:
 
     common: what the backend's requests for these prompts have in common. Its token_ids are empty,
         and its seed is the one that was drawn, for a request that names none.
+    continuous_usage: each event of a stream tells the usage up to it.
+    token_names: log-probabilities name tokens by their ids.
     prompt_logprobs: they were asked for by that name, not only through echo.
     score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).
     timing: usage tells how the request fared (the header x-return-timing).
@@ -59,7 +65,9 @@ class OpenAIRequest:
     prompts: list[list[int]]
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     return_token_ids: bool = False
+    token_names: bool = False
     prompt_logprobs: bool = False
     echo: bool = False
     texts: list[str] = field(default_factory=list)
@@ -132,8 +140,10 @@ async def chat_call(
         if modalities is not None and modalities != ["text"]:
             raise invalid("only text can be generated", "modalities", "modality_not_supported")
         tools = take_tools(body)
-        most = card.max_model_len
+        cut = _PromptCut.of(body, call)
+        most = card.max_model_len if cut is None else sys.maxsize
         ids, opened = chat_ids(call.tokenizer, body, messages, tools, options, ignored, most)
+        ids = ids if cut is None else cut.apply(ids)
         if not ids:
             raise invalid("the messages render to an empty prompt", "messages")
         call.prompts = [ids]
@@ -244,15 +254,20 @@ async def completion_call(
     if echo and call.params.logprobs is not None and call.params.prompt_logprobs is None:
         call.change_params(prompt_logprobs=call.params.logprobs)
     special = take_bool(body, "add_special_tokens", True)
-    fill = functools.partial(_fill_prompts, call, body.get("prompt"), special, options.max_prompts)
     suffix = body.get("suffix")
     if suffix is not None and not isinstance(suffix, str):
         raise wrong_type("suffix", "a string")
+    cut = _PromptCut.of(body, call)
     if gap is not None or suffix:
-        if echo:
-            raise invalid("echo and suffix exclude each other", "suffix", "conflicting_fields")
-        asked = (body.get("prompt"), suffix or "", gap, special, options.max_prompts)
-        fill = functools.partial(_fill_gaps, call, *asked)
+        for name, asked in (("echo", echo), ("truncate_prompt_tokens", cut is not None)):
+            if asked:
+                message = f"{name} and suffix exclude each other"
+                raise invalid(message, "suffix", "conflicting_fields")
+        gaps = (body.get("prompt"), suffix or "", gap, special, options.max_prompts)
+        fill = functools.partial(_fill_gaps, call, *gaps)
+    else:
+        prompts = (body.get("prompt"), special, options.max_prompts, cut)
+        fill = functools.partial(_fill_prompts, call, *prompts)
     try:
         await in_thread(fill, size)
     except TooManyTokens as error:
@@ -291,7 +306,32 @@ def _fill_gaps(
         call.change_params(stop_token_ids=list(ends))
 
 
-def _fill_prompts(call: OpenAIRequest, prompt: Any, special: bool, max_prompts: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _PromptCut:
+    """What `truncate_prompt_tokens` and `truncation_side` leave of a prompt of tokens.
+
+    side: where a longer one is cut.
+    """
+
+    tokens: int
+    side: str
+
+    @classmethod
+    def of(cls, body: dict[str, Any], call: OpenAIRequest) -> "_PromptCut | None":
+        """Read the fields of a body; None: no prompt is cut. Raises ApiError 400."""
+        side = take_word(body, "truncation_side", SIDES) or "left"
+        output = call.params.max_tokens or 1
+        tokens = take_cut(body, max(1, call.card.max_model_len - output))
+        return None if tokens is None else cls(tokens, side)
+
+    def apply(self, ids: list[int]) -> list[int]:
+        """Return the part that is kept."""
+        return ids[-self.tokens :] if self.side == "left" else ids[: self.tokens]
+
+
+def _fill_prompts(
+    call: OpenAIRequest, prompt: Any, special: bool, max_prompts: int, cut: _PromptCut | None
+) -> None:
     if prompt is None:
         raise invalid("prompt is required", "prompt", "missing_field")
     items: list[Any]
@@ -315,7 +355,8 @@ def _fill_prompts(call: OpenAIRequest, prompt: Any, special: bool, max_prompts: 
     else:
         items = [prompt]
     many = items is prompt
-    tokenizer, limit = call.tokenizer, call.card.max_model_len
+    tokenizer = call.tokenizer
+    limit = call.card.max_model_len if cut is None else sys.maxsize
     for i, item in enumerate(items):
         path = f"prompt[{i}]" if many else "prompt"
         if isinstance(item, list):
@@ -330,8 +371,10 @@ def _fill_prompts(call: OpenAIRequest, prompt: Any, special: bool, max_prompts: 
         call.prompts = encode_texts(tokenizer, items, special, limit)
     else:
         call.prompts = items
-        if call.echo:
-            call.texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in items]
+    if cut is not None:
+        call.prompts = [cut.apply(ids) for ids in call.prompts]
+    if call.echo and (cut is not None or not call.texts):
+        call.texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in call.prompts]
     for i, ids in enumerate(call.prompts):
         if not ids and tokenizer.bos_token_id is not None:
             call.prompts[i] = [tokenizer.bos_token_id]
@@ -346,6 +389,7 @@ def _common(
     params = sampling_params(
         body, max_tokens=max_tokens, chat=chat, defaults=tokenizer.sampling_defaults
     )
+    params = add_bad_words(params, body, tokenizer)
     try:
         params.check_vocabulary(card.vocab_size)
     except InvalidRequest as error:
@@ -354,7 +398,7 @@ def _common(
         name = "max_tokens" if body.get("max_tokens") is not None else "max_completion_tokens"
         raise invalid(f"{name} must be at least 1", name)
     stream = take_bool(body, "stream")
-    include_usage, ignored = _stream_options(body.get("stream_options"), stream)
+    include_usage, continuous, ignored = _stream_options(body.get("stream_options"), stream)
     if stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs", "conflicting_fields")
     best_of = take_int(body, "best_of", 1, MAX_N)
@@ -367,25 +411,28 @@ def _common(
         prompts=[],
         stream=stream,
         include_usage=include_usage,
+        continuous_usage=continuous,
         return_token_ids=take_bool(body, "return_token_ids"),
+        token_names=take_bool(body, "return_tokens_as_token_ids"),
         prompt_logprobs=params.prompt_logprobs is not None,
         constraint=take_constraint(body),
         ignored=ignored,
     )
 
 
-def _stream_options(value: Any, stream: bool) -> tuple[bool, list[str]]:
+def _stream_options(value: Any, stream: bool) -> tuple[bool, bool, list[str]]:
+    """Whether a stream tells its usage at its end, in each event, and the fields without effect."""
     if value is None:
-        return False, []
+        return False, False, []
     if not isinstance(value, dict):
         raise wrong_type("stream_options", "an object")
     if not stream and any(one not in (None, False) for one in value.values()):
         raise invalid("stream_options needs stream: true", "stream_options")
-    usage = value.get("include_usage")
-    if usage is not None and not isinstance(usage, bool):
-        raise wrong_type("stream_options.include_usage", "true or false")
-    others = name_fields((name for name in value if name != "include_usage"), "stream_options.")
-    return bool(usage), others
+    for name in _USAGE:
+        if value.get(name) is not None and not isinstance(value[name], bool):
+            raise wrong_type(f"stream_options.{name}", "true or false")
+    others = name_fields((name for name in value if name not in _USAGE), "stream_options.")
+    return bool(value.get(_USAGE[0])), bool(value.get(_USAGE[1])), others
 
 
 def check_choices(call: OpenAIRequest, options: ApiOptions) -> None:

@@ -3,13 +3,26 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from deployments.api.fields.generation import SAME_FIELDS, SAMPLING
 from deployments.api.generation.fields import take_int
 from deployments.api.http.errors import invalid, wrong_type
 from engine.errors import InvalidRequest
-from engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, RANGES, SamplingParams
+from engine.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_BYTES,
+    RANGES,
+    SamplingParams,
+)
+from engine.text.tokenizer import Tokenizer
 
-_AS_GIVEN = SAMPLING.keys() - {"logit_bias", "logprobs", "top_k", "max_tokens", *SAME_FIELDS}
+_AS_GIVEN = SAMPLING.keys() - {
+    *("logit_bias", "logprobs", "top_k", "max_tokens", "bad_words", "suppress_tokens"),
+    *SAME_FIELDS,
+}
 
 
 def sampling_params(
@@ -59,6 +72,53 @@ def sampling_params(
             message = error.message.replace("max_tokens", limit_name, 1)
             raise invalid(message, limit_name, error.code) from None
         raise invalid(error.message, error.param, error.code) from None
+
+
+def add_bad_words(
+    params: SamplingParams, body: dict[str, Any], tokenizer: Tokenizer
+) -> SamplingParams:
+    """Return params with `bad_words` (texts) and `suppress_tokens` (ids) of a body among its
+    `bad_words_ids`.
+
+    A word is banned as the tokenizer writes it at the beginning of a text, behind a space and
+    behind a line break. Raises ApiError 400.
+    """
+    words, single = body.get("bad_words"), body.get("suppress_tokens")
+    if words is None and single is None:
+        return params
+    sequences = [list(ids) for ids in params.bad_words_ids]
+    if single is not None:
+        if not isinstance(single, list) or not all(type(token) is int for token in single):
+            raise wrong_type("suppress_tokens", "a list of token ids")
+        sequences += [[token] for token in single]
+    if words is not None:
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise wrong_type("bad_words", "a list of strings")
+        if len(words) > MAX_BAD_WORDS:
+            raise invalid(f"bad_words takes at most {MAX_BAD_WORDS} strings", "bad_words")
+        for index, word in enumerate(words):
+            if not word.strip() or len(word.encode()) > MAX_STOP_BYTES:
+                raise invalid(
+                    f"bad_words[{index}] must have 1 to {MAX_STOP_BYTES} bytes, and not only "
+                    "white space",
+                    "bad_words",
+                )
+            sequences += _ways_to_write(word.lstrip(), tokenizer)
+    try:
+        return msgspec.structs.replace(params, bad_words_ids=sequences)
+    except InvalidRequest as error:
+        name = "bad_words" if words else "suppress_tokens"
+        raise invalid(error.message.replace("bad_words_ids", name), name, error.code) from None
+
+
+def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of a word at the beginning of a text, behind a space and behind a line break."""
+    line = tokenizer.encode("\n", add_special_tokens=False)
+    behind = tokenizer.encode("\n" + word, add_special_tokens=False)
+    ways = [tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word)]
+    if behind[: len(line)] == line:
+        ways.append(behind[len(line) :])
+    return [ids for index, ids in enumerate(ways) if ids and ids not in ways[:index]]
 
 
 def _one_name_each(body: dict[str, Any]) -> dict[str, Any]:

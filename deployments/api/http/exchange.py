@@ -59,6 +59,7 @@ class HttpExchange:
         self.began = time.monotonic()
         self.started = False
         self.body_size = 0  # bytes of JSON, once they were read
+        self.parsed: dict[str, Any] | None = None  # the body, once it was read
         self.ignored: list[str] = []
         self.digest = b""  # of the body, once it was read
         self.always: list[tuple[bytes, bytes]] = []  # headers of the answer, whatever it will be

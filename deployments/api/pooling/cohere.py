@@ -14,11 +14,11 @@ from deployments.api.fields.pooled import (
     MAX_TEXTS,
     UINT31,
 )
-from deployments.api.generation.fields import take_int
+from deployments.api.generation.fields import take_int, take_word
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
-from deployments.api.pooling.pooled import pooled_call, take_prompts, take_word
+from deployments.api.pooling.pooled import pooled_call, take_prompts
 from deployments.api.pooling.rerank import cohere_meta, joined
 from engine.errors import no_vectors
 from engine.pooling import Pooling, Vector

@@ -4,11 +4,11 @@ texts, whatever that is, in vLLM's."""
 from typing import TYPE_CHECKING
 
 from deployments.api.fields.pooled import EMBEDDINGS, POOLING, TASKS, UINT31
-from deployments.api.generation.fields import take_int
+from deployments.api.generation.fields import take_int, take_word
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
-from deployments.api.pooling.pooled import PooledCall, pooled_call, take_input, take_word
+from deployments.api.pooling.pooled import PooledCall, pooled_call, take_input
 from deployments.api.pooling.vector_format import VectorFormat
 from engine.errors import no_vectors
 from engine.pooling import Vector, as_array

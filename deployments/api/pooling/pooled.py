@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.fields.generation import TEMPLATE
+from deployments.api.fields.generation import SIDES, TEMPLATE
 from deployments.api.fields.pooled import (
     ACTIVATION,
     MAX_PROMPT_NAME,
     MAX_TEXTS,
-    SIDES,
-    UINT31,
 )
 from deployments.api.fields.schema import Body
 from deployments.api.generation.answer.merge import failed
@@ -32,9 +30,10 @@ from deployments.api.generation.fields import (
     check_names,
     name_fields,
     take_bool,
-    take_int,
+    take_cut,
     take_str,
     take_token_ids,
+    take_word,
 )
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.openai_request import (
@@ -232,17 +231,7 @@ async def _checked(
         card = api.backend.models().get(card.id, card)
     assert card.pooling is not None
     limit = min(card.max_model_len, card.pooling.max_tokens or card.max_model_len)
-    cut = take_int(body, "truncate_prompt_tokens", -1, UINT31)
-    if cut == 0:
-        raise invalid(
-            "truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes",
-            "truncate_prompt_tokens",
-        )
-    if cut is not None and cut > limit:
-        raise invalid(
-            f"truncate_prompt_tokens must be at most {limit}, the model's context",
-            "truncate_prompt_tokens",
-        )
+    cut = take_cut(body, limit)
     return PooledCall(
         exchange,
         body,
@@ -250,7 +239,7 @@ async def _checked(
         card,
         card.pooling,
         api.backend.tokenizer(card.id),
-        limit if cut is None or cut < 0 else cut,
+        limit if cut is None else cut,
         take_bool(body, "truncate") or cut is not None,
         take_bool(body, "add_special_tokens", True),
         key,
@@ -262,14 +251,6 @@ async def _checked(
         take_word(body, "truncation_side", SIDES) == "left",
         _take_activation(body, fields),
     )
-
-
-def take_word(body: dict[str, Any], name: str, words: Sequence[str]) -> str | None:
-    """One of these words. Raises ApiError 400."""
-    value = body.get(name)
-    if value is not None and value not in words:
-        raise wrong_type(name, " or ".join(words))
-    return value
 
 
 def _take_activation(body: dict[str, Any], fields: Body) -> bool | None:

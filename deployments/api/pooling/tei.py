@@ -12,7 +12,7 @@ from deployments.api.fields.pooled import (
     TEI_PREDICT,
     UINT31,
 )
-from deployments.api.generation.fields import take_bool, take_int
+from deployments.api.generation.fields import take_bool, take_int, take_word
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
@@ -21,7 +21,6 @@ from deployments.api.pooling.pooled import (
     ReadBody,
     pooled_call,
     take_prompts,
-    take_word,
 )
 from deployments.api.served_model import allowed
 from deployments.backend import Backend

@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 
 from deployments.api.fields.pooled import BYTES, BYTES_ONLY, DTYPES, ENDIANNESS, FORMATS
+from deployments.api.generation.fields import take_word
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.pooling.pooled import PooledCall, take_word
+from deployments.api.pooling.pooled import PooledCall
 from engine.pooling import Vector
 
 _MAX_METADATA = 8192  # bytes of a header

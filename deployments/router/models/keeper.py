@@ -3,6 +3,7 @@ what other routers have changed: adapters, and models where these come and go. O
 models, so that one which nobody asks costs a router nothing."""
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from deployments.adapters.record_store import RayRecordStore, mark_of_all
 from deployments.backend import ModelCard
 from deployments.checkpoints.facts import read_facts
 from deployments.checkpoints.resolve import ModelIdentity
+from deployments.environment import installed_version
 from deployments.router.admission.waking import Waking
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.models.front import ModelFront
@@ -238,6 +240,8 @@ def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIden
     found = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.load(folder)
     pooling = read_pooling(folder)
+    identity = ModelIdentity.of(folder)
+    server = f"{installed_version()} {identity.weights}".encode()
     card = ModelCard(
         id=model.name,
         max_model_len=found.max_positions,
@@ -246,9 +250,10 @@ def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIden
         created=first_served(app, model.name, int(time.time())),
         root=model.name,
         seed=model.seed,
+        fingerprint=f"fp_{hashlib.blake2b(server, digest_size=6).hexdigest()}",
         aliases=model.aliases,
         pooling=pooling,
         vector_size=0 if pooling is None else pooling.size(found.hidden_size),
         facts=read_facts(folder, found),
     )
-    return card, tokenizer, ModelIdentity.of(folder)
+    return card, tokenizer, identity

@@ -6,16 +6,22 @@ from typing import Any
 from engine.batch import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
+_NUMBERED = "token_id:{}"
 _FLOOR = -9999.0  # JSON has no -inf; clients of OpenAI know this value
 
 
-def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-    """choices[].logprobs.content: each token with its alternatives, best first, and their bytes."""
+def chat_logprobs(
+    tokenizer: Tokenizer, items: Sequence[TokenLogprobs], *, by_id: bool = False
+) -> list[dict[str, Any]]:
+    """choices[].logprobs.content: each token with its alternatives, best first, and their bytes.
+
+    by_id: a token's name is ``token_id:N``, as vLLM's `return_tokens_as_token_ids` has it.
+    """
     return [
         {
-            **_entry(tokenizer, item.token_id, item.logprob),
+            **_entry(tokenizer, item.token_id, item.logprob, by_id),
             "top_logprobs": [
-                _entry(tokenizer, token, logprob)
+                _entry(tokenizer, token, logprob, by_id)
                 for token, logprob in zip(item.top_ids, item.top_logprobs, strict=True)
             ],
         }
@@ -23,10 +29,10 @@ def chat_logprobs(tokenizer: Tokenizer, items: Sequence[TokenLogprobs]) -> list[
     ]
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def _entry(tokenizer: Tokenizer, token: int, logprob: float, by_id: bool) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token)
     return {
-        "token": raw.decode("utf-8", "replace"),
+        "token": _NUMBERED.format(token) if by_id else raw.decode("utf-8", "replace"),
         "logprob": max(logprob, _FLOOR),
         "bytes": list(raw),
     }
@@ -37,29 +43,34 @@ def completion_logprobs(
     token_ids: Sequence[int],
     items: Sequence[TokenLogprobs | None],
     offsets: Sequence[int],
+    *,
+    by_id: bool = False,
 ) -> dict[str, Any]:
     """choices[].logprobs of completions. None (the first token of a prompt) gives nulls.
 
     top_logprobs always has the token itself, also where it is not among the most likely. Tokens
     that are no whole characters are written ``bytes:\\xNN``, so that two of them stay apart.
+    by_id: as of `chat_logprobs`.
     """
     return {
-        "tokens": [_name(tokenizer, token) for token in token_ids],
+        "tokens": [_name(tokenizer, token, by_id) for token in token_ids],
         "token_logprobs": [None if i is None else max(i.logprob, _FLOOR) for i in items],
-        "top_logprobs": [None if i is None else _top(tokenizer, i) for i in items],
+        "top_logprobs": [None if i is None else _top(tokenizer, i, by_id) for i in items],
         "text_offset": list(offsets),
     }
 
 
-def _top(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[str, float]:
+def _top(tokenizer: Tokenizer, item: TokenLogprobs, by_id: bool) -> dict[str, float]:
     found: dict[str, float] = {}
     for token, logprob in zip(item.top_ids, item.top_logprobs, strict=True):
-        found.setdefault(_name(tokenizer, token), max(logprob, _FLOOR))
-    found.setdefault(_name(tokenizer, item.token_id), max(item.logprob, _FLOOR))
+        found.setdefault(_name(tokenizer, token, by_id), max(logprob, _FLOOR))
+    found.setdefault(_name(tokenizer, item.token_id, by_id), max(item.logprob, _FLOOR))
     return found
 
 
-def _name(tokenizer: Tokenizer, token: int) -> str:
+def _name(tokenizer: Tokenizer, token: int, by_id: bool) -> str:
+    if by_id:
+        return _NUMBERED.format(token)
     raw = tokenizer.token_bytes(token)
     try:
         return raw.decode()

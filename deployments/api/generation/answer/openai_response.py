@@ -71,7 +71,9 @@ class OpenAIResponse:
             "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()) if ids is None else ids.created,
             "model": call.card.id,
+            "system_fingerprint": call.card.fingerprint or None,
         }
+        self._metered: Generation | None = None  # whose usage each event of a stream tells
         self._echo_due = set(range(count)) if call.echo and self.wants_logprobs else set()
         self._replay: StreamReplay | None = None
         if ids is not None and ids.resumed:
@@ -137,7 +139,7 @@ class OpenAIResponse:
                 shaped["message"] = choice.parsed.message(self._number, index)
             shaped["logprobs"] = None
             if self.wants_logprobs:
-                content = chat_logprobs(call.tokenizer, choice.logprobs)
+                content = chat_logprobs(call.tokenizer, choice.logprobs, by_id=call.token_names)
                 shaped["logprobs"] = {"content": content, "refusal": None}
         else:
             prompt = self._prompt_of(index)
@@ -170,7 +172,11 @@ class OpenAIResponse:
             return echoed
         shift = len(call.texts[self._prompt_of(index)]) if call.echo else 0
         own = completion_logprobs(
-            call.tokenizer, choice.token_ids, choice.logprobs, [o + shift for o in choice.offsets]
+            call.tokenizer,
+            choice.token_ids,
+            choice.logprobs,
+            [o + shift for o in choice.offsets],
+            by_id=call.token_names,
         )
         return own if echoed is None else {key: echoed[key] + own[key] for key in own}
 
@@ -187,7 +193,7 @@ class OpenAIResponse:
         last = [len(decoded.text)] * (len(ids) - end)
         offsets = [0] * begin + decoded.offsets + last
         items = with_first(self.choices[index].prompt_logprobs, len(ids))
-        return completion_logprobs(call.tokenizer, ids, items, offsets)
+        return completion_logprobs(call.tokenizer, ids, items, offsets, by_id=call.token_names)
 
     def usage(self, generation: Generation) -> dict[str, Any]:
         """A prompt counts once, however many choices it has; cached is what all of them found."""
@@ -235,8 +241,13 @@ class OpenAIResponse:
         skipping = {} if self._replay is None else self._replay.skipping
         left = sum(choice.finish_reason is None for choice in choices)
         plain = self.call.output is None and not (
-            self.wants_logprobs or self.call.return_token_ids or self.call.score_only
+            self.wants_logprobs
+            or self.call.return_token_ids
+            or self.call.score_only
+            or self.call.continuous_usage
         )
+        if self.call.continuous_usage:
+            self._metered = generation
         before, after = self._frames()
         try:
             items = await first_items(generation, exchange, keepalive) if left else []
@@ -308,7 +319,9 @@ class OpenAIResponse:
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         fields: dict[str, Any] = {"choices": [choice]}
-        if self.call.include_usage:
+        if self._metered is not None:
+            fields["usage"] = self.usage(self._metered)
+        elif self.call.include_usage:
             fields["usage"] = None
         return self._data(fields)
 
@@ -371,7 +384,8 @@ class OpenAIResponse:
         if self.wants_logprobs:
             items = self._scored(choice, delta, kept)
             if self.chat:
-                logprobs = {"content": chat_logprobs(call.tokenizer, items), "refusal": None}
+                content = chat_logprobs(call.tokenizer, items, by_id=call.token_names)
+                logprobs = {"content": content, "refusal": None}
             else:
                 shift = len(call.texts[self._prompt_of(index)]) if call.echo else 0
                 logprobs = completion_logprobs(
@@ -379,6 +393,7 @@ class OpenAIResponse:
                     delta.token_ids[:kept],
                     items,
                     [o + shift for o in decoded.offsets[:kept]],
+                    by_id=call.token_names,
                 )
         shaped = self._shaped(index, decoded.text, logprobs)
         if made is not None:

@@ -183,6 +183,8 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
         "include_stop_str_in_output": True,
         "ignore_eos": True,
         "logit_bias": {"5": -100, "6": 1.5},
+        "allowed_token_ids": [5, 6, 9],
+        "bad_words_ids": [[5, 6], [9]],
         "prompt_logprobs": 2,
         "skip_special_tokens": False,
     }
@@ -193,6 +195,8 @@ def test_ids_bias_and_seed_reach_the_engine(backend: FakeBackend, client: Client
         **fields,
         "stop": ("x", "y"),
         "stop_token_ids": (9,),
+        "allowed_token_ids": (5, 6, 9),
+        "bad_words_ids": ([5, 6], [9]),
         "logit_bias": {5: -100, 6: 1.5},
         "logprobs": 3,
         "max_tokens": 32,
