@@ -53,7 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Order on the device: logit_bias, then penalties (repetition, presence, frequency), then the ban
     of end tokens below min_tokens or the mask of a grammar and of lists of tokens, then
-    temperature, min_p, top_k, top_p, then Gumbel-max with noise that is a function of (seed, choice, position, token id) alone.
+    temperature, min_p, top_k, top_p, then Gumbel-max with noise that is a function of
+    (seed, choice, position, token id) alone.
     Reported logprobs are of the raw model distribution, before any of these.
 
     n: independent choices, 1..128.
