@@ -51,11 +51,11 @@ class Body:
             for name, one in self.taken.items()
         }
         properties |= {name: {} for name in sorted(self.ignored | self.silent)}
-        never = (NEVER, ELSEWHERE) if strict else (NEVER,)
-        properties |= {
-            name: NEVER if any(one is o for o in never) else optional(one)
-            for name, one in self.refused.items()
-        }
+        for name, one in self.refused.items():
+            if one is ELSEWHERE and strict:
+                properties[name] = NEVER
+            else:
+                properties[name] = NULL if one is NEVER else optional(one)
         found: Schema = {"type": "object", "properties": properties}
         if self.required:
             found["required"] = list(self.required)

@@ -93,6 +93,8 @@ def check_names(
         if name in known:
             continue
         if name in NOT_ALLOWED:
+            if body[name] is None:
+                continue
             raise invalid(f"{name} cannot be set in a request", name, "field_not_allowed")
         if generates and name in LIMITS:
             neutral, instead = LIMITS[name]

@@ -638,6 +638,7 @@ def test_the_end_token_is_listed(client: Client, chat: bool, stream: bool) -> No
                 {"stream_options": {"include_usage": False}},
                 {"use_beam_search": False, "length_penalty": 1.0, "bad_words": []},
                 {"allowed_token_ids": None, "truncate_prompt_tokens": None},
+                {"request_id": None, "kv_transfer_params": None, "chat_template": None},
             )
         ),
     ],
