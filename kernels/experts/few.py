@@ -12,13 +12,11 @@ from kernels.launch.pdl import gdc_launch_dependents, gdc_wait, pdl
 
 MOST = 4  # tokens; from more on experts are met so often that grouping pays
 
-# ROWS, COLUMNS, warps, as sweeps of bench.kernels.experts found them on an H200 and an H100: of one
-# token of both models there UP was the best, and DOWN within 2 % of it.
+# ROWS, COLUMNS, warps, as sweeps found them on an H200 (UP) and an H100 (DOWN). DOWN_OF_FEW
+# is for up to four experts a token (gpt-oss), DOWN for more (8 of Qwen3-30B-A3B, 10 of Qwen3-Next).
 UP = (2, 1024, 4)
-DOWN = (2, 256, 1)
-# Of more than eight experts a token (16 places) that is twice what a warp has registers for: of 10
-# experts of Qwen3-Next 25.5 us, and this one 7.6.
-DOWN_OF_MANY = (1, 128, 1)
+DOWN_OF_FEW = (1, 512, 4)
+DOWN = (1, 128, 4)
 
 
 @triton.jit
@@ -132,7 +130,8 @@ def _few_down_kernel(
         value = tl.load(inner_at, mask=mask, other=0.0).to(tl.float32)
         y = tl.sum(weight.to(tl.float32) * value, axis=1)
     else:
-        acc = tl.zeros([PLACES * ROWS, COLUMNS], tl.float32)
+        # A sum of eight columns a register: with one column each, tiles of 16 rows spill.
+        acc = tl.zeros([PLACES * ROWS, COLUMNS // 8], tl.float32)
         for start in range(0, SIZE, COLUMNS):
             here = exists[:, None] & (start + column < SIZE)[None, :]
             value = tl.load(inner_at + start, mask=here, other=0.0).to(tl.float32)
@@ -140,7 +139,8 @@ def _few_down_kernel(
             ahead = tl.load(
                 at + start + COLUMNS, mask=mask, other=0.0, eviction_policy="evict_first"
             )
-            acc += weight.to(tl.float32) * value
+            product = tl.reshape(weight.to(tl.float32) * value, (PLACES * ROWS, COLUMNS // 8, 8))
+            acc += tl.sum(product, axis=2)
             weight = ahead
         y = tl.sum(acc, axis=1)
     if BIAS:
@@ -204,7 +204,7 @@ def few_down(
     _, width, size = stack.down.shape
     out = inner.new_empty((tokens, width)) if residual is None else residual
     places = triton.next_power_of_2(chosen)
-    rows, columns, warps = config or (DOWN if places <= 8 else DOWN_OF_MANY)
+    rows, columns, warps = config or (DOWN_OF_FEW if places <= 4 else DOWN)
     _few_down_kernel[(triton.cdiv(width, rows), tokens)](
         inner,
         weights,

@@ -32,6 +32,20 @@ def gated(y, ROWS: tl.constexpr, GELU: tl.constexpr):
 
 
 @triton.jit
+def _elements(words, TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the elements of int32 words as float32 [ROWS, COLUMNS].
+
+    words: [ROWS, COLUMNS / 2] of a 16-bit TYPE, or [ROWS, COLUMNS] of float32. Weights wait for
+    their turn in this form: as elements, Triton 3.8 keeps each in a register of its own, 167 in all
+    where 128 do, and a product of 6,144 rows took 1.19 of the time.
+    """
+    if TYPE.primitive_bitwidth == 32:
+        return words.to(TYPE, bitcast=True)
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return tl.reshape(both, (ROWS, COLUMNS)).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _gemv_kernel(
     x,  # [columns]
     weight,  # [rows, columns]; GATED: [2 * rows, columns]
@@ -61,7 +75,13 @@ def _gemv_kernel(
         source = mine
     row_mask = mine < rows
     column = tl.arange(0, COLUMNS)
-    at = weight + source.to(tl.int64)[:, None] * columns + column[None, :]
+    PER: tl.constexpr = 32 // weight.dtype.element_ty.primitive_bitwidth
+    word = tl.arange(0, COLUMNS // PER)
+    at = (
+        weight.to(tl.pointer_type(tl.int32))
+        + source.to(tl.int64)[:, None] * (columns // PER)
+        + word[None, :]
+    )
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
 
@@ -69,8 +89,8 @@ def _gemv_kernel(
     if EVEN:
         w = tl.load(at, eviction_policy="evict_first")
     else:
-        first_mask = row_mask[:, None] & (column < columns)[None, :]
-        w = tl.load(at, mask=first_mask, other=0.0, eviction_policy="evict_first")
+        first_mask = row_mask[:, None] & (PER * word < columns)[None, :]
+        w = tl.load(at, mask=first_mask, other=0, eviction_policy="evict_first")
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -86,13 +106,14 @@ def _gemv_kernel(
                 value *= tl.load(norm + here).to(tl.float32)
             else:
                 value *= tl.load(norm + here, mask=here < columns, other=0.0).to(tl.float32)
-        at += COLUMNS
+        at += COLUMNS // PER
         if EVEN:
             ahead = tl.load(at, mask=start + COLUMNS < columns, eviction_policy="evict_first")
         else:
-            ahead_mask = row_mask[:, None] & (here + COLUMNS < columns)[None, :]
-            ahead = tl.load(at, mask=ahead_mask, other=0.0, eviction_policy="evict_first")
-        acc += w.to(tl.float32) * value[None, :]
+            there = start + COLUMNS + PER * word
+            ahead_mask = row_mask[:, None] & (there < columns)[None, :]
+            ahead = tl.load(at, mask=ahead_mask, other=0, eviction_policy="evict_first")
+        acc += _elements(w, weight.dtype.element_ty, ROWS, COLUMNS) * value[None, :]
         w = ahead
 
     y = tl.sum(acc, axis=1)
