@@ -37,11 +37,15 @@ class Reader:
             raise ConfigError(f"{path}: must hold a JSON object", param="model")
         return cls(values, str(path))
 
-    def renamed(
-        self, names: Mapping[str, str], defaults: Mapping[str, Any] | None = None
-    ) -> "Reader":
-        """defaults: the file's key -> what it means where the file says nothing."""
-        return Reader({**(defaults or {}), **self.values}, self.path, names)
+    def renamed(self, names: Mapping[str, str], defaults: Mapping[str, Any]) -> "Reader":
+        """defaults: key -> what it means where the file has it by neither of its names."""
+        theirs = {key: key for key in names.values()}  # which may be ours of another
+        known = {**names, **theirs}
+        present = {known.get(key, key) for key in self.values}
+        missing = {
+            key: value for key, value in defaults.items() if known.get(key, key) not in present
+        }
+        return Reader({**missing, **self.values}, self.path, names)
 
     def inner(self, key: str) -> "Reader":
         """The object that a key holds; an empty one where the file says nothing."""

@@ -61,20 +61,19 @@ def read_rope(config: Reader, head_dim: int) -> Rope:
     rope = replace(rope, type=kind, factor=read.number("factor"))
     if kind == "linear":
         return rope
-    if kind == "llama3":
-        return replace(
-            rope,
-            original_max_positions=read.size("original_max_position_embeddings"),
-            low_freq_factor=read.number("low_freq_factor"),
-            high_freq_factor=read.number("high_freq_factor"),
-        )
     original = read.size(
         "original_max_position_embeddings",
         config.get("original_max_position_embeddings", config.size("max_position_embeddings")),
     )
+    rope = replace(rope, original_max_positions=original)
+    if kind == "llama3":
+        return replace(
+            rope,
+            low_freq_factor=read.number("low_freq_factor"),
+            high_freq_factor=read.number("high_freq_factor"),
+        )
     return replace(
         rope,
-        original_max_positions=original,
         beta_fast=read.number("beta_fast", 32.0),
         beta_slow=read.number("beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(read, rope.factor),
@@ -86,9 +85,10 @@ def _longrope(config: Reader, read: Reader, rope: Rope, head_dim: int) -> Rope:
     """Ding et al. 2024. The factors for long texts hold from the first token on, if texts may be
     long: keys in the cache cannot be turned again."""
     positions = config.size("max_position_embeddings")
-    original = read.size(
+    # Phi 3 says it outside, which counts first.
+    original = config.size(
         "original_max_position_embeddings",
-        config.size("original_max_position_embeddings", positions),
+        read.size("original_max_position_embeddings", positions),
     )
     factors = []
     for key in ("short_factor", "long_factor"):

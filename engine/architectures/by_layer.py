@@ -26,6 +26,19 @@ def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> l
     return kinds
 
 
+def periodic(config: Reader, layers: int, period: int) -> list[str]:
+    """As layer_types; where the file does not list them, every so many'th layer is a full one, or
+    those of "G" in a text like "LLLG". period: where the file says nothing of that either."""
+    key = "sliding_window_pattern"
+    text = config.get(key)
+    if not isinstance(text, str):
+        each = config.size(key, period)
+        return layer_types(config, layers, lambda i: WINDOW if (i + 1) % each else FULL)
+    if not text or {*text} - {"L", "G"}:
+        raise config.error(key, f"must be a number, or a text of L and G, got {text!r}")
+    return layer_types(config, layers, lambda i: WINDOW if text[i % len(text)] == "L" else FULL)
+
+
 def three_to_one(i: int) -> str:
     return WINDOW if (i + 1) % 4 else FULL
 
@@ -69,9 +82,11 @@ def unstretched(plain: "LayerAttention", theta: float | None = None) -> "Rope":
     return replace(plain.rope, theta=theta, type="default", factor=1.0, attention_factor=1.0)
 
 
-def rope_of(config: Reader, kind: str, plain: "LayerAttention", theta: float) -> "Rope":
+def rope_of(
+    config: Reader, kind: str, plain: "LayerAttention", theta: float | None = None
+) -> "Rope":
     """That of layers of one kind, where rope_parameters has an object for each; where it has none
-    for this one, the plain layer's from `theta`, without scaling."""
+    for this one, the plain layer's without scaling, from `theta` if that is given."""
     own = config.inner("rope_parameters").get(kind)
     if own is None:
         return unstretched(plain, theta)

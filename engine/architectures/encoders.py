@@ -122,7 +122,6 @@ def _record(
         models=models,
         model_type=model_type,
         switches=switches,
-        defaults={"type_vocab_size": 2, "hidden_act": "gelu"},
         only={
             "position_embedding_type": ("absolute",),
             "is_decoder": (False,),
@@ -177,7 +176,6 @@ _MODERN = Architecture(
         "tie_embeddings": always(True),
     },
     keys={"hidden_act": "hidden_activation"},
-    defaults={"hidden_activation": "gelu"},
     attention=_modern,
     ignored=("head.*", "decoder.*", "classifier.*"),
     encoder=True,
@@ -249,7 +247,6 @@ _NOMIC = Architecture(
         "rope_theta": "rotary_emb_base",
         "partial_rotary_factor": "rotary_emb_fraction",
     },
-    defaults={"type_vocab_size": 2, "rotary_emb_base": 1000.0},
     made={"hidden_act": _nomic_activation},
     only={
         "activation_function": ("swiglu",),

@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 
 from engine.architectures import ARCHITECTURES, TEXT_TYPES, WRAPPERS, Architecture, Wrapper
+from engine.architectures.class_defaults import class_defaults
 from engine.architectures.refused import REFUSED
 from engine.config_reader import CLASSIFIER, Reader
 
@@ -31,7 +32,7 @@ def find(config: Reader) -> tuple[Architecture, str, Reader]:
             f"is: {near}. All that are: docs/models.md",
         )
     if found.variant is not None:
-        found = ARCHITECTURES[found.variant(config.renamed(found.keys, found.defaults))]
+        found = ARCHITECTURES[found.variant(found.filled(config))]
     return found, "" if wrapper is None else wrapper.name, config
 
 
@@ -52,19 +53,33 @@ def _record_of(name: str) -> Architecture | None:
 
 
 def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
-    """text_config over what stands around it, which may have token ids, dtype and ties."""
+    """text_config, and what is said around it of the whole model."""
+    known = class_defaults(wrapper.name)
     inner = config.inner("text_config").values
-    if not inner and not wrapper.flat:
-        raise config.error("text_config", "is missing")
-    outer = {key: value for key, value in config.values.items() if key not in _OF_WRAPPER}
-    values = {**outer, **{key: value for key, value in inner.items() if value is not None}}
-    if not inner:
-        values["model_type"] = wrapper.flat
-    return Reader(values, config.path if not inner else f"{config.path}: text_config")
+    if config.get("text_config") is None:
+        if wrapper.flat:
+            flat = {key: value for key, value in config.values.items() if key not in _OF_WRAPPER}
+            return Reader({**flat, "model_type": known.text or wrapper.flat}, config.path)
+        if not known.text:
+            raise config.error("text_config", "is missing")
+        inner = dict(known.values)
+    values = {key: config.values[key] for key in _OF_BOTH if config.get(key) is not None}
+    tied = values.pop(_TIED, None)
+    values |= {key: value for key, value in inner.items() if key not in values or value is not None}
+    if tied is not None:
+        values[_TIED] = bool(tied) or (known.either and bool(values.get(_TIED)))
+    elif known.text and not known.tied and not known.either:
+        values.setdefault(_TIED, False)
+    if known.only_text or values.get("model_type") is None:
+        values["model_type"] = known.text
+    return Reader(values, f"{config.path}: text_config")
 
 
 # Keys that mean something else, or nothing, to the text model.
 _OF_WRAPPER = ("architectures", "model_type", "text_config", "vision_config", "audio_config")
+_TIED = "tie_word_embeddings"
+# Keys that stand around text_config and are of the text model too.
+_OF_BOTH = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype", _TIED, "quantization_config")
 
 
 def _by_model_type(config: Reader, wrapper: Wrapper) -> Architecture:

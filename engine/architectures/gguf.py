@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from engine.architectures.class_defaults import class_defaults
 from engine.architectures.dense.llama import LAYER
 from engine.architectures.layout import half_pairs, neighbours
 from engine.architectures.mixtures.families import experts_at
@@ -108,7 +109,7 @@ class Gguf:
     plus_one: weights of norms have one added.
     keys: as KEYS, more of them.
     says: what config.json says whatever the file does.
-    made: key of config.json -> what makes it; None leaves it out.
+    made: key of config.json -> what makes it; None is null there, and not the class's default.
     rope: the same, of its rope_parameters.
     eps: the key of config.json that the epsilon of norms has.
     when: which files of this name it is for, the first of several entries that fits.
@@ -134,9 +135,14 @@ class Gguf:
 
     def applied(self, record: Architecture) -> Architecture:
         """The record of the folder."""
-        tensors = {**record.tensors, **self.pieces}
         return replace(
-            record, name=self.architecture, tensors=tensors, models="", model_type="", variant=None
+            record,
+            name=self.architecture,
+            tensors={**record.tensors, **self.pieces},
+            models="",
+            model_type="",
+            defaults={**record.defaults, **class_defaults(record.model_type).values},
+            variant=None,
         )
 
     def targets(self, record: Architecture) -> dict[str, str]:

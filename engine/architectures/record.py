@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from engine.architectures.by_layer import alike
+from engine.architectures.class_defaults import ClassDefaults, class_defaults
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Architecture:
     model_type: what config.json calls it; wrappers name their text model by it alone.
     switches: field of ModelConfig -> what reads it, where not as in `model_config`.
     keys: names of config.json that stand for others, ours -> theirs (see Reader).
-    defaults: theirs -> what config.json means where it leaves them out.
+    defaults: theirs -> what config.json means where it leaves them out, beside what its class has.
     attention: how each layer attends, made of the plain one and config.json.
     experts: the mixture of experts that layers have in the place of an MLP.
     made: keys of config.json that are computed from others, ours -> what makes them.
@@ -121,6 +122,20 @@ class Architecture:
     encoder: bool = False
     absent: "Callable[[ModelConfig, int], Collection[str]]" = lambda model, layer: ()
     classifier: ReadClassifier = score_of_last
+
+    def filled(self, config: Reader) -> Reader:
+        """A config.json whose missing keys have the values of its class of transformers, and those
+        that the record adds."""
+        known = class_defaults(str(config.get("model_type", self.model_type)))
+        if self.model_type and not class_defaults(self.model_type).values:
+            known = ClassDefaults()  # of a class in its repository, whatever the file calls itself
+        values, defaults = dict(config.values), {**self.defaults, **known.values}
+        for alias, key in known.aliases.items():
+            if alias in values:
+                values.setdefault(key, values[alias])
+        if values.get("rope_scaling"):  # the older name
+            defaults.pop("rope_parameters", None)
+        return Reader(values, config.path).renamed(self.keys, defaults)
 
     def ignores(self, name: str, layers: int) -> bool:
         """layers: of the model."""

@@ -271,7 +271,7 @@ class ModelConfig:
     ) -> "ModelConfig":
         classifies = config.classifies()
         architecture, wrapper, config = find(config)
-        config = config.renamed(architecture.keys, architecture.defaults)
+        config = architecture.filled(config)
         _refuse_others(config, architecture)
         for key, made in architecture.made.items():
             config.values[key] = made(config)

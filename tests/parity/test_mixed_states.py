@@ -124,7 +124,10 @@ NEMOTRON: dict[str, Any] = {**JAMBA, "architectures": ["NemotronHForCausalLM"]}
         ({**JAMBA, "attn_layer_offset": 8}, "attn_layer_offset: must be a number below 8"),
         ({**JAMBA, "sliding_window": 8}, "sliding_window: 8 is not supported"),
         ({**JAMBA, "num_hidden_layers": 4}, "without a layer of full_attention"),
-        (NEMOTRON, "hybrid_override_pattern: must have one of M * - E"),
+        (
+            {**NEMOTRON, "hybrid_override_pattern": 3},
+            "hybrid_override_pattern: must have one of M * - E",
+        ),
         ({**NEMOTRON, "hybrid_override_pattern": "M*X"}, "hybrid_override_pattern: must have"),
         ({**NEMOTRON, "layers_block_type": ["mamba", "rwkv"]}, "'rwkv' is not supported"),
         (

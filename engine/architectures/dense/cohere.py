@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.architectures.by_layer import layer_types, three_to_one
+from engine.architectures.by_layer import periodic
 from engine.architectures.dense.llama import LAYER, LLAMA, NEIGHBOURS, without
 from engine.architectures.layout import neighbours_in_k, neighbours_in_q
 from engine.architectures.record import Architecture, CheckpointTensor, always
@@ -20,13 +20,14 @@ _SWITCHES = {
     "parallel": always("shared"),
     "logit_scale": lambda config: config.number("logit_scale", 0.0625),
 }
-_DEFAULTS = {"tie_word_embeddings": True}
 
 
 def _cohere2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Full layers do not turn."""
-    full, local = replace(plain, rope=None), replace(plain, window=config.size("sliding_window"))
-    kinds = layer_types(config, layers, three_to_one)
+    full, local = replace(plain, rope=None), plain
+    if config.get("sliding_window") is not None:
+        local = replace(plain, window=config.size("sliding_window"))
+    kinds = periodic(config, layers, 4)
     return [local if kind == "sliding_attention" else full for kind in kinds]
 
 
@@ -44,7 +45,6 @@ ARCHITECTURES = (
             **_SWITCHES,
             "qk_norm": lambda config: "heads" if config.flag("use_qk_norm") else "",
         },
-        defaults=_DEFAULTS,
     ),
     Architecture(
         "Cohere2ForCausalLM",
@@ -52,7 +52,6 @@ ARCHITECTURES = (
         models="Command R7B, Command A",
         model_type="cohere2",
         switches=_SWITCHES,
-        defaults={**_DEFAULTS, "sliding_window": 4096},
         attention=_cohere2,
     ),
 )

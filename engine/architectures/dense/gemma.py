@@ -3,9 +3,9 @@ the second on norms before and behind both blocks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine.architectures.by_layer import FULL, WINDOW, layer_types, unstretched
+from engine.architectures.by_layer import FULL, WINDOW, layer_types, periodic, rope_of
 from engine.architectures.dense.llama import LAYER, LLAMA, QK_NORM
 from engine.architectures.record import Architecture, CheckpointTensor, Read, always
 from engine.config_reader import Reader
@@ -23,7 +23,6 @@ _SWITCHES: Mapping[str, Read] = {
     "norm_offset": always(1.0),
     "embedding_scale": lambda config: config.size("hidden_size") ** 0.5,
 }
-_DEFAULTS: Mapping[str, Any] = {"head_dim": 256, "tie_word_embeddings": True}
 
 
 def _scaled(config: Reader, plain: "LayerAttention") -> "LayerAttention":
@@ -44,10 +43,9 @@ def _gemma2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
 def _gemma3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Windowed layers turn faster, and are not stretched with the full ones."""
     plain = _scaled(config, plain)
-    rope = unstretched(plain, config.number("rope_local_base_freq", 10000.0))
+    rope = rope_of(config, WINDOW, plain, config.number("rope_local_base_freq", 10000.0))
     local = replace(plain, rope=rope, window=config.size("sliding_window"))
-    each = config.size("sliding_window_pattern", 6)
-    kinds = layer_types(config, layers, lambda i: WINDOW if (i + 1) % each else FULL)
+    kinds = periodic(config, layers, 6)
     return [local if kind == WINDOW else plain for kind in kinds]
 
 
@@ -59,7 +57,6 @@ ARCHITECTURES = (
         model_type="gemma",
         # Files say hidden_act "gelu" and were trained with the tanh form.
         switches={**_SWITCHES, "hidden_act": always("gelu_pytorch_tanh")},
-        defaults=_DEFAULTS,
     ),
     Architecture(
         "Gemma2ForCausalLM",
@@ -71,13 +68,6 @@ ARCHITECTURES = (
             "logit_cap": lambda config: config.number_or_none("final_logit_softcapping"),
         },
         keys={"hidden_act": "hidden_activation"},
-        defaults={
-            **_DEFAULTS,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-            "sliding_window": 4096,
-        },
         attention=_gemma2,
     ),
     Architecture(
@@ -92,20 +82,6 @@ ARCHITECTURES = (
         },
         keys={"hidden_act": "hidden_activation"},
         # The wrappers' files on the hub leave most of this out.
-        defaults={
-            **_DEFAULTS,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "vocab_size": 262208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-            "sliding_window": 4096,
-        },
         attention=_gemma3,
         only={"use_bidirectional_attention": (False, None)},
     ),

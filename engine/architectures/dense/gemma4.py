@@ -125,21 +125,6 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
     return read_experts(config, model, beside_mlp=True)
 
 
-_DEFAULTS: Mapping[str, Any] = {
-    "tie_word_embeddings": True,
-    "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-}
-
 ARCHITECTURES = (
     Architecture(
         "Gemma4ForCausalLM",
@@ -155,7 +140,6 @@ ARCHITECTURES = (
             "layer_input_rows": lambda config: config.size("vocab_size_per_layer_input"),
         },
         keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
-        defaults=_DEFAULTS,
         made={  # in this order
             "full_rope_parameters": _ropes(FULL, _PROPORTIONAL),
             "rope_parameters": _ropes(WINDOW, {"rope_theta": 10000.0}),

@@ -13,12 +13,6 @@ _GLM: Mapping[str, CheckpointTensor] = {
     **NEIGHBOURS,
     "gate_up": CheckpointTensor((f"{LAYER}mlp.gate_up_proj",)),
 }
-_DEFAULTS = {
-    "head_dim": 128,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1.5625e-07,
-}
 _CHAT_LAYER = "transformer.encoder.layers.{i}."
 _CHATGLM: Mapping[str, CheckpointTensor] = {
     "embedding": CheckpointTensor(("transformer.embedding.word_embeddings",)),
@@ -90,7 +84,6 @@ ARCHITECTURES = (
         models="GLM-4-9B (hf), GLM-Edge",
         model_type="glm",
         switches={"out_bias": always(False)},
-        defaults=_DEFAULTS,
     ),
     Architecture(
         "Glm4ForCausalLM",
@@ -102,7 +95,6 @@ ARCHITECTURES = (
         models="GLM-4 and GLM-Z1 (0414)",
         model_type="glm4",
         switches={"out_bias": always(False)},
-        defaults=_DEFAULTS,
     ),
     _chatglm("ChatGLMModel", "ChatGLM 2 and 3, GLM-4-9B-Chat"),
     _chatglm("ChatGLMForConditionalGeneration", "GLM-4-9B-Chat, as newer files name it"),

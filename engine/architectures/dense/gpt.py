@@ -51,7 +51,6 @@ _FOUR_TIMES: Mapping[str, Read] = {
         "intermediate_size", 4 * config.size("hidden_size")
     ),
 }
-_TIED: Mapping[str, Any] = {"tie_word_embeddings": True}
 _GPT2: Mapping[str, CheckpointTensor] = {
     "embedding": CheckpointTensor(("transformer.wte",)),
     "positions": CheckpointTensor(("transformer.wpe",)),
@@ -187,7 +186,6 @@ def _falcon_record(
             "attention_bias": "bias",
             "mlp_bias": "bias",
         },
-        defaults={**_TIED, "activation": "gelu", "max_position_embeddings": 2048},
         attention=_falcon,
         **fields,
     )
@@ -214,7 +212,6 @@ ARCHITECTURES = (
         model_type="gpt2",
         switches={**_LAYER_NORMS, **_BIASES, **_LEARNED, **_ALL_HEADS, **_FOUR_TIMES},
         keys=_SIZES,
-        defaults={**_TIED, "activation_function": "gelu_new"},
         only={
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
@@ -237,7 +234,6 @@ ARCHITECTURES = (
             "num_kv_heads": _one_key_head,
         },
         keys=_SIZES,
-        defaults={**_TIED, "activation_function": "gelu_pytorch_tanh"},
         only={"scale_attn_weights": (True,), "add_cross_attention": (False,)},
         attention=still,
         ignored=_BUFFERS,
@@ -264,7 +260,6 @@ ARCHITECTURES = (
             "num_hidden_layers": "num_layers",
             "num_attention_heads": "num_heads",
         },
-        defaults={**_TIED, "activation_function": "gelu_new"},
         attention=_gpt_neo,
         ignored=("*.attn.attention.bias", "*.attn.attention.masked_bias"),
     ),
@@ -293,7 +288,6 @@ ARCHITECTURES = (
             "parallel": lambda config: "own" if config.flag("use_parallel_residual", True) else "",
         },
         keys={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
-        defaults={"hidden_act": "gelu", "attention_bias": True, "rotary_pct": 0.25},
         ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
     ),
     Architecture(
@@ -306,7 +300,6 @@ ARCHITECTURES = (
         model_type="gptj",
         switches=_GPTJ_SWITCHES,
         keys=_SIZES,
-        defaults={"activation_function": "gelu_new", "rotary_dim": 64},
         ignored=_BUFFERS,
     ),
     Architecture(
@@ -316,7 +309,6 @@ ARCHITECTURES = (
         model_type="codegen",
         switches=_GPTJ_SWITCHES,
         keys=_SIZES,
-        defaults={"activation_function": "gelu_new", "rotary_dim": 64},
         ignored=_BUFFERS,
     ),
     Architecture(
@@ -355,7 +347,6 @@ ARCHITECTURES = (
             "position_rows": lambda config: config.size("max_position_embeddings") + 2,
         },
         keys={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
-        defaults={**_TIED, "activation_function": "relu"},
         only={"layer_norm_elementwise_affine": (True,), "_remove_final_layer_norm": (False,)},
         renames=(("decoder.", _OPT),),
         attention=still,
@@ -398,7 +389,6 @@ ARCHITECTURES = (
             "num_hidden_layers": "n_layer",
             "num_attention_heads": "n_head",
         },
-        defaults=_TIED,
         only={"apply_residual_connection_post_layernorm": (False,)},
         renames=(
             *_BARE,
@@ -436,7 +426,6 @@ ARCHITECTURES = (
             "num_attention_heads": "n_heads",
             "max_position_embeddings": "max_seq_len",
         },
-        defaults=_TIED,
         only={"no_bias": (True,), "expansion_ratio": (4,), "logit_scale": (None,)},
         attention=_mpt,
     ),

@@ -102,7 +102,7 @@ def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
 
 def _ministral3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Queries grow with the logarithm of how often the trained context fits before them."""
-    rope = config.inner("rope_parameters")
+    rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
     if rope.get("llama_4_scaling_beta"):
         beta = rope.number("llama_4_scaling_beta")
         trained = rope.size(
@@ -135,14 +135,12 @@ ARCHITECTURES = (
         model_type="internlm3",
         keys={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
         switches={"out_bias": lambda config: config.flag("mlp_bias")},
-        defaults={"head_dim": 128},
     ),
     Architecture(
         "MistralForCausalLM",
         LLAMA,
         models="Mistral 7B, Nemo, Small 3",
         model_type="mistral",
-        defaults={"sliding_window": 4096},
         attention=windowed,
     ),
     Architecture(
@@ -150,7 +148,6 @@ ARCHITECTURES = (
         LLAMA,
         models="Ministral 8B (2410)",
         model_type="ministral",
-        defaults={"sliding_window": 4096},
         attention=_ministral,
     ),
     Architecture(
@@ -159,7 +156,6 @@ ARCHITECTURES = (
         models="Ministral 3, Devstral 2",
         model_type="ministral3",
         attention=_ministral3,
-        defaults={"head_dim": 128},
     ),
     Architecture(
         "Qwen2ForCausalLM",
@@ -183,7 +179,6 @@ ARCHITECTURES = (
         models="Qwen 3",
         model_type="qwen3",
         switches={"qk_norm": always("head")},
-        defaults={"head_dim": 128},
         attention=_qwen2,
     ),
     Architecture(
@@ -192,7 +187,6 @@ ARCHITECTURES = (
         models="Seed-OSS",
         model_type="seed_oss",
         switches={"out_bias": lambda config: config.flag("attention_out_bias")},
-        defaults={"head_dim": 128, "attention_bias": True},
     ),
     Architecture(
         "Ernie4_5ForCausalLM",
@@ -200,7 +194,6 @@ ARCHITECTURES = (
         models="ERNIE 4.5 (dense)",
         model_type="ernie4_5",
         keys={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
-        defaults={"head_dim": 128, "tie_word_embeddings": True, "rope_theta": 500000.0},
     ),
     Architecture(
         "HeliumForCausalLM",
@@ -208,7 +201,6 @@ ARCHITECTURES = (
         models="Helium",
         model_type="helium",
         switches={"out_bias": always(False)},
-        defaults={"head_dim": 128, "rope_theta": 100000.0},
     ),
     Architecture(
         "HunYuanDenseV1ForCausalLM",
@@ -236,7 +228,6 @@ ARCHITECTURES = (
         models="Granite with windows",
         model_type="granite_swa",
         switches=GRANITE,
-        defaults={"tie_word_embeddings": True},
         attention=_granite_swa,
     ),
     Architecture(
@@ -244,7 +235,6 @@ ARCHITECTURES = (
         LLAMA,
         models="SmolLM 3",
         model_type="smollm3",
-        defaults={"tie_word_embeddings": True, "rope_theta": 2000000.0},
         only={"use_sliding_window": (False,)},
         attention=_smollm3,
     ),
@@ -253,7 +243,6 @@ ARCHITECTURES = (
         LLAMA,
         models="CWM",
         model_type="cwm",
-        defaults={"head_dim": 128, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
         attention=_cwm,
     ),
     Architecture(
@@ -261,7 +250,6 @@ ARCHITECTURES = (
         ungated(LLAMA),
         models="AFM (Arcee)",
         model_type="arcee",
-        defaults={"hidden_act": "relu2"},
     ),
     Architecture(
         "ApertusForCausalLM",
@@ -275,7 +263,6 @@ ARCHITECTURES = (
         models="Apertus",
         model_type="apertus",
         switches={"qk_norm": always("head")},
-        defaults={"hidden_act": "xielu", "rope_theta": 12000000.0},
     ),
     Architecture(
         "NemotronForCausalLM",
@@ -288,7 +275,6 @@ ARCHITECTURES = (
             "norm_offset": always(1.0),
             "norm_eps": lambda config: config.number("norm_eps", 1e-5),
         },
-        defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5},
     ),
     Architecture(
         "Jais2ForCausalLM",
@@ -300,6 +286,5 @@ ARCHITECTURES = (
             "norm_bias": always(True),
             "norm_eps": lambda config: config.number("layer_norm_eps", 1e-5),
         },
-        defaults={"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
     ),
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.architectures.by_layer import layer_types, three_to_one, unstretched
+from engine.architectures.by_layer import WINDOW, layer_types, periodic, rope_of, three_to_one
 from engine.architectures.dense.llama import LAYER, LLAMA, QK_NORM, without
 from engine.architectures.record import Architecture, CheckpointTensor, always
 from engine.config_reader import Reader
@@ -22,7 +22,8 @@ OUT_NORMS: Mapping[str, CheckpointTensor] = {
 
 def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     """Windowed layers turn as the model was trained first, whatever stretches the full ones."""
-    local = replace(plain, rope=unstretched(plain), window=config.size("sliding_window", 4096))
+    rope = rope_of(config, WINDOW, plain)
+    local = replace(plain, rope=rope, window=config.size("sliding_window", 4096))
     kinds = layer_types(config, layers, three_to_one)
     return [local if kind == "sliding_attention" else plain for kind in kinds]
 
@@ -33,7 +34,7 @@ def _exaone4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["
     if window is None:
         return [plain] * layers
     full, local = replace(plain, rope=None), replace(plain, window=window)
-    kinds = layer_types(config, layers, three_to_one)
+    kinds = periodic(config, layers, 4)
     return [local if kind == "sliding_attention" else full for kind in kinds]
 
 
@@ -60,7 +61,6 @@ ARCHITECTURES = (
         models="OLMo 2",
         model_type="olmo2",
         switches={"qk_norm": always("flat")},
-        defaults={"rms_norm_eps": 1e-5},
     ),
     Architecture(
         "Olmo3ForCausalLM",
@@ -68,7 +68,6 @@ ARCHITECTURES = (
         models="OLMo 3",
         model_type="olmo3",
         switches={"qk_norm": always("flat")},
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
         attention=_olmo3,
     ),
     Architecture(
@@ -77,7 +76,6 @@ ARCHITECTURES = (
         models="EXAONE 4",
         model_type="exaone4",
         switches={"qk_norm": always("head")},
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
         attention=_exaone4,
     ),
 )

@@ -39,7 +39,6 @@ ARCHITECTURES = (
             "mlp_bias": always(True),
             "head_bias": always(True),
         },
-        defaults={"hidden_act": "gelu_new"},
         only={"qk_layernorm": (False,)},
     ),
     Architecture(
@@ -70,7 +69,6 @@ ARCHITECTURES = (
             "qk_norm": _heads,
             "parallel": _shared,
         },
-        defaults={"partial_rotary_factor": 0.25},
     ),
     Architecture(
         "Starcoder2ForCausalLM",
@@ -86,11 +84,6 @@ ARCHITECTURES = (
             "norm_eps": _eps("norm_epsilon"),
         },
         keys={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
-        defaults={
-            "hidden_act": "gelu_pytorch_tanh",
-            "use_bias": True,
-            "tie_word_embeddings": True,
-        },
         attention=windowed,
     ),
 )

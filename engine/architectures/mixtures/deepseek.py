@@ -64,7 +64,6 @@ ARCHITECTURES = (
         models="DeepSeek V2, V2.5, V2-Lite, Coder-V2",
         model_type="deepseek_v2",
         keys=ROUTED,
-        defaults={"n_shared_experts": 2, "topk_group": 1, "n_group": 1},
         made=ONE_KEY_HEAD,
         only={
             **UNBIASED,
@@ -82,12 +81,6 @@ ARCHITECTURES = (
         models="DeepSeek V3, V3.1 and R1, Kimi-K2, Moonlight",
         model_type="deepseek_v3",
         keys=ROUTED,
-        defaults={
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-        },
         made=ONE_KEY_HEAD,
         only={
             **UNBIASED,
@@ -105,11 +98,7 @@ ARCHITECTURES = (
         models="GLM-4.7-Flash",
         model_type="glm4_moe_lite",
         keys=ROUTED,
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.8,
-        },
+        defaults={"first_k_dense_replace": 1},
         made=ONE_KEY_HEAD,
         only={**UNBIASED, "topk_method": ("noaux_tc",)},
         ignored=MTP,

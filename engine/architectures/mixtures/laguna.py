@@ -71,7 +71,6 @@ ARCHITECTURES = (
         models="Laguna",
         model_type="laguna",
         switches={"qk_norm": always("head")},
-        defaults={"head_dim": 128},
         made={"rope_parameters": lambda config: config.inner("rope_parameters").values or _ROPES},
         only={
             "moe_apply_router_weight_on_input": (False,),

@@ -86,7 +86,6 @@ ARCHITECTURES = (
             "moe_intermediate_size": "expert_ffn_hidden_size",
             "num_experts_per_tok": "moe_topk",
         },
-        defaults={"rope_theta": 1e7, "rms_norm_eps": 1e-5},
         made={**ONE_KEY_HEAD, "num_hidden_layers": lambda config: 2 * config.size("num_layers")},
         only={
             **UNBIASED,

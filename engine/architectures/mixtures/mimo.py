@@ -87,7 +87,7 @@ ARCHITECTURES = (
             "out_bias": always(False),
         },
         keys=ROUTED,
-        defaults={"head_dim": 192, "partial_rotary_factor": 0.334, "rope_theta": 5e6},
+        defaults={"partial_rotary_factor": 0.334},
         only={
             "scoring_func": ("sigmoid",),
             "topk_method": ("noaux_tc",),

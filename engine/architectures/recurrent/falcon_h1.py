@@ -68,7 +68,6 @@ ARCHITECTURES = (
             "logit_scale": lambda config: config.number("lm_head_multiplier", 1.0),
             "mlp_factors": _mlp_factors,
         },
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024},
         # What a layer multiplies would leave its biases as they are.
         only=dict.fromkeys(
             ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), (False, None)

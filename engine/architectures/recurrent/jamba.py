@@ -122,7 +122,6 @@ ARCHITECTURES = (
         _TENSORS,
         models="Jamba (Mini, Large, Reasoning 3B)",
         model_type="jamba",
-        defaults={"num_key_value_heads": 8, "num_experts": 16, "num_experts_per_tok": 2},
         only={"sliding_window": (None,)},
         attention=_attention,
         experts=_experts,

@@ -129,11 +129,7 @@ ARCHITECTURES = (
             "num_experts_per_tok": "num_experts_per_token",
             "n_shared_experts": "num_shared_experts",
         },
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.446,
-        },
+        defaults={"first_k_dense_replace": 1},
         made=ONE_KEY_HEAD,
         only={
             **UNBIASED,

@@ -3,7 +3,7 @@ of experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.architectures.by_layer import FULL
 from engine.architectures.dense.llama import LAYER, LLAMA, QKV
@@ -57,6 +57,12 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     return [plain if kind == FULL else mixing(plain, conv) for kind in kinds]
 
 
+def _full_layers(config: Reader) -> list[int]:
+    """Of a file that says nothing of it, all."""
+    full = config.listed("full_attn_idxs", int)
+    return [*range(config.size("num_hidden_layers"))] if full is None else full
+
+
 def _inner(config: Reader) -> int:
     """The MLP's width, of which the file has what it is computed from."""
     size = config.size("intermediate_size")
@@ -102,7 +108,6 @@ _SWITCHES: Mapping[str, Read] = {
         "tie_embedding", config.flag("tie_word_embeddings", True)
     ),
 }
-_DEFAULTS: Mapping[str, Any] = {"rope_theta": 1e6, "num_key_value_heads": 8}
 ARCHITECTURES = (
     Architecture(
         "Lfm2ForCausalLM",
@@ -111,7 +116,7 @@ ARCHITECTURES = (
         model_type="lfm2",
         switches={**_SWITCHES, "intermediate_size": _inner},
         keys={"intermediate_size": "block_ff_dim"},
-        defaults=_DEFAULTS,
+        made={"full_attn_idxs": _full_layers},
         attention=_attention,
     ),
     Architecture(
@@ -128,7 +133,6 @@ ARCHITECTURES = (
         models="LFM2 mixtures (8B-A1B, 24B-A2B)",
         model_type="lfm2_moe",
         switches=_SWITCHES,
-        defaults=_DEFAULTS,
         only={"use_expert_bias": (True,)},
         attention=_attention,
         experts=_experts,

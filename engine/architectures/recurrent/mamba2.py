@@ -225,7 +225,6 @@ ARCHITECTURES = (
         models="Bamba 9B",
         model_type="bamba",
         keys={"layer_types": "layers_block_type"},
-        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
         attention=_bamba,
     ),
 )

@@ -25,7 +25,7 @@ def _layer_types(config: Reader) -> list[str]:
     kinds = config.listed("layers_block_type", str)
     if kinds is not None:
         return kinds
-    pattern = config.get("hybrid_override_pattern")
+    pattern = config.get("hybrid_override_pattern", "ME*-")
     if not isinstance(pattern, str) or {*pattern} - {*_PATTERN}:
         raise config.error(
             "hybrid_override_pattern",
@@ -98,7 +98,7 @@ ARCHITECTURES = (
         made={
             "layer_types": _layer_types,
             "num_hidden_layers": lambda config: len(config.get("layer_types")),
-            "head_dim": lambda config: config.get("head_dim", config.get("attention_head_dim")),
+            "head_dim": lambda config: config.get("attention_head_dim", config.get("head_dim")),
         },
         keys={
             "hidden_act": "mlp_hidden_act",
@@ -111,19 +111,6 @@ ARCHITECTURES = (
             "mamba_d_conv": "conv_kernel",
             "mamba_conv_bias": "use_conv_bias",
             "mamba_proj_bias": "use_bias",
-        },
-        defaults={
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 7688,
-            "mlp_hidden_act": "relu2",
-            "layer_norm_epsilon": 1e-5,
-            "num_key_value_heads": 8,
-            "attention_head_dim": 128,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "ssm_state_size": 128,
         },
         only={
             "mamba_hidden_act": ("silu",),

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from engine.config.model_config import ModelConfig
 
 _SWITCHES = {"qk_norm": always("head"), "norm_offset": always(1.0)}
-_DEFAULTS = {"partial_rotary_factor": 0.25, "head_dim": 256}
 _IGNORED = ("*.rotary_emb.inv_freq", "mtp.*", "model.mtp.*")
 
 
@@ -34,7 +33,6 @@ ARCHITECTURES = (
         models="Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
         model_type="qwen3_next",
         switches=_SWITCHES,
-        defaults={**_DEFAULTS, "norm_topk_prob": True},
         ignored=_IGNORED,
         attention=hybrid,
         experts=_experts,
@@ -45,7 +43,6 @@ ARCHITECTURES = (
         models="Qwen 3.5 and 3.6 (dense)",
         model_type="qwen3_5_text",
         switches=_SWITCHES,
-        defaults=_DEFAULTS,
         ignored=_IGNORED,
         attention=hybrid,
     ),
@@ -61,7 +58,7 @@ ARCHITECTURES = (
         models="Qwen 3.5 and 3.6 (mixtures: 35B-A3B, 122B-A10B, 397B-A17B)",
         model_type="qwen3_5_moe_text",
         switches=_SWITCHES,
-        defaults={**_DEFAULTS, "norm_topk_prob": True, "intermediate_size": 1},
+        defaults={"norm_topk_prob": True, "intermediate_size": 1},
         ignored=_IGNORED,
         attention=hybrid,
         experts=_experts,

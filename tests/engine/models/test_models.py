@@ -195,7 +195,10 @@ def test_reads_older_spellings(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"architectures": ["Llama9ForCausalLM"]}, "architectures.*'Llama9For.*: LlamaForCausalLM"),
-        ({"architectures": ["LlavaForConditionalGeneration"]}, "text_config: is missing"),
+        (
+            {"architectures": ["LlavaForConditionalGeneration"], "text_config": "x"},
+            "text_config: must be an object",
+        ),
         (
             {
                 "architectures": ["LlavaForConditionalGeneration"],

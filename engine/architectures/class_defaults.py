@@ -1,0 +1,47 @@
+"""ClassDefaults: what a key of config.json means where the file leaves it out, by its model_type.
+
+A file may leave out whatever its class of transformers has by default, and each class has values of
+its own. class_defaults.json has them, because importing transformers takes seconds and its versions
+differ. `python -m tests.parity.class_defaults` writes it, and a test compares it with transformers.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_suffix(".json")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassDefaults:
+    """The defaults of one class of transformers.
+
+    values: key of config.json -> what it means where it is missing; of a wrapper, what a missing
+        text_config means.
+    aliases: further names of keys, each with the name that it stands for.
+    text: of a wrapper, the model_type of a text_config that says none.
+    only_text: of a wrapper, every text_config is of that type, whatever it says.
+    tied: of a wrapper, whether head and embedding are one where it does not say so.
+    either: of a wrapper, they are one too where its text_config says so.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    text: str = ""
+    only_text: bool = False
+    tied: bool = False
+    either: bool = False
+
+
+def class_defaults(name: str) -> ClassDefaults:
+    """name: a model_type, or a wrapper's. Empty where transformers has no such class."""
+    return ClassDefaults(**_read().get(name, {}))
+
+
+@cache
+def _read() -> dict[str, dict[str, Any]]:
+    read: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return read
