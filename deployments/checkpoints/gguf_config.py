@@ -24,6 +24,7 @@ def config_of(
         "vocab_size": file.shape("token_embd.weight")[0],
         "tie_word_embeddings": not file.has("output.weight"),
         "rope_parameters": rope_of(file, head_dim),
+        "original_max_position_embeddings": file.own("rope.scaling.original_context_length"),
         "attention_bias": _attention_bias(file),
         "attention_out_bias": file.has("blk.0.attn_output.bias"),
         "mlp_bias": file.has("blk.0.ffn_up.bias"),
@@ -33,10 +34,10 @@ def config_of(
     for key, theirs in {**KEYS, **layout.keys}.items():
         if (value := file.own(theirs)) is not None:
             config[key] = value
-    config |= layout.says
-    config |= {key: make(file) for key, make in layout.made.items()}
+    made = {**layout.says, **{key: make(file) for key, make in layout.made.items()}}
+    config = {key: value for key, value in config.items() if value is not None} | made
     names = file.record.keys
-    config = {names.get(key, key): value for key, value in config.items() if value is not None}
+    config = {names.get(key, key): value for key, value in config.items()}
     if types:
         config[KEY] = {"quant_method": "gguf", "types": types}
     return {

@@ -247,6 +247,19 @@ def test_periods_of_windows(period: int, windows: list[bool], tmp_path: Path) ->
     assert [bool(layer.window) for layer in model.attention] == windows
 
 
+def test_no_window(tmp_path: Path) -> None:
+    """Bug: EXAONE 4 1.2B has none, and its file's class one of 4,096 tokens."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save(CASES["exaone 4"], folder)
+    keys = ("attention.sliding_window", "attention.sliding_window_pattern")
+    write(folder, tmp_path / "m.gguf", Written("exaone4", drop=keys))
+    write_outline(tmp_path / "m.gguf", tmp_path)
+    model = ModelConfig.from_folder(tmp_path)
+    assert not any(layer.window for layer in model.attention)
+    assert all(layer.rope for layer in model.attention)
+
+
 def test_every_entry_has_a_case() -> None:
     """Qwen's models that see have Qwen's text models' tensors."""
     tested = {each.arch for each in FAMILIES.values()} | {"qwen2vl", "qwen3vl"}
