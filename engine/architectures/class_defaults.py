@@ -36,9 +36,13 @@ class ClassDefaults:
     either: bool = False
 
 
-def class_defaults(name: str) -> ClassDefaults:
-    """name: a model_type, or a wrapper's. Empty where transformers has no such class."""
-    return ClassDefaults(**_read().get(name, {}))
+_NONE = ClassDefaults()
+
+
+def class_defaults(name: str, other: ClassDefaults = _NONE) -> ClassDefaults:
+    """name: a model_type, or a wrapper's. other: where transformers has no such class."""
+    known = _read().get(name)
+    return other if known is None else ClassDefaults(**known)
 
 
 @cache

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from engine.architectures.by_layer import alike
-from engine.architectures.class_defaults import ClassDefaults, class_defaults
+from engine.architectures.class_defaults import class_defaults
 from engine.config_reader import Reader
 
 if TYPE_CHECKING:
@@ -126,9 +126,9 @@ class Architecture:
     def filled(self, config: Reader) -> Reader:
         """A config.json whose missing keys have the values of its class of transformers, and those
         that the record adds."""
-        known = class_defaults(str(config.get("model_type", self.model_type)))
-        if self.model_type and not class_defaults(self.model_type).values:
-            known = ClassDefaults()  # of a class in its repository, whatever the file calls itself
+        known, kind = class_defaults(self.model_type), config.get("model_type")
+        if kind is not None and (known.values or not self.model_type):
+            known = class_defaults(str(kind), known)  # of a relative, or what a variant is of
         values, defaults = dict(config.values), {**self.defaults, **known.values}
         for alias, key in known.aliases.items():
             if alias in values:

@@ -236,6 +236,19 @@ def test_ties_of_wrappers(
     assert model is not None and model.tie_embeddings is tied
 
 
+def test_other_model_types(tmp_path: Path) -> None:
+    """A type that transformers has not leaves the architecture's class, whose head_dim counts. A
+    class in a repository has no values here, whatever the file calls itself."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = read(tmp_path, {"architectures": ["Qwen3ForCausalLM"], "model_type": "mine", **sizes})
+    assert model is not None and model.head_dim == 128
+    named = {"architectures": ["OrionForCausalLM"], "model_type": "stablelm"}
+    assert read(tmp_path, {**named, **sizes}) is None
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96}
+    model = read(tmp_path, {**named, **sizes, "max_position_embeddings": 64})
+    assert model is not None and not model.rope.dim
+
+
 def test_missing_text_config(tmp_path: Path) -> None:
     """Mistral 3 has values of its own for a text_config that is not there."""
     model = read(tmp_path, {"architectures": ["Mistral3ForConditionalGeneration"]})
