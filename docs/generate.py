@@ -173,6 +173,11 @@ the short one while a text is shorter than that: `max_model_len` at that length 
 texts. To compare texts with transformers', set `dtype: float32`, too; the CPU's default is
 bfloat16. [verify](verify.md) does both for the prompts that come with it.
 
+Keys that config.json leaves out have the values of its class of transformers, by `model_type`,
+whatever version of transformers is there: those of the pinned one lie in
+`engine/architectures/class_defaults.json`. Ids of end tokens are not among them: these are what the
+files of the folder say.
+
 Values of MiMo-V2 are narrower than its keys (128 and 192 elements) and lie in the cache with zeros
 behind them, which takes 1.2 times the memory. The code of Orion, EXAONE 3 and DeciLM
 (Nemotron Super) is only in their repositories; they are compared with what computes the same in
@@ -183,7 +188,9 @@ This page is written by `python docs/generate.py` from `engine/architectures/`.
 MODELS_OF_SEVERAL = """## Text models inside others
 
 The text model of these is run; what sees or hears is left out, and its tensors are not read. The
-text model is the one that `text_config` names, of the list above.
+text model is the one that `text_config` names, of the list above. Published files of LLaVA, Pixtral
+and Gemma 3 leave much of it to its class. A file that does not say whether the head is the
+embedding (`tie_word_embeddings`) goes by `text_config`.
 """
 
 
