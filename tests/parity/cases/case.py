@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def save(case: Case, folder: Path) -> PreTrainedModel:
     """Write the checkpoint; the model that it is of."""
     torch.manual_seed(0)
     sizes = {key: value for key, value in SIZES.items() if key not in case.drop}
-    config = AutoConfig.for_model(case.model_type, **{**sizes, **case.changes})
+    # transformers writes into rope_parameters, which several cases share.
+    config = AutoConfig.for_model(case.model_type, **deepcopy({**sizes, **case.changes}))
     options = {"dtype": torch.float32, "attn_implementation": case.attention}
     if case.network:
         model = getattr(transformers, case.network)._from_config(config, **options)
