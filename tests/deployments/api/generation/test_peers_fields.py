@@ -142,3 +142,45 @@ def test_invocations_answer_as_the_route_that_is_meant(backend: FakeBackend) -> 
         assert error["code"].endswith("_not_supported"), error  # of the route that was meant
     reply = run(client.post("/invocations", {"question": "a"}))
     assert reply.status == 400 and "messages (a chat)" in reply.json()["error"]["message"]
+
+
+# What lmdeploy 0.15's APIClient sends with every chat, and with every completion.
+_LMDEPLOY: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": 40,
+    "n": 1,
+    "stop": None,
+    "stream": False,
+    "max_completion_tokens": 16,
+    "user": None,
+    "repetition_penalty": 1.0,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "stream_options": None,
+    "kwargs": {},
+}
+_LMDEPLOY_CHAT: dict[str, Any] = {
+    "logprobs": False,
+    "top_logprobs": 0,
+    "max_tokens": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": None,
+    "min_p": 0.0,
+    "logit_bias": None,
+}
+
+
+def test_defaults_of_lmdeploys_client(backend: FakeBackend, client: Client) -> None:
+    """A client of another server whose defaults alone are a 400."""
+    fields = {**_LMDEPLOY, **_LMDEPLOY_CHAT}
+    chat = run(client.post("/v1/chat/completions", {**CHAT, **fields}))
+    assert chat.status == 200 and chat.json()["choices"][0]["message"]["content"], chat.body
+    assert (backend.requests[-1].params.top_k, backend.requests[-1].params.max_tokens) == (40, 16)
+    fields = {**_LMDEPLOY, "suffix": None, "max_tokens": 16}
+    text = run(client.post("/v1/completions", {**COMPLETION, **fields}))
+    assert text.status == 200 and text.json()["choices"][0]["text"], text.body
+    streamed = run(client.post("/v1/completions", {**COMPLETION, **fields, "stream": True}))
+    assert streamed.events()[-1] == "[DONE]"
