@@ -130,3 +130,22 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         with pytest.raises(InvalidRequest) as caught:
             SamplingParams(**fields).check_vocabulary(40)
         assert caught.value.code == "token_out_of_range" and "40" in caught.value.message
+
+
+@pytest.mark.gpu
+def test_on_the_device(tmp_path: Path) -> None:
+    """Masks of lists beside those of grammars and rows without either, in recorded passes."""
+    core = make_core(
+        save_model(tmp_path, byte_level()), device="cuda", dtype="bfloat16", max_num_seqs=32
+    )
+    lists: dict[str, Any] = {"allowed_token_ids": [5, 6, 7], "bad_words_ids": [[5, 6], [7, 7]]}
+    limited = [request(i, None, max_tokens=100, **lists) for i in range(8)]
+    grammatical = [request(i, Grammar.regex("[ab]{9}")) for i in range(8, 16)]
+    plain = [request(i, None, max_tokens=50, ignore_eos=True) for i in range(16, 24)]
+    found = run(core, *limited, *grammatical, *plain)
+    for i in range(8):
+        pairs = set(itertools.pairwise(found[i].tokens))
+        assert len(found[i].tokens) == 100 and set(found[i].tokens) <= {5, 6, 7}
+        assert not pairs & {(5, 6), (7, 7)}
+    assert all(found[i].finish == "stop" for i in range(8, 16))
+    assert all(len(found[i].tokens) == 50 for i in range(16, 24))
