@@ -179,10 +179,11 @@ def _generate(
         ]
         params = SamplingParams(temperature=0.0, max_tokens=task.max_tokens)
         right = 0
-        for question, output in zip(task.questions, run(core, prompts, params), strict=True):
+        outputs = run(core, prompts, params)
+        for question, prompt, output in zip(task.questions, prompts, outputs, strict=True):
             if output.error:
                 raise ConfigError(f"{task.name}: {output.error}", param="task")
-            answer = tokenizer.decode(output.token_ids)
+            answer = tokenizer.decode(output.token_ids, prompt=prompt)
             for stop in task.until:
                 answer = answer.split(stop)[0]
             right += answer.strip() == question.target.strip()

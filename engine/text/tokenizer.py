@@ -16,6 +16,7 @@ from engine.config.model_config import no_folder
 from engine.errors import ConfigError, InvalidRequest
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate, map_strings
+from engine.text.declared_tokens import DeclaredTokens
 from engine.text.text_stream import Tables, TextStream
 
 # Characters. `encode` of the library holds the GIL for its whole run, about a microsecond for each
@@ -118,18 +119,21 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; save the model with a fast tokenizer",
                 param="model",
             )
-        content = path.read_bytes()
-        digest = blake2b(content, digest_size=16).digest()
-        same = _in_use.get(digest)
-        try:
-            backend = tokenizers.Tokenizer.from_buffer(content) if same is None else same.backend
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
         named = {
             **_json(folder / "special_tokens_map.json"),
             **_json(folder / "tokenizer_config.json"),
         }
         special = {name: text for name, value in named.items() if (text := _named(name, value))}
+        declared = DeclaredTokens.of(named, special.values(), folder / "tokenizer_config.json")
+        content = path.read_bytes()
+        digest = blake2b(b"%b%a" % (content, declared), digest_size=16).digest()
+        same = _in_use.get(digest)
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(content) if same is None else same.backend
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
+        if same is None:
+            declared.add_to(backend)
         ends: list[int] = []
         for name in ("generation_config.json", "config.json"):
             value = _json(folder / name).get("eos_token_id")
@@ -315,9 +319,15 @@ class Tokenizer:
             end = right
         return ids + (self.encode(text[start:]) if start < len(text) else [])
 
-    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids, at once; `TextStream` gives the same text piece by piece."""
-        stream = TextStream(self, skip_special_tokens=skip_special_tokens)
+    def decode(
+        self,
+        token_ids: Iterable[int],
+        *,
+        skip_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
+    ) -> str:
+        """The text of ids behind a prompt, at once; `TextStream` gives the same piece by piece."""
+        stream = TextStream(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
         return stream.feed(list(token_ids)) + stream.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -329,9 +339,9 @@ class Tokenizer:
         return self.tables.token_bytes(token_id).decode("utf-8", "replace")
 
 
-# By the digest of tokenizer.json. The library holds the GIL while it reads one, 0.1 to 0.3 s for
-# 50,000 to 150,000 tokens, in which a router that is to serve one model more sends nothing of the
-# others. Models of a family often have the same file.
+# By the digest of tokenizer.json and of what is declared beside it. The library holds the GIL while
+# it reads one, 0.1 to 0.3 s for 50,000 to 150,000 tokens, in which a router that is to serve one
+# model more sends nothing of the others. Models of a family often have the same file.
 _in_use: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
 
 

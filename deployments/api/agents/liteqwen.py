@@ -119,7 +119,8 @@ class LiteqwenTurn(Turn):
             take_token_ids(begin, "gen_kwargs.prefix_token_ids", call.card.vocab_size)
         silent = take_str(kwargs, "prefix_text", self._api.options.max_body_bytes) or ""
         added = tokenizer.encode(silent, add_special_tokens=False) if silent else []
-        call.prompts = [[*prompt, *added, *begin]]
+        before = [*prompt, *added]
+        call.prompts = [[*before, *begin]]
         room = limit - len(call.prompts[0])
         ends = [room]
         if (most := kwargs.get("max_new_tokens")) is not None:
@@ -130,7 +131,7 @@ class LiteqwenTurn(Turn):
             whole = limit if room < 1 else kwargs["max_length"]
             raise context_too_long(whole, len(call.prompts[0]), param="query", where="query")
         call.change_params(max_tokens=min(ends))
-        shown = tokenizer.decode(begin) if begin else ""
+        shown = tokenizer.decode(begin, prompt=before)
         writer = LiteqwenWriter(self._body, shown, logits=bool(kwargs.get("return_logits")))
         return _Answer(call, writer, ids=ids, past=past)
 

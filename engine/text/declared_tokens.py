@@ -1,0 +1,72 @@
+"""DeclaredTokens: what tokenizer_config.json tells of tokens, beside tokenizer.json.
+
+A checkpoint's two files may differ: Command R+'s end of turn is a control token in one alone.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from engine.errors import ConfigError
+
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class DeclaredTokens:
+    """added: tokens with their flags. named: control tokens, such as bos_token. more: control
+    tokens unless they are added tokens of another kind."""
+
+    added: tuple[AddedToken, ...]
+    named: tuple[str, ...]
+    more: tuple[str, ...]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], named: Iterable[str], path: Path) -> "DeclaredTokens":
+        """Read the content of tokenizer_config.json, whose path an error names.
+
+        Raises ConfigError."""
+        added = settings.get("added_tokens_decoder") or {}
+        more: list[str] = []
+        try:
+            for name in ("additional_special_tokens", "extra_special_tokens"):
+                given = settings.get(name) or ()
+                more += map(_content, given.values() if isinstance(given, Mapping) else given)
+            return cls(tuple(map(_with_flags, added.values())), tuple(named), tuple(more))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}: its tokens cannot be read: {error}", param="model"
+            ) from None
+
+    def add_to(self, backend: tokenizers.Tokenizer) -> None:
+        """Make of tokens what transformers makes of them. A token without an id would get one that
+        the model does not have, and is left out."""
+        present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        tokens = {**present, **{token.content: token for token in self.added}}
+        for content in self.named:
+            token = tokens.get(content, AddedToken(content, special=True))
+            flags = {flag: getattr(token, flag) for flag in _FLAGS}
+            tokens[content] = AddedToken(content, **{**flags, "special": True})
+        for content in self.more:
+            tokens.setdefault(content, AddedToken(content, special=True))
+        changed = [
+            token
+            for content, token in tokens.items()
+            if repr(token) != repr(present.get(content))
+            and backend.token_to_id(content) is not None
+        ]
+        if changed:
+            backend.add_tokens(changed)
+
+
+def _content(token: Any) -> str:
+    content: str = token if isinstance(token, str) else token["content"]
+    return content
+
+
+def _with_flags(token: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(token["content"], **{flag: token[flag] for flag in _FLAGS if flag in token})
