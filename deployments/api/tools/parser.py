@@ -30,7 +30,9 @@ class OutputParser(StepParser):
         self._raw = raw
         self._reasoning = reasoning
         self._spaces = ""  # at the end of what was shown; dropped where something else follows
-        self._said = False  # there was content
+        # There was content. What the answer begins with is as the model wrote it: a prompt may end
+        # with a word, and not with a turn's beginning.
+        self._said = not wrapper and (reasoning is None or thinking != "open")
         self._name = ""
         self._first = True  # of the arguments
         self._reader: DialectReader | None = None  # of the one that is being written
@@ -49,7 +51,7 @@ class OutputParser(StepParser):
         return events
 
     def _show(self, kind: Kind, text: str) -> None:
-        """Space at the beginning and the end of a part is not shown."""
+        """Space at the end of a part is not shown, nor at the beginning of one behind another."""
         text = self._spaces + text
         body = text.rstrip()
         self._spaces = text[len(body) :]
@@ -66,6 +68,7 @@ class OutputParser(StepParser):
         start, text = self._reasoning.start, self._text.lstrip()
         if text.startswith(start):
             self._text = text[len(start) :]
+            self._said = False
             self._step = self._reason
         elif start.startswith(text) and not self._final:
             return False
