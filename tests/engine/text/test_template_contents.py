@@ -1,8 +1,7 @@
 """Contents of messages reach the prompt, whichever form a template takes them in, and a prefill is
 the prompt's end."""
 
-from importlib.util import find_spec
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,8 +11,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import InvalidRequest
 from engine.text.chat_template import ChatTemplate
+from engine.text.template_contents import Form
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text import small_tokenizers
+from tests.published_templates import of_trl
 
 PARTS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] | capitalize }}"
@@ -26,6 +27,7 @@ MIXED = (
     "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}[{{ p.text }}]"
     "{% endfor %}{% else %}<{{ m.content | trim }}>{% endif %}{% endfor %}"
 )
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CHATS = (
     small_tokenizers.CHATML,
     small_tokenizers.CHATML.replace("{{ m.content }}", "{{ m.content | trim }}"),
@@ -35,11 +37,14 @@ CHATS = (
 )
 
 
-def folder_of_templates() -> Path:
-    spec = find_spec("trl")
-    if spec is None or spec.origin is None:
-        pytest.skip("pip install --no-deps trl")
-    return Path(spec.origin).parent / "chat_templates"
+@cache
+def published() -> dict[str, ChatTemplate]:
+    return {name: ChatTemplate(sources, SPECIAL) for name, sources in of_trl().items()}
+
+
+@cache
+def known_forms(source: str) -> dict[str, Form]:
+    return ChatTemplate({"default": source}, SPECIAL).forms("default")
 
 
 def with_template(source: str) -> Tokenizer:
@@ -95,11 +100,10 @@ def test_a_text_that_is_dropped_in_one_chat_is_refused() -> None:
 
 def test_every_published_template_shows_every_role() -> None:
     """The text of a system message, an answer or a tool's result is lost for want of its form."""
-    for path in sorted(folder_of_templates().glob("*.jinja")):
-        special = {"bos_token": "<s>", "eos_token": "</s>"}
-        forms = ChatTemplate({"default": path.read_text()}, special).forms("default")
-        assert forms["user"].text or forms["user"].parts, path.name
-        assert not any(form.silent for role, form in forms.items() if role != "tool"), path.name
+    for name, template in published().items():
+        forms = template.forms("default")
+        assert forms["user"].text or forms["user"].parts, name
+        assert not any(form.silent for role, form in forms.items() if role != "tool"), name
 
 
 prefills = st.one_of(
@@ -125,8 +129,7 @@ def test_a_prompt_ends_with_its_prefill(source: str, prefill: str) -> None:
 
 
 def reference(source: str, chat: list[dict[str, Any]]) -> str:
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
-    form = ChatTemplate({"default": source}, special).forms("default")
+    form = known_forms(source)
 
     def content(message: dict[str, Any]) -> Any:
         kind = form[message["role"]]
@@ -138,7 +141,7 @@ def reference(source: str, chat: list[dict[str, Any]]) -> str:
         chat_template=source,
         continue_final_message=True,
         add_generation_prompt=False,
-        **special,
+        **SPECIAL,
     )
     return str(texts[0])
 
@@ -147,19 +150,14 @@ def reference(source: str, chat: list[dict[str, Any]]) -> str:
 def test_prefills_in_published_templates_are_as_transformers_has_them(prefill: str) -> None:
     """Prefills that our cut and that of transformers end at other places."""
     chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": prefill}]
-    for path in sorted(folder_of_templates().glob("*.jinja")):
-        if path.stem.endswith("_training"):
-            continue
-        source = path.read_text()
-        special = {"bos_token": "<s>", "eos_token": "</s>"}
-        template = ChatTemplate({"default": source}, special)
+    for name, template in published().items():
         options = {"add_generation_prompt": False, "continue_final_message": True}
         try:
-            theirs = reference(source, chat)
+            theirs = reference(template.sources["default"], chat)
         except Exception:  # jinja's, and ValueError where the text is changed
             continue
-        assert theirs.rstrip().endswith(prefill.strip()), path.name
-        assert template.render(chat, **options) == theirs, path.name
+        assert theirs.rstrip().endswith(prefill.strip()), name
+        assert template.render(chat, **options) == theirs, name
 
 
 def test_a_prefill_that_the_template_drops_is_refused() -> None:

@@ -1,11 +1,8 @@
 """Tools in the chat templates of real models: what they print of a conversation is what
-transformers prints of it. They are in TRL's wheel (`pip install --no-deps trl`), and skipped where
-it is not installed."""
+transformers prints of it."""
 
 import asyncio
 import json
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from deployments.api.app import build_asgi
 from deployments.api.tools.detect import template_output
 from tests.deployments.api.asgi import Client
 from tests.deployments.api.tools.test_tools import TOOLS, backend_with, code_of
+from tests.published_templates import of_trl
 
 # Template -> the format of its calls.
 FORMATS = {
@@ -38,10 +36,7 @@ ARGUMENTS = {"city": "123", "days": 3, "unit": "c"}
 
 
 def template(name: str) -> str:
-    found = find_spec("trl")
-    if found is None or found.origin is None:
-        pytest.skip("pip install --no-deps trl")
-    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    return of_trl()[name]["default"]
 
 
 def conversation(arguments: Any, content: str) -> list[dict[str, Any]]:

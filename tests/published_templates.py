@@ -1,0 +1,64 @@
+"""Chat templates of published models: those in TRL's wheel, and those of the tokenizers in
+published_tokenizers. Fetched when a test first asks, kept in .cache/templates."""
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from deployments.checkpoints.package import fetch_package
+from engine.errors import ConfigError
+from tests.published_tokenizers import CACHE, NAMES, fetched, unavailable
+from tests.published_tokenizers import folder as tokenizer
+
+TRL = "trl==1.16.0"
+SHA256 = "1ecd3419d98106a2404f05d76ad8d58a48a29a0b7d6eb0996162e284d3f3f10d"  # of `_digest`
+
+
+def folder() -> Path:
+    """The folder of TRL's templates, NAME.jinja."""
+    return fetched(CACHE.with_name("templates") / TRL.replace("==", "-"), _fetch)
+
+
+@cache
+def of_trl() -> dict[str, dict[str, str]]:
+    """The sources of each model's template, by name; a model may have several. Templates for
+    training are left out."""
+    return {
+        path.stem: {"default": path.read_text("utf-8")}
+        for path in sorted(folder().glob("*.jinja"))
+        if not path.stem.endswith("_training")
+    }
+
+
+@cache
+def of_tokenizers() -> dict[str, dict[str, str]]:
+    """The same of published tokenizers."""
+    found: dict[str, dict[str, str]] = {}
+    for name in NAMES:
+        settings = json.loads((tokenizer(name) / "tokenizer_config.json").read_text("utf-8"))
+        given = settings.get("chat_template")
+        if isinstance(given, list):
+            found[name] = {item["name"]: item["template"] for item in given}
+        elif given:
+            found[name] = {"default": given}
+    return found
+
+
+def _fetch(place: Path) -> Path:
+    try:
+        templates = fetch_package(TRL, place) / "trl" / "chat_templates"
+    except ConfigError as error:
+        unavailable(error.message)
+    if (digest := _digest(templates)) != SHA256:
+        pytest.fail(f"the templates of {TRL} are not those of the hash here: {digest}")
+    return templates
+
+
+def _digest(templates: Path) -> str:
+    whole = hashlib.sha256()
+    for path in sorted(templates.glob("*.jinja")):
+        whole.update(b"%s %d " % (path.name.encode(), path.stat().st_size) + path.read_bytes())
+    return whole.hexdigest()
