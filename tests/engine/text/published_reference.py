@@ -66,7 +66,7 @@ class Reference:
         }
         self._id_of = {byte: token for token, byte in self._byte_of.items()}
         kinds = [st.integers(0, size - 1), texts.map(self._short)]
-        # transformers gives ChatGLM 3 four tokens more, with ids that are not the model's.
+        # transformers gives ChatGLM 3 and InternLM 2 more tokens, with ids that no model has.
         added = sorted(token for token in entries if token < size)
         kinds += [st.sampled_from(sorted(part)) for part in (added, self._byte_of) if part]
         self.ids = st.lists(

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 
+from engine.errors import InvalidRequest
 from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder
 from engine.text.text_stream import TextStream
@@ -131,3 +133,32 @@ def test_a_text_that_goes_on(known: Reference, tried: Callable[..., None]) -> No
         assert shared + behind == whole
 
     tried(check, text=texts, cut=st.integers(0, 50))
+
+
+def test_ids_of_a_chat(known: Reference, tried: Callable[..., None]) -> None:
+    """A chat's prompt is transformers', token by token, or both refuse the chat."""
+    if known.ours.chat_template is None:
+        pytest.skip("this tokenizer has no chat template")
+    if len(known.theirs) > known.ours.vocab_size:
+        pytest.skip(
+            "its tokenizer.json lacks tokens of the template, and transformers numbers them"
+        )
+
+    def check(said: list[str], system: bool, generation: bool) -> None:
+        turns = zip(said, ("user", "assistant") * 2, strict=False)
+        chat = [{"role": role, "content": text} for text, role in turns]
+        if system:
+            chat.insert(0, {"role": "system", "content": "Be kind."})
+        options = {"add_generation_prompt": generation}
+        try:
+            ours = known.ours.encode_chat(chat, **options)
+        except InvalidRequest:
+            ours = None
+        try:
+            theirs = known.theirs.apply_chat_template(chat, return_dict=False, **options)
+        except TemplateError:
+            theirs = None
+        assert ours == theirs
+
+    said = st.lists(texts.filter(str.strip), min_size=1, max_size=4)
+    tried(check, said=said, system=st.booleans(), generation=st.booleans())
