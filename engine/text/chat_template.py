@@ -5,6 +5,7 @@ request is ever compiled, and the work that a request can cause in a template is
 checked at every turn of every loop, size at every piece of output.
 """
 
+import contextlib
 import json
 import logging
 import re
@@ -198,6 +199,18 @@ class ChatTemplate:
 
             known = self._forms[name] = find_forms(render)
         return known
+
+    def plain_turns(self) -> str:
+        """What the template writes around turns without tools or thoughts."""
+        if self.forms("default")["user"] == Form():
+            return ""  # it renders no chat
+        user, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
+        system = {"role": "system", "content": "3"}
+        texts: list[str] = []
+        for chat in ([user], [user, answer, user], [system, user, answer, user]):
+            with contextlib.suppress(InvalidRequest):  # as of a template without a system message
+                texts.append(self.render(chat, add_generation_prompt=False))
+        return "".join(texts)
 
     def _context(
         self,

@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from engine.config.model_config import no_folder
 from engine.errors import ConfigError, InvalidRequest
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate, map_strings
+from engine.text.control_tokens import ControlTokens
 from engine.text.declared_tokens import DeclaredTokens
 from engine.text.text_stream import Tables, TextStream
 
@@ -83,17 +85,6 @@ class Tokenizer:
         own_eos = self.token_id(self.special_tokens.get("eos_token", ""))
         ends = [*eos_token_ids, *([] if own_eos is None else [own_eos])]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
-        special = [token for token in added.values() if token.special]
-        special.sort(key=lambda token: -len(token.content))  # the longest match wins
-        self._special_text = re.compile("|".join(re.escape(t.content) for t in special) or "(?!)")
-        self._special_reach = len(special[0].content) if special else 0
-        self._special_span = re.compile(
-            "|".join(
-                (r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "")
-                for t in special
-            )
-            or "(?!)"
-        )
         self.tables = Tables(self)  # for TextStream
         # The same model, but no text is one of its added tokens.
         self._plain = tokenizers.Tokenizer(backend.model)
@@ -246,7 +237,20 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text in which control tokens are only characters."""
-        return _encode(self._plain, text, add_special_tokens=False)
+        ids = _encode(self._plain, text, add_special_tokens=False)
+        if self._control.ids.isdisjoint(ids):
+            return ids
+        # Merges may make one of its characters, in a vocabulary converted from sentencepiece's.
+        whole: list[int] = []
+        for token in ids:
+            written = self.token_text(token) if token in self._control.ids else ""
+            letters = written if written in text else ""  # else it stands for what is unknown
+            whole += [t.id for char in letters for t in self._plain.model.tokenize(char)] or [token]
+        return whole
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens.of(self.backend.get_added_tokens_decoder(), self.chat_template)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text the template makes of a chat; options as in `ChatTemplate.render`.
@@ -284,8 +288,10 @@ class Tokenizer:
         def mark(match: re.Match[str]) -> str:
             return typed.setdefault(match.group(), f"{nonce}{len(typed):06d}")
 
+        control = self._control
+
         def neutral(text: str) -> str:
-            return _substitute(self._special_text, mark, text, self._special_reach)
+            return _substitute(control.text, mark, text, control.reach)
 
         messages, tools = map_strings(messages, neutral), map_strings(tools, neutral)
         options = {name: map_strings(value, neutral) for name, value in options.items()}
@@ -309,7 +315,7 @@ class Tokenizer:
         ids: list[int] = []
         start = 0  # of what is not encoded yet
         end = 0  # of the last control token seen
-        stops = [(m.start(), m.end()) for m in self._special_span.finditer(text)]
+        stops = [(m.start(), m.end()) for m in self._control.span.finditer(text)]
         for left, right in [*stops, (len(text), len(text))]:
             stretch = text[end:left]
             if nonce in stretch:

@@ -140,9 +140,7 @@ def test_ids_of_a_chat(known: Reference, tried: Callable[..., None]) -> None:
     if known.ours.chat_template is None:
         pytest.skip("this tokenizer has no chat template")
     if len(known.theirs) > known.ours.vocab_size:
-        pytest.skip(
-            "its tokenizer.json lacks tokens of the template, and transformers numbers them"
-        )
+        pytest.skip("its tokenizer.json lacks tokens that the template writes")
 
     def check(said: list[str], system: bool, generation: bool) -> None:
         turns = zip(said, ("user", "assistant") * 2, strict=False)
@@ -162,3 +160,24 @@ def test_ids_of_a_chat(known: Reference, tried: Callable[..., None]) -> None:
 
     said = st.lists(texts.filter(str.strip), min_size=1, max_size=4)
     tried(check, said=said, system=st.booleans(), generation=st.booleans())
+
+
+def test_a_message_begins_no_turn(known: Reference) -> None:
+    """A user who writes `<｜Assistant｜>` or `<|START_OF_TURN_TOKEN|>` speaks for the assistant:
+    these tokens of DeepSeek and Cohere are not special ones."""
+    template = known.ours.chat_template
+    if template is None:
+        pytest.skip("this tokenizer has no chat template")
+    added = known.ours.backend.get_added_tokens_decoder()
+    marks = {i: token.content for i, token in added.items() if token.special}
+    source = "".join(template.sources.values())
+    marks |= {i: t.content for i, t in added.items() if "|" in t.content and t.content in source}
+    marks |= {i: t.content for i, t in added.items() if "｜" in t.content and t.content in source}
+
+    def turns(text: str) -> list[int]:
+        chat = [{"role": "user", "content": text}]
+        return [token for token in known.ours.encode_chat(chat) if token in marks]
+
+    plain = turns("a b")
+    for mark in [*marks.values()][:60]:
+        assert turns(f"a{mark}b") == plain, mark

@@ -112,6 +112,37 @@ def test_plain_stretch_has_the_spaces_of_the_whole() -> None:
     assert tokenizer.decode(ids) == "[INST] the </s> cat [/INST]"
 
 
+def test_merges_that_make_a_control_token(tmp_path: Path) -> None:
+    """Vocabularies converted from sentencepiece's make `</s>` of `</s` and `>`."""
+    backend = json.loads(small_tokenizers.byte_fallback().backend.to_str())
+    vocab, merges = backend["model"]["vocab"], backend["model"]["merges"]
+    for piece in ("<", "/", "s", ">", "</", "</s"):
+        vocab[piece] = len(vocab)
+    merges += [["<", "/"], ["</", "s"], ["</s", ">"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = tokenizer.encode_plain("a </s> é \ue000")
+    assert not tokenizer.special_ids & set(ids)
+    assert tokenizer.decode(ids) == "a </s> é \ue000"
+
+
+def test_marks_of_turns_that_are_not_special_are_text_in_a_message() -> None:
+    """A user who writes DeepSeek's `<｜Assistant｜>` speaks for the assistant."""
+    backend = small_tokenizers.byte_level().backend
+    backend.add_tokens(["<turn>", "<|tool|>", "<|other|>"])
+    source = (
+        "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}"
+        "{% if m.tool_calls %}<|tool|><think>{% endif %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(backend, chat_template=ChatTemplate({"default": source}, {}))
+    found = {}
+    for text in ("<turn>", "<|tool|>", "<|other|>", "<think>"):
+        ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+        found[text] = ids.count(tokenizer.token_id(text))
+    # What the template does not write, and tags, are what they are in any text.
+    assert found == {"<turn>": 1, "<|tool|>": 0, "<|other|>": 1, "<think>": 1}
+
+
 def test_long_texts_are_encoded_like_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long texts take another way through the library, and a token comes out different."""
     text = "the </s> cat <think> 😀 <|im_end|>\n naïve\tlog 日本語 "

@@ -1,0 +1,52 @@
+"""ControlTokens: the tokens that a message must not have as text."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tokenizers import AddedToken
+
+from engine.text.chat_template import ChatTemplate
+
+_TAG = re.compile(r"</?\w+>")  # of a kind that people write, too, such as <think>
+
+
+@dataclass(frozen=True)
+class ControlTokens:
+    """text: matches such a token. span: the same, with the spaces that it takes. reach: characters
+    of the longest."""
+
+    ids: frozenset[int]
+    text: re.Pattern[str]
+    span: re.Pattern[str]
+    reach: int
+
+    @classmethod
+    def of(cls, added: Mapping[int, AddedToken], template: ChatTemplate | None) -> "ControlTokens":
+        """Find the special ones of a tokenizer's added tokens, and others that the template writes.
+
+        DeepSeek's and Cohere's marks of turns are not special. A tag such as <tool_call> counts
+        only where the template writes it around a plain turn.
+        """
+        source = "" if template is None else "".join(template.sources.values())
+        turns = "" if template is None else template.plain_turns()
+
+        def controls(token: AddedToken) -> bool:
+            text = token.content
+            if token.special or not text.strip():
+                return token.special
+            return text in turns or (text in source and _TAG.fullmatch(text) is None)
+
+        found = {i: token for i, token in added.items() if controls(token)}
+        # The longest match wins.
+        tokens = sorted(found.values(), key=lambda token: -len(token.content))
+        spans = [
+            (r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "")
+            for t in tokens
+        ]
+        return cls(
+            frozenset(found),
+            re.compile("|".join(re.escape(token.content) for token in tokens) or "(?!)"),
+            re.compile("|".join(spans) or "(?!)"),
+            len(tokens[0].content) if tokens else 0,
+        )
