@@ -14,11 +14,11 @@ from tests.published_tokenizers import CACHE, NAMES, fetched, unavailable
 from tests.published_tokenizers import folder as tokenizer
 
 TRL = "trl==1.16.0"
-SHA256 = "1ecd3419d98106a2404f05d76ad8d58a48a29a0b7d6eb0996162e284d3f3f10d"  # of `_digest`
+SHA256 = "6c73f218049230f4820d92e26a6670ad3ca82b868afd88f2fba6a861648f238e"  # of `_digest`
 
 
-def folder() -> Path:
-    """The folder of TRL's templates, NAME.jinja."""
+def trl() -> Path:
+    """The folder of TRL's modules; their imports need more than this wheel."""
     return fetched(CACHE.with_name("templates") / TRL.replace("==", "-"), _fetch)
 
 
@@ -28,7 +28,7 @@ def of_trl() -> dict[str, dict[str, str]]:
     training are left out."""
     return {
         path.stem: {"default": path.read_text("utf-8")}
-        for path in sorted(folder().glob("*.jinja"))
+        for path in sorted((trl() / "chat_templates").glob("*.jinja"))
         if not path.stem.endswith("_training")
     }
 
@@ -49,16 +49,16 @@ def of_tokenizers() -> dict[str, dict[str, str]]:
 
 def _fetch(place: Path) -> Path:
     try:
-        templates = fetch_package(TRL, place) / "trl" / "chat_templates"
+        package = fetch_package(TRL, place) / "trl"
     except ConfigError as error:
         unavailable(error.message)
-    if (digest := _digest(templates)) != SHA256:
-        pytest.fail(f"the templates of {TRL} are not those of the hash here: {digest}")
-    return templates
+    if (digest := _digest(package)) != SHA256:
+        pytest.fail(f"{TRL} is not what the hash here names: {digest}")
+    return package
 
 
-def _digest(templates: Path) -> str:
+def _digest(package: Path) -> str:
     whole = hashlib.sha256()
-    for path in sorted(templates.glob("*.jinja")):
+    for path in sorted([package / "chat_template_utils.py", *package.glob("chat_templates/*")]):
         whole.update(b"%s %d " % (path.name.encode(), path.stat().st_size) + path.read_bytes())
     return whole.hexdigest()

@@ -4,7 +4,6 @@ import ast
 import asyncio
 import codecs
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from tests.deployments.api.tools.tool_templates import (
     response_template,
 )
 from tests.engine.text.test_structured import save_model
+from tests.published_templates import trl
 
 # Without what formats write as JSON, or transformers leaves a text: limits of strings, references.
 PLAIN = {
@@ -209,9 +209,7 @@ def test_declarations_of_real_models(name: str) -> None:
 
 def _of_trl(name: str) -> Any:
     """A dictionary of TRL's source, whose imports need more than its wheel."""
-    found = find_spec("trl")
-    assert found is not None and found.origin is not None
-    tree = ast.parse((Path(found.origin).parent / "chat_template_utils.py").read_text())
+    tree = ast.parse((trl() / "chat_template_utils.py").read_text())
     names: dict[str, Any] = {"_XML_INLINE_VALUE_PARSER": {"name": "text"}}
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
