@@ -34,6 +34,8 @@ def test_a_value_of_the_wrong_type_is_refused(name: str) -> None:
     """`ignore_eos="yes"` was true, `stop_token_ids=5` a TypeError; others came to light in the
     engine's process, as text of a library."""
     for value in WRONG:
+        if name == "bad_words_ids" and value == [[1]]:
+            continue  # its own type
         error = refusal(**{name: value})
         assert (error.param, error.code) == (name, "invalid_type"), value
         assert error.message.startswith(f"{name} must be ")
