@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config.engine_config import EngineConfig
 from engine.errors import InvalidRequest
+from engine.factory import build
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore
 from engine.structured.grammar import Grammar
@@ -135,9 +137,9 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 @pytest.mark.gpu
 def test_on_the_device(tmp_path: Path) -> None:
     """Masks of lists beside those of grammars and rows without either, in recorded passes."""
-    core = make_core(
-        save_model(tmp_path, byte_level()), device="cuda", dtype="bfloat16", max_num_seqs=32
-    )
+    folder = save_model(tmp_path, byte_level())
+    values: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 512, "max_num_seqs": 32}
+    core = build(EngineConfig(model=str(folder), device="cuda", **values))[0]
     lists: dict[str, Any] = {"allowed_token_ids": [5, 6, 7], "bad_words_ids": [[5, 6], [7, 7]]}
     limited = [request(i, None, max_tokens=100, **lists) for i in range(8)]
     grammatical = [request(i, Grammar.regex("[ab]{9}")) for i in range(8, 16)]
