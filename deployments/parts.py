@@ -154,6 +154,7 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
             watch=config.adapters.watch,
         ),
         seed=config.engine.get("seed"),
+        generation_config=config.engine.get("generation_config", "auto"),
         start_seconds=_wake_seconds(config),
         app=app,
         pools=tuple(map(deployment_name, config.pools)),

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from deployments.checkpoints.gguf_config import config_of
 from deployments.checkpoints.gguf_file import GGUFFile
-from deployments.checkpoints.gguf_tokenizer import tokenizer_config_of, tokenizer_of
+from deployments.checkpoints.gguf_tokenizer import sampling_of, tokenizer_config_of, tokenizer_of
 from engine.architectures import Rows
 from engine.config.model_config import ModelConfig
 from engine.config.quantized import GGUF_BLOCKS
@@ -46,13 +46,19 @@ _SLICE_BYTES = 64 << 20  # of unpacked float32: bounds the memory, and is how of
 
 
 def convert(
-    source: Path, target: Path, progress: Progress | None = None, *, blocks: bool = False
+    source: Path,
+    target: Path,
+    progress: Progress | None = None,
+    *,
+    blocks: bool = False,
+    sampling: Mapping[str, float] | None = None,
 ) -> None:
     """Write the model of a GGUF file into the existing, empty folder `target`.
 
     Weights become bfloat16; a file whose matrices are all float16 or all float32 keeps its type.
     blocks: those of GGUF_BLOCKS stay as they are, one row of bytes an output, and config.json names
     their types; norms and biases stay float32.
+    sampling: defaults for generation_config.json that the file's own go before.
     Raises ConfigError when the model is not supported, the file is damaged or the disk is too
     small.
     """
@@ -60,10 +66,11 @@ def convert(
     special, tokenizer = tokenizer_of(file)
     dtype, model, pieces = _described(file, special)
     types = _types(file, pieces) if blocks else {}
+    defaults = {**(sampling or {}), **sampling_of(file)}
     _write_json(target / "config.json", config_of(file, dtype, special, types))
     _write_json(target / "tokenizer.json", tokenizer)
     _write_json(target / "tokenizer_config.json", tokenizer_config_of(file))
-    _write_json(target / "generation_config.json", special)
+    _write_json(target / "generation_config.json", special | defaults)
     template = file.get("tokenizer.chat_template")
     if template:
         (target / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -275,6 +275,23 @@ def _special_ids(file: GGUFFile) -> dict[str, Any]:
     return ids
 
 
+def sampling_of(file: GGUFFile) -> dict[str, Any]:
+    """The sampling defaults that a file recommends, as generation_config.json names them."""
+    names = {
+        "temp": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "penalty_repeat": "repetition_penalty",
+    }
+    found = {ours: file.get(f"general.sampling.{name}") for name, ours in names.items()}
+    return {  # 0.2 is 0.20000000298 in the file
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in found.items()
+        if value is not None
+    }
+
+
 def tokenizer_config_of(file: GGUFFile) -> dict[str, Any]:
     tokens = file.get("tokenizer.ggml.tokens")
     config: dict[str, Any] = {

