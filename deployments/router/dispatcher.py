@@ -87,6 +87,7 @@ class Dispatcher:
         self.random = Random()  # of routing and admission
         self.on_models: Callable[[], None] = lambda: None  # `models` has changed
         self._draining = False
+        self._leaving: MantaError | None = None  # why, where no replica will come any more
         self.waking = waking or Waking()
         calls = self._adapter_calls = AdapterCalls(
             self._replica_calls,
@@ -228,18 +229,31 @@ class Dispatcher:
         """These are the running replicas, id -> what each published."""
         self._clients.replace(replicas)
         self.waking.replicas(len(self._clients))
+        self._give_up_waiting()
 
     def refuse_new(self) -> None:
         """Refuse new requests; those in flight go on."""
         self._draining = True
 
-    def close(self) -> None:
-        """Fail the requests in flight and disconnect from the replicas."""
+    def leave(self, reason: MantaError) -> None:
+        """The model is not served any more. Requests go on at the replicas that are left; without
+        one those that wait fail with this error."""
+        self._leaving = reason
+        self._give_up_waiting()
+
+    def _give_up_waiting(self) -> None:
+        if self._leaving is not None and not self._queue.ready():
+            self._displaced.fail_all(self._leaving)
+            self._queue.fail_all(self._leaving)
+
+    def close(self, reason: MantaError | None = None) -> None:
+        """Fail the requests in flight, for this reason or because the service is stopping, and
+        disconnect from the replicas."""
         self.refuse_new()
         self.waking.close()
         self.adapters.close()
         self._stale.close()
-        self.requests.fail_all()
+        self.requests.fail_all(reason)
         self._clients.close()
 
     def _ended(self, inflight: InflightRequest) -> None:
@@ -262,9 +276,11 @@ class Dispatcher:
     def _on_frame(self, client: ReplicaClient, frame: StepFrame, now: float) -> None:
         self._delivery.take(client, frame, now)
         self._queue.news(client.state)
+        self._give_up_waiting()
 
     def _on_lost(self, client: ReplicaClient, lost: list[InflightChoice], reason: str) -> None:
         self._events.add("lost", client.replica, f"{reason}; {len(lost)} choices move")
         self._replica_calls.lost(client)
         self._clients.closing.discard(client)
         self._losses.lost(client, lost, reason)
+        self._give_up_waiting()

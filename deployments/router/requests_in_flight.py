@@ -70,8 +70,8 @@ class RequestsInFlight(Collection[InflightRequest]):
             inflight.fail(MantaError("the request was stopped", code="cancelled"))
         return len(found)
 
-    def fail_all(self) -> None:
-        """Their time to end is over."""
+    def fail_all(self, reason: MantaError | None = None) -> None:
+        """Their time to end is over. reason: why; by default the service is stopping."""
+        message = "the service is stopping, and the time it had for this request is over"
         for inflight in list(self._requests):
-            message = "the service is stopping, and the time it had for this request is over"
-            inflight.fail(Overloaded(message, code="draining", retry_after=5))
+            inflight.fail(reason or Overloaded(message, code="draining", retry_after=5))

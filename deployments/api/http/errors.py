@@ -36,6 +36,7 @@ NO_RETRY: Headers = (("x-should-retry", "false"),)
 # code -> (status, type) where the class of a backend's error does not say it.
 _BACKEND_CODES: dict[str, tuple[int, str]] = {
     "model_not_found": (404, NOT_FOUND),
+    "model_removed": (404, NOT_FOUND),
     "adapter_not_found": (404, NOT_FOUND),
     "adapter_invalid": (422, INVALID),
     "adapter_incompatible": (422, INVALID),

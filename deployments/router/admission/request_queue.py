@@ -124,6 +124,11 @@ class RequestQueue:
             del self._tickets[inflight]
             self._send(inflight, roomy)
 
+    def fail_all(self, error: MantaError) -> None:
+        """No replica will come for those that wait."""
+        for inflight in list(self._tickets):
+            inflight.fail(error)
+
     def news(self, replica: ReplicaState) -> None:
         """A frame of this replica has come: it may have room."""
         if self._queue and replica.room() > 0:

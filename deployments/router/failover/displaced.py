@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from deployments.router.inflight import InflightChoice
-from engine.errors import Overloaded
+from engine.errors import MantaError, Overloaded
 
 
 class DisplacedChoices:
@@ -37,6 +37,11 @@ class DisplacedChoices:
         if timer is not None:
             timer.cancel()
         return timer is not None
+
+    def fail_all(self, error: MantaError) -> None:
+        """No replica will come for them."""
+        for together in self.take_all():
+            together[0].inflight.fail(error)
 
     def take_all(self) -> list[list[InflightChoice]]:
         """Take all choices out, those of one request together."""

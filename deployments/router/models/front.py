@@ -14,7 +14,7 @@ from deployments.backend import DRAINING, BackendState, GenerationRequest, Model
 from deployments.observe.metrics import MetricFamily, RouterMetrics, families, of_model
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
-from engine.errors import AdapterError, InvalidRequest, Overloaded
+from engine.errors import AdapterError, InvalidRequest, MantaError, Overloaded
 from engine.lora.tiers.names import not_found
 from engine.text.tokenizer import Tokenizer
 
@@ -52,12 +52,20 @@ class ModelFront:
         if self._draining:
             dispatcher.refuse_new()
         if before is not None:
-            self._retire(before, seconds)
+            message = f"{model} was changed, and the time that this request had is over"
+            self._retire(before, seconds, Overloaded(message, code="draining", retry_after=5))
         self._rebuild()
 
     def take_out(self, model: str, seconds: float) -> None:
         """New requests do not find the model; those in flight may go on for so many seconds."""
-        self._retire(self.dispatchers.pop(model), seconds)
+        dispatcher = self.dispatchers.pop(model)
+        removed = MantaError(
+            f"the model {model} was removed while it answered; GET /v1/models says what is served",
+            param="model",
+            code="model_removed",
+        )
+        dispatcher.leave(removed)
+        self._retire(dispatcher, seconds, removed)
         self._rebuild()
 
     def sort(self, names: Sequence[str]) -> None:
@@ -75,15 +83,16 @@ class ModelFront:
                     cards[name], owners[name] = card, dispatcher
         self._cards, self._owners = cards, owners
 
-    def _retire(self, dispatcher: Dispatcher, seconds: float) -> None:
-        task = asyncio.get_running_loop().create_task(self._wait_idle(dispatcher, seconds))
+    def _retire(self, dispatcher: Dispatcher, seconds: float, reason: MantaError) -> None:
+        """reason: the error of requests that take longer."""
+        task = asyncio.get_running_loop().create_task(self._wait_idle(dispatcher, seconds, reason))
         self._leaving[dispatcher] = task
 
-    async def _wait_idle(self, dispatcher: Dispatcher, seconds: float) -> None:
+    async def _wait_idle(self, dispatcher: Dispatcher, seconds: float, reason: MantaError) -> None:
         deadline = time.monotonic() + seconds
         while dispatcher.requests and time.monotonic() < deadline:
             await asyncio.sleep(_POLL)
-        dispatcher.close()
+        dispatcher.close(reason)
         del self._leaving[dispatcher]
 
     # -- Backend

@@ -10,11 +10,13 @@ import pytest
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.app import build_asgi
+from deployments.api.http.errors import from_backend
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.admission.limits import DispatchLimits
 from deployments.router.inflight import InflightRequest
+from deployments.router.models.front import ModelFront
 from deployments.transport.channel import ChannelLimits
 from engine.errors import MantaError, Overloaded
 from engine.messages import Delta, EngineRequest
@@ -200,6 +202,53 @@ def test_the_only_replica_is_lost_and_comes_back():
             fleet.publish("r1")
             assert await read(inflight) == WHOLE
             assert await read(late) == WHOLE
+
+    run(case())
+
+
+@pytest.mark.parametrize("how", ["lost", "drained", "over"])
+def test_a_removed_model_s_requests_end_at_once_and_say_why(how: str):
+    """30 s of silence and "no replica became ready" for a stream whose model nobody serves any
+    more; or "the service is stopping"."""
+
+    async def case():
+        async with Fleet(1) as fleet:
+            front = ModelFront("router", several=True)
+            front.put("a", fleet.dispatcher, 60.0)
+            short, long = fleet.generate(), fleet.generate(max_tokens=4000)
+            await until(lambda: len(long.choices[0].emitted) > 5)
+            front.take_out("a", 0.3 if how == "over" else 60.0)
+            assert await read(short) == WHOLE, "it goes on at its replica"
+            began = time.monotonic()
+            if how == "lost":
+                await fleet.replica_servers["r0"].stop()
+            elif how == "drained":
+                await fleet.replica_servers["r0"].drain(0.1)
+                fleet.publish()
+            with pytest.raises(MantaError, match="a was removed") as caught:
+                await read(long)
+            assert caught.value.code == "model_removed"
+            assert from_backend(caught.value).status == 404
+            assert time.monotonic() - began < 1.5
+            front.close()
+
+    run(case())
+
+
+def test_what_waits_for_a_removed_model_fails_without_a_replica():
+    """A request that waited for the first replica of a model that is removed meanwhile."""
+
+    async def case():
+        async with Fleet(0) as fleet:
+            front = ModelFront("router", several=True)
+            front.put("a", fleet.dispatcher, 60.0)
+            inflight = fleet.generate(n=2)
+            front.take_out("a", 60.0)
+            with pytest.raises(MantaError) as caught:
+                await asyncio.wait_for(inflight.next(), 1)
+            assert caught.value.code == "model_removed"
+            assert not any(fleet.dispatcher.held().values())
+            front.close()
 
     run(case())
 

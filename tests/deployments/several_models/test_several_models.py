@@ -235,8 +235,9 @@ async def test_a_full_model_refuses_none_of_anothers_requests(
         front.admit("", "")
 
 
-async def test_what_a_model_answers_goes_on_when_it_is_taken_out() -> None:
-    """A stream that ends because its model is removed or changed; a model that stays known."""
+async def test_what_a_model_answers_goes_on_when_it_is_changed() -> None:
+    """A stream that ends because its model is changed, or that waits for replicas of a model that
+    was removed; a model that stays known."""
     front = ModelFront("router", several=True)
     front.put("a", dispatcher("a"), 60.0)
     front.put("b", dispatcher("b"), 60.0)
@@ -247,9 +248,10 @@ async def test_what_a_model_answers_goes_on_when_it_is_taken_out() -> None:
     assert front.only == "b"
     with pytest.raises(InvalidRequest, match="was taken away"):
         front.generate(request("a"))
-    assert front.held()["requests"] == 2, "they go on"
-    for stream in streams:
-        stream.abort()
+    with pytest.raises(MantaError, match="the model a was removed"):
+        await streams[0].next()
+    assert front.held()["requests"] == 1, "the other goes on"
+    streams[1].abort()
     assert front.held()["requests"] == 0
     front.close()
 
