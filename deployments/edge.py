@@ -34,6 +34,14 @@ def behind_haproxy(config: MantaConfig) -> bool:
     )
 
 
+def check_edge(config: MantaConfig) -> None:
+    """Raises ConfigError where what is to stand before the routers is not here."""
+    if config.http.tls.certificate and config.http.proxy == "auto" and not behind_haproxy(config):
+        raise ConfigError(
+            "there is no haproxy here; install it, or set http.proxy: serve", param="http.tls"
+        )
+
+
 def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, str]:
     """Variables that every Ray process of the cluster must have from its start, and client drivers
     must not.
@@ -56,10 +64,7 @@ def cluster_environment(config: MantaConfig, folder: str | Path) -> dict[str, st
         "RAY_worker_niceness": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.api.http.uvicorn_hooks:install",
     }
+    check_edge(config)
     if proxy(config) == "serve":
-        if config.http.tls.certificate and config.http.proxy == "auto":
-            raise ConfigError(
-                "there is no haproxy here: install it, or set http.proxy: serve", param="http.tls"
-            )
         return same_loop
     return same_loop | haproxy_environment(config, Path(folder))

@@ -8,7 +8,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -29,11 +29,11 @@ from deployments.cli.plan import (
 )
 from deployments.cli.ports import holder, listeners
 from deployments.cli.serving.processes import leftovers
+from deployments.cli.serving.start_checks import START_CHECKS
 from deployments.cli.target import read_planned
-from deployments.config.load import MantaConfig, named_config
+from deployments.config.load import MantaConfig, named_config, parse_config
 from deployments.environment import auth_token_source, cache_dir, gpus_here
 from deployments.haproxy.launch import find_haproxy
-from deployments.packages import why_mixed
 from deployments.plan.memory import GIB, DoesNotFit, Hardware, check_files
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
 from engine.config.model_config import ModelConfig
@@ -42,7 +42,7 @@ from engine.parallel.nodes import read_nodes
 from engine.shards import weight_files
 
 if TYPE_CHECKING:  # with Ray, which may not be installed
-    from deployments.parts import NodeCapacity
+    from deployments.room import RayNode
 
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
 _LEAST_FILES = 4096  # a socket a client and some for each Ray process
@@ -91,7 +91,7 @@ def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
     """All checks, quick ones first."""
     yield _python()
     yield from _packages()
-    yield from _own_packages()
+    yield from _start_checks(config or parse_config({}))
     yield from _devices()
     yield _memory()
     yield _cores()
@@ -101,7 +101,6 @@ def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
     yield from _ray()
     yield from _cache(None if config is None or config.models else config.model)
     yield _leftovers()
-    yield _port(8000 if config is None else config.http.port)
     if config is not None and config.http.exposed:
         way_out = "set http.api_keys_file, or http.host: 127.0.0.1"
         yield DoctorCheck("API keys", "note", config.http.exposed, way_out)
@@ -147,44 +146,34 @@ def model_checks(
 
 
 def pool_checks(
-    config: MantaConfig | None, machine: "NodeCapacity | None" = None
+    config: MantaConfig | None, nodes: "Sequence[RayNode] | None" = None
 ) -> Iterator[DoctorCheck]:
-    """Whether `manta serve` would start the replicas here, by its own checks. machine: None: this
-    one."""
+    """Whether `manta serve` would start the replicas here, by its own checks. nodes: None: this
+    machine, whatever Ray runs elsewhere."""
     if config is None or importlib.util.find_spec("ray") is None:
         return
-    from deployments.parts import NodeCapacity, check_gpus, pools, shares
+    from deployments.room import pool_faults, this_machine
 
-    # Whatever Ray runs elsewhere.
-    here = NodeCapacity(len(os.sched_getaffinity(0)), gpus_here()) if machine is None else machine
-    here = replace(here, alone=True, grows=False)
-    each = config.each()
-    for (name, one), share in zip(each.items(), shares(list(each.values()), here), strict=True):
+    for name, error in pool_faults(config, this_machine() if nodes is None else nodes):
+        label = f"model {name}" if config.models and name != "models" else "pools"
+        yield _fault(label, error)
+
+
+def _start_checks(config: MantaConfig) -> Iterator[DoctorCheck]:
+    """Those of `manta serve`."""
+    for each in START_CHECKS:
         try:
-            check_gpus(one, pools(one, share), share)
-            _check_stated_cores(one, here.cores)
+            yield DoctorCheck(each.name, "ok", each.check(config))
         except ConfigError as error:
-            label = f"model {name}" if config.models else "pools"
-            text, _, way_out = error.message.rpartition("; ")
-            yield DoctorCheck(label, "MISSING", text, way_out)
+            yield _fault(each.name, error, each.state)
 
 
-def _check_stated_cores(config: MantaConfig, cores: float) -> None:
-    """A cluster's other nodes may have what this machine has not; alone, it has to wait for ever.
-    Raises ConfigError."""
-    from deployments.scaling.policy import scales
-
-    pool = config.pools.get("cpu")
-    if pool is None or pool.num_cpus is None:
-        return
-    least = pool.min_replicas if scales(pool) else pool.replicas
-    wanted = least * pool.num_cpus
-    if wanted > cores:
-        raise ConfigError(
-            f"pools.cpu.num_cpus {pool.num_cpus:g}: times {least} that is {wanted:g} cores, "
-            f"and this machine has {cores:g}; lower it or pools.cpu.replicas, or have other nodes",
-            param="pools.cpu.num_cpus",
-        )
+def _fault(name: str, error: ConfigError, state: str = "MISSING") -> DoctorCheck:
+    """Of an error whose last part says what to do."""
+    text, stop, way_out = error.message.rpartition("; ")
+    if not stop:
+        text, stop, way_out = error.message.rpartition(". ")
+    return DoctorCheck(name, state, text if stop else error.message, way_out if stop else "")
 
 
 def _headers(
@@ -246,12 +235,6 @@ def _packages() -> Iterator[DoctorCheck]:
             yield DoctorCheck(name, "MISSING", text, f"pip install -U '{name}>={least}'")
         elif name in ("ray", "torch", "transformers", "triton"):
             yield DoctorCheck(name, "ok", version)
-
-
-def _own_packages() -> Iterator[DoctorCheck]:
-    if mixed := why_mixed():
-        text, _, way_out = mixed.partition("; ")
-        yield DoctorCheck("packages", "MISSING", text, way_out)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -410,9 +393,3 @@ def _leftovers() -> DoctorCheck:
             "leftovers", "note", f"of a killed manta serve: {names}", "the next ends them"
         )
     return DoctorCheck("leftovers", "ok", "no process of a killed manta serve")
-
-
-def _port(port: int) -> DoctorCheck:
-    if who := holder(port):
-        return DoctorCheck(f"port {port}", "note", f"in use by {who}", "manta serve --port another")
-    return DoctorCheck(f"port {port}", "ok", "free")

@@ -5,13 +5,15 @@ import json
 import logging
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 
 from deployments.checkpoints.resolve import resolve_model
 from deployments.cli.console import StatusLine, err, model_progress
-from deployments.cli.ports import why_not_bindable
 from deployments.cli.serving.cluster import Cluster
 from deployments.cli.serving.driver import Driver, RayLostError
 from deployments.cli.serving.processes import kill, leftovers
+from deployments.cli.serving.start_checks import START_CHECKS
 from deployments.cli.serving.supervisor import OnceReady, ServeError, Supervisor
 from deployments.cli.target import read_target
 from deployments.config.load import MantaConfig
@@ -19,11 +21,11 @@ from deployments.config.tls import client_context
 from deployments.environment import asks_for_token, gpus_here
 from deployments.error_text import reason
 from deployments.haproxy.launch import complaint
-from deployments.packages import why_mixed
 from engine.errors import ConfigError
 from engine.shards import read_headers
 
 _POLL = 0.2  # seconds
+_LOOK = 5.0  # seconds between two looks at the cluster's nodes
 _BEAT = 2.0  # seconds between two looks at the application
 _READY_SECONDS = 30.0  # from Serve's "running" to the first good answer of /ready
 
@@ -43,8 +45,6 @@ def run(
     Raises ConfigError before anything is started, MantaError when it cannot be, RayLostError
     when the node was lost and is not to be started again.
     """
-    if mixed := why_mixed():
-        raise ConfigError(mixed)
     config = _with_http(read_target(spec), host, port)
     if config.http.exposed:
         way_out = "set http.api_keys_file, or http.host: 127.0.0.1"
@@ -52,8 +52,9 @@ def run(
     cluster = Cluster(address)
     if cluster.own:
         _end_leftovers()
-        if why := why_not_bindable(config.http.host, config.http.port):
-            raise ConfigError(f"http.port: {why}", param="http.port")
+    for each in START_CHECKS:
+        if cluster.own or not each.own:
+            each.check(config)
 
     def serve(driver: Driver, folder: str) -> None:
         _serve(driver, cluster, config, folder)
@@ -81,6 +82,9 @@ def _with_http(config: MantaConfig, host: str | None, port: int | None) -> Manta
 def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -> None:
     """What the driver does. Raises MantaError; RayLostError when Ray is gone."""
     if cluster.own:
+        from deployments.room import check_pools, this_machine
+
+        check_pools(config, this_machine())
         # Here rather than in the replicas, whose progress is not shown. They find it cached.
         with model_progress() as progress:
             for one in config.each().values():
@@ -117,22 +121,43 @@ def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
         if driver.stopping:
             return
         schema = serve_config(config, one_machine=cluster.own)
+        _check_room(config, cluster)
         deploy(schema)
     with StatusLine("Starting the replicas") as status:
         for app in schema["applications"]:
-            _wait_running(app["name"], status)
+            _wait_running(app["name"], status, partial(_check_room, config, cluster))
         cluster.note_deployment(config.app_name)
         _wait_ready(config, status)
 
 
-def _wait_running(app_name: str, status: StatusLine) -> None:
-    """Raises ServeError with the reason when it will not come up."""
+def _check_room(config: MantaConfig, cluster: Cluster) -> str:
+    """What no node has room for as long as none is started; "" if all may find a place. Raises
+    ConfigError where nothing starts nodes."""
+    from deployments.parts import NodeCapacity
+    from deployments.room import check_pools, cluster_nodes
+
+    try:
+        check_pools(config, cluster_nodes())
+    except ConfigError as error:
+        if cluster.own or NodeCapacity.here().grows is False:
+            raise
+        text, _, _ = error.message.rpartition("; ")
+        return f"{text}: waiting for nodes that the cluster's autoscaler may start"
+    return ""
+
+
+def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], str]) -> None:
+    """check_room: says what waits for nodes. Raises ServeError with the reason when it will not
+    come up, and what check_room does."""
     from ray import serve
     from ray.serve._private.common import ReplicaState
 
     from deployments.catalog import MODEL, why_failed, why_waiting
 
+    waits, look = "", 0.0
     while True:
+        if time.monotonic() > look:
+            waits, look = check_room(), time.monotonic() + _LOOK
         app = serve.status().applications.get(app_name)
         if app is not None:
             if app.status == "RUNNING":
@@ -148,8 +173,8 @@ def _wait_running(app_name: str, status: StatusLine) -> None:
                 running = deployment.replica_states.get(ReplicaState.RUNNING, 0)
                 total = sum(deployment.replica_states.values())
                 counts.append(f"{name} {running}/{total}")
-            waits = why_waiting(messages)
-            told = f"{', '.join(counts) or 'placing them'}{of}{f': {waits}' if waits else ''}"
+            why = waits or why_waiting(messages)
+            told = f"{', '.join(counts) or 'placing them'}{of}{f': {why}' if why else ''}"
             status.update(f"Starting the replicas: {told}")
         time.sleep(_POLL)
 

@@ -19,14 +19,18 @@ from typing import Any
 
 import pytest
 
+from deployments import edge
 from deployments.cli import chat, doctor, ports, serve
 from deployments.cli.main import cli
 from deployments.cli.plan import run as run_plan
+from deployments.cli.serving import ray_folder, start_checks
 from deployments.cli.serving.processes import descendants
 from deployments.cli.target import read_planned, read_target
-from deployments.config.load import load_config
+from deployments.config.endpoint import TlsConfig
+from deployments.config.load import load_config, parse_config
 from deployments.environment import make_auth_token
 from deployments.plan.memory import GIB, GPUS, Hardware, plan
+from engine import private_folder
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError, MantaError
@@ -473,6 +477,35 @@ def test_doctor_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"memory", "cores", "open files", "haproxy", "model cache"} <= set(states)
 
 
+@pytest.mark.parametrize("fault", ["noexec", "ray", "port", "certificate"])
+def test_doctor_tries_what_serve_checks(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: doctor says "can run" where no folder takes programs, where Ray's folder belongs to
+    another user, or where the port is taken: all that serve stops at."""
+
+    def unusable(folder: Path, *, programs: bool = False) -> str:
+        return "is mounted noexec" if programs or fault == "ray" else ""
+
+    config = parse_config({"http": {"port": 8123}}, {})
+    if fault in ("noexec", "ray"):
+        monkeypatch.setattr(private_folder, "why_unusable", unusable)
+        monkeypatch.setattr(ray_folder, "_why_unusable", lambda f, own: unusable(f))
+        monkeypatch.setattr(edge, "find_haproxy", lambda: "/bin/haproxy")
+    elif fault == "port":
+        monkeypatch.setattr(start_checks, "why_not_bindable", lambda host, port: f"{port}; a test")
+    else:
+        monkeypatch.setattr(edge, "find_haproxy", lambda: None)
+        tls = TlsConfig.model_construct(certificate="a", key="b")
+        config = config.model_copy(update={"http": config.http.model_copy(update={"tls": tls})})
+    names = {"noexec": "edge", "ray": "ray folder", "port": "ports", "certificate": "edge"}
+    found = {check.name: check for check in doctor._start_checks(config) if check.state != "ok"}
+    assert names[fault] in found and found[names[fault]].way_out
+    monkeypatch.setattr(serve, "read_target", lambda spec: config)
+    with pytest.raises(ConfigError):
+        serve.run("default", address="local")
+
+
 def test_doctor_exits_1_with_the_way_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -588,7 +621,7 @@ def test_a_service_on_the_network_without_keys_is_told_of(
     found = [one for one in doctor.checks(load_config(config)) if one.name == "API keys"]
     assert [one.state for one in found] == ["note"] * warns
     monkeypatch.setattr(serve, "Cluster", lambda address: SimpleNamespace(own=True))
-    monkeypatch.setattr(serve, "why_not_bindable", lambda host, port: "a test")
+    monkeypatch.setattr(start_checks, "why_not_bindable", lambda host, port: "a test")
     with pytest.raises(ConfigError, match="a test"):
         serve.run(str(config))
     said = capsys.readouterr().err

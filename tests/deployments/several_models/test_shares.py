@@ -1,18 +1,26 @@
 """What cores of one machine several models get, and what a model that is added needs no more."""
 
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from deployments import app, catalog, neighbours
-from deployments.cli import doctor
+from deployments import app, catalog, neighbours, room
+from deployments.cli import doctor, serve
 from deployments.config.load import parse_config
 from deployments.parts import NodeCapacity, _only_ids, beside, check_gpus, pools, shares
+from deployments.room import RayNode, check_pools, pool_faults
 from engine.errors import ConfigError
 
 IDS = ("node_a", "node_b", "node_c")
+
+
+def node(cores: int, gpus: int = 0) -> RayNode:
+    return RayNode({"CPU": cores, "GPU": gpus}, here=True)
 
 
 def cores(machine: NodeCapacity, models: dict[str, Any]) -> list[float | None]:
@@ -61,33 +69,89 @@ def test_doctor_refuses_what_serve_refuses() -> None:
     two = {"engine": {"tensor_parallel": 2, "device": "cpu"}, "replicas": 2}
     for given, name in ((two, "pools"), ({"models": {"a": two, "b": {}}}, "model a")):
         config = parse_config(given, {})
-        (check,) = doctor.pool_checks(config, NodeCapacity(2, 0))
+        (check,) = doctor.pool_checks(config, [node(2)])
         assert (check.name, check.state) == (name, "MISSING")
         assert "a replica's share of this machine is 1" in check.text
         assert check.way_out == "lower it, or replicas"
-        assert not list(doctor.pool_checks(config, NodeCapacity(6, 0)))
+        assert not list(doctor.pool_checks(config, [node(6)]))
     gpu = parse_config({"engine": {"device": "cuda"}}, {})
-    (check,) = doctor.pool_checks(gpu, NodeCapacity(2, 0))
+    (check,) = doctor.pool_checks(gpu, [node(2)])
     assert check.text.startswith("engine.device: cuda: a replica needs 1 GPU of one node, no node")
     assert check.way_out.startswith("set engine.device: cpu, or ")
-    assert not list(doctor.pool_checks(gpu, NodeCapacity(2, 1)))
+    assert not list(doctor.pool_checks(gpu, [node(2, 1)]))
 
 
 @pytest.mark.parametrize(
-    ("pool", "cores"),
+    ("given", "cores", "said"),
     [
-        ({"num_cpus": 3}, 3),
-        ({"replicas": 2, "num_cpus": 2}, 4),
-        ({"num_cpus": 3, "min_replicas": 2, "max_replicas": 4}, 6),
+        ({"pools": {"cpu": {"num_cpus": 3}}}, 3, "1 replica reserves 3 cores, and .* has 2; set"),
+        ({"pools": {"cpu": {"replicas": 2, "num_cpus": 2}}}, 4, "lower pools.cpu.replicas to 1,"),
+        (
+            {"pools": {"cpu": {"num_cpus": 3, "min_replicas": 2, "max_replicas": 4}}},
+            6,
+            "lower pools.cpu.min_replicas to 1, or set pools.cpu.num_cpus lower",
+        ),
+        ({"replicas": 50}, 50, "50 replicas reserve 1 core each, .* lower replicas to 49,"),
+        ({"pools": {"cpu": {"replicas": 3}}}, 3, "lower pools.cpu.replicas to 2, or set"),
+        ({"models": {"a": {}, "b": {}, "c": {}}}, 3, "models: 3 replicas reserve 3 cores in all"),
+        ({"router": {"num_cpus": 1, "replicas": 2}, "pools": {"cpu": {"num_cpus": 1}}}, 3, "rout"),
     ],
 )
-def test_doctor_adds_up_the_cores_that_are_stated(pool: dict[str, Any], cores: int) -> None:
-    """Bug: doctor says that a machine can serve a pool that waits for cores for ever."""
-    config = parse_config({"pools": {"cpu": pool}}, {})
-    assert not list(doctor.pool_checks(config, NodeCapacity(cores, 0)))
-    (check,) = doctor.pool_checks(config, NodeCapacity(cores - 1, 0))
-    assert f"that is {cores} cores, and this machine has {cores - 1}" in check.text
-    assert check.text.startswith("pools.cpu.num_cpus") and check.state == "MISSING"
+def test_replicas_that_no_machine_can_take(given: dict[str, Any], cores: int, said: str) -> None:
+    """Bug: `manta serve` waits for cores for ever, and doctor says that the machine can serve."""
+    config = parse_config(given, {})
+    assert not list(doctor.pool_checks(config, [node(cores)]))
+    check_pools(config, [node(cores)])
+    (check,) = doctor.pool_checks(config, [node(cores - 1)])
+    assert check.state == "MISSING" and check.way_out.endswith("that has room (--address)")
+    with pytest.raises(ConfigError, match=said):
+        check_pools(config, [node(cores - 1)])
+
+
+def test_replicas_that_a_cluster_can_take_node_by_node() -> None:
+    """A pool that the sum of the nodes' cores has room for, and no node; or one that is refused
+    although nodes of another kind take it."""
+    config = parse_config({"pools": {"cpu": {"replicas": 2, "num_cpus": 3}}}, {})
+    for there, said in (([4, 4], ""), ([6], ""), ([2, 2, 5], "room for 1"), ([2] * 9, "to|set")):
+        nodes = [replace(node(cores), here=False) for cores in there]
+        faults = list(pool_faults(config, nodes))
+        assert bool(faults) == bool(said)
+        for _, error in faults:
+            assert re.search(said, error.message) and "pools.cpu" in error.message
+    where = {"pools": {"cpu": {"num_cpus": 1, "labels": {"zone": "b"}, "resources": {"disk": 1}}}}
+    config = parse_config(where, {})
+    with pytest.raises(
+        ConfigError, match=r"labels zone=b, which no node has; change pools\.cpu\.l"
+    ):
+        check_pools(config, [RayNode({"CPU": 4, "disk": 1}, {"zone": "a"})])
+    with pytest.raises(
+        ConfigError, match=r"1 disk, and the only node has 0; set .*resources\.disk"
+    ):
+        check_pools(config, [RayNode({"CPU": 4}, {"zone": "b"})])
+    check_pools(config, [RayNode({"CPU": 4, "disk": 1}, {"zone": "b"})])
+    operator = {"pools": {"cpu": {"num_cpus": 1, "labels": {"zone": "!c"}}}}
+    check_pools(parse_config(operator, {}), [RayNode({"CPU": 4}, {"zone": "b"})])
+
+
+@pytest.mark.parametrize(("own", "grows"), [(True, None), (False, False), (False, True)])
+def test_serve_waits_only_for_nodes_that_may_come(
+    own: bool, grows: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: 400 s of silence for replicas that no node can take; or a cluster that would have
+    started a node is not given the time."""
+    config = parse_config({"replicas": 3}, {})
+    monkeypatch.setattr(room, "cluster_nodes", lambda: [replace(node(2), here=False)])
+    monkeypatch.setattr(NodeCapacity, "here", lambda: NodeCapacity(2, 0, grows=grows))
+    cluster = cast(Any, SimpleNamespace(own=own))
+    if grows:
+        said = serve._check_room(config, cluster)
+        assert said.startswith("pools.cpu: 3 replicas reserve 1 core each, and the only node has 2")
+        assert said.endswith("waiting for nodes that the cluster's autoscaler may start")
+    else:
+        with pytest.raises(ConfigError, match="lower replicas to 2"):
+            serve._check_room(config, cluster)
+    monkeypatch.setattr(room, "cluster_nodes", lambda: [node(3)])
+    assert serve._check_room(config, cluster) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""What this machine must have for `manta serve`, which stops at the first fault; `manta doctor`
+tells all."""
+
+import shutil
+from collections.abc import Callable
+from typing import NamedTuple
+
+from deployments.cli.ports import why_not_bindable
+from deployments.cli.serving.cluster import serving_folder
+from deployments.cli.serving.ray_folder import ray_folder
+from deployments.config.load import MantaConfig
+from deployments.edge import behind_haproxy, check_edge
+from deployments.packages import why_mixed
+from engine.errors import ConfigError
+
+
+class StartCheck(NamedTuple):
+    """check: says what is there; raises ConfigError with the way out. state: what doctor calls its
+    fault. own: whether it is of a Ray that is started here, and not of one that is joined."""
+
+    name: str
+    check: Callable[[MantaConfig], str]
+    state: str = "MISSING"
+    own: bool = True
+
+
+def _packages(config: MantaConfig) -> str:
+    if mixed := why_mixed():
+        raise ConfigError(mixed)
+    return "Manta's own are found"
+
+
+def _ray_folder(config: MantaConfig) -> str:
+    return f"Ray's sockets and logs go to {ray_folder()}"
+
+
+def _edge(config: MantaConfig) -> str:
+    check_edge(config)
+    folder = serving_folder(config)
+    shutil.rmtree(folder, ignore_errors=True)
+    what = "haproxy, its sockets and programs" if behind_haproxy(config) else "Serve's own proxy"
+    return f"{what}, in a folder such as {folder}"
+
+
+def _ports(config: MantaConfig) -> str:
+    ports = {"http.port": config.http.port, "grpc.port": config.grpc.port}
+    for key, port in ports.items():
+        if port is not None and (why := why_not_bindable(config.http.host, port)):
+            raise ConfigError(f"{key}: {why}", param=key)
+    return " and ".join(str(port) for port in ports.values() if port is not None) + " free"
+
+
+START_CHECKS = (
+    StartCheck("packages", _packages, own=False),
+    StartCheck("ray folder", _ray_folder),
+    StartCheck("edge", _edge),
+    StartCheck("ports", _ports, "note"),  # of a manta serve that runs, as likely as not
+)
