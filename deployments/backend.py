@@ -139,7 +139,13 @@ class AdapterDirectory(Protocol):
         """model: the base model's name; "" where it is in no doubt."""
         ...
 
-    async def remove(self, name: str) -> AdapterRecord: ...
+    async def remove(self, name: str, model: str = "") -> AdapterRecord:
+        """model: as of `add`."""
+        ...
+
+    def by_model(self) -> list[tuple[str, AdapterRecord]]:
+        """All, each with its base model's name."""
+        ...
 
 
 class Backend(Protocol):

@@ -212,8 +212,13 @@ class AdapterRegistry:
             await self._replicas.announce(record)
             return record
 
-    async def remove(self, name: str) -> AdapterRecord:
-        """New requests can no longer use it; running requests finish. Raises MantaError."""
+    def by_model(self) -> list[tuple[str, AdapterRecord]]:
+        """All, each with its base model's name."""
+        return [(self._settings.model, record) for record in self.records.values()]
+
+    async def remove(self, name: str, model: str = "") -> AdapterRecord:
+        """New requests can no longer use it; running requests finish. model: there is but one here.
+        Raises MantaError."""
         async with self._admin:
             await self.refresh()
             known = self.records.get(name)

@@ -27,11 +27,22 @@ PATHS = frozenset({PATH, LOAD, UNLOAD})  # for admins, with what is below the fi
 
 
 async def adapters(api: "Api", exchange: HttpExchange) -> None:
-    """GET: all. POST: add one, or read it again."""
+    """GET: all, or those of one model. POST: add one, or read it again."""
     directory = api.backend.adapters
     if exchange.method != "POST":
         await directory.refresh()
-        data = [_shown(record) for record in directory.records.values()]
+        model = _model(exchange)
+        bases = [name for name, card in api.backend.models().items() if card.parent is None]
+        if model and model not in bases:
+            raise ApiError(
+                404,
+                "model_not_found",
+                f"no model is called {shown(model)}{did_you_mean(model, bases)}",
+                param="model",
+                kind=NOT_FOUND,
+            )
+        pairs = [pair for pair in directory.by_model() if model in ("", pair[0])]
+        data = [_shown(record, base) for base, record in pairs]
         await exchange.answer(200, msgspec.json.encode({"object": "list", "data": data}))
         return
     body = await api.read(exchange)
@@ -43,15 +54,14 @@ async def adapters(api: "Api", exchange: HttpExchange) -> None:
     if path == "":
         raise invalid("path must not be empty", "path")
     try:
-        record = await directory.add(
-            name, path or "", take_str(body, "model", MAX_ADAPTER_NAME) or ""
-        )
+        model = take_str(body, "model", MAX_ADAPTER_NAME) or ""
+        record = await directory.add(name, path or "", model)
     except AdapterError as error:
         if error.param is None:
             by_name = path is None or error.code == "invalid_model_name"
             error.param = "name" if by_name else "path"
         raise
-    await exchange.answer(200, msgspec.json.encode(_shown(record)))
+    await exchange.answer(200, msgspec.json.encode(_shown(record, _base(api, record, model))))
 
 
 async def one_adapter(api: "Api", exchange: HttpExchange) -> None:
@@ -59,7 +69,7 @@ async def one_adapter(api: "Api", exchange: HttpExchange) -> None:
     directory = api.backend.adapters
     name = exchange.path[len(PATH) + 1 :]
     if exchange.method == "DELETE":
-        await directory.remove(name)
+        await directory.remove(name, _model(exchange))
         gone = {"id": name, "object": "adapter", "deleted": True}
         await exchange.answer(200, msgspec.json.encode(gone))
         return
@@ -72,7 +82,7 @@ async def one_adapter(api: "Api", exchange: HttpExchange) -> None:
             f"no adapter is called {shown(name)}{did_you_mean(name, directory.records)}",
             kind=NOT_FOUND,
         )
-    await exchange.answer(200, msgspec.json.encode(_shown(record)))
+    await exchange.answer(200, msgspec.json.encode(_shown(record, _base(api, record, ""))))
 
 
 async def load_lora(api: "Api", exchange: HttpExchange) -> None:
@@ -117,11 +127,24 @@ def _lora_name(body: dict[str, Any]) -> str:
     return name
 
 
-def _shown(record: AdapterRecord) -> dict[str, Any]:
-    """revision null: no request has named it yet, so its files were not read."""
+def _model(exchange: HttpExchange) -> str:
+    """The base model that the query names; "" for none."""
+    return exchange.parameters().get("model", "")
+
+
+def _base(api: "Api", record: AdapterRecord, model: str) -> str:
+    """The base model of an adapter that was found, or added to this one."""
+    bases = (base for base, one in api.backend.adapters.by_model() if one.name == record.name)
+    return model or next(bases, "")
+
+
+def _shown(record: AdapterRecord, base: str) -> dict[str, Any]:
+    """base: its model's name. revision null: no request has named it yet, so its files were not
+    read."""
     return {
         "id": record.name,
         "object": "adapter",
+        "model": base,
         "path": record.path,
         "source": record.source,
         "revision": record.revision or None,

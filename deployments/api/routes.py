@@ -421,7 +421,9 @@ ROUTES: tuple[Route, ...] = (
     Route(
         adapters.PATH,
         adapters.adapters,
-        get=Operation("Adapters of the served model", _ADAPTERS, answer=_LIST),
+        get=Operation(
+            "Adapters, all or of one model", _ADAPTERS, answer=_LIST, query={"model": TEXT}
+        ),
         post=Operation(
             "An adapter, added or read again",
             (*READS, *NAMES, 409, 422, 503),
@@ -576,7 +578,9 @@ ROUTES: tuple[Route, ...] = (
         f"{adapters.PATH}/{{name}}",
         adapters.one_adapter,
         get=Operation("An adapter", _ADAPTERS, answer=_ADAPTER),
-        delete=Operation("Take it away", (*_ADAPTERS, 400, 409, 422), answer=_GONE),
+        delete=Operation(
+            "Take it away", (*_ADAPTERS, 400, 409, 422), answer=_GONE, query={"model": TEXT}
+        ),
     ),
 )
 EXACT: Mapping[str, Route] = {route.path: route for route in ROUTES if "{" not in route.path}

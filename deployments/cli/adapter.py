@@ -2,7 +2,7 @@
 
 import os
 from typing import Annotated, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import typer
 
@@ -11,14 +11,20 @@ from deployments.cli.running import HERE, AdminKey, Url, ask
 app = typer.Typer(name="adapter", help="List, add and remove adapters of a running server.")
 
 _Name = Annotated[str, typer.Argument(help="What requests call it.")]
+_Model = Annotated[
+    str | None, typer.Option(help="Its base model; needed where several are served.")
+]
 _ADD_SECONDS = 600.0  # for an adapter that the server has to fetch
 
 
 @app.command("list")
-def show(url: Url = HERE, key: AdminKey = None) -> None:
-    """Name, rank, revision and folder of each. Without a revision: no request has named it yet."""
-    for adapter in ask(url, key, "GET", "/adapters")["data"]:
-        _print(adapter)
+def show(model: _Model = None, url: Url = HERE, key: AdminKey = None) -> None:
+    """Name, rank, revision and folder of each, by its model where there are several. Without a
+    revision: no request has named it yet."""
+    adapters = ask(url, key, "GET", f"/adapters{_query(model)}")["data"]
+    several = len({adapter["model"] for adapter in adapters}) > 1
+    for adapter in adapters:
+        _print(adapter, f"{adapter['model']}:" if several else "")
 
 
 @app.command()
@@ -31,6 +37,7 @@ def add(
             "read again."
         ),
     ] = None,
+    model: _Model = None,
     url: Url = HERE,
     key: AdminKey = None,
 ) -> None:
@@ -41,19 +48,23 @@ def add(
     body = {"name": name}
     if path is not None:
         body["path"] = path if "://" in path else os.path.abspath(path)
+    if model is not None:
+        body["model"] = model
     _print(ask(url, key, "POST", "/adapters", body, _ADD_SECONDS))
 
 
 @app.command()
-def remove(name: _Name, url: Url = HERE, key: AdminKey = None) -> None:
+def remove(name: _Name, model: _Model = None, url: Url = HERE, key: AdminKey = None) -> None:
     """Serve an adapter no longer: requests that run finish. Its files stay."""
-    ask(url, key, "DELETE", f"/adapters/{quote(name, safe='')}")
+    ask(url, key, "DELETE", f"/adapters/{quote(name, safe='')}{_query(model)}")
     print(f"{name} is removed")
 
 
-def _print(adapter: dict[str, Any]) -> None:
+def _query(model: str | None) -> str:
+    return "" if model is None else "?" + urlencode({"model": model})
+
+
+def _print(adapter: dict[str, Any], before: str = "") -> None:
     rank = f"rank {adapter['rank']}" if adapter["rank"] else adapter["kind"] or "not read"
-    print(
-        f"{adapter['id']:24} {rank:9} {adapter['revision'] or '-':33} {adapter['source']:7}"
-        f"{adapter['path']}"
-    )
+    name, revision = before + adapter["id"], adapter["revision"] or "-"
+    print(f"{name:24} {rank:9} {revision:33} {adapter['source']:7}{adapter['path']}")

@@ -77,8 +77,7 @@ def _frontend(
         return f"http-request {returned} if {condition}"
 
     match = section.match(r"bind (\S+):(\d+)")
-    host = "*" if settings.host in ("0.0.0.0", "::") else settings.host or match[1]
-    bind = f"bind {host}:{match[2]}"
+    bind = f"bind {_listen_at(settings.host or match[1], match[2])}"
     if settings.certificate:
         pem = folder / "edge.pem"
         pem.touch(0o600)
@@ -113,6 +112,16 @@ def _frontend(
         f"if {{ req.body_size lt {refusals.REQUEST_BYTES} }}",
     ]
     section.change(r"bind \S+:\d+", "\n    ".join([bind, *rules]))
+
+
+def _listen_at(host: str, port: str) -> str:
+    """The address of a `bind` line. All addresses of IPv6 are those of IPv4, too, as with other
+    servers."""
+    if host in ("0.0.0.0", "*"):
+        return f"*:{port}"
+    if ":" not in host:
+        return f"{host}:{port}"
+    return f"[{host.strip('[]')}]:{port}" + " v4v6" * (host == "::")
 
 
 class _HaproxyFile:

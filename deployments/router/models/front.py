@@ -231,25 +231,33 @@ class FrontAdapters:
         return await self._of(name).pin(name)
 
     async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
+        base = self._base(name, model) or self._front.only
+        each = self._each()
+        if not base:
+            raise _which_model(list(each))
+        holders = [other for other, one in each.items() if name in one.records and other != base]
+        if name in each or (holders and name not in each[base].records):
+            what = "a model" if name in each else f"an adapter of {holders[0]}"
+            raise AdapterError(f"{name} is the name of {what}", code="invalid_model_name")
+        return await each[base].add(name, path)
+
+    async def remove(self, name: str, model: str = "") -> AdapterRecord:
+        base = self._base(name, model)
+        return await (self._each()[base] if base else self._of(name)).remove(name)
+
+    def by_model(self) -> list[tuple[str, AdapterRecord]]:
+        return [pair for one in self._each().values() for pair in one.by_model()]
+
+    def _base(self, name: str, model: str) -> str:
+        """The base model's name: the one that is given, or the one that has such an adapter; "" if
+        none has. Raises MantaError where several have, or none is called so."""
         each = self._each()
         if model and model not in each:
             raise AdapterError(f"no model is called {model!r}", code="model_not_found")
         holders = [base for base, one in each.items() if name in one.records]
-        if not model:
-            model = holders[0] if holders else self._front.only
-        if not model:
-            raise InvalidRequest(
-                f"model must name the base model, one of {', '.join(each)}",
-                param="model",
-                code="missing_field",
-            )
-        if name in each or (holders and holders[0] != model):
-            what = "a model" if name in each else f"an adapter of {holders[0]}"
-            raise AdapterError(f"{name} is the name of {what}", code="invalid_model_name")
-        return await each[model].add(name, path)
-
-    async def remove(self, name: str) -> AdapterRecord:
-        return await self._of(name).remove(name)
+        if not model and len(holders) > 1:
+            raise _which_model(holders)
+        return model or next(iter(holders), "")
 
     def _of(self, name: str) -> AdapterRegistry:
         """The registry that has the adapter; of one that is new to all, any, as each looks for what
@@ -261,3 +269,11 @@ class FrontAdapters:
         if not each:
             raise not_found(name)
         return each[0]
+
+
+def _which_model(names: list[str]) -> InvalidRequest:
+    return InvalidRequest(
+        f"model must name the base model, one of {', '.join(names)}",
+        param="model",
+        code="missing_field",
+    )

@@ -59,6 +59,7 @@ class Client:
         hang_up: asyncio.Event | None = None,
         send_fails: bool = False,
         reply: Reply | None = None,
+        query: bytes = b"",
     ) -> Reply:
         reply = reply if reply is not None else Reply()
         parts = [body] if isinstance(body, bytes) else list(body)
@@ -81,7 +82,7 @@ class Client:
             reply.sends.append(message.get("body", b""))
             reply.body += message.get("body", b"")
 
-        await self.app(scope_of(method, path, headers), receive, send)
+        await self.app(scope_of(method, path, headers, query), receive, send)
         return reply
 
     async def post(self, path: str, body: Any, **options: Any) -> Reply:

@@ -269,7 +269,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
         def read(self):
             record = {"id": "legal", "rank": 8, "revision": "r1", "source": "api", "path": "/x"}
-            return json.dumps({**record, "data": [record]}).encode()
+            record["model"] = "qwen"
+            other = {**record, "model": "smol"}
+            return json.dumps({**record, "data": [record, other]}).encode()
 
     monkeypatch.setattr(
         "deployments.cli.chat.ChatServer.request", lambda self, *args: Answer(self.url, *args)
@@ -286,6 +288,17 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         ("GET", "/adapters", None),
         ("POST", "/adapters", {"name": "legal"}),
         ("DELETE", "/adapters/legal", None),
+    ]
+    calls.clear()
+    for args in (["list"], ["add", "legal", "s3://x"], ["remove", "legal"]):
+        result = runner.invoke(command, [*args, "--model", "a b", "--url", "http://x:1"])
+        assert result.exit_code == 0, result.output
+        assert ("qwen:legal" in result.output) == (args == ["list"])
+    assert [call[1:4] for call in calls] == [
+        ("GET", "/adapters?model=a+b", None),
+        ("GET", "/adapters", None),
+        ("POST", "/adapters", {"name": "legal", "path": "s3://x", "model": "a b"}),
+        ("DELETE", "/adapters/legal?model=a+b", None),
     ]
 
 

@@ -68,19 +68,22 @@ class Edge:
     process: "subprocess.Popen[bytes]"
 
     async def connect(
-        self, source: str = "127.0.0.1"
+        self, source: str = "127.0.0.1", at: str = "127.0.0.1"
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
+        local = None if ":" in at else (source, 0)
+        return await asyncio.open_connection(at, self.port, local_addr=local)
 
-    async def raw(self, data: bytes, source: str = "127.0.0.1", seconds: float = 10) -> bytes:
+    async def raw(
+        self, data: bytes, source: str = "127.0.0.1", seconds: float = 10, at: str = "127.0.0.1"
+    ) -> bytes:
         """All that comes until the edge closes."""
-        reader, writer = await self.connect(source)
+        reader, writer = await self.connect(source, at)
         with closing(writer):
             writer.write(data)
             return await asyncio.wait_for(reader.read(), seconds)
 
-    async def get(self, path: str = "/", source: str = "127.0.0.1") -> bytes:
-        return await self.raw(request(path), source)
+    async def get(self, path: str = "/", source: str = "127.0.0.1", at: str = "127.0.0.1") -> bytes:
+        return await self.raw(request(path), source, at=at)
 
 
 def request(path: str, headers: str = "") -> bytes:
@@ -96,7 +99,11 @@ def launcher(folder: Path, settings: EdgeSettings) -> tuple[list[str], dict[str,
 
 @contextmanager
 def running(
-    settings: EdgeSettings, routers: list[int], client_seconds: int = 35, open_files: int = 0
+    settings: EdgeSettings,
+    routers: list[int],
+    client_seconds: int = 35,
+    open_files: int = 0,
+    at: str = "127.0.0.1",
 ) -> Iterator[Edge]:
     with tempfile.TemporaryDirectory(prefix="h") as name:  # short: sockets are in it
         folder, port = Path(name), free_port()
@@ -107,18 +114,20 @@ def running(
         with (folder / "stderr").open("wb") as errors:
             process = subprocess.Popen(command, env=environment, cwd="/", stderr=errors)
         try:
-            wait_listening(process, port, folder / "stderr")
+            wait_listening(process, port, folder / "stderr", at)
             yield Edge(port, folder, process)
         finally:
             process.kill()
             process.wait()
 
 
-def wait_listening(process: "subprocess.Popen[bytes]", port: int, errors: Path) -> None:
+def wait_listening(
+    process: "subprocess.Popen[bytes]", port: int, errors: Path, at: str = "127.0.0.1"
+) -> None:
     deadline = time.monotonic() + 10
     while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
+        with socket.socket(socket.AF_INET6 if ":" in at else socket.AF_INET) as probe:
+            if probe.connect_ex((at, port)) == 0:
                 return
         if process.poll() is not None:
             raise AssertionError(errors.read_text())

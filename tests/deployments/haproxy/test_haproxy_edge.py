@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.ports import listeners
+from deployments.cli.ports import listeners, why_not_bindable
 from deployments.haproxy.settings import EdgeSettings
 from tests.deployments.haproxy.edge import (
     ROOT,
@@ -85,6 +85,25 @@ async def test_only_the_service_itself_is_on_all_interfaces(router: int) -> None
         binds = [line.split()[1] for line in text.splitlines() if line.strip().startswith("bind")]
         assert sorted(bind.split(":")[0] for bind in binds) == ["*", "127.0.0.1", "127.0.0.1"]
         assert b"200 OK" in await edge.get()
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("::", {"127.0.0.1", "::1"}), ("::1", {"::1"}), ("0.0.0.0", {"127.0.0.1"})],
+)
+async def test_the_edge_listens_where_http_host_says(
+    host: str, reached: set[str], router: int
+) -> None:
+    """Bug: `http.host: "::"` listened on IPv4 alone, where nobody had asked for it; ::1 nowhere."""
+    if "::1" in reached and why_not_bindable("::1", free_port()):
+        pytest.skip("this machine has no IPv6")
+    with running(EdgeSettings(host=host), [router], at=min(reached)) as edge:
+        for address in ("127.0.0.1", "::1"):
+            if address in reached:
+                assert b"200 OK" in await edge.get(at=address)
+            else:
+                with pytest.raises(OSError):
+                    await edge.get(at=address)
 
 
 async def test_slow_heads_and_bodies_end(router: int) -> None:

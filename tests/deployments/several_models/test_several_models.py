@@ -11,7 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from deployments.adapters.record_store import AdapterRecord, RayRecordStore
+from deployments.adapters.record_store import (
+    AdapterRecord,
+    AdapterRecordStore,
+    LocalRecordStore,
+    RayRecordStore,
+)
+from deployments.api.app import build_asgi
 from deployments.app import build, deploy, put_model, serve_config
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.catalog import entries, model_app, statuses, trouble
@@ -28,6 +34,7 @@ from deployments.router.models import keeper
 from deployments.router.models.front import ModelFront
 from engine.errors import AdapterError, ConfigError, InvalidRequest, MantaError, Overloaded
 from engine.sampling_params import SamplingParams
+from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.on_ray.serve_cluster import Cluster, tiny_model
 from tests.deployments.several_models.endpoint import (
@@ -198,10 +205,10 @@ def test_what_takes_one_model_says_so() -> None:
 # -- the front
 
 
-def dispatcher(name: str, **fields: Any) -> Dispatcher:
+def dispatcher(name: str, records: AdapterRecordStore | None = None, **fields: Any) -> Dispatcher:
     limits = DispatchLimits(waiting=1)
     card = ModelCard(name, 64, 300, (2,), 0, **fields)
-    return Dispatcher(card, tiny_tokenizer(), limits, "router")
+    return Dispatcher(card, tiny_tokenizer(), limits, "router", record_store=records)
 
 
 def request(model: str) -> GenerationRequest:
@@ -320,6 +327,39 @@ async def test_an_adapters_name_is_of_one_model() -> None:
         await front.adapters.add("b", "/y", "a")
     with pytest.raises(AdapterError, match="no model is called 'c'"):
         await front.adapters.add("new", "/y", "c")
+    front.close()
+
+
+async def test_an_adapter_that_two_models_have_is_named_with_its_model() -> None:
+    """Bug: `manta adapter remove` takes an adapter of any model away where two have its name, and
+    the list shows one of them."""
+    front = ModelFront("router", several=True)
+    for name in ("a", "b"):
+        store = LocalRecordStore()
+        store.put(AdapterRecord(name="legal", path=f"/{name}", version=1))
+        front.put(name, dispatcher(name, store), 1.0)
+    await front.adapters.refresh()
+    client = Client(build_asgi(cast(Any, front)))
+
+    async def ask(method: str, path: str) -> tuple[int, Any]:
+        route, _, query = path.partition("?")
+        reply = await client.request(method, route, query=query.encode())
+        return reply.status, reply.json()
+
+    async def paths(query: str = "") -> list[tuple[str, str]]:
+        _, answer = await ask("GET", f"/v1/adapters{query}")
+        return [(one["model"], one["path"]) for one in answer["data"]]
+
+    assert await paths() == [("a", "/a"), ("b", "/b")] and await paths("?model=b") == [("b", "/b")]
+    status, answer = await ask("DELETE", "/v1/adapters/legal")
+    assert status == 400 and "model must name the base model, one of a, b" in str(answer)
+    for method, path in (("GET", "/v1/adapters?model=c"), ("DELETE", "/v1/adapters/legal?model=c")):
+        status, answer = await ask(method, path)
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert (await ask("DELETE", "/v1/adapters/legal?model=b"))[0] == 200
+    assert await paths() == [("a", "/a")]
+    assert (await ask("DELETE", "/v1/adapters/legal?model=b"))[0] == 404
+    assert (await ask("DELETE", "/v1/adapters/legal"))[0] == 200 and await paths() == []
     front.close()
 
 
