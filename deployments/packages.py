@@ -1,8 +1,10 @@
 """Whether Python finds Manta's own packages: their names are plain words that others use, too."""
 
+import contextlib
 import hashlib
 import importlib.util
 import sys
+import tomllib
 from base64 import urlsafe_b64encode
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +27,14 @@ def _folder(name: str) -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).resolve().parent
+
+
+def version() -> str:
+    """Manta's version, by its pyproject.toml in a source folder that nothing has installed."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(_NAME)
+    project = tomllib.loads((SOURCE / "pyproject.toml").read_text("utf-8"))["project"]
+    return f"{project['version']} (a source folder)"
 
 
 def why_mixed(path: list[str] | None = None) -> str:

@@ -296,10 +296,18 @@ def _cores() -> DoctorCheck:
 
 def _files() -> DoctorCheck:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _LEAST_FILES:
-        way_out = f"ulimit -n {min(65536, hard) if hard > 0 else 65536}"
-        return DoctorCheck("open files", "note", f"limit {soft}; many clients need more", way_out)
-    return DoctorCheck("open files", "ok", f"limit {soft}")
+    if soft >= _LEAST_FILES:
+        return DoctorCheck("open files", "ok", f"limit {soft}")
+    text, most = f"limit {soft}; many clients need more", 65536
+    if hard == resource.RLIM_INFINITY or hard >= _LEAST_FILES:
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        return DoctorCheck("open files", "note", text, f"ulimit -n {most}")
+    way_out = (
+        f"only an administrator can raise the hard limit, {hard}: nofile in "
+        f"/etc/security/limits.conf, LimitNOFILE={most} of a systemd unit, or "
+        f"docker run --ulimit nofile={most}"
+    )
+    return DoctorCheck("open files", "note", text, way_out)
 
 
 def _shared_memory() -> DoctorCheck:

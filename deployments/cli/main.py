@@ -23,6 +23,26 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from deployments.packages import version
+
+        print(f"manta {version()}")
+        raise typer.Exit
+
+
+@cli.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Say the version and end.", callback=_say_version, is_eager=True
+        ),
+    ] = False,
+) -> None: ...
+
+
 cli.add_typer(adapter, epilog="Example:  manta adapter add legal /models/adapters/legal")
 cli.add_typer(models, epilog="Example:  manta models add llama /models/llama-8b")
 cli.add_typer(loadtest, epilog="Example:  manta loadtest run chat.yaml --url http://host:8000")

@@ -3,10 +3,12 @@
 import http.client
 import json
 import logging
+import shlex
 import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from deployments.checkpoints.resolve import resolve_model
 from deployments.cli.console import StatusLine, err, model_progress
@@ -254,10 +256,33 @@ def _about(config: MantaConfig) -> list[str]:
         f"Serving {', '.join(names)} at {url}/v1 (Ctrl-C stops)",
         f"  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'",
-        f"  manta chat {url}",
+        f"  manta chat {url}{_key_option(config)}",
         *([f"  a page: {url}/page"] if config.http.page else []),
         f"  {token}manta status{name} --address {address}",
         f"Other Ray jobs: {token}RAY_ADDRESS={address}, see docs/python.md",
+        *_logs(),
+    ]
+
+
+def _key_option(config: MantaConfig) -> str:
+    """The keys file itself, where its first word is a key and no digest of one."""
+    file = config.http.api_keys_file
+    if file is None:
+        return ""
+    readable = not Path(file).read_text("utf-8").lstrip().startswith(("sha256:", "#"))
+    return f" --key {shlex.quote(file) if readable else 'FILE_WITH_A_KEY'}"
+
+
+def _logs() -> list[str]:
+    """Where Ray's processes write, and how much is kept."""
+    from ray._private.worker import _global_node
+
+    if _global_node is None:  # Ray's client has none
+        return []
+    most, before = _global_node.max_bytes >> 20, _global_node.backup_count
+    return [
+        f"Logs: {_global_node.get_logs_dir_path()}/serve, each file to {most} MiB and {before} "
+        "older ones; see docs/deploy.md"
     ]
 
 

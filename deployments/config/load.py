@@ -6,9 +6,10 @@ one.
 """
 
 import difflib
+import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -248,8 +249,12 @@ def _describe(error: dict[str, Any], parsed: yaml_lines.YamlDocument, source: st
     key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden" or "[key]" in error["loc"]:
         known = _known_keys(loc[:-1])
-        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        elsewhere = _keys_elsewhere(loc)
+        near = elsewhere.get(str(loc[-1])) or difflib.get_close_matches(str(loc[-1]), known, n=1)
+        if not near:
+            named = difflib.get_close_matches(str(loc[-1]), elsewhere, n=1, cutoff=0.75)
+            near = elsewhere[named[0]] if named else []
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known keys: {', '.join(known)}"
         return f"{where}: {key}: unknown key; {hint}"
     message = error["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be")
@@ -276,6 +281,42 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
             return []
         section = kind
     return list(section.model_fields)
+
+
+def _keys_elsewhere(loc: tuple[str | int, ...]) -> dict[str, list[str]]:
+    """Key -> the places where it may stand, of those that belong together with a wrong place."""
+    own = tuple(map(str, loc[:2])) if loc[0] == "models" and len(loc) > 2 else ()
+    roots = [((), MantaConfig), (own, ServedModelConfig)] if own else [((), MantaConfig)]
+    found: dict[str, list[str]] = {}
+
+    def add(path: tuple[str, ...], keys: Iterable[str]) -> None:
+        for key in keys:
+            found.setdefault(key, []).append(".".join((*path, key)))
+
+    def walk(path: tuple[str, ...], section: type[BaseModel]) -> None:
+        add(path, section.model_fields)
+        for key, field in section.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                walk((*path, key), kind)
+        if "engine" in section.model_fields:
+            add((*path, "engine"), engine_model().model_fields)
+
+    for path, section in reversed(roots):
+        walk(path, section)
+        pools = (*path, "pools")
+        inside = str(loc[len(pools)]) if loc[: len(pools)] == pools else ""
+        for kind in ("cpu", "gpu"):
+            if inside == kind:
+                walk((*pools, kind), PoolConfig)
+            else:
+                add((*pools, kind), PoolConfig.model_fields.keys() - {"engine", "replicas"})
+
+    def shared(place: str) -> int:
+        same = (a == str(b) for a, b in zip(place.split("."), loc, strict=False))
+        return len(list(itertools.takewhile(bool, same)))
+
+    return {key: sorted(places, key=shared, reverse=True)[:2] for key, places in found.items()}
 
 
 def _lookup(data: Any, path: tuple[str | int, ...]) -> Any:

@@ -1,6 +1,6 @@
 """run: requests through an engine core in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.batch import TokenLogprobs
@@ -28,10 +28,12 @@ def run(
     adapters: Sequence[str] = (),
     together: bool = True,
     seed: int = 1,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> list[Output]:
     """All prompts at once, or one after another. Checks that nothing is left behind.
 
-    adapters: of each prompt; none by default.
+    adapters: of each prompt; none by default. progress: called after each step with the number of
+    tokens that there are.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs = [Output() for _ in prompts]
@@ -54,6 +56,7 @@ def run(
                 output.finish = delta.finish or output.finish
                 output.error = delta.error or output.error
                 output.cached = max(output.cached, delta.cached)
+            progress(sum(len(output.token_ids) for output in outputs))
     core.check_integrity()
     assert core.stats().free_blocks == core.stats().total_blocks
     return outputs

@@ -197,11 +197,11 @@ def verify(
         prompts=len(prompts),
     )
     with _folder(options.dump) as folder:
-        progress("transformers")
-        texts = _ask_reference(report, resolved, prompts, options, folder)
+        progress("transformers loads it")
+        texts = _ask_reference(report, resolved, prompts, options, folder, progress)
         gc.collect()
         progress("greedy text")
-        ours = _texts(report, config, prompts, options.max_tokens)
+        ours = _texts(report, config, prompts, options.max_tokens, progress)
         gc.collect()
         sequences = [
             torch.tensor([*prompt.ids, *(texts[i] if texts else ours[i].token_ids)])
@@ -210,11 +210,12 @@ def verify(
         report.tokens = sum(len(ids) for ids in sequences)
         progress("layer by layer")
         model = load_model(resolved)
-        _trace(report, model, sequences, folder if options.dump or texts else None, options)
+        traces = folder if options.dump or texts else None
+        _trace(report, model, sequences, traces, options, progress)
         if texts:
             report.text = _beside_reference(report.bounds, prompts, texts, ours, folder)
         progress("chunks, batches, prefixes")
-        report.own = consistency(model, sequences)
+        report.own = consistency(model, sequences, progress)
     _judge(report)
     return report
 
@@ -234,7 +235,12 @@ def _file(folder: Path, side: str, number: int) -> Path:
 
 
 def _ask_reference(
-    report: Report, resolved: Resolved, prompts: Sequence[Prompt], options: Options, folder: Path
+    report: Report,
+    resolved: Resolved,
+    prompts: Sequence[Prompt],
+    options: Options,
+    folder: Path,
+    progress: Callable[[str], None],
 ) -> list[list[int]]:
     """Its greedy texts; its traces go to the folder. Empty if there is none."""
     if options.reference is None:
@@ -251,6 +257,7 @@ def _ask_reference(
     report.reference = f"{reference.name}, {dtype}, {options.attention} attention"
     texts = []
     for number, prompt in enumerate(prompts):
+        progress(f"transformers, {_of(number, prompts)}")
         texts.append(reference.greedy(prompt.ids, options.max_tokens))
         trace = reference.trace([*prompt.ids, *texts[-1]])
         save_file(
@@ -261,17 +268,29 @@ def _ask_reference(
 
 
 def _texts(
-    report: Report, config: EngineConfig, prompts: Sequence[Prompt], max_tokens: int
+    report: Report,
+    config: EngineConfig,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    progress: Callable[[str], None],
 ) -> list[Output]:
     """The engine's greedy texts, and in the report whether they depend on how they came."""
     core, _ = build(config)
     ids = [prompt.ids for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
-    together = run(core, ids, params)
     few = ids[:FEW]
+
+    def told(what: str, count: int) -> Callable[[int], None]:
+        return lambda tokens: progress(
+            f"greedy text{what}, {tokens} of {count * max_tokens} tokens"
+        )
+
+    together = run(core, ids, params, progress=told("", len(ids)))
     core.reset_prefix_cache()
     for name in ("alone", "from the prefix cache"):
-        again = run(core, few, params, together=False)
+        progress(f"greedy text {name}")
+        counting = told(f" {name}", len(few))
+        again = run(core, few, params, together=False, progress=counting)
         found = report.own_text[name] = Texts(len(again))
         for number, (output, other) in enumerate(zip(together, again, strict=False)):
             position = _first_difference(output.token_ids, other.token_ids)
@@ -326,6 +345,7 @@ def _trace(
     sequences: Sequence[Tensor],
     folder: Path | None,
     options: Options,
+    progress: Callable[[str], None],
 ) -> None:
     """Ours, beside the reference's if there is one."""
     if folder is None:
@@ -333,6 +353,7 @@ def _trace(
     logits = _Logits()
     paged = Paged(model, _blocks(max(map(len, sequences))), BLOCK)
     for number, ids in enumerate(sequences):
+        progress(f"layer by layer, {_of(number, sequences)}")
         with traced(model) as trace:
             (found,) = paged.run((ids, range(_blocks(len(ids))), 0))
         trace |= {"ids": ids, "logits": found.float().cpu()}
@@ -370,7 +391,9 @@ def _begins(report: Report) -> str:
     return ""
 
 
-def consistency(model: Model, sequences: Sequence[Tensor]) -> dict[str, Difference]:
+def consistency(
+    model: Model, sequences: Sequence[Tensor], progress: Callable[[str], None] = lambda phase: None
+) -> dict[str, Difference]:
     """The logits of the few longest sequences, [n] token ids each, from other steps than one with
     the whole sequence alone."""
     sequences = sorted(sequences, key=len)[-FEW:]
@@ -387,7 +410,8 @@ def consistency(model: Model, sequences: Sequence[Tensor]) -> dict[str, Differen
         entries, paged.run(*((ids, table, 0) for ids, table in entries)), whole, strict=True
     ):
         found["batch"].add(ids, logits, want)
-    for (ids, table), want in zip(entries, whole, strict=True):
+    for number, ((ids, table), want) in enumerate(zip(entries, whole, strict=True)):
+        progress(f"chunks, batches, prefixes, {_of(number, entries)}")
         count = len(ids)
         cuts = sorted({0, count // 5, count // 3, count // 2, max(0, count - 2), count})
         parts = [paged.run((ids[:end], table, start))[0] for start, end in pairwise(cuts)]
@@ -425,6 +449,10 @@ def _judge(report: Report) -> None:
 
 def _words(difference: Difference) -> str:
     return f"relative {difference.logits:.1e}, KL {difference.kl:.1e} nats"
+
+
+def _of(number: int, of: Sequence[Any]) -> str:
+    return f"prompt {number + 1} of {len(of)}"
 
 
 def _blocks(tokens: int) -> int:

@@ -3,6 +3,9 @@
 import contextlib
 import json
 import os
+import re
+import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -475,6 +478,51 @@ def test_doctor_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert states["python"] == "ok"
     assert states["torch"] == "ok"
     assert {"memory", "cores", "open files", "haproxy", "model cache"} <= set(states)
+
+
+def test_the_version_is_told() -> None:
+    """ "No such option: --version", of whoever reports a bug."""
+    done = manta("--version")
+    assert done.returncode == 0 and re.fullmatch(r"manta \d+\.\d+\.\d+.*\n", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "said"),
+    [
+        (1024, 1 << 20, "ulimit -n 65536"),
+        (1024, resource.RLIM_INFINITY, "ulimit -n 65536"),
+        (1024, 8192, "ulimit -n 8192"),
+        (1024, 1024, "LimitNOFILE=65536"),
+        (8192, 8192, ""),
+    ],
+)
+def test_doctor_names_a_limit_that_can_be_set(
+    soft: int, hard: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: `ulimit -n 1024` as the way out of a limit of 1024."""
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
+    check = doctor._files()
+    assert said in check.way_out and bool(said) == (check.state == "note")
+    assert hard > 4096 or soft != hard or "hard limit" in check.way_out
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [("sk-1 name=a", " --key {}"), ("sha256:" + "0" * 64, " --key FILE_WITH_A_KEY"), ("", "")],
+)
+def test_the_printed_chat_has_a_key_where_one_is_asked_for(
+    line: str, option: str, tmp_path: Path
+) -> None:
+    """Bug: the command that `manta serve` prints is answered by 401; or a key is printed."""
+    config, keys = parse_config({}, {}), tmp_path / "my keys"
+    if line:
+        keys.touch(0o600)
+        keys.write_text(f"{line}\n")
+        config = parse_config({"http": {"api_keys_file": str(keys)}}, {})
+    said = serve._key_option(config)
+    assert said == option.format(shlex.quote(str(keys))) and "sk-1" not in said
+    if option.endswith("{}"):
+        assert chat.read_key(Path(shlex.split(said)[1])) == "sk-1"
 
 
 @pytest.mark.parametrize("fault", ["noexec", "ray", "port", "certificate"])

@@ -151,6 +151,31 @@ def test_all_problems_at_once_with_line_key_and_nearest_name(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("max_model_len: 9", "engine.max_model_len"),
+        ("port: 9", "http.port or grpc.port"),
+        ("api_keys_file: keys", "http.api_keys_file"),
+        ("http: {max_model_len: 9}", "engine.max_model_len"),
+        ("engine: {drain_seconds: 9}", "limits.drain_seconds"),
+        ("tensor_parallel_size: 2", "engine.tensor_parallel"),
+        ("pools: {cpu: {block_size: 9}}", "pools.cpu.engine.block_size or engine.block_size"),
+        ("pools: {cpu: {engine: {num_cpus: 9}}}", "pools.cpu.num_cpus or "),
+        ("models: {a: {seed: 9}}", "models.a.engine.seed or engine.seed"),
+        ("models: {a: {port: 9}}", "http.port or grpc.port"),
+        (
+            "models: {a: {pools: {gpu: {seed: 9}}}}",
+            "models.a.pools.gpu.engine.seed or models.a.eng",
+        ),
+    ],
+)
+def test_a_key_in_a_wrong_place_is_told_its_right_one(tmp_path: Path, text: str, hint: str) -> None:
+    """A list of thirty keys for somebody who wrote `max_model_len` without `engine`."""
+    (found,) = faults(tmp_path, text)
+    assert f": unknown key; did you mean {hint}" in found
+
+
+@pytest.mark.parametrize(
     ("text", "line", "part"),
     [
         ("engine: {memory_fraction: 2}", 1, "engine.memory_fraction: memory_fraction must be in"),

@@ -46,6 +46,19 @@ def test_it_agrees(name: str, tmp_path: Path) -> None:
     json.dumps(report.as_dict(), allow_nan=False)
 
 
+def test_each_part_says_how_far_it_is(tmp_path: Path) -> None:
+    """Bug: minutes of one line, in the part that takes longest."""
+    save(ALL["qwen 3"], tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", num_threads=1)
+    said: list[str] = []
+    verify(config, PROMPTS, Options(4, tmp_path), said.append)
+    for part in ("transformers, prompt 3 of 3", "layer by layer, prompt 3 of 3"):
+        assert part in said
+    assert "greedy text, 12 of 12 tokens" in said
+    assert "greedy text alone, 8 of 8 tokens" in said
+    assert "chunks, batches, prefixes, prompt 2 of 2" in said
+
+
 @pytest.mark.parametrize(
     "name", ["qwen 3 next", *(pytest.param(name, marks=pytest.mark.slow) for name in MIXED)]
 )
