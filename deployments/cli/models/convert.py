@@ -11,7 +11,10 @@ from deployments.cli.target import engine_config, read_target
 from engine.conversion import convert, convert_rounded
 from engine.errors import ConfigError
 from engine.rounding import NAMES
+from engine.shards import read_headers
 from engine.weights.converted import damaged
+
+_FLOATS = ("F32", "F16", "BF16")  # safetensors' codes
 
 
 def run(
@@ -37,13 +40,25 @@ def run(
             count = convert_rounded(
                 config, target, lambda loading: status.update(f"Rounding: {loading}")
             )
-        print(f"{target}: {count:,} matrices in {config.quantization}, for every device")
+        what = f"{count:,} matrices in {config.quantization}, for every device"
+        print(f"{target}: {what}; {_sizes(target)}")
         return 0
     with StatusLine("Converting") as status:
         manifest = convert(config, target, lambda loading: status.update(f"Converting: {loading}"))
     weights = manifest.dtype if manifest.quantization == "none" else manifest.quantization
     print(f"{target}: {len(manifest.digests):,} tensors, {weights}, for {manifest.device}")
     return 0
+
+
+def _sizes(folder: Path) -> str:
+    """How much of a rounded folder is not rounded: of a small model the most, by its embedding."""
+    entries = read_headers(folder).values()
+    matrices = [entry for entry in entries if entry.code in _FLOATS and len(entry.shape) > 1]
+    kept = [one for one in matrices if not one.name.endswith(("_scale", "absmax", "quant_map"))]
+    whole = sum(entry.num_bytes for entry in entries)
+    text = f"{whole / 1e6:,.0f} MB, of which {sum(one.num_bytes for one in kept) / 1e6:,.0f} MB"
+    largest = max(kept, key=lambda one: one.num_bytes, default=None)
+    return f"{text} stay as they are" + (f" ({largest.name} ...)" if largest is not None else "")
 
 
 def _check(folder: Path) -> int:

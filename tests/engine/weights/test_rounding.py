@@ -1,6 +1,7 @@
 """Checkpoints that we round ourselves: numbers near the model's, in files that are read again."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,10 @@ def test_from_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         )
         == 0
     )
-    assert f"in {name}, for every device" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"in {name}, for every device" in said
+    kept = re.search(r"; (\d+) MB, of which (\d+) MB stay as they are \(\S*embed\S* \.\.\.\)", said)
+    assert kept and int(kept[1]) >= int(kept[2]), "most of a small model is its embedding"
     listed = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(listed.values()) == {file.name for file in target.glob("*.safetensors")}
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
