@@ -326,3 +326,16 @@ def test_examples_against_a_server(served: tuple[int, dict[str, str]]) -> None:
     cut = cut.replace("8000", str(port)).replace("max_tokens=20", longer)
     for code in (installed, cut, plain):
         assert len(run(code, **environment).strip()) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.serve
+def test_ray_data_examples(served: tuple[int, dict[str, str]]) -> None:
+    """A dataset that waits for ever for cores that the replicas hold, or that a full endpoint
+    ends. Runs where `ray[data]` is installed."""
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("pandas")
+    _, environment = served
+    endpoint, engines = examples("ray-data.md")
+    for code, variables in ((endpoint, environment), (engines, {})):
+        assert "'prompt': '99 and 99 are', 'text': '" in run(code, **variables)
