@@ -173,6 +173,7 @@ def build(
         step_tokens=resolved.max_num_batched_tokens,
         vector_size=0 if head is None else head.size,
         prefix_caching=core.config.prefix_caching,
+        stats=core.stats(),
     )
 
 

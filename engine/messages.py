@@ -209,6 +209,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     step_tokens: int  # that a step computes at most
     vector_size: int = 0  # elements of a text's vector; 0: the model makes none
     prefix_caching: bool = True  # what was computed of a prompt may be found again
+    stats: EngineStats | None = None  # before its first step: what it has room for
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

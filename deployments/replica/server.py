@@ -139,6 +139,7 @@ class ReplicaServer:
         if self._sleep is not None:
             await self._sleep.before_start()
         ready = await self._engine.start(config)
+        self.stats = ready.stats or self.stats
         self._server = await self._loop.create_server(self._accept, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
         self._look()

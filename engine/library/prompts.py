@@ -1,5 +1,6 @@
 """Prompts: text, token ids or chat messages to the token ids of a model, checked."""
 
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,23 +12,34 @@ from engine.messages import Ready
 from engine.process.fake import PREFIX as FAKE
 from engine.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("manta.engine")
+
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int]  # or an array of NumPy, torch or DLPack
 
 
 def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -> Tokenizer | None:
-    """The tokenizer given, or the model folder's; None where there is nothing to read: a fake
-    engine, or random weights beside a bare config.json."""
+    """The tokenizer given, or the model folder's; None of a folder without one, and of a fake
+    engine: prompts are token ids then, and answers have no text."""
     if isinstance(given, Tokenizer):
         return given
     recommended = config.generation_config == "auto"
     if given is not None:
         return Tokenizer.load(given, recommended=recommended)
-    bare = config.load_format == "dummy" and not (Path(config.model) / "tokenizer.json").exists()
-    if bare or config.model.startswith(FAKE):
+    folder = Path(config.model)
+    if config.model.startswith(FAKE):
         return None
-    return Tokenizer.load(config.model, recommended=recommended)
+    dummy = config.load_format == "dummy"
+    if not (folder / "tokenizer.json").is_file() and (dummy or folder.is_dir()):
+        if not dummy:
+            logger.warning(
+                "%s has no tokenizer.json: prompts have to be token ids, and answers have no text. "
+                "Give tokenizer=, or save the model with a fast tokenizer",
+                folder,
+            )
+        return None
+    return Tokenizer.load(folder, recommended=recommended)
 
 
 class Prompts:
@@ -92,7 +104,8 @@ class Prompts:
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:
             raise InvalidRequest(
-                "this engine has no tokenizer; give prompts as token ids", param="prompt"
+                "this engine has no tokenizer; give prompts as token ids, or tokenizer= to it",
+                param="prompt",
             )
         return self._tokenizer
 

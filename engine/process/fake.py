@@ -129,6 +129,7 @@ class FakeCore:
             start_seconds={},
             memory_table="fake",
             step_tokens=self._step_tokens,
+            stats=msgspec.structs.replace(self.stats()),
         )
 
     def add(self, request: EngineRequest) -> None:

@@ -45,6 +45,15 @@ async def test_a_look_tells_what_runs_and_why_it_is_there() -> None:
             one.abort()
 
 
+async def test_a_look_tells_what_an_idle_replica_has_room_for() -> None:
+    """Bug: "0 of ? rows" and "KV blocks 0 of 0" until the first request."""
+    async with Fleet(1, rows=4) as fleet:
+        (replica,) = fleet.dispatcher.live()["replicas"]
+        stats = replica["stats"]
+        assert stats["rows"] == 4 and 0 < stats["total_blocks"] == stats["free_blocks"]
+        assert not stats["running"] and not stats["step"] and replica["available"]
+
+
 async def test_a_look_tells_what_a_death_did() -> None:
     """Bug: a replica was killed, its requests went on elsewhere, and nobody could see it."""
     async with Fleet(2) as fleet:

@@ -24,6 +24,7 @@ from engine.library.progress import RequestProgress
 from engine.library.prompts import Prompts
 from engine.messages import Delta, Ready
 from tests.engine.text import small_tokenizers
+from tests.parity.cases import CASES, save
 
 FIRST, VOCAB = 32, 390  # of the fake engine; ids of the small byte-level tokenizer
 
@@ -475,3 +476,24 @@ def test_real_model_answers(default_model: Path) -> None:
         assert output.num_cached_tokens == 0
         (again,) = llm.chat(chat, SamplingParams(max_tokens=1, temperature=0))
         assert again.num_cached_tokens == (len(again.prompt_token_ids) - 1) // 16 * 16
+
+
+def test_a_checkpoint_without_a_tokenizer_answers_token_ids(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: a model that is asked by token ids alone, as trainers do, is refused for the want of a
+    tokenizer.json that nobody reads."""
+    save(CASES["qwen 3"], tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    with LLM(tmp_path, device="cpu", num_blocks=32, num_threads=1) as llm:
+        assert "has no tokenizer.json: prompts have to be token ids" in caplog.text
+        known = llm.ready.stats
+        assert known is not None and known.rows and known.total_blocks == 32
+        for detokenize in (False, True):
+            (answer,) = llm.generate([[5, 6, 7]], params, detokenize=detokenize)
+            assert len(answer.outputs[0].token_ids) == 4 and answer.outputs[0].text == ""
+        with pytest.raises(InvalidRequest, match="no tokenizer; give prompts as token ids"):
+            llm.generate(["text"], params)
+    with pytest.raises(ConfigError, match="nowhere"):
+        LLM(tmp_path / "nowhere", device="cpu")

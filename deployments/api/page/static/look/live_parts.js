@@ -2,6 +2,7 @@
 
 import { element, svg, svgTitle } from "../dom.js";
 
+const UNTOLD = "not told yet"; // by a replica that this router has not reached
 const COLUMNS = 64; // of a replica's grid of KV blocks
 const ROWS = 4;
 const CELL = 6; // pixels
@@ -71,10 +72,10 @@ function card({ id, stats, available, connected, cost, room, history, ours }, he
   const state = available ? "" : !connected ? "not connected" : stats.draining ? "is to stop" : "unavailable";
   const used = stats.total_blocks - stats.free_blocks;
   const rows = [
-    ["batch", `${stats.running} of ${stats.rows || "?"} rows, ${stats.waiting} wait`],
+    ["batch", stats.rows ? `${stats.running} of ${stats.rows} rows, ${stats.waiting} wait` : UNTOLD],
     ["step", milliseconds(1000 * stats.step_seconds)],
     ["tokens a second", number(history.at(-1).rate)],
-    ["KV blocks", `${number(used)} of ${number(stats.total_blocks)}, ${number(stats.reserved_blocks)} at full length`],
+    ["KV blocks", stats.total_blocks ? `${number(used)} of ${number(stats.total_blocks)}, ${number(stats.reserved_blocks)} at full length` : UNTOLD],
     ["expected wait", `${milliseconds(cost.wait_ms)}, and ${cost.prompt_token_ms ?? "–"} ms a prompt token`],
     ["takes now", `${room} more; it has ${ours} of this router`],
     ["preemptions", number(stats.preemptions)],
