@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deployments.checkpoints.resolve import resolve_model
 from deployments.cli.console import StatusLine, err, model_progress
@@ -275,13 +276,14 @@ def _key_option(config: MantaConfig) -> str:
 
 def _logs() -> list[str]:
     """Where Ray's processes write, and how much is kept."""
-    from ray._private.worker import _global_node
+    from ray._private import worker
 
-    if _global_node is None:  # Ray's client has none
+    node: Any = worker._global_node
+    if node is None:  # Ray's client has none
         return []
-    most, before = _global_node.max_bytes >> 20, _global_node.backup_count
+    most, before = node.max_bytes >> 20, node.backup_count
     return [
-        f"Logs: {_global_node.get_logs_dir_path()}/serve, each file to {most} MiB and {before} "
+        f"Logs: {node.get_logs_dir_path()}/serve, each file to {most} MiB and {before} "
         "older ones; see docs/deploy.md"
     ]
 

@@ -286,7 +286,9 @@ def _known_keys(path: tuple[str | int, ...]) -> list[str]:
 def _keys_elsewhere(loc: tuple[str | int, ...]) -> dict[str, list[str]]:
     """Key -> the places where it may stand, of those that belong together with a wrong place."""
     own = tuple(map(str, loc[:2])) if loc[0] == "models" and len(loc) > 2 else ()
-    roots = [((), MantaConfig), (own, ServedModelConfig)] if own else [((), MantaConfig)]
+    roots: list[tuple[tuple[str, ...], type[BaseModel]]] = [((), MantaConfig)]
+    if own:
+        roots.append((own, ServedModelConfig))
     found: dict[str, list[str]] = {}
 
     def add(path: tuple[str, ...], keys: Iterable[str]) -> None:
