@@ -1,6 +1,7 @@
 """Compiler: grammars to matchers, for one vocabulary, within limits, each once."""
 
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -16,6 +17,7 @@ import llguidance as llg
 from engine.errors import InvalidRequest
 from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, places
+from engine.structured.marks import hide_marks
 
 CACHED = 128  # grammars
 LEXERS = 32  # of one grammar at most
@@ -62,6 +64,10 @@ _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(rf'[^"\\\x00-\x1F\x7F]{many}' for many in ("{1,3}", "{1,6}", "{1,10}", "{1,30}", "+")),
 ]
+# Texts, patterns, comments and names of tokens in Lark.
+_LARK_PARTS = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^\s<>\[\]"/][^\s<>]*>|</[^\s<>]+>'
+)
 _TRIES = 16  # compilations to find which use of a keyword is at fault
 
 
@@ -72,15 +78,35 @@ class Vocabulary:
     satisfied.
     """
 
-    def __init__(self, tokens: Any, num_tokens: int, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokens: Any,
+        num_tokens: int,
+        end_ids: Sequence[int],
+        marks: Mapping[int, str] | None = None,
+    ) -> None:
+        """marks: names of tokens that `tokens` knows by others; see `hide_marks`."""
         self.tokens = tokens  # llguidance's
         self.num_tokens = num_tokens
         self.end_ids = frozenset(end_ids)
+        self._marks = dict(marks or {})
+        self._ids = {name: i for i, name in self._marks.items()}
 
     def text_of(self, token: int) -> bytes:
-        """Of one token; of a special one its name."""
+        """Of one token; of a mark its name."""
+        if token in self._marks:
+            return self._marks[token].encode()
         text: bytes = self.tokens.decode_bytes([token])
         return text
+
+    def numbered(self, lark: str) -> str:
+        """Write the marks that a grammar names by their ids."""
+
+        def number(match: re.Match[str]) -> str:
+            id = self._ids.get(match.group())
+            return match.group() if id is None else f"<[{id}]>"
+
+        return _LARK_PARTS.sub(number, lark) if self._ids else lark
 
     @classmethod
     def load(cls, folder: str | Path, num_tokens: int, end_ids: Sequence[int]) -> "Vocabulary":
@@ -94,11 +120,13 @@ class Vocabulary:
         if not path.is_file():
             raise _not_supported("this model has no tokenizer.json")
         try:
-            ends = sorted({i for i in end_ids if i < num_tokens}) or None
-            tokens = llg.LLTokenizer(str(path), n_vocab=num_tokens, eos_token=ends, slices=_SLICES)
-        except ValueError as error:
+            text, marks = hide_marks(path.read_bytes())
+            # One of them has to be, or token 0 is.
+            ends = sorted({i for i in end_ids if i < num_tokens}) or [*marks][:1] or None
+            tokens = llg.LLTokenizer(text, n_vocab=num_tokens, eos_token=ends, slices=_SLICES)
+        except (ValueError, KeyError, TypeError) as error:
             raise _not_supported(f"its tokenizer cannot be read: {_words(error)}") from None
-        return cls(tokens, num_tokens, end_ids)
+        return cls(tokens, num_tokens, end_ids, marks)
 
     @classmethod
     def outline(
@@ -271,7 +299,7 @@ class Compiler:
         elif kind == "choice":
             native = llg.LLMatcher.grammar_from_lark(_lark_of(json.loads(text)))
         elif kind == "lark":
-            native = llg.LLMatcher.grammar_from_lark(text)
+            native = llg.LLMatcher.grammar_from_lark(self.vocabulary.numbered(text))
         else:
             native = llg.grammar_from("gbnf" if kind == "gbnf" else "regex", text)
         matcher = llg.LLMatcher(self.vocabulary.tokens, native, log_level=0, limits=_LIMITS)
@@ -320,6 +348,11 @@ class Compiler:
                 holder[keyword] = value
                 if now != error:
                     return pointer
+            if keyword == "pattern":  # another one has the same fault
+                for pointer, holder in found:
+                    alone = {"type": "string", keyword: holder[keyword]}
+                    if self._try("json_schema", json.dumps(alone))[1]:
+                        return pointer
         return ""
 
 

@@ -16,6 +16,7 @@ from tokenizers import pre_tokenizers
 from engine.config.model_config import no_folder
 from engine.errors import ConfigError, InvalidRequest
 from engine.sampling_params import SamplingParams
+from engine.structured.marks import is_mark
 from engine.text.chat_template import ChatTemplate, map_strings
 from engine.text.control_tokens import ControlTokens
 from engine.text.declared_tokens import DeclaredTokens
@@ -51,6 +52,7 @@ class Tokenizer:
     eos_token_ids: ids that end an answer, from generation_config.json, config.json and the
         tokenizer.
     special_ids: ids of control tokens, which decode leaves out by default.
+    mark_ids: ids of tokens that a grammar has to name: these, and added ones in angle brackets.
     chat_template: None if the checkpoint has none.
     same: another one of this backend.
     """
@@ -81,6 +83,9 @@ class Tokenizer:
         self._longest: int = _longest(backend) if same is None else same._longest
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.mark_ids = frozenset(
+            i for i, token in added.items() if is_mark(token.content, token.special)
+        )
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token", ""))
         own_eos = self.token_id(self.special_tokens.get("eos_token", ""))
         ends = [*eos_token_ids, *([] if own_eos is None else [own_eos])]

@@ -17,12 +17,16 @@ from deployments.api.tools.output_format import (
     Reasoning,
 )
 from deployments.api.tools.parser import Thinking
+from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
 # As json.dumps writes it, and so as most models have seen it.
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _UNICODE = {"json_allow_general_unicode_escapes": True}
+_ANY = r"ANY: /(.|\n)*/"
+_SPACES = r"[\s\x1c-\x1f]*"  # as str.strip has it
+_WORD = re.compile(r"[A-Za-z_][\w-]*")  # a key that a nested object may have without quotes
 _PLAIN = frozenset({"type", "title", "description", "default", "examples", "enum", "const"})
 
 
@@ -87,12 +91,14 @@ def output_grammar(
 
 class _Builder:
     def __init__(self, tokenizer: Tokenizer) -> None:
-        special = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
-        special.pop("", None)
-        self._special = special
-        longest_first = sorted(special, key=lambda text: -len(text))
+        marks = {tokenizer.token_text(i): i for i in sorted(tokenizer.mark_ids)}
+        marks.pop("", None)
+        self._marks = marks
+        self._shown = {i for i in marks.values() if i not in tokenizer.special_ids}
+        longest_first = sorted(marks, key=lambda text: -len(text))
         self._cuts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._rules: list[str] = []
+        self._terminals: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
 
     def build(
         self,
@@ -105,8 +111,13 @@ class _Builder:
         content: str,
         wrapper: tuple[str, ...],
     ) -> str:
-        self._rules = ["ANY: /(.|\\n)*/", "SPACE: /\\n{0,2}/"]
+        self._rules = [_ANY, "SPACE: /\\n{0,2}/"]
         trigger = format.trigger if format is not None else ""
+        # Where thoughts may begin, a text that begins as they do would be read as some.
+        starts = (reasoning.start,) if reasoning is not None and thinking == "may" else ()
+        if functions and not trigger:
+            starts += ("{",)
+        marks = (trigger, *(wrapper if wrapper and self._cuts.search(wrapper[0]) else ()))
         body = []
         if functions:
             assert format is not None
@@ -114,25 +125,27 @@ class _Builder:
             if required or content or not trigger:
                 body.append("SPACE calls" if trigger else "calls")
             else:
-                body.append(f"{self._until('before_call', trigger)} calls_rest")
+                body.append(f"{self._until('before_call', trigger, marks[1:], starts)} calls_rest")
         if not required:
-            text = content or self._text(format, bool(functions))
-            # Without a limit it may hold marks that are no control tokens as it is.
-            if wrapper and (content or wrapper[0] in self._special):
+            text = content or self._free(marks, starts)
+            # Without a limit it may hold marks that are no tokens as it is.
+            if wrapper and (content or self._cuts.search(wrapper[0])):
                 begin, end = map(self.literal, wrapper)
                 text = f"({begin})? ({text}) ({end})?"
             body.append(text)
         self._rules.append(f"body: {' | '.join(body)}")
-        start = "body"
+        first = "body"
         if reasoning is not None and thinking != "no":
-            thoughts = f"{self._until('thoughts', reasoning.end)} SPACE body"
+            ends = (trigger,) if functions else ()
+            thoughts = f"{self._until('thoughts', reasoning.end, ends)} SPACE body"
             if functions and trigger:
-                thoughts += f" | {self._until('thoughts_to_call', trigger)} calls_rest"
+                called = self._until("thoughts_to_call", trigger, (reasoning.end,))
+                thoughts += f" | {called} calls_rest"
             self._rules.append(f"thinking: {thoughts}")
-            start = "thinking"
+            first = "thinking"
             if thinking == "may":
-                start = f"{self.literal(reasoning.start)} thinking | body"
-        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+                first = f"{self.literal(reasoning.start)} thinking | body"
+        return "\n".join([f"start: {first}", *self._rules]) + "\n"
 
     def build_channels(
         self,
@@ -145,15 +158,15 @@ class _Builder:
         """Of a turn whose <|start|>assistant is in the prompt."""
         again, comment = self.literal(f"{MESSAGE_START}assistant"), f"{CHANNEL}commentary"
         message = self.literal(MESSAGE)
-        self._rules = [
-            "ANY: /(.|\\n)*/",
+        self._rules = [_ANY]
+        self._rules += [
             f'json: (" " {self.literal(CONSTRAIN)}? "json")?',
             f"thoughts: {self.literal(reasoning.start)} "
             f"{self._until('thoughts_text', reasoning.end)} {again}",
             f"comment: {self.literal(comment + MESSAGE)} "
             f"{self._until('comment_text', reasoning.end)} {again}",
             f"final: {self.literal(f'{CHANNEL}final')} "
-            + (f"json {message} ({content})" if content else f"{message} ANY"),
+            + (f"json {message} ({content})" if content else f"{message} {self._free(())}"),
         ]
         before = "thoughts?" if once else "thoughts*"
         if not (content or required):
@@ -170,35 +183,62 @@ class _Builder:
         return "\n".join([f"start: {before} ({' | '.join(body)})", *self._rules]) + "\n"
 
     def literal(self, text: str) -> str:
-        """A text, of which control tokens are one token each."""
+        """A text of a format, of which marks are one token each."""
         if NUMBER in text:
             return " /[0-9]{1,6}/ ".join(map(self.literal, text.split(NUMBER)))
         parts, at = [], 0
         for match in self._cuts.finditer(text):
             if match.start() > at:
                 parts.append(_quoted(text[at : match.start()]))
-            parts.append(f"<[{self._special[match.group()]}]>")
+            parts.append(_tokens({self._marks[match.group()]}))
             at = match.end()
         if at < len(text) or not parts:
             parts.append(_quoted(text[at:]))
         return " ".join(parts)
 
-    def _until(self, name: str, mark: str) -> str:
-        """Any text up to the first of this mark, and the mark."""
-        if mark in self._special:
-            return f"ANY <[{self._special[mark]}]>"
-        self._rules.append(f"{name}[suffix={_quoted(mark)}]: /(.|\\n)*/")
-        return name
+    def _free(self, marks: tuple[str, ...], starts: tuple[str, ...] = ()) -> str:
+        """Text that holds none of these marks, spelled or as tokens, and begins with none of
+        `starts`. It may hold other tokens that are shown."""
+        head = self._up_to_shown(marks, starts)
+        if not head:
+            return self._terminal(marks, starts)
+        return f"({self._terminal(marks, starts)} | {head} {self._terminal(marks)})"
 
-    def _text(self, format: OutputFormat | None, callable_: bool) -> str:
-        """Text without a call."""
-        if format is None or format.trigger in self._special:
+    def _until(
+        self, name: str, mark: str, others: tuple[str, ...] = (), starts: tuple[str, ...] = ()
+    ) -> str:
+        """Any text up to the first of this mark, and the mark. The others as of `_free`."""
+        if self._cuts.search(mark):
+            return f"{self._free((mark, *others), starts)} {self.literal(mark)}"
+        suffix = f"[suffix={_quoted(mark)}]: "
+        self._rules.append(f"{name}{suffix}{_without(others, starts)}")
+        head = self._up_to_shown((mark, *others), starts)
+        if not head:
+            return name
+        self._rules.append(f"{name}_last{suffix}{_without(others)}")
+        return f"({name} | {head} {name}_last)"
+
+    def _up_to_shown(self, marks: tuple[str, ...], starts: tuple[str, ...]) -> str:
+        """Free text that ends with a token that is shown; "": there is none."""
+        shown = self._shown - self._tokens_in(*marks)
+        first = shown - self._tokens_in(*starts)
+        if not first:
+            return ""
+        again = f"({self._terminal(marks)} {_tokens(shown)})*"
+        return f"{self._terminal(marks, starts)} {_tokens(first)} {again}"
+
+    def _tokens_in(self, *texts: str) -> set[int]:
+        return {self._marks[one] for text in texts for one in self._cuts.findall(text)}
+
+    def _terminal(self, marks: tuple[str, ...], starts: tuple[str, ...] = ()) -> str:
+        """The name of text without these marks and beginnings."""
+        key = tuple(dict.fromkeys(filter(None, marks))), starts
+        if not any(key):
             return "ANY"
-        if not format.trigger:
-            return "/([^{](.|\\n)*)?/" if callable_ else "ANY"
-        mark = re.escape(format.trigger).replace("/", "\\/").replace("\n", "n")
-        self._rules.append(f"TEXT: ANY & ~/(.|\\n)*{mark}(.|\\n)*/")
-        return "TEXT"
+        if key not in self._terminals:
+            self._terminals[key] = f"TEXT_{len(self._terminals)}"
+            self._rules.append(f"{self._terminals[key]}: {_without(*key)}")
+        return self._terminals[key]
 
     def _calls(self, format: OutputFormat, functions: Sequence[Function], parallel: bool) -> None:
         head = format.opening + format.begin
@@ -230,6 +270,7 @@ class _Builder:
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts = []
         for place, (name, inner) in enumerate((schema.get("properties") or {}).items()):
+            _check_name(name, name, tags.key_close)
             rule = f"argument_{index}_{place}"
             close = self.literal(tags.value_close)
             if name not in raw:
@@ -239,14 +280,12 @@ class _Builder:
                 value = f"%lark {{\n{function.grammar}\n}} {close}"
             elif (choices := _choices(inner)) is not None:
                 value = f"({' | '.join(map(_quoted, choices))}) {close}"
-            elif tags.value_close in self._special:
-                value = f"ANY {close}"
             else:
-                self._rules.append(f"{rule}_value[suffix={_quoted(tags.value_close)}]: /(.|\\n)*/")
-                value = f"{rule}_value"
-            self._rules.append(
-                f"{rule}: {self.literal(tags.key_open + name + tags.key_close)} {value}"
+                value = self._until(f"{rule}_value", tags.value_close)
+            key = " ".join(
+                (self.literal(tags.key_open), _quoted(name), self.literal(tags.key_close))
             )
+            self._rules.append(f"{rule}: {key} {value}")
             parts.append(rule if name in required else f"{rule}?")
         return parts
 
@@ -260,8 +299,9 @@ class _Builder:
         between = self.literal(dialect.separator)
         parts = []
         for place, (name, inner) in enumerate(items):
+            _check_name(name, name.strip(), dialect.assign)
             value = self._value(dialect, f"{rule}_{place}", inner, shared)
-            self._rules.append(f"{rule}_{place}: {self.literal(name + dialect.assign)} {value}")
+            self._rules.append(f"{rule}_{place}: {_quoted(name + dialect.assign)} {value}")
             parts.append(f"{rule}_{place}")
         # What may follow an argument that is there: each rule has the next one's.
         for place in range(len(items) - 1, 0, -1):
@@ -289,7 +329,7 @@ class _Builder:
             several = [{**schema, "type": one} for one in kind]
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if choices is not None and keys <= _PLAIN and not _any_nested(choices):
-            return f"({' | '.join(self.literal(_choice(dialect, one)) for one in choices)})"
+            return f"({' | '.join(self._constant(dialect, one) for one in choices)})"
         if several and choices is None:
             found = [
                 self._value(dialect, f"{rule}_{place}", one, shared)
@@ -300,9 +340,9 @@ class _Builder:
             quote = dialect.quotes[0]
             return f"{self.literal(quote)} {self._until(f'{rule}_text', quote)}"
         if kind == "boolean" and keys <= _PLAIN:
-            return f"({self.literal(dialect.value(True))} | {self.literal(dialect.value(False))})"
+            return f"({_quoted(dialect.value(True))} | {_quoted(dialect.value(False))})"
         if kind == "null" and keys <= _PLAIN:
-            return self.literal(dialect.value(None))
+            return _quoted(dialect.value(None))
         if dialect.nested and kind == "array" and keys <= _PLAIN | {"items"} and "items" in keys:
             item = self._value(dialect, f"{rule}_item", schema["items"], shared)
             self._rules.append(f"{rule}_item: {item}")
@@ -310,20 +350,63 @@ class _Builder:
             return f'"[" ({rule}_item {again})? "]"'
         properties = schema.get("properties")
         told = _PLAIN | {"properties", "required", "additionalProperties"}
-        if dialect.nested and kind == "object" and keys <= told and properties:
+        named = isinstance(properties, dict) and all(map(_WORD.fullmatch, properties))
+        if dialect.nested and kind == "object" and keys <= told and properties and named:
             inner = self._written(dialect, f"{rule}_in", {**shared, **schema})
             return " ".join(['"{"', *inner, '"}"'])
         return _json({**shared, **schema}, _COMPACT)
+
+    def _constant(self, dialect: Dialect, value: Any) -> str:
+        """As models write it: in Python's double quotes, as all strings that JSON's grammar
+        gives."""
+        if not isinstance(value, str):
+            return _quoted(dialect.value(value))
+        quote = dialect.quotes[0]
+        if not dialect.raw or quote in value:
+            return _quoted(_quoted(value))
+        return " ".join((self.literal(quote), _quoted(value), self.literal(quote)))
+
+
+def _check_name(name: str, read: str, end: str) -> None:
+    """Refuse the name of an argument that would be read as another. read: as its parser has it.
+    end: what stands behind it."""
+    if name != read or not name or end in name + end[:-1]:
+        raise InvalidRequest(
+            f"this model's form of calls cannot have a property named {json.dumps(name)}",
+            code="not_supported",
+        )
 
 
 def _any_nested(values: list[Any]) -> bool:
     return any(isinstance(value, dict | list) for value in values)
 
 
-def _choice(dialect: Dialect, value: Any) -> str:
-    """As models write it: in Python's double quotes, as all strings that JSON's grammar gives."""
-    escaped = isinstance(value, str) and not dialect.raw
-    return _quoted(value) if escaped else dialect.value(value)
+def _without(marks: Sequence[str], starts: Sequence[str] = ()) -> str:
+    """The right side of a terminal: text that holds none of these, and begins with none of
+    `starts`."""
+    parts = ["ANY"]
+    if held := "|".join(_escaped(mark) for mark in marks if mark):
+        parts.append(f"~/(.|\\n)*({held})(.|\\n)*/")
+    if begun := "|".join(map(_escaped, starts)):
+        parts.append(f"~/{_SPACES}({begun})(.|\\n)*/")
+    return " & ".join(parts)
+
+
+def _escaped(text: str) -> str:
+    """Of a text in a regular expression in Lark."""
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
+
+
+def _tokens(ids: set[int]) -> str:
+    """One of these; "" for none."""
+    ranges: list[list[int]] = []
+    for i in sorted(ids):
+        if ranges and ranges[-1][1] == i - 1:
+            ranges[-1][1] = i
+        else:
+            ranges.append([i, i])
+    spans = (str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    return f"<[{','.join(spans)}]>" if ranges else ""
 
 
 def json_content(schema: Any) -> str:

@@ -193,7 +193,7 @@ class OutputParser(StepParser):
             key = text[len(opens) : at]
             self._text = text[at + len(close) :]
             self._key(key)
-            self._step = self._json_value
+            self._step = self._other_value
             if key in self._raw.get(self._name, ()):
                 self._out.append(Event("arguments", '"'))
                 self._step = self._raw_value
@@ -244,7 +244,14 @@ class OutputParser(StepParser):
             self._step = self._next_argument
         return bool(mark)
 
-    def _json_value(self) -> bool:
+    def _other_value(self) -> bool:
+        """One that is not written as a text is; its strings may hold what ends it."""
+        if self._text:
+            self._begin_json()
+            self._step = self._json_value if self._text[0] in '"[{' else self._bare_value
+        return bool(self._text)
+
+    def _bare_value(self) -> bool:
         assert self._format is not None and self._format.tagged is not None
         before, mark = self._take((self._format.tagged.value_close,))
         if before:
@@ -252,6 +259,15 @@ class OutputParser(StepParser):
         if mark:
             self._step = self._next_argument
         return bool(mark)
+
+    def _json_value(self) -> bool:
+        assert self._format is not None and self._format.tagged is not None
+        before, closed = self._take_json(self._format.tagged.value_close)
+        if before:
+            self._out.append(Event("arguments", before))
+        if closed:
+            self._step = self._next_argument
+        return closed
 
     def _ending(self) -> bool:
         assert self._format is not None

@@ -72,23 +72,47 @@ class StepParser:
     def _call(self, name: str) -> None:
         self.opened += 1
         self._out.append(Event("call", name))
+        self._begin_json()
+
+    def _begin_json(self) -> None:
         self._depth, self._quoted, self._escaped = 0, False, False
+
+    def _in_string(self, char: str) -> bool:
+        """The next character of JSON belongs to a string."""
+        if not self._quoted:
+            self._quoted = char == '"'
+            return self._quoted
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._quoted = False
+        return True
+
+    def _take_json(self, mark: str) -> tuple[str, bool]:
+        """What is there of JSON that ends before a mark, which its strings may hold, and whether
+        the mark has come."""
+        text = self._text
+        for at, char in enumerate(text):
+            if not self._quoted and text.startswith(mark, at):
+                self._text = text[at + len(mark) :]
+                return text[:at], True
+            if not self._quoted and not self._final and mark.startswith(text[at:]):
+                self._text = text[at:]
+                return text[:at], False
+            self._in_string(char)
+        self._text = ""
+        return text, False
 
     def _take_object(self) -> bool:
         """Of one object, the arguments of a call, what is there; strings may hold anything. Whether
         it is complete."""
         text = self._text
         for at, char in enumerate(text):
-            if self._quoted:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._quoted = False
-            elif char == '"':
-                self._quoted = True
-            elif char in "{[":
+            if self._in_string(char):
+                continue
+            if char in "{[":
                 self._depth += 1
             elif char in "}]":
                 self._depth -= 1

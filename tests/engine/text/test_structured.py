@@ -224,6 +224,53 @@ def compiler(tmp_path_factory: Any) -> Compiler:
     return Compiler(Vocabulary.load(folder, tokenizer.vocab_size + 7, tokenizer.eos_token_ids))
 
 
+def forced(compiler: Compiler, grammar: Grammar) -> list[int]:
+    """The tokens of the one text that a grammar allows, by its masks."""
+    matcher = compiler.compile(grammar).deep_copy()
+    ids: list[int] = []
+    while not matcher.is_stopped():
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        legal = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+        if legal <= compiler.vocabulary.end_ids:
+            break
+        (token,) = legal
+        assert matcher.consume_token(token), matcher.get_error()
+        ids.append(token)
+    return ids
+
+
+# Beside a special token, an added one that is none, and one that has no brackets.
+@pytest.mark.parametrize("text", ["<think>", "<|im_end|>", "x<think><|im_start|>y", "a tool"])
+def test_a_constant_may_spell_a_mark(compiler: Compiler, text: str) -> None:
+    """A control token that a constant forces, which the grammar then forbids: an engine's error."""
+    written = json.dumps(text)
+    for grammar in (
+        Grammar.regex(text.replace("|", "\\|")),
+        Grammar.choice([text]),
+        Grammar.lark(f"start: {written}"),
+        Grammar.gbnf(f"root ::= {written}"),
+        Grammar.json_schema({"const": text}),
+    ):
+        ids = forced(compiler, grammar)
+        expected = written if grammar.kind == "json_schema" else text
+        assert TOKENIZER.decode(ids, skip_special_tokens=False) == expected
+        assert not TOKENIZER.mark_ids & set(ids)
+    assert not TOKENIZER.mark_ids & set(forced(compiler, Grammar.regex("a tool")))
+
+
+def test_lark_names_marks(compiler: Compiler) -> None:
+    """A name that means no token, or one within a text, a pattern or a comment that does."""
+    think = TOKENIZER.token_id("<think>")
+    end = TOKENIZER.token_id("<|end|>")
+    text = 'start: <think> "<think>" /[<]think>"/ <|end|> // "<think>\n'
+    ids = forced(compiler, Grammar.lark(text))
+    assert (ids[0], ids[-1]) == (think, end)
+    assert TOKENIZER.decode(ids[1:-1]) == '<think><think>"'
+    assert compiler.vocabulary.text_of(ids[0]) == b"<think>"
+    with pytest.raises(InvalidRequest, match="nothing"):
+        compiler.compile(Grammar.lark("start: <nothing>"))
+
+
 TOKENIZER = byte_level()
 (EOS,) = TOKENIZER.eos_token_ids
 

@@ -1,6 +1,7 @@
 """Parsers of models' text: events do not depend on how it is cut."""
 
 import codecs
+import json
 from collections.abc import Callable
 
 import pytest
@@ -153,3 +154,18 @@ def test_tokens_of_a_byte(name: str) -> None:
     whole = events(0)
     assert whole[1].strip() == "hm 😀" and whole[2]
     assert all(events(cut) == whole for cut in range(1, len(ids), 7))
+
+
+@pytest.mark.parametrize("name", ["glm-4.7", "minimax-m2"])
+def test_json_that_holds_what_ends_it(name: str) -> None:
+    """An argument that is cut where a string in its list spells the end of arguments."""
+    format = next(one for one in FORMATS if one.name == name)
+    assert format.tagged is not None
+    value = ["a" + format.tagged.value_close.strip() + '"\\', {"b": format.end}]
+    text = format.opening + format.write("f", {"x": value, "y": 2}) + format.closing
+    for cut in range(len(text) + 1):
+        parser = OutputParser(format, {}, None, "no")
+        events = parser.feed(text[:cut]) + parser.feed(text[cut:]) + parser.finish()
+        told = "".join(event.text for event in events if event.kind == "arguments")
+        assert json.loads(told) == {"x": value, "y": 2}
+        assert events[-1].kind == "end"

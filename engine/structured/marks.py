@@ -1,0 +1,48 @@
+"""Marks: tokens that no text of a grammar spells, and a tokenizer.json in which none can be."""
+
+import secrets
+from typing import Any
+
+import msgspec
+
+
+def is_mark(content: str, special: bool) -> bool:
+    """Tell whether an added token comes only where a grammar names it.
+
+    llguidance takes these for control tokens: special ones, and any in angle brackets, such as
+    Qwen's <tool_call>.
+    """
+    return special or (content.startswith("<") and content.endswith(">"))
+
+
+def hide_marks(raw: bytes) -> tuple[str, dict[int, str]]:
+    """Give the marks of a tokenizer.json secret names. Returns it, and the true names by id.
+
+    llguidance tokenizes the text that a grammar forces. There it would find "<tool_call>" or
+    "<|im_end|>" of a constant, and then forbid that very token, as a mark is no text.
+
+    Raises ValueError, KeyError, TypeError: it is no tokenizer.json.
+    """
+    content: dict[str, Any] = msgspec.json.decode(raw)
+    added = content.get("added_tokens") or []
+    marks: dict[int, str] = {
+        token["id"]: token["content"]
+        for token in added
+        if is_mark(token["content"], bool(token.get("special")))
+    }
+    secret = secrets.token_hex(8)
+    names = {name: f"<{secret}{id}>" for id, name in marks.items()}
+    for token in added:
+        if token["id"] in marks:
+            token.update(content=names[token["content"]], special=True)
+    model = content["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        for name in names.keys() & vocab.keys():
+            vocab[names[name]] = vocab.pop(name)
+    elif isinstance(vocab, list):  # of Unigram, where the id is the place
+        model["vocab"] = [[names.get(name, name), score] for name, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    content["post_processor"] = None  # it names marks, and puts none into a forced text
+    return msgspec.json.encode(content).decode(), marks
