@@ -15,6 +15,7 @@ from weakref import WeakSet
 import llguidance as llg
 
 from engine.errors import InvalidRequest
+from engine.structured.gbnf import to_lark
 from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, places
 from engine.structured.marks import hide_marks
@@ -300,8 +301,10 @@ class Compiler:
             native = llg.LLMatcher.grammar_from_lark(_lark_of(json.loads(text)))
         elif kind == "lark":
             native = llg.LLMatcher.grammar_from_lark(self.vocabulary.numbered(text))
+        elif kind == "gbnf":
+            native = llg.LLMatcher.grammar_from_lark(to_lark(text))
         else:
-            native = llg.grammar_from("gbnf" if kind == "gbnf" else "regex", text)
+            native = llg.LLMatcher.grammar_from_regex(text)
         matcher = llg.LLMatcher(self.vocabulary.tokens, native, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             # Some are too large for their first step, some allow nothing at all.

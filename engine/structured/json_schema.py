@@ -283,12 +283,12 @@ def places(schema: Any, keyword: str, at: str = "") -> Iterator[tuple[str, dict[
             yield from places(value, keyword, f"{at}/{i}")
 
 
-def without(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
-    """The schema, changed in place, without the keyword there; of a `oneOf` it keeps that one of
-    the branches holds."""
+def without(schema: dict[str, Any], pointer: str) -> tuple[dict[str, Any], Any]:
+    """The schema, changed in place, without the keyword there, and the keyword's value; of a
+    `oneOf` it keeps that one of the branches holds."""
     path, _, name = pointer.rpartition("/")
     holder = _lookup(schema, f"#{path}")
     value = holder.pop(name)
     if name == "oneOf" and "anyOf" not in holder:
         holder["anyOf"] = value
-    return schema
+    return schema, value

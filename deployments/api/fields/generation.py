@@ -243,6 +243,7 @@ _COMMON: Mapping[str, Schema] = {
     "response_format": RESPONSE_FORMAT,
     "structured_outputs": STRUCTURED_OUTPUTS,
     **{name: _GRAMMARS[kind] for name, kind in ALIASES.items()},
+    "grammar": either(_GRAMMAR, one_of("")),
 }
 _OLD_TOOLS: Mapping[str, Schema] = {
     "functions": NOTHING,

@@ -22,6 +22,8 @@ ALIASES: dict[str, Kind] = {
     "guided_grammar": "grammar",
     "regex": "regex",
     "ebnf": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
 }
 SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -63,7 +65,10 @@ def take_constraint(body: dict[str, Any]) -> RequestedGrammar | None:
     """
     found = [_response_format(body.get("response_format"))]
     found.append(_structured_outputs(body.get("structured_outputs")))
-    found += [_checked(name, kind, body.get(name)) for name, kind in ALIASES.items()]
+    for name, kind in ALIASES.items():
+        value = body.get(name)
+        # llama.cpp's clients send an empty text where they have no grammar.
+        found.append(None if name == "grammar" and value == "" else _checked(name, kind, value))
     given = [one for one in found if one is not None]
     if len(given) > 1:
         raise invalid(

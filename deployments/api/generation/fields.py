@@ -69,6 +69,7 @@ LIMITS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_time": ((), "use deadline_seconds"),
     "t_max_predict_ms": ((0, -1), "use deadline_seconds"),
     "n_indent": ((0,), "use structured_outputs"),
+    "grammar_lazy": ((False,), "use tools"),
 }
 _MAX_NAMED = 16  # ignored fields in the header
 _HEADER_SAFE = re.compile(r"[^A-Za-z0-9_.\-\[\]/~$]")

@@ -3,7 +3,10 @@ enforced is refused at once."""
 
 import asyncio
 import functools
+import re
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 
@@ -20,10 +23,18 @@ from engine.text.tokenizer import Tokenizer
 
 SECONDS = 5.0  # that one may take; most take milliseconds
 QUEUE_SECONDS = 20.0  # that a request waits for it
-_MOST_LEFT_OUT = 8  # keywords that only the compiler refuses, one compilation each
-# Of these, what a schema that is not strict may go without. A broken pattern or reference is a
-# mistake that its author wants to know of.
-_MAY_GO = ("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf")
+_MOST_LEFT_OUT = 32  # keywords that only the compiler refuses, one compilation each
+# What a schema that is not strict may go without. A broken reference, or a pattern that is broken
+# in every dialect, is a mistake that its author wants to know of.
+_MAY_GO = (
+    *("oneOf", "minProperties", "maxProperties", "patternProperties", "multipleOf"),
+    "pattern",
+)
+_BROKEN = (  # as the compiler says it, of some that others take, such as [[]
+    *("unclosed group", "unopened group", "unclosed character class"),
+    *("missing expression", "incomplete escape"),
+)
+_LONG_PATTERN = 4096  # characters, beyond which no other opinion is asked for
 
 _pool = ThreadPoolExecutor(CHILDREN, thread_name_prefix="grammars")
 
@@ -31,7 +42,7 @@ _pool = ThreadPoolExecutor(CHILDREN, thread_name_prefix="grammars")
 @functools.lru_cache(maxsize=4)
 def sandbox_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) -> GrammarSandbox:
     """For one model."""
-    special = {i: tokenizer.token_text(i) for i in tokenizer.special_ids}
+    special = {i: tokenizer.token_text(i) for i in tokenizer.mark_ids}
     return GrammarSandbox(special, num_tokens, end_ids)
 
 
@@ -94,8 +105,24 @@ def _compiled(constraint: RequestedGrammar, sandbox: GrammarSandbox) -> tuple[Gr
             name = error.pointer.rpartition("/")[2]
             if constraint.strict or error.code != "unsupported_schema" or name not in _MAY_GO:
                 raise
-            schema = without(msgspec.json.decode(grammar.text), error.pointer)
+            schema, value = without(msgspec.json.decode(grammar.text), error.pointer)
+            if name == "pattern" and _is_broken(value, error.message):
+                raise
             grammar = Grammar("json_schema", msgspec.json.encode(schema).decode())
             left_out.append(error.pointer)
     sandbox.check(grammar, SECONDS)
     return grammar, left_out
+
+
+def _is_broken(pattern: Any, message: str) -> bool:
+    """A pattern is broken by the compiler's message, and by Python's dialect too."""
+    if not isinstance(pattern, str) or not any(sign in message for sign in _BROKEN):
+        return not isinstance(pattern, str)
+    if len(pattern) > _LONG_PATTERN:
+        return True
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return True
+    return False

@@ -258,6 +258,82 @@ def test_a_constant_may_spell_a_mark(compiler: Compiler, text: str) -> None:
     assert not TOKENIZER.mark_ids & set(forced(compiler, Grammar.regex("a tool")))
 
 
+JSON_GBNF = r"""root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::=
+  "\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) # escapes
+  )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+# Optional space
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
+@pytest.mark.parametrize(
+    "grammar, valid, invalid",
+    [
+        (JSON_GBNF, ['{"a": [1.5e-3, {}], "\\u00e9": "日]"}', "{}"], ["[]", '{"a" 1}', "{} {}"]),
+        (
+            'root ::= (expr "=" ws term "\\n")+\nexpr ::= term ([-+*/] term)*\n'
+            'term ::= [a-z] ws | [0-9]+ ws | "(" ws expr ")" ws\nws ::= [ \\t\\n]*',
+            ["a+12*(b/3)=4\n", "1=2\n3=4\n"],
+            ["1=2", "a~b=1\n"],
+        ),
+        # Rules that end where another begins with the same.
+        ('root ::= word "x" digits\nword ::= [a-z]+\ndigits ::= [0-9]* "7"', ["axx177"], ["ax1"]),
+        # Names of Lark's own, and names that differ in what Lark does not tell apart.
+        (
+            'root ::= start import a-b a_b A-b\nstart ::= "s"\nimport ::= "i" \na-b ::= "1"\n'
+            'a_b ::= "2"\nA-b ::= "3"',
+            ["si123"],
+            ["si132", "si12"],
+        ),
+        (
+            r'root ::= "\x41\u0042\U00000043\u00e9\t\"\\" [\x61-\x63&&~\n\]\[^/] . [^&]',
+            ['ABCé\t"\\&\nx', 'ABCé\t"\\[\\~', 'ABCé\t"\\/日a'],
+            ['ABCé\t"\\d\nx', 'ABCé\t"\\a\n&'],
+        ),
+        ('root ::= ("a" "b"){2,3} "c"{2} ("" | "d")\r\n', ["ababcc", "abababccd"], ["abcc"]),
+        ('root ::= root "a" | "b" # left\n', ["b", "baa"], ["ab", "a"]),
+    ],
+)
+def test_gbnf(compiler: Compiler, grammar: str, valid: list[str], invalid: list[str]) -> None:
+    """A grammar of llama.cpp's that allows what it does not describe, or not all of it."""
+
+    def accepts(text: str) -> bool:
+        matcher = compiler.compile(Grammar.gbnf(grammar)).deep_copy()
+        ids = TOKENIZER.encode_plain(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and bool(matcher.is_accepting())
+
+    assert [text for text in valid if not accepts(text)] == []
+    assert [text for text in invalid if accepts(text)] == []
+
+
+@pytest.mark.parametrize(
+    "grammar, why",
+    [
+        ("root ::= other", "the rule root uses other, which is not defined"),
+        ('start ::= "a"', "no rule root"),
+        ('root ::= "a', "line 1"),
+        ("root ::= " + "(" * 5000, "too deep"),
+    ],
+)
+def test_bad_gbnf(compiler: Compiler, grammar: str, why: str) -> None:
+    """An error that does not tell what to mend."""
+    with pytest.raises(InvalidRequest, match=why) as caught:
+        compiler.compile(Grammar.gbnf(grammar))
+    assert caught.value.code == "invalid_grammar"
+
+
 def test_lark_names_marks(compiler: Compiler) -> None:
     """A name that means no token, or one within a text, a pattern or a comment that does."""
     think = TOKENIZER.token_id("<think>")

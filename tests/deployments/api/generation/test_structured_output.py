@@ -10,6 +10,8 @@ from deployments.api.app import build_asgi
 from deployments.api.generation import grammars
 from deployments.api.options import ApiOptions
 from tests.deployments.api.asgi import Client, Reply
+from tests.deployments.api.tools.test_tools import MODEL, backend_with
+from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import FakeBackend
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
@@ -50,6 +52,10 @@ def code_of(reply: Reply) -> tuple[int, str, str | None]:
         ({"guided_grammar": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
         ({"regex": "a"}, "regex", "a"),
         ({"ebnf": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
+        ({"grammar": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
+        ({"grammar": 'start: "a"'}, "lark", 'start: "a"'),
+        ({"grammar": "", "json_schema": SCHEMA}, "json_schema", SCHEMA),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
     ],
 )
 @pytest.mark.parametrize("chat", [True, False])
@@ -87,7 +93,11 @@ def test_text_is_not_limited(backend: FakeBackend, client: Client) -> None:
             "unsupported_schema",
             f"{PATH}.schema#/oneOf",
         ),
-        (json_schema({"pattern": "a(?=b)"}), "unsupported_schema", f"{PATH}.schema#/pattern"),
+        (
+            json_schema({"pattern": "a(?=b)"}, strict=True),
+            "unsupported_schema",
+            f"{PATH}.schema#/pattern",
+        ),
         (json_schema({"enum": []}), "unsatisfiable_schema", f"{PATH}.schema"),
         (json_schema(False), "unsatisfiable_schema", f"{PATH}.schema"),
         (json_schema({"$ref": "#/$defs/none"}), "unsupported_schema", f"{PATH}.schema#/$ref"),
@@ -115,6 +125,10 @@ def test_text_is_not_limited(backend: FakeBackend, client: Client) -> None:
         ({"guided_regex": "a" * 300_000}, "grammar_too_large", "guided_regex"),
         ({"guided_grammar": "start: nothing"}, "invalid_grammar", "guided_grammar"),
         ({"guided_grammar": "root ::= ("}, "invalid_grammar", "guided_grammar"),
+        ({"grammar": "root ::= other"}, "invalid_grammar", "grammar"),
+        ({"grammar": {"a": 1}}, "invalid_type", "grammar"),
+        ({"json_schema": []}, "invalid_type", "json_schema"),
+        ({"json_schema": SCHEMA, "grammar": 'root ::= "a"'}, "conflicting_fields", "json_schema"),
         ({"guided_choice": []}, "invalid_value", "guided_choice"),
         ({"guided_choice": [1]}, "invalid_type", "guided_choice"),
         ({"guided_json": "{"}, "invalid_json", "guided_json"),
@@ -146,6 +160,114 @@ def test_what_is_not_enforced_is_named(backend: FakeBackend, client: Client) -> 
     assert any(name.endswith("/0/minProperties") for name in names)
     grammar = backend.requests[-1].params.structured
     assert grammar is not None and "not" not in json.loads(grammar.text)["properties"]["a"]
+
+
+# Of other dialects than the compiler's, and what it takes of none.
+UNSUPPORTED = [
+    *(r"^(?!a)b", r"a\Z", r"a{,3}", r"(a)\1", r"\bfoo\b", r"(?m)^a$", r"[[]", r"{", r"[a-\d]"),
+    *(r"(?<n>a)(?P=n)", r"\cA", r"(?>a)", r"(?<=a)b"),
+]
+
+
+def sent_to(route: str, schema: Any) -> tuple[str, dict[str, Any], str]:
+    """A path, a body that has a schema, which is not strict, and the name of its place."""
+    tool = {"name": "f", "parameters": schema}
+    message = {"messages": [{"role": "user", "content": "hi"}]}
+    v1 = f"/v1/{route.partition(' ')[0]}"
+    inner = {"name": "s", "schema": schema}
+    return {
+        "chat/completions": (v1, {**message, **json_schema(schema)}, f"{PATH}.schema"),
+        "completions": (v1, {"prompt": "hi", **json_schema(schema)}, f"{PATH}.schema"),
+        "responses": (
+            v1,
+            {"input": "hi", "text": {"format": {"type": "json_schema", **inner}}},
+            "text.format.schema",
+        ),
+        "messages": (
+            v1,
+            {
+                **message,
+                "max_tokens": 9,
+                "output_config": {"format": {"type": "json_schema", "schema": schema}},
+            },
+            "output_config.format.schema",
+        ),
+        "api/chat": ("/api/chat", {**message, "stream": False, "format": schema}, "format"),
+        "api/generate": (
+            "/api/generate",
+            {"prompt": "hi", "stream": False, "format": schema},
+            "format",
+        ),
+        "chat/completions tools": (
+            v1,
+            {**message, "tools": [{"type": "function", "function": tool}]},
+            "tools[0].function.parameters",
+        ),
+        "responses tools": (
+            v1,
+            {"input": "hi", "tools": [{"type": "function", **tool}]},
+            "tools[0].parameters",
+        ),
+        "messages tools": (
+            v1,
+            {
+                **message,
+                "max_tokens": 9,
+                "tools": [{"name": "f", "input_schema": schema}],
+            },
+            "tools[0].input_schema",
+        ),
+        "api/chat tools": (
+            "/api/chat",
+            {**message, "stream": False, "tools": [{"type": "function", "function": tool}]},
+            "tools[0].function.parameters",
+        ),
+    }[route]
+
+
+ROUTES = [
+    *("chat/completions", "completions", "responses", "messages", "api/chat", "api/generate"),
+    *(f"{one} tools" for one in ("chat/completions", "responses", "messages", "api/chat")),
+]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_patterns_that_cannot_be_enforced_are_named(route: str) -> None:
+    """A schema that is not strict, refused for a pattern of another dialect; one of several that
+    is left out without a word; one that is left out though it can be enforced."""
+    backend = backend_with(TEMPLATES["hermes"])
+    client = Client(build_asgi(backend))
+    patterns = {f"p{i}": {"type": "string", "pattern": p} for i, p in enumerate(UNSUPPORTED)}
+    kept = {"type": "string", "pattern": "^[a-c]+$"}
+    schema = {"type": "object", "properties": {"kept": kept, **patterns}, "required": ["kept"]}
+    path, body, where = sent_to(route, schema)
+    reply = run(client.post(path, {"model": MODEL, **body}))
+    assert reply.status == 200, reply.body
+    named = {name.strip() for name in (reply.header("x-ignored-fields") or "").split(",")}
+    assert named >= {f"{where}#/properties/{name}/pattern" for name in patterns}, named
+    assert not any("kept" in name for name in named)
+    grammar = backend.requests[-1].params.structured
+    assert grammar is not None and json.dumps(kept["pattern"]) in grammar.text
+    assert "(?!" not in grammar.text
+
+
+@pytest.mark.parametrize("pattern", ["(", "[a", "*a", "a)"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_broken_pattern_is_refused(client: Client, pattern: str, strict: bool) -> None:
+    """A mistake that its author never learns of."""
+    schema = {"properties": {"a": {"type": "string", "pattern": pattern}}}
+    reply = run(client.chat(**json_schema(schema, strict=strict)))
+    at = f"{PATH}.schema#/properties/a/pattern"
+    assert code_of(reply) == (400, "unsupported_schema", at)
+
+
+def test_a_strict_pattern_is_enforced_or_refused(client: Client) -> None:
+    """One that is left out where the caller relies on it."""
+    for pattern in UNSUPPORTED:
+        schema = {"properties": {"a": {"type": "string", "pattern": pattern}}}
+        reply = run(client.chat(**json_schema(schema, strict=True)))
+        at = f"{PATH}.schema#/properties/a/pattern"
+        assert code_of(reply) == (400, "unsupported_schema", at)
 
 
 def test_grammars_that_would_end_the_process(
