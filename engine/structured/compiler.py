@@ -69,6 +69,7 @@ _SLICES = [
 _LARK_PARTS = re.compile(
     r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|<[^\s<>\[\]"/][^\s<>]*>|</[^\s<>]+>'
 )
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 _TRIES = 16  # compilations to find which use of a keyword is at fault
 
 
@@ -99,6 +100,14 @@ class Vocabulary:
             return self._marks[token].encode()
         text: bytes = self.tokens.decode_bytes([token])
         return text
+
+    def spells(self, text: str) -> bool:
+        """Tell whether the characters of a grammar's source are in the tokens that it is encoded
+        in. Of Llama 2's vocabulary a "▁" is a space."""
+        text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
+        data = text.encode("utf-8", "replace")
+        found: bytes = self.tokens.decode_bytes(self.tokens.tokenize_bytes(data))
+        return found == data
 
     def numbered(self, lark: str) -> str:
         """Write the marks that a grammar names by their ids."""
@@ -305,6 +314,8 @@ class Compiler:
             native = llg.LLMatcher.grammar_from_lark(to_lark(text))
         else:
             native = llg.LLMatcher.grammar_from_regex(text)
+        if not self.vocabulary.spells(text):
+            native = _unforced(native)
         matcher = llg.LLMatcher(self.vocabulary.tokens, native, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             # Some are too large for their first step, some allow nothing at all.
@@ -369,6 +380,17 @@ def _result(found: Future[Any]) -> Any:
 def is_too_much(error: str) -> bool:
     """A matcher's error is about one of its limits."""
     return any(sign in error for sign in _TOO_MUCH)
+
+
+def _unforced(native: str) -> str:
+    """A grammar as llguidance takes it, of whose texts no tokens are forced."""
+    option = '%llguidance {"no_forcing": true}\n'
+    if not native.startswith("{"):
+        return option + native
+    content = json.loads(native)
+    (grammar,) = content["grammars"]
+    whole = {"name": "unforced", "lark_grammar": f"{option}start: @{grammar['name']}"}
+    return json.dumps({**content, "grammars": [whole, grammar]})
 
 
 def _lark_of(choices: list[str]) -> str:

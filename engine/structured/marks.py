@@ -45,4 +45,16 @@ def hide_marks(raw: bytes) -> tuple[str, dict[int, str]]:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     content["post_processor"] = None  # it names marks, and puts none into a forced text
+    content["normalizer"] = _spaces_alone(content.get("normalizer"))
     return msgspec.json.encode(content).decode(), marks
+
+
+def _spaces_alone(normalizer: Any) -> Any:
+    """A normalizer without what would change more of a forced text than how spaces are written."""
+    if not isinstance(normalizer, dict):
+        return None
+    if normalizer.get("type") == "Sequence":
+        kept = [one for one in map(_spaces_alone, normalizer["normalizers"]) if one is not None]
+        return {**normalizer, "normalizers": kept} if kept else None
+    spaces = normalizer.get("pattern") == {"String": " "}
+    return normalizer if normalizer.get("type") == "Prepend" or spaces else None

@@ -149,6 +149,8 @@ async def chat_call(
         call.prompts = [ids]
         check_choices(call, options)
         call.output = plan_output(call.tokenizer, tools, ids, generation=opened)
+        if call.output is not None:
+            call.output.limited = call.constraint is not None
         budget = take_int(body, "thinking_token_budget", -1, 2**31 - 1)  # -1: none
         if budget is not None and budget >= 0:
             if call.output is None or call.output.thinking == "no":

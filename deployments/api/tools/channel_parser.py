@@ -21,10 +21,12 @@ _HEADERS = ("<|channel|>", "to=", MESSAGE)
 
 class ChannelParser(StepParser):
     """analysis is reasoning, and so is what others than the user are told and, where calls are
-    allowed, functions. All else is content. Messages of one kind stand on lines of their own."""
+    allowed, functions. All else is content. Messages of one kind stand on lines of their own.
+    limited: the message of the channel `final` is the last one, and may hold any mark."""
 
-    def __init__(self, *, calls: bool) -> None:
+    def __init__(self, *, calls: bool, limited: bool = False) -> None:
         self._callable = calls
+        self._limited = limited
         self._headers: tuple[str, ...] = _HEADERS
         self._kind: Kind = "content"  # of the message
         self._begun: set[Kind] = set()  # kinds of earlier messages
@@ -63,7 +65,15 @@ class ChannelParser(StepParser):
         thought = channel is not None and channel[1] == "analysis"
         self._kind = "reasoning" if thought or recipient not in ("assistant", "user") else "content"
         self._due = "\n" if self._kind in self._begun else ""
+        if self._limited and channel is not None and channel[1] == "final":
+            self._step = self._last
         return True
+
+    def _last(self) -> bool:
+        if self._text:
+            self._out.append(Event(self._kind, self._due + self._text))
+            self._text = self._due = ""
+        return False
 
     def _body(self) -> bool:
         text, mark = self._take((*MESSAGE_ENDS, MESSAGE_START))

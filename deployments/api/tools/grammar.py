@@ -11,6 +11,7 @@ from deployments.api.tools.output_format import (
     CHANNEL,
     CONSTRAIN,
     MESSAGE,
+    MESSAGE_ENDS,
     MESSAGE_START,
     NUMBER,
     OutputFormat,
@@ -24,6 +25,7 @@ from engine.text.tokenizer import Tokenizer
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _UNICODE = {"json_allow_general_unicode_escapes": True}
+_JSON = "%json"
 _ANY = r"ANY: /(.|\n)*/"
 _SPACES = r"[\s\x1c-\x1f]*"  # as str.strip has it
 _WORD = re.compile(r"[A-Za-z_][\w-]*")  # a key that a nested object may have without quotes
@@ -94,11 +96,12 @@ class _Builder:
         marks = {tokenizer.token_text(i): i for i in sorted(tokenizer.mark_ids)}
         marks.pop("", None)
         self._marks = marks
-        self._shown = {i for i in marks.values() if i not in tokenizer.special_ids}
+        hidden = tokenizer.special_ids.union(tokenizer.eos_token_ids)
+        self._shown = {i for i in marks.values() if i not in hidden}
         longest_first = sorted(marks, key=lambda text: -len(text))
         self._cuts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._rules: list[str] = []
-        self._terminals: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
+        self._terminals: dict[tuple[Any, ...], str] = {}  # by the arguments of `_without`
 
     def build(
         self,
@@ -113,39 +116,60 @@ class _Builder:
     ) -> str:
         self._rules = [_ANY, "SPACE: /\\n{0,2}/"]
         trigger = format.trigger if format is not None else ""
-        # Where thoughts may begin, a text that begins as they do would be read as some.
-        starts = (reasoning.start,) if reasoning is not None and thinking == "may" else ()
-        if functions and not trigger:
-            starts += ("{",)
-        marks = (trigger, *(wrapper if wrapper and self._cuts.search(wrapper[0]) else ()))
-        body = []
         if functions:
             assert format is not None
             self._calls(format, functions, parallel)
-            if required or content or not trigger:
-                body.append("SPACE calls" if trigger else "calls")
-            else:
-                body.append(f"{self._until('before_call', trigger, marks[1:], starts)} calls_rest")
-        if not required:
-            text = content or self._free(marks, starts)
-            # Without a limit it may hold marks that are no tokens as it is.
-            if wrapper and (content or self._cuts.search(wrapper[0])):
-                begin, end = map(self.literal, wrapper)
-                text = f"({begin})? ({text}) ({end})?"
-            body.append(text)
-        self._rules.append(f"body: {' | '.join(body)}")
-        first = "body"
-        if reasoning is not None and thinking != "no":
-            ends = (trigger,) if functions else ()
-            thoughts = f"{self._until('thoughts', reasoning.end, ends)} SPACE body"
-            if functions and trigger:
-                called = self._until("thoughts_to_call", trigger, (reasoning.end,))
-                thoughts += f" | {called} calls_rest"
-            self._rules.append(f"thinking: {thoughts}")
-            first = "thinking"
-            if thinking == "may":
-                first = f"{self.literal(reasoning.start)} thinking | body"
-        return "\n".join([f"start: {first}", *self._rules]) + "\n"
+
+        def body(name: str, starts: tuple[str, ...] = ()) -> None:
+            """What is no reasoning, as a rule."""
+            parts = []
+            if functions and not trigger:
+                starts += ("{",)
+            marks = (trigger, *(wrapper if wrapper and self._cuts.search(wrapper[0]) else ()))
+            if functions and (required or content or not trigger):
+                parts.append("SPACE calls" if trigger else "calls")
+            elif functions:
+                before = self._until(f"{name}_to_call", trigger, marks[1:], starts)
+                parts.append(f"{before} calls_rest")
+            if not required:
+                text = self._free(marks, starts)
+                if content:
+                    # As the parser tells calls and wrappers from it: by its beginning and its end.
+                    begins = (*starts, *filter(None, (trigger if functions else "",)), *wrapper[:1])
+                    text = self._limited(name, content, begins, wrapper[1:])
+                # Without a limit it may hold marks that are no tokens as it is.
+                if wrapper and (content or self._cuts.search(wrapper[0])):
+                    begin, end = map(self.literal, wrapper)
+                    text = f"({begin})? ({text}) ({end})?"
+                parts.append(text)
+            self._rules.append(f"{name}: {' | '.join(parts)}")
+
+        if reasoning is None or thinking == "no":
+            body("start")
+            return "\n".join(self._rules) + "\n"
+        body("body")
+        others = (trigger,) if functions else ()
+        thoughts = f"{self._until('thoughts', reasoning.end, others)} SPACE body"
+        if functions and trigger:
+            thoughts += (
+                f" | {self._until('thoughts_to_call', trigger, (reasoning.end,))} calls_rest"
+            )
+        if thinking == "open":
+            self._rules.append(f"start: {thoughts}")
+        else:
+            # Without thoughts, what begins as they do would be read as some.
+            body("at_once", (reasoning.start,))
+            self._rules.append(f"start: {self.literal(reasoning.start)} ({thoughts}) | at_once")
+        return "\n".join(self._rules) + "\n"
+
+    def _limited(
+        self, name: str, content: str, starts: tuple[str, ...], ends: tuple[str, ...]
+    ) -> str:
+        """Content that begins and ends with none of these; JSON never does."""
+        if content.startswith(_JSON) or not (starts or ends):
+            return content
+        self._rules.append(f"{name.upper()}: {_without((), starts, ends, '', f'({content})')}")
+        return name.upper()
 
     def build_channels(
         self,
@@ -158,15 +182,16 @@ class _Builder:
         """Of a turn whose <|start|>assistant is in the prompt."""
         again, comment = self.literal(f"{MESSAGE_START}assistant"), f"{CHANNEL}commentary"
         message = self.literal(MESSAGE)
+        ends = (*MESSAGE_ENDS, MESSAGE_START)
         self._rules = [_ANY]
         self._rules += [
             f'json: (" " {self.literal(CONSTRAIN)}? "json")?',
             f"thoughts: {self.literal(reasoning.start)} "
-            f"{self._until('thoughts_text', reasoning.end)} {again}",
+            f"{self._until('thoughts_text', reasoning.end, ends)} {again}",
             f"comment: {self.literal(comment + MESSAGE)} "
-            f"{self._until('comment_text', reasoning.end)} {again}",
+            f"{self._until('comment_text', reasoning.end, ends)} {again}",
             f"final: {self.literal(f'{CHANNEL}final')} "
-            + (f"json {message} ({content})" if content else f"{message} {self._free(())}"),
+            + (f"json {message} ({content})" if content else f"{message} {self._free(ends)}"),
         ]
         before = "thoughts?" if once else "thoughts*"
         if not (content or required):
@@ -196,20 +221,32 @@ class _Builder:
             parts.append(_quoted(text[at:]))
         return " ".join(parts)
 
-    def _free(self, marks: tuple[str, ...], starts: tuple[str, ...] = ()) -> str:
-        """Text that holds none of these marks, spelled or as tokens, and begins with none of
-        `starts`. It may hold other tokens that are shown."""
+    def _free(
+        self,
+        marks: tuple[str, ...],
+        starts: tuple[str, ...] = (),
+        ends: tuple[str, ...] = (),
+        tail: str = "",
+    ) -> str:
+        """Text as of `_without` with tokens that are shown, but for those in the marks."""
         head = self._up_to_shown(marks, starts)
         if not head:
-            return self._terminal(marks, starts)
-        return f"({self._terminal(marks, starts)} | {head} {self._terminal(marks)})"
+            return self._terminal(marks, starts, ends, tail)
+        last = self._terminal(marks, (), ends, tail)
+        return f"({self._terminal(marks, starts, ends, tail)} | {head} {last})"
 
     def _until(
         self, name: str, mark: str, others: tuple[str, ...] = (), starts: tuple[str, ...] = ()
     ) -> str:
         """Any text up to the first of this mark, and the mark. The others as of `_free`."""
-        if self._cuts.search(mark):
-            return f"{self._free((mark, *others), starts)} {self.literal(mark)}"
+        if found := self._cuts.search(mark):
+            # The text goes up to the token: nothing else tells where it ends. The mark may begin
+            # as it ends, and then the text could have made one of its beginning.
+            tail = mark[: found.start()]
+            sizes = range(1, len(mark))
+            ends = tuple(mark[:-size] + tail for size in sizes if mark.endswith(mark[:size]))
+            text = self._free((mark, *others), starts, ends, tail)
+            return f"{text} {self.literal(mark[len(tail) :])}"
         suffix = f"[suffix={_quoted(mark)}]: "
         self._rules.append(f"{name}{suffix}{_without(others, starts)}")
         head = self._up_to_shown((mark, *others), starts)
@@ -230,9 +267,15 @@ class _Builder:
     def _tokens_in(self, *texts: str) -> set[int]:
         return {self._marks[one] for text in texts for one in self._cuts.findall(text)}
 
-    def _terminal(self, marks: tuple[str, ...], starts: tuple[str, ...] = ()) -> str:
-        """The name of text without these marks and beginnings."""
-        key = tuple(dict.fromkeys(filter(None, marks))), starts
+    def _terminal(
+        self,
+        marks: tuple[str, ...],
+        starts: tuple[str, ...] = (),
+        ends: tuple[str, ...] = (),
+        tail: str = "",
+    ) -> str:
+        """The name of text as of `_without`."""
+        key = tuple(dict.fromkeys(filter(None, marks))), starts, ends, tail
         if not any(key):
             return "ANY"
         if key not in self._terminals:
@@ -381,14 +424,24 @@ def _any_nested(values: list[Any]) -> bool:
     return any(isinstance(value, dict | list) for value in values)
 
 
-def _without(marks: Sequence[str], starts: Sequence[str] = ()) -> str:
-    """The right side of a terminal: text that holds none of these, and begins with none of
-    `starts`."""
-    parts = ["ANY"]
+def _without(
+    marks: Sequence[str],
+    starts: Sequence[str] = (),
+    ends: Sequence[str] = (),
+    tail: str = "",
+    of: str = "ANY",
+) -> str:
+    """The right side of a terminal: text that holds none of these marks, begins with none of
+    `starts` and ends with none of `ends`, but with `tail`."""
+    parts = [of]
     if held := "|".join(_escaped(mark) for mark in marks if mark):
         parts.append(f"~/(.|\\n)*({held})(.|\\n)*/")
     if begun := "|".join(map(_escaped, starts)):
         parts.append(f"~/{_SPACES}({begun})(.|\\n)*/")
+    if ended := "|".join(map(_escaped, ends)):
+        parts.append(f"~/(.|\\n)*({ended})/")
+    if tail:
+        parts.append(f"/(.|\\n)*{_escaped(tail)}/")
     return " & ".join(parts)
 
 
@@ -417,9 +470,8 @@ def json_content(schema: Any) -> str:
 def _json(schema: Any, options: dict[str, Any]) -> str:
     if schema is True or schema is False:
         schema = {} if schema else {"enum": []}
-    return (
-        f"%json {json.dumps({**schema, 'x-guidance': {**options, **_UNICODE}}, ensure_ascii=False)}"
-    )
+    guided = {**schema, "x-guidance": {**options, **_UNICODE}}
+    return f"{_JSON} {json.dumps(guided, ensure_ascii=False)}"
 
 
 def _quoted(text: str) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from deployments.api.tools.dialect import DialectReader
+from deployments.api.tools.dialect import DialectReader, overlap
 from deployments.api.tools.output_format import NUMBER, OutputFormat, Reasoning
 from deployments.api.tools.step_parser import Event, Kind, StepParser
 
@@ -15,7 +15,8 @@ class OutputParser(StepParser):
     """format: None if no tool may be called. raw: of each function, the arguments that tagged
     formats write as they are, being strings; all others are JSON. thinking: where the prompt leaves
     off: inside reasoning, where it may begin, or behind it. wrapper: marks around content, which
-    are no part of it."""
+    are no part of it. limited: the content is what a request limits it to. Then calls come at once
+    or never, and it may hold any mark that it does not begin or end with."""
 
     def __init__(
         self,
@@ -24,9 +25,11 @@ class OutputParser(StepParser):
         reasoning: Reasoning | None,
         thinking: Thinking,
         wrapper: tuple[str, ...] = (),
+        limited: bool = False,
     ) -> None:
         self._format = format
         self._wrapper = wrapper
+        self._limited = limited
         self._raw = raw
         self._reasoning = reasoning
         self._spaces = ""  # at the end of what was shown; dropped where something else follows
@@ -94,6 +97,8 @@ class OutputParser(StepParser):
 
     def _begin(self) -> bool:
         """Of what is no reasoning."""
+        if self._limited:
+            return self._begin_limited()
         if self._format is None or self._format.trigger:
             self._step = self._content
             return True
@@ -106,6 +111,32 @@ class OutputParser(StepParser):
         else:
             self._step = self._rest
         return True
+
+    def _begin_limited(self) -> bool:
+        trigger = self._format.trigger or self._format.begin if self._format is not None else ""
+        text = self._text.lstrip()
+        if not self._final and any(mark.startswith(text) for mark in (trigger, *self._wrapper[:1])):
+            return False
+        self._text = text
+        if trigger and text.startswith(trigger):
+            self._step = self._opening
+        else:
+            if self._wrapper:
+                self._text = text.removeprefix(self._wrapper[0])
+            self._step = self._limited_content
+        return True
+
+    def _limited_content(self) -> bool:
+        end = self._wrapper[1] if self._wrapper else ""
+        text = self._text
+        keep = len(end) if end and text.endswith(end) else overlap(text, end)
+        shown, self._text = text[: len(text) - keep], text[len(text) - keep :]
+        if self._final:
+            shown, self._text = shown + self._text.removesuffix(end), ""
+        if shown:
+            self._said = True
+            self._out.append(Event("content", shown))
+        return False
 
     def _content(self) -> bool:
         trigger = self._format.trigger if self._format is not None else ""

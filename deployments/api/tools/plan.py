@@ -1,5 +1,6 @@
 """OutputPlan: how the text of one chat's answer is to be read, and limited to what can be read."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ from engine.structured.grammar import Grammar
 from engine.structured.thinking import ThinkingBudget
 from engine.text.tokenizer import Tokenizer
 
+_ENDS = re.compile(r"\\.|/|\n", re.DOTALL)
 _TAIL = 24  # tokens at the end of a prompt, in which the marks of reasoning are looked for
 
 Compile = Callable[[RequestedGrammar], tuple[Grammar, list[str]]]
@@ -39,6 +41,7 @@ class OutputPlan:
     raw: dict[str, frozenset[str]] = field(default_factory=dict)
     budget: int | None = None  # of thinking, in tokens
     shows_reasoning: bool = True  # the answer has it
+    limited: bool = False  # the content is, by the request
 
     @property
     def custom(self) -> frozenset[str]:
@@ -57,9 +60,10 @@ class OutputPlan:
 
     def parser(self) -> StepParser:
         if self.channels:
-            return ChannelParser(calls=self.calls)
+            return ChannelParser(calls=self.calls, limited=self.limited)
         format = self.format if self.calls else None
-        return OutputParser(format, self.raw, self.reasoning, self.thinking, self.wrapper)
+        marks = (self.reasoning, self.thinking, self.wrapper)
+        return OutputParser(format, self.raw, *marks, self.limited)
 
     def needs_grammar(self, constraint: RequestedGrammar | None) -> bool:
         limited = constraint is not None or self.budget is not None
@@ -105,15 +109,24 @@ class OutputPlan:
         if self.format is not None:
             self.raw.update((one.name, one.raw(self.format)) for one in functions)
         content = ""
+        required = tools is not None and tools.mode == "required"
         if constraint is not None:
             inner, left_out = compile(constraint)
             ignored += constraint.ignored + name_fields(left_out, f"{constraint.where}#")
             content = self._content(inner, constraint.where)
+            untold = self.format is not None and not self.format.trigger and not required
+            if functions and untold and inner.kind == "json_schema":
+                raise invalid(
+                    f"{constraint.where}: this model's calls cannot be told from a document; "
+                    'give no tools, or tool_choice "none" or "required"',
+                    constraint.where,
+                    "not_supported",
+                )
         text = output_grammar(
             self.tokenizer,
             format=self.format,
             functions=functions,
-            required=tools is not None and tools.mode == "required",
+            required=required,
             parallel=tools is not None and tools.parallel,
             reasoning=self.reasoning,
             thinking=self.thinking,
@@ -129,12 +142,17 @@ class OutputPlan:
         if grammar.kind == "choice":
             return " | ".join(map(_quoted, msgspec.json.decode(grammar.text)))
         if grammar.kind == "regex":
-            return "/" + grammar.text.replace("/", "\\/") + "/"
+            return f"/{_ENDS.sub(_escaped, grammar.text)}/"
         raise invalid(
             f"{where}: a grammar goes neither with tools nor with a model that reasons",
             where,
             "not_supported",
         )
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """A slash or a line break of an expression, which may be escaped already, as Lark has it."""
+    return {"/": "\\/", "\n": "\\n"}.get(match[0][-1], match[0])
 
 
 def _quoted(text: str) -> str:

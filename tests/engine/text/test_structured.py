@@ -334,6 +334,36 @@ def test_bad_gbnf(compiler: Compiler, grammar: str, why: str) -> None:
     assert caught.value.code == "invalid_grammar"
 
 
+@pytest.mark.parametrize("text", ["a▁b", "▁", "  a", "e\u0301", "\ufb01"])
+@pytest.mark.parametrize("kind", ["regex", "choice", "lark", "gbnf", "json_schema"])
+def test_a_constant_that_tokens_do_not_keep(tmp_path: Path, kind: str, text: str) -> None:
+    """A character that a tokenizer reads as another one, and whose tokens are forced all the same:
+    the answer is none that the grammar allows."""
+    tokenizer = byte_fallback()
+    backend = json.loads(tokenizer.backend.to_str())
+    backend["normalizer"]["normalizers"].insert(0, {"type": "NFKC"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    compiler = Compiler(Vocabulary.load(tmp_path, tokenizer.vocab_size, tokenizer.eos_token_ids))
+    written = json.dumps(text, ensure_ascii=False)
+    grammar = {
+        "regex": Grammar.regex(text),
+        "choice": Grammar.choice([text]),
+        "lark": Grammar.lark(f"start: {json.dumps(text)}"),
+        "gbnf": Grammar.gbnf(f"root ::= {written}"),
+        "json_schema": Grammar.json_schema({"const": text}),
+    }[kind]
+    matcher = compiler.compile(grammar).deep_copy()
+    data = b""
+    while not matcher.is_stopped():
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        legal = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        if set(legal.tolist()) <= compiler.vocabulary.end_ids:
+            break
+        assert matcher.consume_token(int(legal[0])), matcher.get_error()
+        data += tokenizer.token_bytes(int(legal[0]))
+    assert data.decode() == (written if kind == "json_schema" else text)
+
+
 def test_lark_names_marks(compiler: Compiler) -> None:
     """A name that means no token, or one within a text, a pattern or a comment that does."""
     think = TOKENIZER.token_id("<think>")
