@@ -87,10 +87,12 @@ class Vocabulary:
         end_ids: Sequence[int],
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        """marks: names of tokens that `tokens` knows by others; see `hide_marks`."""
+        """marks: names of tokens that `tokens` knows by others, see `hide_marks`; None: an
+        outline."""
         self.tokens = tokens  # llguidance's
         self.num_tokens = num_tokens
         self.end_ids = frozenset(end_ids)
+        self._is_outline = marks is None
         self._marks = dict(marks or {})
         self._ids = {name: i for i, name in self._marks.items()}
 
@@ -104,6 +106,8 @@ class Vocabulary:
     def spells(self, text: str) -> bool:
         """Tell whether the characters of a grammar's source are in the tokens that it is encoded
         in. Of Llama 2's vocabulary a "▁" is a space."""
+        if self._is_outline:  # of bytes
+            return True
         text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
         data = text.encode("utf-8", "replace")
         found: bytes = self.tokens.decode_bytes(self.tokens.tokenize_bytes(data))

@@ -169,3 +169,37 @@ def test_json_that_holds_what_ends_it(name: str) -> None:
         told = "".join(event.text for event in events if event.kind == "arguments")
         assert json.loads(told) == {"x": value, "y": 2}
         assert events[-1].kind == "end"
+
+
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        ('{"a": "<tool_call><|END|>"}', '{"a": "<tool_call><|END|>"}'),
+        ('<|BEGIN|>{"a": "<|BEGIN|><|END|>"} <|END|>', '{"a": "<|BEGIN|><|END|>"} '),
+        ("<think>hm</think>\n\n<|BEGIN|>b<|END|", "b<|END|"),
+        ("<think>hm</think>x <|END|>", "x "),
+        ("", None),
+    ],
+)
+def test_limited_content_is_left_alone(text: str, content: str | None) -> None:
+    """A mark inside a document that is read as a call, or taken out; a wrapper that is shown."""
+    format = next(one for one in FORMATS if one.name == "hermes")
+    for cut in range(len(text) + 1):
+        marks = (_THOUGHTS, "may", ("<|BEGIN|>", "<|END|>"))
+        parser = OutputParser(format, {}, *marks, limited=True)
+        events = merged(parser, [text[:cut], text[cut:]])
+        assert [one.text for one in events if one.kind == "content"] == (
+            [content] if content else []
+        )
+        assert not any(one.kind == "call" for one in events)
+    parser = OutputParser(format, {}, *marks, limited=True)
+    (called, *_) = merged(parser, ["\n" + format.write("f", {"a": 1})])
+    assert called == Event("call", "f")
+
+
+def test_a_limited_final_message_is_left_alone() -> None:
+    """A document of gpt-oss that ends at a mark inside one of its strings."""
+    text = '<|channel|>final json<|message|>{"a": "<|end|><|start|>x"}'
+    for cut in range(len(text) + 1):
+        events = merged(ChannelParser(calls=True, limited=True), [text[:cut], text[cut:]])
+        assert events == [Event("content", '{"a": "<|end|><|start|>x"}')]
