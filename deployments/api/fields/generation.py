@@ -21,7 +21,7 @@ from deployments.api.fields.schema import (
     record,
     text,
 )
-from deployments.api.generation.constraints import ALIASES, SCHEMA_NAME
+from deployments.api.generation.constraints import ALIASES, MAX_TAGS, SCHEMA_NAME
 from deployments.api.generation.messages import (
     MAX_MESSAGE_CALLS,
     MAX_MESSAGE_PARTS,
@@ -97,14 +97,20 @@ _NAMED_SCHEMA = record(
     },
     strict=BOOLEAN,
 )
+_TAGS: Mapping[str, Schema] = {
+    "structures": list_of(record({"begin": FILLED}, schema=_JSON_SCHEMA, end=TEXT), 1, MAX_TAGS),
+    "triggers": list_of(FILLED, 1, MAX_TAGS),
+}
 RESPONSE_FORMAT: Schema = either(
     record({"type": one_of("text")}),
     record({"type": one_of("json_object")}, schema=_JSON_SCHEMA),
     record({"type": one_of("json_schema"), "json_schema": _NAMED_SCHEMA}),
+    record({"type": one_of("structural_tag"), **_TAGS}),
 )
 STRUCTURED_OUTPUTS: Schema = either(
     *(record({kind: schema}, structural_tag=NULL) for kind, schema in _GRAMMARS.items()),
     record({"json_object": one_of(True)}, structural_tag=NULL),
+    record({"structural_tag": either(record(_TAGS), text(MAX_BYTES))}),
 )
 STREAM_OPTIONS = record({}, include_usage=BOOLEAN, continuous_usage_stats=BOOLEAN)
 

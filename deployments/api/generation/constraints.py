@@ -12,7 +12,8 @@ from deployments.api.http.json_body import parse_json
 from engine.structured.grammar import MAX_BYTES, MAX_CHOICES, Grammar
 from engine.structured.json_schema import enforceable
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "tags"]
+MAX_TAGS = 128  # and as many triggers
 
 # Fields that other servers have taken instead of `structured_outputs`.
 ALIASES: dict[str, Kind] = {
@@ -28,11 +29,28 @@ ALIASES: dict[str, Kind] = {
 SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
+@dataclass(frozen=True, slots=True)
+class StructuralTag:
+    """begin, JSON of a schema, end."""
+
+    begin: str
+    schema: Any
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTags:
+    """Text in which each of the triggers begins one of the tags."""
+
+    tags: tuple[StructuralTag, ...]
+    triggers: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class RequestedGrammar:
     """where: the field that says it, for errors. value: a schema (bool, object or its text), or the
-    text of a pattern or grammar, or the list of choices. ignored: options without effect here.
-    strict: a schema is refused for what cannot be enforced."""
+    text of a pattern or grammar, or the list of choices, or StructuralTags. ignored: options
+    without effect here. strict: a schema is refused for what cannot be enforced."""
 
     where: str
     kind: Kind
@@ -96,9 +114,11 @@ def _response_format(value: Any) -> RequestedGrammar | None:
         return found
     if kind == "json_schema":
         return _json_schema(value)
+    if kind == "structural_tag":
+        return _structural_tag(value, "response_format")
     raise invalid(
-        f"response_format of type {shown(kind)} is not supported; text, json_object and "
-        "json_schema are",
+        f"response_format of type {shown(kind)} is not supported; text, json_object, json_schema "
+        "and structural_tag are",
         "response_format.type",
         "not_supported",
     )
@@ -134,25 +154,64 @@ def _structured_outputs(value: Any) -> RequestedGrammar | None:
         return None
     if not isinstance(value, dict):
         raise wrong_type("structured_outputs", "an object")
-    if value.get("structural_tag") is not None:
-        raise invalid(
-            "structured_outputs.structural_tag is not supported; a grammar says the same",
-            "structured_outputs.structural_tag",
-            "not_supported",
-        )
     kinds: tuple[Kind, ...] = ("json", "regex", "choice", "grammar")
     found = [_checked(f"structured_outputs.{kind}", kind, value.get(kind)) for kind in kinds]
     if value.get("json_object"):
         found.append(RequestedGrammar("structured_outputs.json_object", "json", {"type": "object"}))
+    if value.get("structural_tag") is not None:
+        found.append(_structural_tag(value["structural_tag"], "structured_outputs.structural_tag"))
     given = [one for one in found if one is not None]
     if len(given) != 1:
         raise invalid(
-            "structured_outputs takes one of json, json_object, regex, choice and grammar",
+            "structured_outputs takes one of json, json_object, regex, choice, grammar and "
+            "structural_tag",
             "structured_outputs",
             "missing_field" if not given else "conflicting_fields",
         )
-    given[0].ignored = _others(value, "structured_outputs", *kinds, "json_object")
+    others = _others(value, "structured_outputs", *kinds, "json_object", "structural_tag")
+    given[0].ignored += others
     return given[0]
+
+
+def _structural_tag(value: Any, path: str) -> RequestedGrammar:
+    if isinstance(value, str):
+        value = _parsed(value, path)
+    if not isinstance(value, dict):
+        raise wrong_type(path, "an object, or its text")
+    if value.get("format") is not None:
+        raise invalid(
+            f"{path}.format is not supported; structures and triggers are",
+            f"{path}.format",
+            "not_supported",
+        )
+    triggers = _filled(value.get("triggers"), f"{path}.triggers")
+    if not all(isinstance(one, str) and one for one in triggers):
+        raise wrong_type(f"{path}.triggers", "texts that are not empty")
+    tags = []
+    for i, one in enumerate(_filled(value.get("structures"), f"{path}.structures")):
+        at = f"{path}.structures[{i}]"
+        if not isinstance(one, dict):
+            raise wrong_type(at, "an object")
+        begin, schema, end = one.get("begin"), one.get("schema"), one.get("end")
+        schema = True if schema is None else schema
+        end = "" if end is None else end
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise wrong_type(f"{at}.{'end' if isinstance(begin, str) else 'begin'}", "a string")
+        if not begin.startswith(tuple(triggers)):
+            raise invalid(f"{at}.begin must begin with one of the triggers", f"{at}.begin")
+        if len(begin) + len(end) > MAX_BYTES:
+            raise invalid(f"{at} has more than {MAX_BYTES} bytes", at, "grammar_too_large")
+        _checked(f"{at}.schema", "json", schema)
+        tags.append(StructuralTag(begin, schema, end))
+    return RequestedGrammar(path, "tags", StructuralTags(tuple(tags), tuple(triggers)))
+
+
+def _filled(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise wrong_type(path, "a list")
+    if not 1 <= len(value) <= MAX_TAGS:
+        raise invalid(f"{path} takes 1 to {MAX_TAGS} of them", path)
+    return value
 
 
 def _checked(where: str, kind: Kind, value: Any) -> RequestedGrammar | None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.generation.constraints import RequestedGrammar
+from deployments.api.generation.constraints import RequestedGrammar, StructuralTags
 from deployments.api.generation.fields import name_fields
 from deployments.api.http.errors import invalid
+from deployments.api.tools.grammar import tags_grammar
 from deployments.api.tools.plan import OutputPlan
 from deployments.backend import ModelCard
 from engine.errors import InvalidRequest, Overloaded
@@ -54,8 +55,15 @@ async def grammar_of(
     Raises ApiError 400 naming the field, and in it the keyword by a JSON pointer; Overloaded.
     """
     sandbox = sandbox_of(tokenizer, card.vocab_size, card.eos_token_ids)
-    grammar, left_out = await _waited(_pool.submit(_explained, constraint, sandbox))
-    return grammar, constraint.ignored + name_fields(left_out, f"{constraint.where}#")
+
+    def work() -> tuple[Grammar, list[str]]:
+        if constraint.kind == "tags":
+            return _tagged(constraint, tokenizer, sandbox)
+        grammar, left_out = _explained(constraint, sandbox)
+        return grammar, name_fields(left_out, f"{constraint.where}#")
+
+    grammar, ignored = await _waited(_pool.submit(work))
+    return grammar, constraint.ignored + ignored
 
 
 async def output_grammar_of(
@@ -82,6 +90,27 @@ async def _waited(work: Future[tuple[Grammar, list[str]]]) -> tuple[Grammar, lis
             return await asyncio.wrap_future(work)
     except TimeoutError:
         raise Overloaded("too many grammars are being compiled") from None
+
+
+def _tagged(
+    constraint: RequestedGrammar, tokenizer: Tokenizer, sandbox: GrammarSandbox
+) -> tuple[Grammar, list[str]]:
+    """Of StructuralTags."""
+    asked: StructuralTags = constraint.value
+    ignored: list[str] = []
+    tags = []
+    for i, tag in enumerate(asked.tags):
+        where = f"{constraint.where}.structures[{i}].schema"
+        schema, left_out = _explained(RequestedGrammar(where, "json", tag.schema), sandbox)
+        ignored += name_fields(left_out, f"{where}#")
+        tags.append((tag.begin, msgspec.json.decode(schema.text), tag.end))
+    try:
+        grammar = Grammar.lark(tags_grammar(tokenizer, tags, asked.triggers))
+        sandbox.check(grammar, SECONDS)
+    except InvalidRequest as error:
+        at = constraint.where
+        raise invalid(f"{at}: {error.message}", at, error.code) from None
+    return grammar, ignored
 
 
 def _explained(constraint: RequestedGrammar, sandbox: GrammarSandbox) -> tuple[Grammar, list[str]]:

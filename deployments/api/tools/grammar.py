@@ -91,6 +91,14 @@ def output_grammar(
     return builder.build(format, functions, required, parallel, *options)
 
 
+def tags_grammar(
+    tokenizer: Tokenizer, tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]
+) -> str:
+    """Text in which a trigger begins one of the tags: what it begins with, JSON of a schema as
+    `enforceable` leaves it, what it ends with. Each begins with a trigger."""
+    return _Builder(tokenizer).build_tags(tags, triggers)
+
+
 class _Builder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         marks = {tokenizer.token_text(i): i for i in sorted(tokenizer.mark_ids)}
@@ -171,6 +179,27 @@ class _Builder:
         self._rules.append(f"{name.upper()}: {_without((), starts, ends, '', f'({content})')}")
         return name.upper()
 
+    def build_tags(self, tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]) -> str:
+        self._rules = [_ANY]
+        behind: dict[str, list[str]] = {}
+        for i, (begin, schema, end) in enumerate(tags):
+            trigger = min((one for one in triggers if begin.startswith(one)), key=len)
+            for match in self._cuts.finditer(begin):
+                if match.start() < len(trigger) < match.end():
+                    trigger = begin[: match.end()]  # no half of a token begins anything
+            rest = begin[len(trigger) :]
+            parts = [self._spelled(rest)] if rest else []
+            parts += [_json(schema, _FREE), *([self._spelled(end)] if end else [])]
+            self._rules.append(f"tag_{i}: {' '.join(parts)}")
+            behind.setdefault(trigger, []).append(f"tag_{i}")
+        marks = tuple(dict.fromkeys((*triggers, *behind)))
+        found = []
+        for i, (trigger, names) in enumerate(behind.items()):
+            others = tuple(one for one in marks if one != trigger)
+            found.append(f"{self._until(f'until_{i}', trigger, others)} ({' | '.join(names)})")
+        self._rules.append(f"start: ({' | '.join(found)})* {self._free(marks)}")
+        return "\n".join(self._rules) + "\n"
+
     def build_channels(
         self,
         reasoning: Reasoning,
@@ -209,8 +238,9 @@ class _Builder:
 
     def literal(self, text: str) -> str:
         """A text of a format, of which marks are one token each."""
-        if NUMBER in text:
-            return " /[0-9]{1,6}/ ".join(map(self.literal, text.split(NUMBER)))
+        return " /[0-9]{1,6}/ ".join(map(self._spelled, text.split(NUMBER)))
+
+    def _spelled(self, text: str) -> str:
         parts, at = [], 0
         for match in self._cuts.finditer(text):
             if match.start() > at:

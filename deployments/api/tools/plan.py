@@ -8,7 +8,7 @@ import msgspec
 
 from deployments.api.generation.constraints import RequestedGrammar
 from deployments.api.generation.fields import name_fields
-from deployments.api.http.errors import invalid
+from deployments.api.http.errors import ApiError, invalid
 from deployments.api.tools.channel_parser import ChannelParser
 from deployments.api.tools.detect import template_output
 from deployments.api.tools.grammar import Function, json_content, output_grammar
@@ -111,6 +111,8 @@ class OutputPlan:
         content = ""
         required = tools is not None and tools.mode == "required"
         if constraint is not None:
+            if constraint.kind == "tags":
+                raise _not_beside(constraint.where)
             inner, left_out = compile(constraint)
             ignored += constraint.ignored + name_fields(left_out, f"{constraint.where}#")
             content = self._content(inner, constraint.where)
@@ -143,11 +145,15 @@ class OutputPlan:
             return " | ".join(map(_quoted, msgspec.json.decode(grammar.text)))
         if grammar.kind == "regex":
             return f"/{_ENDS.sub(_escaped, grammar.text)}/"
-        raise invalid(
-            f"{where}: a grammar goes neither with tools nor with a model that reasons",
-            where,
-            "not_supported",
-        )
+        raise _not_beside(where)
+
+
+def _not_beside(where: str) -> ApiError:
+    return invalid(
+        f"{where}: a grammar goes neither with tools nor with a model that reasons",
+        where,
+        "not_supported",
+    )
 
 
 def _escaped(match: re.Match[str]) -> str:

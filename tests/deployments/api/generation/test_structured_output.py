@@ -27,6 +27,14 @@ def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": inner}}
 
 
+TAG = {"begin": "<f>", "schema": SCHEMA, "end": "</f>"}
+
+
+def structural_tag(structures: list[Any], triggers: list[str]) -> dict[str, Any]:
+    inner = {"type": "structural_tag", "structures": structures, "triggers": triggers}
+    return {"response_format": inner}
+
+
 def code_of(reply: Reply) -> tuple[int, str, str | None]:
     error = reply.json()["error"]
     return reply.status, error["code"], error["param"]
@@ -116,8 +124,33 @@ def test_text_is_not_limited(backend: FakeBackend, client: Client) -> None:
         ),
         (
             {"structured_outputs": {"structural_tag": "{}"}},
-            "not_supported",
+            "invalid_type",
+            "structured_outputs.structural_tag.triggers",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "{"}},
+            "invalid_json",
             "structured_outputs.structural_tag",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": {"format": {"type": "any_text"}}}},
+            "not_supported",
+            "structured_outputs.structural_tag.format",
+        ),
+        (structural_tag([], ["<"]), "invalid_value", "response_format.structures"),
+        (structural_tag([TAG], []), "invalid_value", "response_format.triggers"),
+        (structural_tag([TAG], [""]), "invalid_type", "response_format.triggers"),
+        (structural_tag([TAG], ["<x"]), "invalid_value", "response_format.structures[0].begin"),
+        (structural_tag([{}], ["<"]), "invalid_type", "response_format.structures[0].begin"),
+        (
+            structural_tag([{**TAG, "end": 1}], ["<"]),
+            "invalid_type",
+            "response_format.structures[0].end",
+        ),
+        (
+            structural_tag([{**TAG, "schema": {"enum": []}}], ["<"]),
+            "unsatisfiable_schema",
+            "response_format.structures[0].schema",
         ),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "conflicting_fields", "guided_choice"),
         ({"guided_regex": "(("}, "invalid_grammar", "guided_regex"),
