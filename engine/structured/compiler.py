@@ -134,7 +134,7 @@ class Vocabulary:
         if not path.is_file():
             raise _not_supported("this model has no tokenizer.json")
         try:
-            text, marks = hide_marks(path.read_bytes())
+            text, marks = hide_marks(path.read_bytes(), end_ids)
             # One of them has to be, or token 0 is.
             ends = sorted({i for i in end_ids if i < num_tokens}) or [*marks][:1] or None
             tokens = llg.LLTokenizer(text, n_vocab=num_tokens, eos_token=ends, slices=_SLICES)

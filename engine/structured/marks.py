@@ -1,9 +1,12 @@
 """Marks: tokens that no text of a grammar spells, and a tokenizer.json in which none can be."""
 
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def is_mark(content: str, special: bool) -> bool:
@@ -15,8 +18,10 @@ def is_mark(content: str, special: bool) -> bool:
     return special or (content.startswith("<") and content.endswith(">"))
 
 
-def hide_marks(raw: bytes) -> tuple[str, dict[int, str]]:
+def hide_marks(raw: bytes, end_ids: Iterable[int] = ()) -> tuple[str, dict[int, str]]:
     """Give the marks of a tokenizer.json secret names. Returns it, and the true names by id.
+
+    end_ids: what ends an answer is a mark, too, where it is a piece of text like any other.
 
     llguidance tokenizes the text that a grammar forces. There it would find "<tool_call>" or
     "<|im_end|>" of a constant, and then forbid that very token, as a mark is no text.
@@ -24,23 +29,30 @@ def hide_marks(raw: bytes) -> tuple[str, dict[int, str]]:
     Raises ValueError, KeyError, TypeError: it is no tokenizer.json.
     """
     content: dict[str, Any] = msgspec.json.decode(raw)
-    added = content.get("added_tokens") or []
+    content["added_tokens"] = added = list(content.get("added_tokens") or [])
+    model = content["model"]
+    vocab = model.get("vocab")
+    pieces = vocab.items() if isinstance(vocab, dict) else ()
+    if isinstance(vocab, list):  # of Unigram, where the id is the place
+        pieces = ((name, i) for i, (name, _) in enumerate(vocab))
+    ends = set(end_ids)
+    plain = ends.difference(token["id"] for token in added)
+    flags = dict.fromkeys(_FLAGS, False)
+    added += [{**flags, "id": i, "content": name} for name, i in pieces if i in plain]
     marks: dict[int, str] = {
         token["id"]: token["content"]
         for token in added
-        if is_mark(token["content"], bool(token.get("special")))
+        if token["id"] in ends or is_mark(token["content"], bool(token.get("special")))
     }
     secret = secrets.token_hex(8)
     names = {name: f"<{secret}{id}>" for id, name in marks.items()}
     for token in added:
         if token["id"] in marks:
             token.update(content=names[token["content"]], special=True)
-    model = content["model"]
-    vocab = model.get("vocab")
     if isinstance(vocab, dict):
         for name in names.keys() & vocab.keys():
             vocab[names[name]] = vocab.pop(name)
-    elif isinstance(vocab, list):  # of Unigram, where the id is the place
+    elif isinstance(vocab, list):
         model["vocab"] = [[names.get(name, name), score] for name, score in vocab]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]

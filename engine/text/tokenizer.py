@@ -52,7 +52,8 @@ class Tokenizer:
     eos_token_ids: ids that end an answer, from generation_config.json, config.json and the
         tokenizer.
     special_ids: ids of control tokens, which decode leaves out by default.
-    mark_ids: ids of tokens that a grammar has to name: these, and added ones in angle brackets.
+    mark_ids: ids of tokens that a grammar has to name: these, added ones in angle brackets, and
+        those that end an answer.
     chat_template: None if the checkpoint has none.
     same: another one of this backend.
     """
@@ -83,13 +84,13 @@ class Tokenizer:
         self._longest: int = _longest(backend) if same is None else same._longest
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.mark_ids = frozenset(
-            i for i, token in added.items() if is_mark(token.content, token.special)
-        )
         self.bos_token_id = self.token_id(self.special_tokens.get("bos_token", ""))
         own_eos = self.token_id(self.special_tokens.get("eos_token", ""))
         ends = [*eos_token_ids, *([] if own_eos is None else [own_eos])]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
+        self.mark_ids = frozenset(
+            i for i, token in added.items() if is_mark(token.content, token.special)
+        ).union(i for i in ends if backend.id_to_token(i) is not None)
         self.tables = Tables(self)  # for TextStream
         # The same model, but no text is one of its added tokens.
         self._plain = tokenizers.Tokenizer(backend.model)

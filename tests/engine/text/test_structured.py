@@ -364,6 +364,26 @@ def test_a_constant_that_tokens_do_not_keep(tmp_path: Path, kind: str, text: str
     assert data.decode() == (written if kind == "json_schema" else text)
 
 
+@pytest.mark.parametrize("added", [True, False])
+def test_an_end_that_is_a_piece_of_text(tmp_path: Path, added: bool) -> None:
+    """An end token that is no special one, which a text may spell: the answer ends inside it."""
+    tokenizer = byte_fallback()
+    backend = json.loads(tokenizer.backend.to_str())
+    kept = [one for one in backend["added_tokens"] if one["content"] != "</s>"]
+    (end,) = tokenizer.eos_token_ids
+    if added:
+        kept.append({**kept[0], "id": end, "content": "</s>", "special": False})
+    backend["added_tokens"] = kept
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    vocabulary = Vocabulary.load(tmp_path, tokenizer.vocab_size, (end,))
+    assert vocabulary.text_of(end) == b"</s>"
+    compiler = Compiler(vocabulary)
+    assert end not in forced(compiler, Grammar.choice(["a</s>"]))
+    constraint = Constraint(compiler.compile(Grammar.regex("a.*b")).deep_copy(), vocabulary)
+    constraint.take(tokenizer.encode_plain("a")[-1])
+    assert end not in allowed(constraint)
+
+
 def test_lark_names_marks(compiler: Compiler) -> None:
     """A name that means no token, or one within a text, a pattern or a comment that does."""
     think = TOKENIZER.token_id("<think>")
