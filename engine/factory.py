@@ -62,6 +62,7 @@ from engine.shards import weight_files
 from engine.structured.compiler import Vocabulary
 from engine.structured.preparing import Grammars
 from engine.text.token_ids import missing_ids
+from engine.text.tokenizer import declared_special
 from engine.weights import load_weights
 from engine.weights.stream import Loading
 from kernels.dispatch import Kernels, kernels_for
@@ -375,7 +376,8 @@ def _grammars(resolved: Resolved) -> Grammars:
     model = resolved.model
     try:
         ends = model.eos_token_ids
-        return Grammars(Vocabulary.load(resolved.folder, model.vocab_size, ends))
+        declared = declared_special(resolved.folder)
+        return Grammars(Vocabulary.load(resolved.folder, model.vocab_size, ends, declared))
     except InvalidRequest as refusal:
         return Grammars(refusal)
 

@@ -18,10 +18,13 @@ def is_mark(content: str, special: bool) -> bool:
     return special or (content.startswith("<") and content.endswith(">"))
 
 
-def hide_marks(raw: bytes, end_ids: Iterable[int] = ()) -> tuple[str, dict[int, str]]:
+def hide_marks(
+    raw: bytes, end_ids: Iterable[int] = (), declared: Iterable[str] = ()
+) -> tuple[str, dict[int, str]]:
     """Give the marks of a tokenizer.json secret names. Returns it, and the true names by id.
 
     end_ids: what ends an answer is a mark, too, where it is a piece of text like any other.
+    declared: names of more marks.
 
     llguidance tokenizes the text that a grammar forces. There it would find "<tool_call>" or
     "<|im_end|>" of a constant, and then forbid that very token, as a mark is no text.
@@ -35,14 +38,20 @@ def hide_marks(raw: bytes, end_ids: Iterable[int] = ()) -> tuple[str, dict[int, 
     pieces = vocab.items() if isinstance(vocab, dict) else ()
     if isinstance(vocab, list):  # of Unigram, where the id is the place
         pieces = ((name, i) for i, (name, _) in enumerate(vocab))
-    ends = set(end_ids)
-    plain = ends.difference(token["id"] for token in added)
+    ends, special = set(end_ids), set(declared)
+    present = {token["id"] for token in added}
     flags = dict.fromkeys(_FLAGS, False)
-    added += [{**flags, "id": i, "content": name} for name, i in pieces if i in plain]
+    added += [
+        {**flags, "id": i, "content": name}
+        for name, i in pieces
+        if i not in present and (i in ends or name in special)
+    ]
     marks: dict[int, str] = {
         token["id"]: token["content"]
         for token in added
-        if token["id"] in ends or is_mark(token["content"], bool(token.get("special")))
+        if token["id"] in ends
+        or token["content"] in special
+        or is_mark(token["content"], bool(token.get("special")))
     }
     secret = secrets.token_hex(8)
     names = {name: f"<{secret}{id}>" for id, name in marks.items()}
@@ -52,6 +61,14 @@ def hide_marks(raw: bytes, end_ids: Iterable[int] = ()) -> tuple[str, dict[int, 
     if isinstance(vocab, dict):
         for name in names.keys() & vocab.keys():
             vocab[names[name]] = vocab.pop(name)
+        if model.get("merges"):  # a pair, or a text with a space in it
+            pairs = (
+                (merge, merge.split(" ") if isinstance(merge, str) else merge)
+                for merge in model["merges"]
+            )
+            model["merges"] = [
+                merge for merge, pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))
+            ]
     elif isinstance(vocab, list):
         model["vocab"] = [[names.get(name, name), score] for name, score in vocab]
     if model.get("unk_token") in names:

@@ -42,6 +42,13 @@ class DeclaredTokens:
                 f"{path}: its tokens cannot be read: {error}", param="model"
             ) from None
 
+    @property
+    def special(self) -> frozenset[str]:
+        """Names of control tokens."""
+        other = {token.content for token in self.added if not token.special}
+        flagged = {token.content for token in self.added if token.special}
+        return flagged.union(self.named, set(self.more) - other)
+
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Make of tokens what transformers makes of them. A token without an id would get one that
         the model does not have, and is left out."""

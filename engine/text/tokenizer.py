@@ -118,12 +118,7 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; save the model with a fast tokenizer",
                 param="model",
             )
-        named = {
-            **_json(folder / "special_tokens_map.json"),
-            **_json(folder / "tokenizer_config.json"),
-        }
-        special = {name: text for name, value in named.items() if (text := _named(name, value))}
-        declared = DeclaredTokens.of(named, special.values(), folder / "tokenizer_config.json")
+        named, special, declared = _declared(folder)
         content = path.read_bytes()
         digest = blake2b(b"%b%a" % (content, declared), digest_size=16).digest()
         same = _in_use.get(digest)
@@ -426,6 +421,23 @@ def _sampling_defaults(path: Path) -> dict[str, Any]:
     except InvalidRequest as error:
         raise ConfigError(f"{path}: {error.message}", param="model") from None
     return found
+
+
+def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTokens]:
+    """What the files beside tokenizer.json say, the special tokens in it, and all tokens in it."""
+    named = {
+        **_json(folder / "special_tokens_map.json"),
+        **_json(folder / "tokenizer_config.json"),
+    }
+    special = {name: text for name, value in named.items() if (text := _named(name, value))}
+    tokens = DeclaredTokens.of(named, special.values(), folder / "tokenizer_config.json")
+    return named, special, tokens
+
+
+def declared_special(folder: str | Path) -> frozenset[str]:
+    """The control tokens that files beside a checkpoint's tokenizer.json name. Raises
+    ConfigError."""
+    return _declared(Path(folder))[2].special
 
 
 def _named(name: str, value: Any) -> str | None:

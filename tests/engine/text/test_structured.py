@@ -28,7 +28,7 @@ from engine.structured.constraint import Constraint, Masks
 from engine.structured.grammar import Grammar
 from engine.structured.json_schema import UnsupportedSchema, enforceable
 from engine.structured.step_grammars import StepGrammars
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, declared_special
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.text.small_tokenizers import byte_fallback, byte_level
 from tests.fakes import Output, collect
@@ -362,6 +362,29 @@ def test_a_constant_that_tokens_do_not_keep(tmp_path: Path, kind: str, text: str
         assert matcher.consume_token(int(legal[0])), matcher.get_error()
         data += tokenizer.token_bytes(int(legal[0]))
     assert data.decode() == (written if kind == "json_schema" else text)
+
+
+def test_control_tokens_that_are_declared_beside_the_tokenizer(tmp_path: Path) -> None:
+    """One that is a piece of text to tokenizer.json, even one that pieces merge to: text with it
+    is not shown."""
+    backend = json.loads(byte_fallback().backend.to_str())
+    backend["added_tokens"] = []
+    size = len(backend["model"]["vocab"])
+    backend["model"]["vocab"] |= {"<": size, "s>": size + 1, "<s>x": size + 2}
+    backend["model"]["merges"] += [["<", "s>"], ["<s>", "x"]]
+    backend["model"]["vocab"] |= {"s": size + 3, ">": size + 4, "x": size + 5}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    settings = {"bos_token": "<s>", "added_tokens_decoder": {}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert declared_special(tmp_path) == {"<s>"}
+    begin = backend["model"]["vocab"]["<s>"]
+    loaded = Tokenizer.load(tmp_path)
+    assert begin in loaded.mark_ids
+    vocabulary = Vocabulary.load(tmp_path, size + 6, (2,), declared_special(tmp_path))
+    compiler = Compiler(vocabulary)
+    assert begin not in forced(compiler, Grammar.choice(["<s>x"]))
+    constraint = Constraint(compiler.compile(Grammar.regex(".*")).deep_copy(), vocabulary)
+    assert begin not in allowed(constraint)
 
 
 @pytest.mark.parametrize("added", [True, False])

@@ -26,7 +26,7 @@ from engine.messages import Delta
 from engine.structured.compiler import Compiler, Vocabulary
 from engine.structured.constraint import Constraint
 from engine.text.chat_template import ChatTemplate
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, declared_special
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import MODEL, FakeBackend, FakeGeneration
 
@@ -136,7 +136,9 @@ class Table:
         )
         ids = self.tokenizer.backend.get_added_tokens_decoder()
         self.num_tokens = max([self.tokenizer.vocab_size, *(i + 1 for i in ids)]) + 7
-        self._vocabulary = Vocabulary.load(folder, self.num_tokens, self.tokenizer.eos_token_ids)
+        self._vocabulary = Vocabulary.load(
+            folder, self.num_tokens, self.tokenizer.eos_token_ids, declared_special(folder)
+        )
         self._compiler = Compiler(self._vocabulary)
         self._backend = WideBackend(self.tokenizer, self.num_tokens)
         self._client = Client(build_asgi(self._backend))
