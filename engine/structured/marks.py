@@ -35,7 +35,7 @@ def hide_marks(
     content["added_tokens"] = added = list(content.get("added_tokens") or [])
     model = content["model"]
     vocab = model.get("vocab")
-    pieces = vocab.items() if isinstance(vocab, dict) else ()
+    pieces: Iterable[tuple[str, int]] = vocab.items() if isinstance(vocab, dict) else ()
     if isinstance(vocab, list):  # of Unigram, where the id is the place
         pieces = ((name, i) for i, (name, _) in enumerate(vocab))
     ends, special = set(end_ids), set(declared)
