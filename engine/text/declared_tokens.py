@@ -47,7 +47,7 @@ class DeclaredTokens:
         """Names of control tokens."""
         other = {token.content for token in self.added if not token.special}
         flagged = {token.content for token in self.added if token.special}
-        return flagged.union(self.named, set(self.more) - other)
+        return frozenset(flagged).union(self.named, set(self.more) - other)
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Make of tokens what transformers makes of them. A token without an id would get one that
