@@ -8,7 +8,8 @@ adds in another order. What is left to torch goes row by row: its algorithms dif
 of rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -239,7 +240,8 @@ class Deterministic(PlannedByFirstLayer):
             plan.kernels.decode(q, k_cache, v_cache, scale, plan.every, out, numbers)
             return out
         how = Scores.of(k_cache.shape[1], scale, softcap, sinks, slopes)
-        return _attend_by_token(q, k_cache, v_cache, how, meta)
+        with _one_thread():
+            return _attend_by_token(q, k_cache, v_cache, how, meta)
 
     def latent_write(
         self,
@@ -283,6 +285,18 @@ class Deterministic(PlannedByFirstLayer):
         for at, part in enumerate(meta.plan.apart):
             found.append(step([each[at : at + 1].clone() for each in rows], part))
         return torch.cat(found)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch's products in one thread: with more, a batch of few matrices is cut within each,
+    and the sums of one token are not those of the same token among others."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _attend_by_token(

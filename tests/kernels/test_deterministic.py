@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import norm
-from kernels.cpu.deterministic import Deterministic, _apart, _as_decodes, _DeterministicPlan
+from kernels.cpu.deterministic import (
+    Deterministic,
+    _apart,
+    _as_decodes,
+    _DeterministicPlan,
+    _one_thread,
+)
 from kernels.kv.format import FORMATS
 from kernels.kv.quantized import Cache, QuantizedKV
 from kernels.metadata import AttentionMeta
@@ -186,10 +192,11 @@ def test_keys_that_are_read_once_for_all_tokens(
         return read(*given)
 
     for numbers in scored:
-        want = [
-            Kernels().attention(row.clone(), k_cache, v_cache, dim**-0.5, alone, **numbers)
-            for row, alone in zip(q.split(1), _apart(_as_decodes(meta)), strict=True)
-        ]
+        with _one_thread():
+            want = [
+                Kernels().attention(row.clone(), k_cache, v_cache, dim**-0.5, alone, **numbers)
+                for row, alone in zip(q.split(1), _apart(_as_decodes(meta)), strict=True)
+            ]
         meta.plan, reads = _DeterministicPlan(meta), 0
         with monkeypatch.context() as patch:
             patch.setattr(QuantizedKV, "read", counted)
@@ -208,11 +215,51 @@ def test_a_later_token_that_is_not_finite(window: int) -> None:
     length = int(meta.kv_len[3])
     v_cache[meta.block_table[3, (length - 3) // SIZE], 1, (length - 3) % SIZE] = float("inf")
     q = torch.randn(len(meta.positions), 2 * HEADS, 16, generator=torch.Generator().manual_seed(5))
-    want = [
-        Kernels().attention(row.clone(), k_cache, v_cache, 0.25, alone)
-        for row, alone in zip(q.split(1), _apart(_as_decodes(meta)), strict=True)
-    ]
+    with _one_thread():
+        want = [
+            Kernels().attention(row.clone(), k_cache, v_cache, 0.25, alone)
+            for row, alone in zip(q.split(1), _apart(_as_decodes(meta)), strict=True)
+        ]
     meta.plan = _DeterministicPlan(meta)
     got = Deterministic().attention(q, k_cache, v_cache, 0.25, meta)
     assert int((~got.isfinite()).any(1).sum()) == 3
     torch.testing.assert_close(got, torch.cat(want), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_token_of_a_chunk_in_several_threads(threads: int) -> None:
+    """Bug: torch cuts the products of a few heads among its threads, so that a decode of
+    SmolLM2-135M (nine heads, three of keys) had other bits than the same token in a chunk."""
+    heads, of_keys, dim, size, length = 9, 3, 64, 16, 10
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def step(positions: list[int]) -> AttentionMeta:
+        return AttentionMeta(
+            positions=torch.tensor(positions, dtype=torch.int32),
+            slots=torch.zeros(len(positions), dtype=torch.int64),
+            query_start=torch.tensor([0, len(positions)], dtype=torch.int32),
+            kv_len=torch.tensor([positions[-1] + 1], dtype=torch.int32),
+            block_table=torch.zeros(1, 1, dtype=torch.int32),
+            num_decodes=len(positions) == 1,
+            max_kv_len=positions[-1] + 1,
+        )
+
+    def attention(q: Tensor, positions: list[int]) -> Tensor:
+        meta = step(positions)
+        meta.plan = _DeterministicPlan(meta)
+        return Deterministic().attention(q[positions].clone(), k_cache, v_cache, 0.125, meta)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            k_cache, v_cache = random(1, of_keys, size, dim), random(1, of_keys, size, dim)
+            q = random(length, heads, dim)
+            alone = [attention(q, [at]) for at in range(length)]
+            assert torch.equal(attention(q, [*range(length)]), torch.cat(alone))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
