@@ -26,7 +26,7 @@ _KINDS = {
 def error_object(error: ApiError) -> dict[str, Any]:
     """In Anthropic's shape; code and param stand beside its own fields."""
     message = error.message
-    if error.code == "context_length_exceeded":
+    if error.code == "context_length_exceeded" and error.param != "max_tokens":
         message = f"prompt is too long: {message}"  # by which its clients know to compact
     kind = _KINDS.get(error.status, "api_error")
     told = {"type": kind, "message": message, "code": error.code, "param": error.param}

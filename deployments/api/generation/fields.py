@@ -163,7 +163,8 @@ def take_word(body: dict[str, Any], name: str, words: Sequence[str]) -> str | No
     """One of these words. Raises ApiError 400."""
     value = body.get(name)
     if value is not None and value not in words:
-        raise wrong_type(name, " or ".join(words))
+        code = "invalid_value" if isinstance(value, str) else "invalid_type"
+        raise invalid(f"{name} must be {' or '.join(words)}", name, code)
     return value
 
 

@@ -322,9 +322,11 @@ class _PromptCut:
     def of(cls, body: dict[str, Any], call: OpenAIRequest) -> "_PromptCut | None":
         """Read the fields of a body; None: no prompt is cut. Raises ApiError 400."""
         side = take_word(body, "truncation_side", SIDES) or "left"
-        output = call.params.max_tokens or 1
-        tokens = take_cut(body, max(1, call.card.max_model_len - output))
-        return None if tokens is None else cls(tokens, side)
+        context = call.card.max_model_len
+        tokens = take_cut(body, context)
+        if tokens is None:
+            return None
+        return cls(min(tokens, max(1, context - (call.params.max_tokens or 1))), side)
 
     def apply(self, ids: list[int]) -> list[int]:
         """Return the part that is kept."""

@@ -56,6 +56,7 @@ _BACKEND_CODES: dict[str, tuple[int, str]] = {
         (
             *("structured_not_supported", "invalid_grammar", "unsupported_schema"),
             *("unsatisfiable_schema", "grammar_too_complex", "grammar_too_large"),
+            "no_token_left",
             *("embeddings_not_supported", "generation_not_supported"),
         ),
         (400, INVALID),

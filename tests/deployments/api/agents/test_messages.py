@@ -310,6 +310,8 @@ def test_errors_of_every_kind_have_its_shape() -> None:
     assert ask(mine, method="GET").json()["type"] == "error"
     long = ask(mine, body={**BODY, "messages": [{"role": "user", "content": "a " * 30_000}]}).json()
     assert long["error"]["message"].startswith("prompt is too long")
+    much = ask(mine, body={**BODY, "max_tokens": 32_000}).json()["error"]
+    assert much["code"] == "context_length_exceeded" and "too long" not in much["message"]
     headers = ((b"content-type", b"application/json"), mine)
     missing = asyncio.run(client.request("POST", "/v1/messages/batches", b"{}", headers))
     assert (missing.status, missing.json()["error"]["type"]) == (404, "not_found_error")

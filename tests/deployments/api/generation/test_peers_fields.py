@@ -74,9 +74,11 @@ def test_a_prompt_is_cut(backend: FakeBackend, client: Client, side: str | None)
     )
     run(client.chat(messages=[{"role": "user", "content": text}], **cut))
     assert len(backend.requests[-1].token_ids) == 5
-    most = {"truncate_prompt_tokens": -1, "max_tokens": 9}
-    assert run(client.completion(prompt=text, **most)).status == 200
-    assert len(backend.requests[-1].token_ids) == backend.cards[MODEL].max_model_len - 9
+    context = backend.cards[MODEL].max_model_len
+    for most in (-1, context):
+        fields = {"truncate_prompt_tokens": most, "max_tokens": 9}
+        assert run(client.completion(prompt=text, **fields)).status == 200
+        assert len(backend.requests[-1].token_ids) == context - 9
 
 
 def test_each_event_tells_the_usage(client: Client) -> None:

@@ -101,7 +101,7 @@ def test_prompts_and_truncation(client: Client, backend: FakeBackend) -> None:
         ({"input": [5, 9999]}, "input[1]", "token_out_of_range"),
         ({"input": {"a": 1}}, "input", "invalid_type"),
         ({"input": ["a"] * 2049}, "input", "invalid_value"),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "invalid_type"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "invalid_value"),
         ({"input": "a", "dimensions": 3}, "dimensions", "invalid_value"),
         ({"input": "a", "prompt_name": "other"}, "prompt_name", "invalid_value"),
         ({"input": [5], "prompt_name": "query"}, "prompt_name", "invalid_value"),
