@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from deployments.cli.chat import ServerError, read_key
 from deployments.cli.console import err
+from deployments.error_text import reason
 from engine.errors import ConfigError
 
 POLL_SECONDS = 1.0
@@ -133,4 +134,8 @@ class _Server:
                 message = f"HTTP {error.code}"
             raise ServerError(f"{self._base}{path}: {message}", status=error.code) from None
         except (OSError, ValueError) as error:
-            raise ServerError(f"{self._base}: {getattr(error, 'reason', error)}") from None
+            why = reason(getattr(error, "reason", error))
+            raise ServerError(
+                f"{self._base} cannot be reached ({why}); is `manta serve` running there? "
+                "--url says where"
+            ) from None

@@ -323,7 +323,13 @@ def status(
     app: Annotated[
         str | None, typer.Argument(help="app_name of its file; all of the cluster if left out.")
     ] = None,
-    address: _Address = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Ray cluster to ask: host:port. Default: RAY_ADDRESS, else the one that runs on "
+            "this machine."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Once, as JSON.")] = False,
     once: Annotated[bool, typer.Option("--once", "-1", help="Once, not live.")] = False,
     every: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between looks.")] = 1.0,

@@ -6,6 +6,7 @@ are differences between two looks.
 
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,9 @@ from rich.table import Table
 from deployments.catalog import model_app
 from deployments.cli.console import out
 from deployments.cli.serving.cluster import Cluster
-from deployments.cli.serving.joining import ClusterError, join
+from deployments.cli.serving.joining import ClusterError, join, rays_here
 from deployments.cli.serving.time_limit import within
+from deployments.environment import auth_token_source
 from deployments.observe.metrics import RouterMetrics, quantile
 from deployments.scaling.policy import ENGINE_PREFIX, ROUTER, scaling_decisions
 
@@ -80,11 +82,23 @@ def run(app: str | None, address: str | None, *, as_json: bool, once: bool, ever
 
 
 def _join(address: str | None) -> None:
+    """Join the cluster of that address; without one as `Cluster`, else the one that a `manta serve`
+    on this machine has of its own. Raises ClusterError."""
     cluster = Cluster(address)
-    if cluster.own:
-        raise ClusterError("no Ray cluster was found; `manta serve` prints the --address")
-    assert cluster.address is not None
-    join(cluster.address)
+    if not cluster.own and cluster.address is not None:
+        join(cluster.address)
+    else:
+        addresses = rays_here()
+        if not addresses:
+            raise ClusterError("no Ray cluster was found; `manta serve` prints the --address")
+        if len(addresses) > 1:
+            raise ClusterError(
+                "several Ray clusters run on this machine; give the --address of one: "
+                + ", ".join(addresses)
+            )
+        if auth_token_source() is not None:  # as a Ray that `manta serve` starts asks for it
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        join(addresses[0])
     import ray.serve  # before its logger is told: it sets the level when it is imported
 
     logging.getLogger(ray.serve.__name__).setLevel(logging.WARNING)

@@ -41,6 +41,19 @@ def running_here() -> str | None:
     return None
 
 
+def rays_here(processes: Path = Path("/proc")) -> list[str]:
+    """Return the addresses of all clusters that have a node on this machine, whoever started them,
+    sorted."""
+    found: set[str] = set()
+    for entry in processes.glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            arguments = entry.read_bytes().split(b"\0")
+            if arguments[0].endswith(b"/raylet"):
+                start = b"--gcs-address="
+                found |= {a[len(start) :].decode() for a in arguments if a.startswith(start)}
+    return sorted(found)
+
+
 def join(address: str) -> None:
     """`ray.init` at an address: host:port, ray://host:port, or auto for the one that runs here.
     Does nothing if Ray is joined already.

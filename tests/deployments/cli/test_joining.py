@@ -1,18 +1,20 @@
 """Addresses where no Ray is, or one that does not want us. Ray's own client tried for 88 seconds,
 in lines of its log, and said nothing that a user could act on."""
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from deployments.cli import chat
+from deployments.cli import chat, status
 from deployments.cli.serving import joining
 from deployments.cli.serving.joining import ClusterError, join
 from engine.errors import ConfigError
@@ -174,3 +176,33 @@ def test_a_server_that_does_not_answer(silent: str) -> None:
         chat.ChatServer(silent).ask("GET", "/adapters", timeout=0.3)
     assert time.monotonic() - began < 3
     assert chat._CONNECT + 1 < 10 and chat._QUICK < 10
+
+
+def test_status_finds_the_ray_of_a_server_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`manta status` beside `manta serve` said that there is no cluster: its Ray leaves no address
+    where `ray start` does."""
+    commands = {
+        1: ["/lib/ray/raylet", "--raylet_socket_name=a", "--gcs-address=10.0.0.1:5000"],
+        2: ["/lib/ray/gcs_server", "--gcs-address=10.0.0.1:6000"],
+        3: ["grep", "raylet", "--gcs-address=10.0.0.1:7000"],
+    }
+    for pid, command in commands.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_bytes("\0".join(command).encode())
+    assert joining.rays_here(tmp_path) == ["10.0.0.1:5000"]
+
+    joined: list[str] = []
+    monkeypatch.setattr(status, "join", joined.append)
+    monkeypatch.setattr(status, "auth_token_source", lambda: "here")
+    monkeypatch.setattr(status, "Cluster", lambda _: SimpleNamespace(own=True, address=None))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(status, "rays_here", lambda: ["10.0.0.1:5000"])
+        status._join(None)
+        assert joined == ["10.0.0.1:5000"] and os.environ.pop("RAY_AUTH_MODE") == "token"
+    for there, words in (([], "no Ray cluster"), (["a:1", "b:2"], "--address of one: a:1, b:2")):
+        monkeypatch.setattr(status, "rays_here", lambda there=there: there)
+        with pytest.raises(ClusterError, match=words):
+            status._join(None)
