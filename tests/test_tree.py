@@ -200,6 +200,30 @@ def test_files_say_what_they_are_for() -> None:
     assert not found
 
 
+# What a docstring cannot begin with and say by itself what it describes.
+_HANGING = re.compile(
+    r"(?i)\W*(of|as|in|by|its|those|where|from|for|with|to|at|on|if|until|after|before|while|once|"
+    r"without|beside|behind|instead|not|also|such|it|they|these|this|that|there|so|only|and|or|but|"
+    r"then|than|both|the same|same)\b"
+)
+
+
+def test_docstrings_say_what_they_describe() -> None:
+    """A reader stopped at "Of its lane.": no verb, no noun, and the code had to be read."""
+    total, hanging = 0, []
+    for path, tree in sources(*PACKAGES):
+        for node in ast.walk(tree):
+            if not isinstance(
+                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            ):
+                continue
+            text = ast.get_docstring(node) or ""
+            total += bool(text)
+            if _HANGING.match(text):
+                hanging.append(f"{path}:{getattr(node, 'lineno', 1)} {text.splitlines()[0]}")
+    assert len(hanging) <= total / 100, "\n".join(hanging)
+
+
 def test_tests_name_their_bug() -> None:
     """A test without a docstring is deleted or bent by the next person whom it stops."""
     found = [

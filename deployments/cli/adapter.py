@@ -10,9 +10,9 @@ from deployments.cli.running import HERE, AdminKey, Url, ask
 
 app = typer.Typer(name="adapter", help="List, add and remove adapters of a running server.")
 
-_Name = Annotated[str, typer.Argument(help="What requests call it.")]
+_Name = Annotated[str, typer.Argument(help="Name of the adapter in requests.")]
 _Model = Annotated[
-    str | None, typer.Option(help="Its base model; needed where several are served.")
+    str | None, typer.Option(help="Base model of the adapter; needed where several are served.")
 ]
 _ADD_SECONDS = 600.0  # for an adapter that the server has to fetch
 

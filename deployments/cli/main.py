@@ -86,7 +86,8 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[
-        float | None, typer.Option(min=0, max=2, help="Default: the server's.")
+        float | None,
+        typer.Option(min=0, max=2, help="Sampling temperature; default: the server's."),
     ] = None,
     key: Annotated[
         Path | None, typer.Option(help="File with the API key; default: OPENAI_API_KEY.")
@@ -124,10 +125,12 @@ def batch(
 )
 def key(
     file: Annotated[Path, typer.Argument(help="Keys file; it is made if it is not there.")],
-    name: Annotated[str, typer.Argument(help="What metrics and errors call the key.")],
+    name: Annotated[str, typer.Argument(help="Name of the key in metrics and errors.")],
     fields: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FIELD=VALUE]...", help="What it may do; see docs/http.md."),
+        typer.Argument(
+            metavar="[FIELD=VALUE]...", help="Rights and limits of the key; see docs/http.md."
+        ),
     ] = None,
 ) -> None:
     """Make an API key: its digest goes into the file, the key itself to the terminal, once."""
@@ -153,7 +156,7 @@ def plan(
         typer.Option(min=1, max=64, help="GPUs in one node. Default: as many as a replica has."),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0.1, help="With --gpu cpu: free memory of a node in GiB.")
+        float | None, typer.Option(min=0.1, help="Free memory of a node in GiB, with --gpu cpu.")
     ] = None,
     prices: Annotated[
         Path | None,
@@ -179,16 +182,17 @@ def verify(
             "Default: 4 that come with it."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy text.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each greedy text.")] = 16,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it is to run.")
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device to run on.")
     ] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "auto"],
         typer.Option(help="float32 tells errors from rounding; auto is what is served."),
     ] = "float32",
     quantization: Annotated[
-        str | None, typer.Option(help="Instead of the configuration's: int8, uint4-32, ...")
+        str | None,
+        typer.Option(help="Quantisation instead of the configuration's: int8, uint4-32, ..."),
     ] = None,
     reference: Annotated[
         Literal["float32", "bfloat16", "none"],
@@ -199,12 +203,12 @@ def verify(
     ] = "eager",
     max_kl: Annotated[
         float | None,
-        typer.Option(min=0, help="Nats a token that may lie between. Default: by the type."),
+        typer.Option(min=0, help="Largest difference in nats per token. Default: by the type."),
     ] = None,
     dump: Annotated[
         Path | None, typer.Option(help="Folder for each prompt's tensors, ours and theirs.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare a checkpoint with transformers, layer by layer, and with itself in other steps.
 
@@ -239,7 +243,8 @@ def convert(
         Path | None, typer.Argument(metavar="DIR", help="The folder to write; it must not exist.")
     ] = None,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it is to run; need not be here.")
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="Device that the folder is for; it need not be in this machine."),
     ] = "auto",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -270,23 +275,24 @@ def convert(
 def evaluate(
     spec: _Spec,
     against: Annotated[
-        str | None, typer.Option(help="Another model or configuration, taken for exact.")
+        str | None, typer.Option(help="Reference model or configuration, taken as exact.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text of perplexity and KL. Default: prompts that come.")
+        Path | None, typer.Option(help="Text for perplexity and KL. Default: the built-in prompts.")
     ] = None,
     task: Annotated[
         list[Path] | None, typer.Option(help="Task file of lm-evaluation-harness; may be repeated.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task.")] = None,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where both run.")
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device that both models run on.")
     ] = "auto",
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of MODEL.")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type that MODEL computes in."),
     ] = "auto",
     quantization: Annotated[
-        str | None, typer.Option(help="Of MODEL, instead of the configuration's.")
+        str | None, typer.Option(help="Quantisation of MODEL instead of the configuration's.")
     ] = None,
     max_kl: Annotated[
         float | None, typer.Option(min=0, help="Exit 1 above so many nats a token.")
@@ -294,7 +300,7 @@ def evaluate(
     min_accuracy: Annotated[
         float | None, typer.Option(min=0, max=1, help="Exit 1 if a task's accuracy is below.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Perplexity, KL divergence from another model, and tasks from local files."""
     from deployments.cli.models.evaluate import run
@@ -330,8 +336,8 @@ def status(
             "this machine."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Once, as JSON.")] = False,
-    once: Annotated[bool, typer.Option("--once", "-1", help="Once, not live.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON once.")] = False,
+    once: Annotated[bool, typer.Option("--once", "-1", help="Print once instead of live.")] = False,
     every: Annotated[float, typer.Option(min=0.2, max=60, help="Seconds between looks.")] = 1.0,
 ) -> None:
     """What running applications do: pools, replicas, load, latency, scaling and why; live."""
@@ -347,13 +353,15 @@ def status(
 def build(
     spec: _Spec,
     kubernetes: Annotated[
-        bool, typer.Option("--kubernetes", help="A RayService, for KubeRay.")
+        bool, typer.Option("--kubernetes", help="Print a RayService for KubeRay.")
     ] = False,
-    image: Annotated[str, typer.Option(help="Of its pods: deploy/Dockerfile, built.")] = "",
+    image: Annotated[
+        str, typer.Option(help="Image of the pods, built from deploy/Dockerfile.")
+    ] = "",
     memory: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of a group's pods: head, gpu, cpu or MODEL-POOL, as in cpu=48Gi. Repeatable."
+            help="Memory of a group's pods (head, gpu, cpu or MODEL-POOL), as in cpu=48Gi."
         ),
     ] = None,
     cache_claim: Annotated[
@@ -370,7 +378,7 @@ def build(
 def doctor(
     spec: Annotated[
         str | None,
-        typer.Argument(metavar="[CONFIG|MODEL]", help="What is to be served, checked with it."),
+        typer.Argument(metavar="[CONFIG|MODEL]", help="Configuration or model to check, too."),
     ] = None,
 ) -> None:
     """What this machine can run and what is missing; exit 1 if something needed is."""

@@ -126,7 +126,7 @@ class HttpConfig(Section):
     )
     admin_keys_file: str | None = Field(
         None,
-        description="The same for keys that may also change what is served (/v1/adapters, and "
+        description="File of the keys that may also change what is served (/v1/adapters, and "
         "/v1/models where there are several). Default none: where api_keys_file is set no key may "
         "change it, and where keys are not used every client may; /v1/models is then closed.",
     )
@@ -276,7 +276,7 @@ class BatchConfig(Section):
         None,
         min_length=1,
         max_length=4096,
-        description="Where files and batches are kept: a folder that all routers see, so in a "
+        description="Folder of files and batches, which all routers see: in a "
         "cluster a shared one whose file system has locks. Default none: the routes are off.",
     )
     in_flight: int = Field(
@@ -327,8 +327,8 @@ class TracingConfig(Section):
         None,
         pattern=r"https?://[^/\s]+.*",
         max_length=2048,
-        description="Where it takes OTLP over HTTP, such as http://127.0.0.1:4318; /v1/traces is "
-        "added. Default none: no span is made.",
+        description="Address that takes OTLP over HTTP, such as http://127.0.0.1:4318; "
+        "/v1/traces is added. Default none: no span is made.",
     )
     sample: float = Field(
         1.0,
@@ -339,7 +339,7 @@ class TracingConfig(Section):
     )
     service: str = Field("manta", min_length=1, max_length=128, description="service.name.")
     headers: dict[str, str] = Field(
-        default_factory=dict, description="Of each request to the collector, such as a key."
+        default_factory=dict, description="Headers of each request to the collector, such as a key."
     )
 
     def settings(self) -> TracingSettings | None:
@@ -380,7 +380,7 @@ class LimitsConfig(Section):
         1_000_000,
         ge=1,
         le=10**12,
-        description="The same in tokens of prompts and expected outputs, whatever the rate. Bounds "
+        description="Longest queue in tokens of prompts and expected outputs, at any rate. Bounds "
         "the router's memory: about 40 bytes a token.",
     )
     share_by: str = Field(

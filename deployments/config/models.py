@@ -111,10 +111,10 @@ class PoolConfig(Section):
         1,
         ge=0,
         le=4096,
-        description="Where max_replicas is set: how many replicas there are at first, and at "
-        "least. 0: the pool may become empty, if no request comes or another pool carries all; "
-        "the first request then waits for a start, or is told when to come back (see "
-        "router.wait_seconds and docs/several-models.md).",
+        description="Replicas at first, and at least, where max_replicas is set. 0: the pool "
+        "may become empty, if no request comes or another pool carries all; the first "
+        "request then waits for a start, or is told when to come back (see router.wait_seconds "
+        "and docs/several-models.md).",
     )
     price: float | None = Field(
         None,
@@ -132,9 +132,9 @@ class PoolConfig(Section):
     )
     start_first: bool = Field(
         False,
-        description="In an update a new replica starts before an old one stops, which needs room "
-        "for one more. Off by default, because a full machine could not be updated; then requests "
-        "to a single replica wait until the new one is ready.",
+        description="Whether an update starts a new replica before an old one stops, which needs "
+        "room for one more. Off by default, because a full machine could not be updated; then "
+        "requests to a single replica wait until the new one is ready.",
     )
     num_cpus: float | None = Field(
         None,
@@ -217,17 +217,23 @@ class ScalingConfig(Section):
 class ModelLimitsConfig(Section):
     """Bounds of one model of several, instead of those of `limits`."""
 
-    waiting: int | None = Field(None, ge=0, le=1_000_000, description="As `limits.waiting`.")
-    queue_seconds: float | None = Field(
-        None, gt=0, le=3600, description="As `limits.queue_seconds`."
+    waiting: int | None = Field(
+        None, ge=0, le=1_000_000, description="`limits.waiting` of this model."
     )
-    queue_tokens: int | None = Field(None, ge=1, le=10**12, description="As `limits.queue_tokens`.")
-    age_seconds: float | None = Field(None, gt=0, le=3600, description="As `limits.age_seconds`.")
+    queue_seconds: float | None = Field(
+        None, gt=0, le=3600, description="`limits.queue_seconds` of this model."
+    )
+    queue_tokens: int | None = Field(
+        None, ge=1, le=10**12, description="`limits.queue_tokens` of this model."
+    )
+    age_seconds: float | None = Field(
+        None, gt=0, le=3600, description="`limits.age_seconds` of this model."
+    )
     drain_seconds: float | None = Field(
-        None, ge=0, le=3600, description="As `limits.drain_seconds`, of the model's replicas."
+        None, ge=0, le=3600, description="`limits.drain_seconds` of this model's replicas."
     )
     stall_seconds: float | None = Field(
-        None, ge=1, le=3600, description="As `limits.stall_seconds`."
+        None, ge=1, le=3600, description="`limits.stall_seconds` of this model."
     )
 
 
@@ -239,7 +245,7 @@ class ServedModelConfig(Section):
         "default",
         min_length=1,
         max_length=4096,
-        description="As at the top level: a folder, a .gguf file, a hub name, or `default`.",
+        description="Model to serve: a folder, a .gguf file, a hub name, or `default`.",
     )
     revision: str | None = Field(None, max_length=256, description="Hub revision.")
     aliases: list[str] = Field(
@@ -250,11 +256,10 @@ class ServedModelConfig(Section):
     engine: EngineOptions = Field(
         default_factory=dict, description="EngineConfig fields that differ from the top level's."
     )
-    replicas: int = Field(
-        1, ge=0, le=4096, description="Its engine replicas, where it has one pool."
-    )
+    replicas: int = Field(1, ge=0, le=4096, description="Engine replicas of a model with one pool.")
     pools: dict[PoolKind, PoolConfig] = Field(
-        default_factory=dict, description="Its engine replicas by kind, instead of `replicas`."
+        default_factory=dict,
+        description="Engine replicas of the model by kind, instead of `replicas`.",
     )
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)

@@ -98,17 +98,23 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.first_token = Histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS
+            "time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first token.",
+            _FIRST_TOKEN_BUCKETS,
         )
         self.between = Histogram(
-            "inter_token_latency_seconds", "Between two tokens of one choice.", _BETWEEN_BUCKETS
+            "inter_token_latency_seconds",
+            "Seconds between two tokens of one choice.",
+            _BETWEEN_BUCKETS,
         )
         self.request = Histogram(
-            "e2e_request_latency_seconds", "From arrival to the end.", _REQUEST_BUCKETS
+            "e2e_request_latency_seconds",
+            "Seconds from a request's arrival to its end.",
+            _REQUEST_BUCKETS,
         )
         self.queue = Histogram(
             "request_queue_time_seconds",
-            "From arrival until a replica was given it.",
+            "Seconds from a request's arrival until it was sent to a replica.",
             _FIRST_TOKEN_BUCKETS,
         )
         self.prompt_size = Histogram(
@@ -117,25 +123,31 @@ class RouterMetrics:
         self.output_size = Histogram(
             "request_generation_tokens", "Output tokens of a choice.", _TOKEN_BUCKETS
         )
-        self.prompt_tokens = Counter("prompt_tokens_total", "Prompt tokens taken in.")
-        self.cached_tokens = Counter(
-            "prompt_tokens_cached_total", "Of these, found in a replica's prefix cache."
+        self.prompt_tokens = Counter(
+            "prompt_tokens_total", "Prompt tokens of requests that were accepted."
         )
-        self.output_tokens = Counter("generation_tokens_total", "Tokens handed out.")
+        self.cached_tokens = Counter(
+            "prompt_tokens_cached_total", "Prompt tokens found in a replica's prefix cache."
+        )
+        self.output_tokens = Counter("generation_tokens_total", "Output tokens sent to clients.")
         self.vector = Histogram(
             "embedding_latency_seconds",
-            "From a text's arrival to its vector; texts are in no other histogram of requests.",
+            "Seconds from a text's arrival to its embedding.",
             _FIRST_TOKEN_BUCKETS,
         )
-        self.vector_tokens = Counter("embedding_tokens_total", "Prompt tokens made into vectors.")
+        self.vector_tokens = Counter(
+            "embedding_tokens_total", "Prompt tokens of texts that were embedded."
+        )
         self.finished = Counter(
             "request_success_total", "Choices that ended, by reason.", "finished_reason"
         )
         self.failed = Counter("request_failure_total", "Requests that failed, by code.", "code")
         self.migrations = Counter(
-            "migrations_total", "Choices that went on at another replica after losing theirs."
+            "migrations_total", "Choices that continued on another replica after they lost theirs."
         )
-        self.routed = Counter("routed_total", "Requests sent to a replica, by why it.", "reason")
+        self.routed = Counter(
+            "routed_total", "Requests routed, by the reason for the choice of replica.", "reason"
+        )
         self.paused = Counter(
             "streams_paused_total", "Times that a stream paused because its client did not read."
         )
@@ -143,10 +155,16 @@ class RouterMetrics:
             "key_requests_total", "Prompts that ended, by key and model.", "key", "model"
         )
         self.key_prompt_tokens = Counter(
-            "key_prompt_tokens_total", "Their prompt tokens.", "key", "model"
+            "key_prompt_tokens_total",
+            "Prompt tokens of these prompts, by key and model.",
+            "key",
+            "model",
         )
         self.key_output_tokens = Counter(
-            "key_generation_tokens_total", "Their output tokens.", "key", "model"
+            "key_generation_tokens_total",
+            "Output tokens of these prompts, by key and model.",
+            "key",
+            "model",
         )
         self.http = Counter(
             "http_requests_total", "Answers by route and status.", "route", "status"
@@ -189,19 +207,31 @@ class ReplicaMetric:
 
 REPLICA_METRICS = (
     ReplicaMetric(
-        "engine_asleep", "gauge", "1 while its weights are in host memory.", lambda s: s.asleep
+        "engine_asleep",
+        "gauge",
+        "1 while the replica sleeps, with its weights in host memory.",
+        lambda s: s.asleep,
     ),
-    ReplicaMetric("engine_wakes_total", "counter", "Times that it woke.", lambda s: s.wakes),
+    ReplicaMetric(
+        "engine_wakes_total", "counter", "Times that the replica woke.", lambda s: s.wakes
+    ),
     ReplicaMetric(
         "engine_wake_seconds",
         "gauge",
-        "What waking took the last time, until it could go on.",
+        "Seconds that the last waking took until the replica could compute.",
         lambda s: s.wake_seconds,
     ),
-    ReplicaMetric("num_requests_running", "gauge", "In the running batch.", lambda s: s.running),
-    ReplicaMetric("num_requests_waiting", "gauge", "Not yet started.", lambda s: s.waiting),
     ReplicaMetric(
-        "num_tokens_waiting", "gauge", "Prompt tokens not yet computed.", lambda s: s.waiting_tokens
+        "num_requests_running", "gauge", "Requests in the running batch.", lambda s: s.running
+    ),
+    ReplicaMetric(
+        "num_requests_waiting", "gauge", "Requests that have not started.", lambda s: s.waiting
+    ),
+    ReplicaMetric(
+        "num_tokens_waiting",
+        "gauge",
+        "Prompt tokens that have not been computed.",
+        lambda s: s.waiting_tokens,
     ),
     ReplicaMetric(
         "kv_cache_usage_perc",
@@ -212,78 +242,93 @@ REPLICA_METRICS = (
     ReplicaMetric(
         "kv_cache_reserved_perc",
         "gauge",
-        "The same if each running request gets as long as it may: over 1 they may not all fit.",
+        "Share of KV blocks in use if each running request reaches its limit.",
         lambda s: s.reserved_blocks / s.total_blocks if s.total_blocks else 0.0,
     ),
     ReplicaMetric(
         "num_preemptions_total",
         "counter",
-        "Requests thrown out of the batch.",
+        "Requests preempted for lack of KV blocks.",
         lambda s: s.preemptions,
     ),
     ReplicaMetric(
         "prefix_cache_queries_total",
         "counter",
-        "Prompt tokens looked up.",
+        "Prompt tokens looked up in the prefix cache.",
         lambda s: s.prefix_queries,
     ),
     ReplicaMetric(
-        "prefix_cache_hits_total", "counter", "Of these, found.", lambda s: s.prefix_hits
+        "prefix_cache_hits_total",
+        "counter",
+        "Prompt tokens found in the prefix cache.",
+        lambda s: s.prefix_hits,
     ),
     ReplicaMetric(
         "state_slots_usage_perc",
         "gauge",
-        "Share of states in use, 0 to 1: one a running request, where layers keep any.",
+        "Share of recurrent state slots in use, 0 to 1; a running request has one.",
         lambda s: s.running / s.state_slots if s.state_slots else 0.0,
     ),
     ReplicaMetric(
-        "state_snapshots", "gauge", "Snapshots of states, for prefixes.", lambda s: s.snapshots
+        "state_snapshots",
+        "gauge",
+        "Snapshots of recurrent states that the prefix cache holds.",
+        lambda s: s.snapshots,
     ),
     ReplicaMetric(
         "state_snapshots_usage_perc",
         "gauge",
-        "Share of their memory in use, 0 to 1.",
+        "Share of the snapshots' memory in use, 0 to 1.",
         lambda s: s.snapshots / s.snapshot_slots if s.snapshot_slots else 0.0,
     ),
     ReplicaMetric(
-        "state_snapshots_taken_total", "counter", "Snapshots taken.", lambda s: s.snapshots_taken
+        "state_snapshots_taken_total",
+        "counter",
+        "Snapshots of recurrent states taken.",
+        lambda s: s.snapshots_taken,
     ),
     ReplicaMetric(
         "state_snapshots_evicted_total",
         "counter",
-        "Snapshots that made room for others, their blocks still there.",
+        "Snapshots evicted to make room while their KV blocks were still cached.",
         lambda s: s.snapshots_evicted,
     ),
     ReplicaMetric(
         "engine_prompt_tokens_total",
         "counter",
-        "Prompt tokens computed.",
+        "Prompt tokens computed by the engine.",
         lambda s: s.prompt_tokens,
     ),
     ReplicaMetric(
-        "engine_generation_tokens_total", "counter", "Tokens sampled.", lambda s: s.output_tokens
+        "engine_generation_tokens_total",
+        "counter",
+        "Tokens sampled by the engine.",
+        lambda s: s.output_tokens,
     ),
-    ReplicaMetric("engine_steps_total", "counter", "Steps of the engine.", lambda s: s.step),
+    ReplicaMetric("engine_steps_total", "counter", "Steps that the engine ran.", lambda s: s.step),
     ReplicaMetric(
         "engine_step_seconds", "gauge", "Duration of the last step.", lambda s: s.step_seconds
     ),
     ReplicaMetric(
         "engine_out_of_memory_total",
         "counter",
-        "Steps that the device had no memory for; computed again in smaller ones.",
+        "Steps that ran out of device memory and were run again in smaller ones.",
         lambda s: s.out_of_memory,
     ),
     ReplicaMetric(
-        "num_adapters_loaded", "gauge", "Adapters on the device.", lambda s: len(s.adapters)
+        "num_adapters_loaded", "gauge", "LoRA adapters on the device.", lambda s: len(s.adapters)
     ),
     ReplicaMetric(
         "adapter_loads_total",
         "counter",
-        "Adapters copied to the device.",
+        "LoRA adapters copied to the device.",
         lambda s: s.adapter_loads,
     ),
     ReplicaMetric(
-        "replica_draining", "gauge", "1 when it takes nothing new.", lambda s: s.draining
+        "replica_draining",
+        "gauge",
+        "1 while the replica drains and accepts no request.",
+        lambda s: s.draining,
     ),
 )
 
@@ -296,11 +341,11 @@ SCALING_CALM = "scaling_calm_seconds"
 SCALING_IDLE = "scaling_idle_seconds"
 SCALING_HELP = {
     SCALING_TARGET: "Replicas that a pool should have.",
-    SCALING_DECISIONS: "Changes of that number, by direction and reason.",
+    SCALING_DECISIONS: "Changes of a pool's target, by direction and reason.",
     SCALING_MINIMUM: "Replicas that a pool has at least.",
     SCALING_MAXIMUM: "Replicas that a pool has at most.",
-    SCALING_CALM: "Seconds that demand must have been lower before replicas go.",
-    SCALING_IDLE: "Seconds without a request before the last one goes.",
+    SCALING_CALM: "Seconds of lower demand before replicas are removed.",
+    SCALING_IDLE: "Seconds without a request before a pool's last replica is removed.",
 }
 
 
@@ -324,7 +369,11 @@ def families(metrics: RouterMetrics, state: BackendState) -> Iterator[MetricFami
     for name, help, value in (
         ("router_requests_in_flight", "Requests that have not ended.", state.in_flight),
         ("router_choices_queued", "Choices that wait for a replica to have room.", state.queued),
-        ("router_tokens_queued", "Their prompts and expected outputs.", state.queued_tokens),
+        (
+            "router_tokens_queued",
+            "Tokens of queued choices: prompts and expected outputs.",
+            state.queued_tokens,
+        ),
     ):
         yield MetricFamily(PREFIX + name, "gauge", help, [("", {}, value)])
 

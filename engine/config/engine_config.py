@@ -37,14 +37,14 @@ NO_BFLOAT16 = "has no bfloat16, which begins at compute capability 8.0; set dtyp
 
 
 class _Hashable(dict[str, str | float | bool]):
-    """Of a frozen struct, which is a key of caches."""
+    """A dictionary that can be hashed, as a field of a frozen struct that is a key of caches."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
 
 
 def ranks_said(tensor_parallel: int, pipeline_parallel: int, pipeline_nodes: int = 1) -> str:
-    """How a model is divided, for messages."""
+    """Return how a model is divided among ranks, in words for messages."""
     given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
     said = " x ".join(f"{key} {ranks}" for key, ranks in given.items() if ranks > 1)
     if pipeline_nodes == 1:
@@ -60,8 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         .gguf file or a hub name.
     revision: of that hub name; the engine itself does not read it.
     device: "auto" takes CUDA where there is one.
-    dtype: of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on the CPU.
-        GPUs below compute capability 8.0, such as a T4, have no bfloat16.
+    dtype: the type of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on
+        the CPU. GPUs below compute capability 8.0, such as a T4, have no bfloat16.
     quantization: "none" takes weights as the checkpoint has them, those in fewer bits included
         (GPTQ, AWQ, FP8 and others: docs/performance.md), and expands a .gguf file, such as the
         default model, to 16 bits. "gguf" keeps the file's blocks: a third of the memory. "auto" is
@@ -78,11 +78,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         head to 8 bits (both CUDA only).
         "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
         group of so many inputs, and activations to 8 bits with a scale for 32 (CPU only).
-    kv_dtype: of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3) and "int4" keep them
-        in 8 or 4 bits with a scale for each token and head, int4 with an offset too: about 1.9
-        times, or 3.6 times, the tokens in the same memory. int4 loses the most accuracy, int8 the
-        least. On the CPU, attention over them is several times slower, and far more so with
-        deterministic: docs/performance.md. On CUDA "fp8" needs compute capability 8.9.
+    kv_dtype: the type of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3) and "int4"
+        keep them in 8 or 4 bits with a scale for each token and head, int4 with an offset too:
+        about 1.9 times, or 3.6 times, the tokens in the same memory. int4 loses the most accuracy,
+        int8 the least. On the CPU, attention over them is several times slower, and far more so
+        with deterministic: docs/performance.md. On CUDA "fp8" needs compute capability 8.9.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = as many as the model's
@@ -96,7 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: requests running at once, i.e. device rows; 0 = 1024 on CUDA, 64 on the CPU;
         128 and 32 where layers keep states.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
-    allocation: where free blocks are kept: "list" on the host, or "cumsum" as a mask on the device
+    allocation: the place of free blocks: "list" on the host, or "cumsum", a mask on the device
         that is searched by its cumulative sum, contiguous blocks first. When: docs/strategies.md.
     memory_fraction: share of device memory for weights, activations and KV together (CUDA).
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
@@ -121,14 +121,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batching: "mixed" puts requests of all adapters into one step; "split" serves one adapter at a
         time, in the order of arrival. When: docs/strategies.md.
     max_loras: adapters on the device at once; 0 = adapters are refused and cost nothing.
-    max_lora_rank: of one adapter; the device has max_loras slots of this rank, allocated at start.
-    max_virtual_tokens: of one adapter by prompt tuning, p-tuning or prefix tuning; the slots have
-        room for as many, allocated at start. 0 = such adapters are refused and cost nothing.
+    max_lora_rank: the largest rank of one adapter; the device has max_loras slots of this rank,
+        allocated at start.
+    max_virtual_tokens: the most of one adapter by prompt tuning, p-tuning or prefix tuning; the
+        slots have room for as many, allocated at start. 0 = such adapters are refused and cost
+        nothing.
     lora_host_bytes: host memory for adapters, those on the device included; 0 = the smaller of
         4 GiB and a quarter of the free memory.
-    lora_disk_bytes: of the disk, for adapters that came from object stores, shared by all engines
-        of a user; 0 = the smaller of 16 GiB and a quarter of what is free.
-    lora_disk_folder: where these are kept, an absolute path; "" = the machine's temporary folder.
+    lora_disk_bytes: bytes of the disk, for adapters that came from object stores, shared by all
+        engines of a user; 0 = the smaller of 16 GiB and a quarter of what is free.
+    lora_disk_folder: the folder of these adapters, an absolute path; "" = the machine's temporary
+        folder.
     deterministic: a request's text and log-probabilities are the same bit by bit whatever else
         runs, in whatever chunks its prompt is computed, and after a preemption; slower. On the same
         kind of device with the same num_threads.
@@ -214,12 +217,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def num_ranks(self) -> int:
-        """Processes, and on GPUs devices, of one engine."""
+        """The number of ranks of one engine: processes, and on GPUs devices."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def ranks_per_node(self) -> int:
-        """Of these, those on one machine, which follow each other."""
+        """The number of ranks on one node; these ranks follow each other."""
         return self.num_ranks // self.pipeline_nodes
 
     @property
@@ -228,12 +231,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def ranks_key(self) -> str:
-        """The key that says how many ranks there are; of both, the one that is for large models."""
+        """The key that messages about the number of ranks name: pipeline_parallel where it is above
+        1."""
         return "pipeline_parallel" if self.pipeline_parallel > 1 else "tensor_parallel"
 
     @property
     def ranks_said(self) -> str:
-        """See the function."""
+        """How the model is divided, in words; see the function `ranks_said`."""
         return ranks_said(self.tensor_parallel, self.pipeline_parallel, self.pipeline_nodes)
 
     def __post_init__(self) -> None:

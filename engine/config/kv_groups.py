@@ -27,25 +27,29 @@ MOST_GROUPS = 8  # tables a request may have; more layers a block rather than mo
 
 
 class KVKind(Protocol):
-    """What one group keeps of a request. Pure arithmetic over tokens and blocks of `size` tokens.
+    """The kind of a group: which blocks of a request its layers keep.
 
-    A new kind is a class with these five; scheduler, block manager and admission ask nothing else.
+    A kind is pure arithmetic over tokens and blocks of `size` tokens. A new kind is a class with
+    these five members; scheduler, block manager and admission ask nothing else.
     """
 
     @property
     def whole(self) -> bool:
-        """A running request gives back nothing, so that `behind` is always 0."""
+        """Whether a running request gives back no blocks, so that `behind` is always 0."""
         ...
 
     @property
     def by_position(self) -> bool:
-        """Block i is of the tokens i * size and following, and may be found again by what these
-        are. Else the first block holds a state of the whole request: no prefix starts from it, and
-        preemption loses it."""
+        """Whether block i holds the tokens i * size and following, and may be found again by these
+        tokens.
+
+        Otherwise the first block holds a state of the whole request: no prefix starts from the
+        block, and preemption loses the state.
+        """
         ...
 
     def behind(self, position: int, size: int) -> int:
-        """Leading blocks that no token from `position` on reads."""
+        """The number of leading blocks that no token from `position` on reads."""
         ...
 
     def most(self, tokens: int, size: int) -> int:
@@ -54,13 +58,13 @@ class KVKind(Protocol):
         ...
 
     def describe(self) -> str:
-        """What is kept, for people: "12 layers that keep ..."."""
+        """Return what the layers keep, for people: "all tokens", "the last 4,096 tokens"."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """All keys and values; latents likewise."""
+    """The kind of layers that keep all keys and values, or all latents."""
 
     whole: bool = True
     by_position: bool = True
@@ -77,7 +81,8 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Of the last `window` tokens: the token at t reads t - window + 1 .. t."""
+    """The kind of layers that read the last `window` tokens: the token at t reads t - window + 1 ..
+    t."""
 
     window: int
     whole: bool = False
@@ -96,7 +101,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """Of the current one of the pieces of `chunk` tokens that the context is cut into."""
+    """The kind of layers that read the current chunk of a context cut into pieces of `chunk`
+    tokens."""
 
     chunk: int
     whole: bool = False
@@ -114,7 +120,11 @@ class Chunked:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share a table. layers: their numbers; each is as `attention` says."""
+    """The layers that share a table.
+
+    layers: their numbers.
+    attention: how each of these layers attends.
+    """
 
     kind: KVKind
     layers: tuple[int, ...]
@@ -122,25 +132,27 @@ class KVGroup:
 
     @property
     def tensors(self) -> int:
-        """See `LayerAttention`."""
+        """The number of tensors that the cache has of each token; see `LayerAttention.tensors`."""
         return self.attention.tensors
 
     @property
     def elements(self) -> int:
-        """Of one token's keys, or values, in one layer."""
+        """The number of elements of one token's keys, or values, in one layer."""
         heads, dim = self.attention.kept
         return heads * dim
 
     def token_bytes(self, form: KVFormat) -> int:
-        """The same in bytes."""
+        """The bytes of one token's keys, or values, in one layer."""
         return form.token_bytes(*self.attention.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """Layers of a group that find a request's keys at the same blocks of their caches. Where
-    several layers share a place, each has `parts` times as many blocks, which are `parts` times
-    smaller: of the pool's block b it has the one at b * parts + part."""
+    """The layers of a group that find a request's keys at the same blocks of their caches.
+
+    Where several layers share a place, each has `parts` times as many blocks, which are `parts`
+    times smaller. Of the pool's block b, such a layer has the block at b * parts + part.
+    """
 
     group: int
     part: int
@@ -150,8 +162,12 @@ class KVView:
 
 @dataclass(frozen=True)
 class KVGroups:
-    """groups: never empty. slots: places for layers of the largest shape in a block; a group has at
-    most as many layers, or several in a place where they are smaller."""
+    """The groups of a model's layers, and how a block is shared among layers.
+
+    groups: the groups, never empty.
+    slots: places for layers of the largest shape in a block; a group has at most as many layers, or
+        several in a place where the layers are smaller.
+    """
 
     groups: tuple[KVGroup, ...]
     slots: int
@@ -161,7 +177,10 @@ class KVGroups:
 
     @cached_property
     def views(self) -> tuple[KVView, ...]:
-        """Those of a group follow each other. A group whose layers are as large as any is one."""
+        """The views of all groups; the views of one group follow each other.
+
+        A group whose layers are as large as any layer is one view.
+        """
         found = []
         for number, group in enumerate(self.groups):
             parts = self.elements // group.elements
@@ -175,28 +194,30 @@ class KVGroups:
 
     @property
     def num_whole(self) -> int:
-        """Groups of which a running request gives back nothing."""
+        """The number of groups of which a running request gives back no blocks."""
         return sum(group.kind.whole for group in self.groups)
 
     @property
     def tensors(self) -> int:
-        """Of each place: keys and values, or latents where no layer has others."""
+        """The number of tensors of each place: keys and values, or latents where no layer has
+        others."""
         return max(group.tensors for group in self.groups)
 
     @property
     def elements(self) -> int:
-        """Of one token's keys, or values, in one place."""
+        """The number of elements of one token's keys, or values, in one place."""
         return max(group.elements for group in self.groups)
 
     def place_bytes(self, form: KVFormat) -> int:
-        """The same in bytes."""
+        """The bytes of one token's keys, or values, in one place."""
         return max(group.token_bytes(form) for group in self.groups)
 
     def bytes_per_block(self, size: int, form: KVFormat) -> int:
         return self.tensors * self.slots * self.place_bytes(form) * size
 
     def token_bytes(self, form: KVFormat) -> dict[KVKind, tuple[int, int]]:
-        """Of each kind: layers that keep keys and values so, and bytes that a token takes there."""
+        """Return for each kind the number of its layers and the bytes that a token takes in these
+        layers."""
         found: dict[KVKind, tuple[int, int]] = {}
         for group in self.groups:
             layers, taken = found.get(group.kind, (0, 0))
@@ -207,12 +228,12 @@ class KVGroups:
 
     @property
     def state_bytes(self) -> int:
-        """Of a running request, or a snapshot, in the layers that keep states: float32."""
+        """The float32 bytes of one request's state, or one snapshot, in all recurrent layers."""
         shapes = [shape for _, record in self.recurrent for shape in record.state_shapes]
         return 4 * sum(map(prod, shapes))
 
     def of(self, layers: range) -> "KVGroups":
-        """As many groups, with what these layers keep: one stage's."""
+        """Return as many groups, restricted to these layers of one pipeline stage."""
         groups = tuple(
             replace(group, layers=tuple(number for number in group.layers if number in layers))
             for group in self.groups
@@ -224,7 +245,7 @@ class KVGroups:
         return KVGroups(groups, slots, borrowed, recurrent)
 
     def blocks(self, tokens: int, size: int) -> int:
-        """The most that a request of so many tokens needs at once."""
+        """The most blocks that a request of so many tokens needs at once."""
         return blocks_for(self.kinds, tokens, size)
 
 
@@ -240,8 +261,12 @@ def positions(kinds: Sequence[KVKind], blocks: int, size: int) -> int:
 
 
 def kv_groups(model: ModelConfig, ranks: int = 1, rank: int = 0) -> KVGroups:
-    """The groups of a model's layers; those of one class follow each other. ranks: that the heads
-    are divided among; the groups are then those of one of them, and as many on each."""
+    """Return the groups of a model's layers as one rank has them; the groups of one class follow
+    each other.
+
+    ranks: the number of ranks that the heads are divided among; each rank has as many groups.
+    rank: the number of the rank.
+    """
     attention = [layer.of_rank(ranks, rank) for layer in model.attention]
     classes: dict[tuple[KVKind, int, int, int, int], list[int]] = {}
     for number, layer in enumerate(attention):

@@ -103,7 +103,8 @@ class LayerAttention:
 
     @property
     def tensors(self) -> int:
-        """What the cache has of each token: keys and values, or latents alone."""
+        """The number of tensors that the cache has of each token: keys and values, or latents
+        alone."""
         return 1 if self.latent is not None else 2
 
     @property
@@ -120,7 +121,10 @@ class LayerAttention:
         return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
 
     def of_rank(self, ranks: int, rank: int) -> "LayerAttention":
-        """With the heads of one of so many ranks."""
+        """Return this layer's attention with the heads of one rank alone.
+
+        ranks: the number of ranks that the heads are divided among.
+        """
         if ranks == 1:
             return self
         mixer = None if self.mixer is None else self.mixer.of_rank(ranks)
@@ -209,7 +213,10 @@ class ModelConfig:
             object.__setattr__(self, "attention", alike)
 
     def within(self, max_model_len: int) -> "ModelConfig":
-        """The same for texts up to so long: a window or chunk that holds them hides nothing."""
+        """Return this configuration for texts of at most max_model_len tokens.
+
+        A window or chunk that holds such a text hides nothing, so that its layers become plain.
+        """
         layers = tuple(
             replace(
                 layer,
@@ -221,7 +228,8 @@ class ModelConfig:
         return replace(self, max_positions=max_model_len, attention=layers)
 
     def writing_late(self, decodes: int) -> "ModelConfig":
-        """The same, whose layers of the delta rule write the state once in decodes + 1 decodes."""
+        """Return this configuration with delta-rule layers that write the state once in decodes + 1
+        decodes."""
         layers = tuple(
             replace(layer, mixer=replace(layer.mixer, late=decodes))
             if isinstance(layer.mixer, Delta | Kimi)
@@ -248,7 +256,7 @@ class ModelConfig:
 
     @classmethod
     def from_file(cls, path: Path, rope_scaling: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """The same of a config.json of any name, and what lies beside it."""
+        """Read a config.json of any name, and the files beside it. Raises as `from_folder` does."""
         folder = path.parent
         generation = folder / "generation_config.json"
         config = Reader.from_file(path)
@@ -307,12 +315,13 @@ class ModelConfig:
 
     @property
     def whole_texts(self) -> bool:
-        """A text cannot be computed in chunks."""
+        """Whether a text must be computed at once, and not in chunks."""
         return any(layer.bidirectional for layer in self.attention)
 
     @property
     def recurrent(self) -> bool:
-        """Layers keep states, from which others go on only where a snapshot was taken."""
+        """Whether the model is recurrent or hybrid, so that a prefix is reused only where a
+        snapshot was taken."""
         return any(layer.mixer is not None for layer in self.attention)
 
     @property
@@ -331,7 +340,7 @@ class ModelConfig:
         return self.rope.dim or self.head_dim
 
     def tensor_name(self, stored: str) -> str:
-        """What the record calls a tensor (or a module of an adapter) of the checkpoint."""
+        """Return the record's name of a tensor of the checkpoint, or of a module of an adapter."""
         if self.wrapper:
             stored = renamed(stored, WRAPPERS[self.wrapper].renames)
         return self.record.stored_name(stored)
@@ -346,7 +355,8 @@ class ModelConfig:
         return self.record.ignores(name, self.num_layers) or name in self._unread()
 
     def _unread(self) -> set[str]:
-        """What a checkpoint may have of keys and values that a layer takes from another one."""
+        """The names of key and value tensors of layers that take keys and values from another
+        layer."""
         tensors = self.record.tensors
         pieces = [*tensors["qkv"].names[1:]] if "qkv" in tensors else []
         pieces += tensors["k_norm"].names if "k_norm" in tensors else ()
@@ -376,7 +386,7 @@ def no_folder(folder: Path) -> ConfigError:
 
 
 def _refuse_others(config: Reader, architecture: Architecture) -> None:
-    """What would change the result and is not computed."""
+    """Raise ConfigError for a value that would change the result and is not computed."""
     for key, allowed in architecture.only.items():
         if config.raw(key, allowed[0]) not in allowed:
             raise config.error(

@@ -71,12 +71,13 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """method: as config.json names it.
+    """The quantisation of a checkpoint: how each of its matrices is kept.
 
-    rules: of matrices, without ".weight": (patterns, how those are kept, or None as usual). The
-        first rule counts that has a pattern for a matrix; one that none has is kept as usual.
-        Patterns are as `modules` and `expression` make them.
-    types: "gguf": matrix -> its type, of those in blocks.
+    method: the name in config.json.
+    rules: (patterns, how matrices of these names are kept, or None as usual), of names without
+        ".weight". The first rule counts that has a pattern for a matrix; a matrix without a rule is
+        kept as usual. Patterns are as `modules` and `expression` make them.
+    types: "gguf": matrix -> its type, of the matrices in blocks.
     """
 
     method: str
@@ -85,7 +86,7 @@ class Quantized:
 
     @property
     def name(self) -> str:
-        """For messages and tables: "awq, 4 bits"; "gguf Q4_K, Q6_K"."""
+        """The name for messages and tables: "awq, 4 bits"; "gguf Q4_K, Q6_K"."""
         if self.method == "gguf":
             return f"gguf {', '.join(sorted(set(self.types.values())))}"
         names = dict.fromkeys(scheme.name for _, scheme in self.rules if scheme is not None)
@@ -93,7 +94,8 @@ class Quantized:
 
     @property
     def unit(self) -> int:
-        """So many inputs of any matrix lie together that a part of them cannot be read."""
+        """The number of neighbouring inputs that any matrix keeps together; a part of them cannot
+        be read."""
         if self.method == "gguf":
             return 256 if any("K" in kind or "XS" in kind for kind in self.types.values()) else 32
         found = [32]
@@ -105,15 +107,18 @@ class Quantized:
         return lcm(*filter(None, found))
 
     def scheme(self, name: str) -> Scheme | None:
-        """Not for "gguf"."""
+        """Return how the matrix of this name is kept, None as usual. Not for "gguf"."""
         for patterns, scheme in self.rules:
             if _any_of(patterns).fullmatch(name):
                 return scheme
         return None
 
     def of(self, names: Iterable[str]) -> "Quantized":
-        """What of it these matrices have: a file may say how a head is kept that the model has not,
-        because it is the embedding. What `scheme` and `keeps` say of these stays the same."""
+        """Return this quantisation without what none of these matrices uses.
+
+        A file may say how a head is kept that the model has not, because the head is the embedding.
+        What `scheme` and `keeps` say of these matrices stays the same.
+        """
         if self.method == "gguf":
             kept = set(names)
             return replace(self, types={at: kind for at, kind in self.types.items() if at in kept})
@@ -129,14 +134,17 @@ class Quantized:
         return self.scheme(name) is None
 
     def canonical(self, name: str) -> str:
-        """Of a tensor that files of one method call differently."""
+        """Return the one name of a tensor that files of one method call differently."""
         if self.method == "fp8" and name.endswith(".weight_scale"):
             return f"{name}_inv"
         return name
 
     def ignores(self, name: str) -> bool:
-        """Tensors that say what config.json does already, and scales that calibration found for
-        activations: these are rounded by their own size, or not at all."""
+        """Whether the checkpoint's tensor of this name is not read.
+
+        Such tensors repeat config.json, or are activation scales that calibration found.
+        Activations are rounded by their own size, or not at all.
+        """
         if name.endswith((".g_idx", ".weight_g_idx")):
             scheme = self.scheme(name.rpartition(".")[0])
             return scheme is None or not scheme.ordered
@@ -151,8 +159,10 @@ class Quantized:
 
 
 def modules(*names: str) -> tuple[str, ...]:
-    """Patterns of modules, with all that is inside. A name may have the path of a text model in
-    another one before it, and stars."""
+    """Return patterns that match these modules, with all that is inside.
+
+    names: modules, which may have the path of a text model in another one before them, and stars.
+    """
     found = []
     for name in names:
         inner = name.replace("language_model.model.", "model.")
@@ -163,8 +173,8 @@ def modules(*names: str) -> tuple[str, ...]:
 
 
 def expression(text: str) -> str:
-    """The pattern of a regular expression that matches from the beginning of a name on. Raises
-    re.error."""
+    """Return the pattern of a regular expression that matches from the beginning of a name on.
+    Raises re.error."""
     prefix = r"^\^?(?:model\\?\.language_model|language_model\\?\.model)\\?\."
     found = f"(?:{re.sub(prefix, 'model.', text)}).*"
     re.compile(found)

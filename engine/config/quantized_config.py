@@ -14,7 +14,8 @@ Rules = tuple[tuple[tuple[str, ...], Scheme | None], ...]
 
 
 def read_quantized(config: Reader) -> Quantized | None:
-    """Raises ConfigError naming what is not supported."""
+    """Read quantization_config; None where config.json has none. Raises ConfigError naming what is
+    not supported."""
     values = config.get(KEY)
     if values is None:
         return None
@@ -321,7 +322,7 @@ def _names(read: Reader, key: str, default: Iterable[str] = ()) -> list[str]:
 
 
 def _patterns(read: Reader, key: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Of names, and of "re:" with an expression."""
+    """Return patterns of these names; a name after "re:" is a regular expression."""
     found: list[str] = []
     for name in names:
         if name.startswith("re:"):
@@ -339,7 +340,7 @@ def _expression(read: Reader, key: str, text: str) -> str:
 
 
 def _version(read: Reader, key: str, known: tuple[str, ...]) -> str:
-    """In capitals or not. transformers 5 calls the key "format"."""
+    """Read the format's version, in capitals or not; transformers 5 calls the key "format"."""
     key = next((each for each in (key, "format") if read.get(each) is not None), key)
     found = str(read.get(key, known[0])).lower()
     return Reader({key: found}, read.path).one_of(key, known, known[0])

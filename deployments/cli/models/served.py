@@ -12,7 +12,7 @@ from deployments.cli.running import HERE, AdminKey, Url, ask
 
 app = typer.Typer(name="models", help="List, add, change and remove models of a running server.")
 
-_Name = Annotated[str, typer.Argument(help="What requests call it.")]
+_Name = Annotated[str, typer.Argument(help="Name of the model in requests.")]
 _CHANGE_SECONDS = 120.0  # for the server to take a change; what it starts then is waited for apart
 _POLL = 1.0
 _KNOWN_SECONDS = 30.0  # for all routers to have heard of a model; they look every second
