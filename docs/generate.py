@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the configuration models, docs/models.md from the records of
-architectures, the modules in docs/map.md from their first lines, and the fields in docs/http.md
-from their tables: `python docs/generate.py`."""
+architectures, docs/modules.md from the modules' first lines, and docs/fields.md from the tables of
+request fields: `python docs/generate.py`."""
 
 import ast
 import inspect
@@ -23,10 +23,8 @@ from engine.config.engine_config import EngineConfig
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
 MODELS = Path(__file__).with_name("models.md")
-MAP = Path(__file__).with_name("map.md")
-HTTP = Path(__file__).with_name("http.md")
-FIELDS = "## Every field\n"  # what follows this line of the page is written here
-MODULES = "## Modules\n"  # what follows this line of the map is written here
+MODULES = Path(__file__).with_name("modules.md")
+FIELDS = Path(__file__).with_name("fields.md")
 PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
 HEAD = """# Configuration
@@ -222,11 +220,16 @@ def render_models() -> str:
     )
 
 
-def render_map() -> str:
-    """The map's text: as it is down to its list of modules, then each folder with its modules."""
-    head, found, _ = MAP.read_text("utf-8").partition(MODULES)
-    assert found, f"{MAP.name} has no line {MODULES!r}"
-    parts = [head + MODULES]
+MODULES_HEAD = """# Modules
+
+Every module by its first line. [map.md](map.md) says how a request goes through them and where to
+add what. `python docs/generate.py` writes this page.
+"""
+
+
+def render_modules() -> str:
+    """Return the page's text: each folder with its modules."""
+    parts = [MODULES_HEAD]
     for package in PACKAGES:
         folders = {path.parent for path in (ROOT / package).rglob("*.py")}
         for folder in sorted(folders):
@@ -236,30 +239,30 @@ def render_map() -> str:
                 if path.stem != "__init__" or sentence(path)
             ]
             if rows:
-                parts.append(f"### `{folder.relative_to(ROOT).as_posix()}/`\n")
+                parts.append(f"## `{folder.relative_to(ROOT).as_posix()}/`\n")
                 lines = [f"| `{name}` | {told} |" for name, told in rows]
                 parts.append("\n".join(["| module | |", "| --- | --- |", *lines]) + "\n")
     return "\n".join(parts)
 
 
-FIELDS_HEAD = """`python docs/generate.py` writes this section from the tables that the checks read
-(`deployments/api/fields/`). `/openapi.json` has them as schemas, with what is inside lists and
-objects, and `/docs` as a page. "Ignored, and named" is in `x-ignored-fields`, and so is each field
-that is not listed, unless `http.strict` refuses it. Null is what a field has that is left out.
+FIELDS_HEAD = """# Fields of requests
+
+[http.md](http.md) says what the fields mean. `python docs/generate.py` writes this page from the
+tables that the checks read (`deployments/api/fields/`). `/openapi.json` has them as schemas, with
+what is inside lists and objects, and `/docs` as a page. "Ignored, and named" is in
+`x-ignored-fields`, and so is each field that is not listed, unless `http.strict` refuses it. Null is what a field has that is left out.
 """
 
 
-def render_http() -> str:
-    """The page's text: as it is down to its list of fields, then those of each route."""
-    head, found, _ = HTTP.read_text("utf-8").partition(FIELDS)
-    assert found, f"{HTTP.name} has no line {FIELDS!r}"
+def render_fields() -> str:
+    """Return the page's text: the fields of each route."""
     paths: dict[int, list[str]] = {}
     bodies: dict[int, Body] = {}
     for route in ROUTES:
         if route.post is not None and (body := route.post.body) is not None:
             paths.setdefault(id(body), []).append(f"`{route.path}`")
             bodies[id(body)] = body
-    parts = [head + FIELDS, FIELDS_HEAD]
+    parts = [FIELDS_HEAD]
     for key, body in bodies.items():
         fates: dict[tuple[str, str], list[str]] = {}
         for name, fate, values in rows(body):
@@ -271,7 +274,7 @@ def render_http() -> str:
             what = (REQUIRED if fate in body.required else TAKEN) if own else fate
             values = values.replace("|", "\\|")
             lines.append(f"| {', '.join(names)} | {what} | {values} |")
-        parts.append(f"### {', '.join(paths[key])}\n\n" + "\n".join(lines) + "\n")
+        parts.append(f"## {', '.join(paths[key])}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
@@ -285,5 +288,5 @@ def sentence(path: Path) -> str:
 if __name__ == "__main__":
     TARGET.write_text(render(), "utf-8")
     MODELS.write_text(render_models(), "utf-8")
-    MAP.write_text(render_map(), "utf-8")
-    HTTP.write_text(render_http(), "utf-8")
+    MODULES.write_text(render_modules(), "utf-8")
+    FIELDS.write_text(render_fields(), "utf-8")

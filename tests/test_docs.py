@@ -50,10 +50,10 @@ def generate() -> Any:
     return module
 
 
-def test_map_has_every_module() -> None:
-    """A module that is not on the map, or is there and gone, sends its reader astray."""
-    page = (DOCS / "map.md").read_text("utf-8")
-    assert page == generate().render_map(), "run: python docs/generate.py"
+def test_the_list_has_every_module() -> None:
+    """A module that is not on the list, or is there and gone, sends its reader astray."""
+    page = (DOCS / "modules.md").read_text("utf-8")
+    assert page == generate().render_modules(), "run: python docs/generate.py"
     nameless = re.findall(r"^\| `\w+` \|  \|$", page, re.MULTILINE)
     assert not nameless
 
@@ -119,8 +119,8 @@ def test_http_page_names_every_field() -> None:
 
 def test_http_page_has_the_fields_as_the_checks_have_them() -> None:
     """A bound that was changed, or a field that is refused by now, and the page as it was."""
-    page = (DOCS / "http.md").read_text("utf-8")
-    assert page == generate().render_http(), "run: python docs/generate.py"
+    page = (DOCS / "fields.md").read_text("utf-8")
+    assert page == generate().render_fields(), "run: python docs/generate.py"
 
 
 def test_http_page_names_every_error() -> None:
