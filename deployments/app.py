@@ -76,8 +76,9 @@ logger = logging.getLogger("manta.app")
 
 
 def build(config: str | dict[str, Any] | MantaConfig) -> Application:
-    """The application of a configuration: a file's path, its content, or Serve's arguments
-    {"config": either}.
+    """Return the application of a configuration.
+
+    config: a file's path, its content, or Serve's arguments {"config": either}
 
     Raises ConfigError, before anything is started.
     """
@@ -85,14 +86,14 @@ def build(config: str | dict[str, Any] | MantaConfig) -> Application:
 
 
 def __getattr__(name: str) -> Application:
-    """`app`: the application of MANTA_CONFIG, for tools that take no arguments."""
+    """Return `app`: the application of MANTA_CONFIG, for tools that take no arguments."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return build(default_config())
 
 
 def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConfig:
-    """Whatever `build` takes. Raises ConfigError."""
+    """Return the configuration of anything that `build` takes. Raises ConfigError."""
     if isinstance(config, MantaConfig):
         return config
     if isinstance(config, Mapping):
@@ -103,8 +104,12 @@ def as_config(config: str | Path | Mapping[str, Any] | MantaConfig) -> MantaConf
 
 
 def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application:
-    """The same with a choice of what each replica runs: prepare gives its EngineConfig, on its
-    machine. Raises ConfigError for several models, which are several applications."""
+    """Return the application of a configuration, with a choice of what each replica runs.
+
+    prepare: the function that returns a replica's EngineConfig, called on the replica's machine
+
+    Raises ConfigError for several models, which are several applications.
+    """
     if config.models:
         raise ConfigError(
             "models: each is an application of its own, which one application cannot hold; use "
@@ -117,29 +122,35 @@ def assemble(config: MantaConfig, prepare: Prepare | None = None) -> Application
 
 
 def build_routers(config: Any) -> Application:
-    """The routers of several models, whose engines are applications of their own. config: Serve's
-    arguments."""
+    """Return the application of the routers of several models.
+
+    The engines are applications of their own.
+
+    config: Serve's arguments
+    """
     return _routers(_of_arguments(config), None)
 
 
 def build_engines(config: Any) -> Application:
-    """The engines of one of several models. config: Serve's arguments."""
+    """Return the application of one model's engines, beside others. config: Serve's arguments."""
     engines = engine_deployments(_of_arguments(config), NodeCapacity.here())
     return deployment(ModelApplication).options(name=catalog.MODEL).bind(*engines)
 
 
 class ModelApplication:
-    """What holds the pools of a model together in Serve. It never runs: `model_application` gives
-    it no replicas."""
+    """The deployment that holds the pools of a model together in Serve.
+
+    The deployment never runs: `model_application` gives it no replicas.
+    """
 
     def __init__(self, *engines: Any) -> None: ...
 
     def reconfigure(self, user_config: Any) -> None:
-        """Serve asks for it where there is a user_config, which routers read; see catalog.py."""
+        """Do nothing: Serve wants this method beside a user_config; see catalog.py."""
 
 
 def _of_arguments(config: Any) -> MantaConfig:
-    """A part of a configuration that was checked as a whole."""
+    """Return the configuration in Serve's arguments, a part of one that was checked as a whole."""
     found = config["config"] if isinstance(config, Mapping) and "config" in config else config
     return parse_part(found)
 
@@ -147,7 +158,10 @@ def _of_arguments(config: Any) -> MantaConfig:
 def _routers(
     config: MantaConfig, models: tuple[ServedModel, ...] | None, *engines: Application
 ) -> Application:
-    """models: None, where they come and go; see catalog.py."""
+    """Return the application of the routers.
+
+    models: the served models; None where they come and go (catalog.py)
+    """
     http = config.http
     key_files = {
         name: file
@@ -202,7 +216,7 @@ def _routers(
 
 
 def _changes(base: MantaConfig) -> ChangeModels:
-    """base: the configuration without its models."""
+    """Return the ChangeModels of an endpoint. base: the configuration without its models."""
     app = base.app_name
     return ChangeModels(
         partial(put_model, base), partial(drop_model, app), partial(catalog.trouble, app)
@@ -210,10 +224,13 @@ def _changes(base: MantaConfig) -> ChangeModels:
 
 
 def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
-    """Add a model to an endpoint of several that runs, or change it; the others stay as they are.
-    base: the endpoint's configuration; its models do not matter, and neither does what its keys
-    files have come to be since it was deployed. section: of `models.NAME`. Needs a connection to
-    Ray, and blocks.
+    """Add a model to a running endpoint of several models, or change it.
+
+    The other models stay as they are. The models of base do not matter, and neither does what its
+    keys files have become since it was deployed. Needs a connection to Ray, and blocks.
+
+    base: the configuration of the endpoint
+    section: the keys of `models.NAME`
 
     Raises ConfigError: naming the keys without `models.NAME`.
     """
@@ -244,8 +261,10 @@ def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
 
 
 def drop_model(app: str, name: str) -> None:
-    """Take a model out of an endpoint of several that runs: its replicas end when what they answer
-    has ended, after `limits.drain_seconds` at the latest. Needs a connection to Ray, and blocks.
+    """Take a model out of a running endpoint of several models.
+
+    The model's replicas end when what they answer has ended, after `limits.drain_seconds` at the
+    latest. Needs a connection to Ray, and blocks.
 
     Raises MantaError (model_not_found).
     """
@@ -273,13 +292,14 @@ def _grpc(config: MantaConfig) -> GrpcSettings | None:
 def serve_config(
     config: str | Path | Mapping[str, Any] | MantaConfig, *, one_machine: bool = False
 ) -> dict[str, Any]:
-    """Serve's config schema (ServeDeploySchema) for a configuration.
+    """Return Serve's config schema (ServeDeploySchema) for a configuration.
 
-    one_machine: for a Ray that has no other and whose processes got `cluster_environment`. There
-    haproxy is told itself where to listen, and the routers behind it listen on loopback.
+    one_machine: whether Ray has no other machine and its processes got `cluster_environment`. There
+        haproxy is told itself where to listen, and the routers behind it listen on loopback
 
-    Deploying by it again restarts nothing if only counts and limits of replicas differ: they stand
-    outside the arguments, and whatever changes there or in the policy restarts every replica.
+    Deploying by the schema again restarts nothing if only counts and limits of replicas differ:
+    they stand outside the arguments. Whatever changes there or in the policy restarts every
+    replica.
     """
     config = as_config(config)
     machine = NodeCapacity.here()
@@ -310,7 +330,7 @@ def serve_config(
 
 
 def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
-    """Routers and engines of one model."""
+    """Return the application of one model's routers and engines, in Serve's schema."""
     resolved = _resolved(config, machine)
     routers = config.router.replicas
     policy = _policy(config, resolved)
@@ -332,7 +352,7 @@ def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
 
 
 def _routers_application(config: MantaConfig) -> dict[str, Any]:
-    """Those of several models."""
+    """Return the application of several models' routers, in Serve's schema."""
     counted = config.model_copy(update={"router": _uncounted(config.router), "models": {}})
     return {
         "name": config.app_name,
@@ -346,8 +366,11 @@ def _routers_application(config: MantaConfig) -> dict[str, Any]:
 def model_application(
     config: MantaConfig, machine: NodeCapacity, *, added: bool = False
 ) -> dict[str, Any]:
-    """The engines of one of several models, in Serve's schema. config: of the model, as of
-    `MantaConfig.of`. added: to a running endpoint, by hand."""
+    """Return the application of the engines of one of several models, in Serve's schema.
+
+    config: the configuration of the model, as of `MantaConfig.of`
+    added: whether the model is added to a running endpoint, by hand
+    """
     resolved = _resolved(config, machine)
     whole = config.model_copy(update={"replicas": 1, "pools": resolved})
     http, router, limits = config.http, config.router, config.limits
@@ -405,7 +428,7 @@ def _resolved(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfi
 
 
 def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str, Any]:
-    """The configuration without counts, as arguments of an application."""
+    """Return the configuration without counts, as arguments of an application."""
     counted = config.model_copy(
         update={"router": _uncounted(config.router), "pools": {}, "replicas": 1}
     )
@@ -418,13 +441,15 @@ def _arguments(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[
 
 
 def _uncounted(router: RouterConfig) -> RouterConfig:
-    """The routers' section with a count that says nothing: 1, which suits every other key, because
-    arguments are parsed and checked again."""
+    """Return the routers' section with a count that says nothing.
+
+    The count is 1, which suits every other key, because arguments are parsed and checked again.
+    """
     return router.model_copy(update={"replicas": 1})
 
 
 def _counts(resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:
-    """How many replicas each pool has, in Serve's schema."""
+    """Yield the number of replicas of each pool, in Serve's schema."""
     for name, pool in resolved.items():
         options = (
             {"autoscaling_config": autoscaling.limits(pool)}
@@ -435,7 +460,7 @@ def _counts(resolved: Mapping[str, PoolConfig]) -> Iterator[dict[str, Any]]:
 
 
 def _policy(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str, Any]:
-    """The application's autoscaling policy in Serve's schema; {} if nothing scales."""
+    """Return the application's autoscaling policy in Serve's schema; {} if nothing scales."""
     if not any(autoscaling.scales(pool) for pool in resolved.values()):
         return {}
     return {
@@ -447,11 +472,13 @@ def _policy(config: MantaConfig, resolved: Mapping[str, PoolConfig]) -> dict[str
 
 
 def deploy(schema: Mapping[str, Any]) -> None:
-    """What `serve deploy` does with such a schema, without the dashboard that it needs: Serve is
-    started if it is not there, and deploying a changed configuration again restarts only what
+    """Do what `serve deploy` does with such a schema, without the dashboard that it needs.
+
+    Serve is started if it is not there. Deploying a changed configuration again restarts only what
     changed. Other applications of the cluster stay as they are. Needs a connection to Ray.
 
-    Raises ConfigError: it cannot stand beside what is there; see `neighbours.check_beside`.
+    Raises ConfigError if an application cannot stand beside what is there; see
+    `neighbours.check_beside`.
     """
     from ray.serve.context import _get_global_client
 
@@ -467,8 +494,10 @@ def deploy(schema: Mapping[str, Any]) -> None:
 
 
 def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Serve's applications are those of the schema from now on, and the others of `there`. Within
-    `neighbours.turn`."""
+    """Make Serve's applications those of the schema, and the others of `there`.
+
+    Called within `neighbours.turn`.
+    """
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 

@@ -60,13 +60,16 @@ class GenerationRequest:
 
     @property
     def adapter_key(self) -> str:
-        """ "name@revision"; "" is the model itself."""
+        """The adapter as "name@revision"; "" is the model itself."""
         return "" if self.adapter is None else self.adapter.key
 
 
 @dataclass(frozen=True, slots=True)
 class RecalledChoice:
-    """A choice as a replica that has or had it knows it. weights: of ModelIdentity."""
+    """A choice as known to a replica that has or had it.
+
+    weights: the weights of its model, as of ModelIdentity
+    """
 
     stream: str
     choice: int
@@ -78,9 +81,13 @@ class RecalledChoice:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a client that measures cannot see. queue_s: from arrival at the router to the first step
-    in an engine, of the choice that waited longest. migrations: how often a choice went on at
-    another replica after losing its own. replicas: where the request has been, in order."""
+    """The part of a request's timing that its client cannot measure.
+
+    queue_s: the seconds from arrival at the router to the first step in an engine, of the choice
+        that waited longest
+    migrations: how often a choice went on at another replica after losing its own
+    replicas: the replicas where the request has been, in order
+    """
 
     queue_s: float = 0.0
     migrations: int = 0
@@ -110,13 +117,13 @@ class Generation(Protocol):
         ...
 
     def timing(self) -> Timing:
-        """So far."""
+        """Return the timing of the request so far."""
         ...
 
 
 @dataclass(slots=True)
 class BackendState:
-    """For /ready and /metrics: what the router knows of its replicas, one step old."""
+    """The router's knowledge of its replicas, one step old, for /ready and /metrics."""
 
     replicas: dict[str, EngineStats] = field(default_factory=dict)
     in_flight: int = 0
@@ -136,15 +143,15 @@ class AdapterDirectory(Protocol):
     async def pin(self, name: str) -> AdapterRecord: ...
 
     async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
-        """model: the base model's name; "" where it is in no doubt."""
+        """Add an adapter. model: the base model's name; "" where it is in no doubt."""
         ...
 
     async def remove(self, name: str, model: str = "") -> AdapterRecord:
-        """model: as of `add`."""
+        """Remove an adapter. model: as of `add`."""
         ...
 
     def by_model(self) -> list[tuple[str, AdapterRecord]]:
-        """All, each with its base model's name."""
+        """Return all adapters, each with its base model's name."""
         ...
 
 
@@ -153,18 +160,25 @@ class Backend(Protocol):
     def adapters(self) -> AdapterDirectory: ...
 
     def models(self) -> Mapping[str, ModelCard]:
-        """By the name that requests use: models, and their adapters by their bare names."""
+        """Return the model cards by the names that requests use.
+
+        Adapters are there too, by their bare names.
+        """
         ...
 
     def tokenizer(self, model: str) -> Tokenizer: ...
 
     def admit(self, key: str, model: str) -> None:
-        """Raises Overloaded if no request of this key to this model would be admitted now. Called
-        before the work of reading a request. model: "" where its name is not known."""
+        """Check that a request of this key to this model would be admitted now. Raises Overloaded.
+
+        Called before the work of reading a request.
+
+        model: the name of the model; "" where it is not known
+        """
         ...
 
     def generate(self, request: GenerationRequest) -> Generation:
-        """Start it. Never blocks.
+        """Start a request. Never blocks.
 
         Raises MantaError (overloaded, no replica), at once or from next().
         """
@@ -176,12 +190,14 @@ class Backend(Protocol):
         streams: Sequence[str],
         enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
-        """What the model's replicas know of requests with these `stream` names: all answers until
-        `enough` says so, or until no replica is left to ask."""
+        """Return what the model's replicas know of requests with these `stream` names.
+
+        The answers are all until `enough` says so, or until no replica is left to ask.
+        """
         ...
 
     def state(self) -> BackendState: ...
 
     def ready(self) -> bool:
-        """At least one replica can take requests."""
+        """Whether at least one replica can take requests."""
         ...

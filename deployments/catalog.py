@@ -28,8 +28,12 @@ MODEL = "model"  # the deployment without replicas
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """app: Serve's application of the model. config: the model's, as if it were served alone, its
-    pools decided. added: it was added to a running endpoint, and is in no file."""
+    """A model behind an endpoint of several models.
+
+    app: the application of the model in Serve
+    config: the configuration of the model as if it were served alone, its pools decided
+    added: whether the model was added to a running endpoint, and is in no file
+    """
 
     app: str
     config: MantaConfig
@@ -37,7 +41,7 @@ class CatalogEntry:
 
 
 def model_app(app: str, model: str) -> str:
-    """The application of a model. app: the routers', which has no dot in its name."""
+    """Return the name of a model's application. app: the routers' application, without a dot."""
     safe = re.sub(r"[^A-Za-z0-9_-]", "-", model)
     if safe != model:  # two models stay two
         safe += "-" + hashlib.blake2b(model.encode(), digest_size=4).hexdigest()
@@ -50,7 +54,7 @@ def is_model_of(app: str, name: str) -> bool:
 
 
 def as_dict(application: Any) -> Mapping[str, Any]:
-    """An application in Serve's schema, which is a model or was one."""
+    """Return an application in Serve's schema, a pydantic model or a mapping, as a mapping."""
     if isinstance(application, Mapping):
         return application
     dumped: Mapping[str, Any] = application.model_dump(exclude_unset=True)
@@ -58,8 +62,10 @@ def as_dict(application: Any) -> Mapping[str, Any]:
 
 
 def entry(application: Any) -> CatalogEntry | None:
-    """Of an application in Serve's schema; None: it is none of ours, or of a release with other
-    keys."""
+    """Return the catalog entry of an application in Serve's schema.
+
+    None stands for an application that is none of ours, or of a release with other keys.
+    """
     application = as_dict(application)
     if application.get("import_path") != ENGINES:
         return None
@@ -76,13 +82,18 @@ def entry(application: Any) -> CatalogEntry | None:
 
 @lru_cache(maxsize=1024)
 def _config(text: str) -> MantaConfig:
-    """Of JSON. Routers look at all models every few seconds, and few have changed."""
+    """Return the configuration of a JSON text.
+
+    The result is cached: routers look at all models every few seconds, and few have changed.
+    """
     return parse_part(json.loads(text))
 
 
 def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry]:
-    """The models behind `app` by name, those of the file first. applications: Serve's schemas of
-    those that are there, by name."""
+    """Return the models behind `app` by name, those of the file first.
+
+    applications: Serve's schemas of the applications that are there, by name
+    """
     found = [
         one
         for name, application in applications.items()
@@ -94,8 +105,11 @@ def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry
 
 @dataclass(frozen=True, slots=True)
 class ApplicationStatus:
-    """What Serve says of an application. messages: of its deployments, and then its own.
-    deployed_at: Unix seconds of the last deployment of whatever application."""
+    """The status of an application, as Serve reports it.
+
+    messages: the messages of its deployments, and then its own
+    deployed_at: the Unix seconds of the last deployment of whatever application
+    """
 
     status: str
     messages: tuple[str, ...]
@@ -103,9 +117,11 @@ class ApplicationStatus:
 
 
 def statuses() -> dict[str, ApplicationStatus]:
-    """By application. Needs a connection to Ray, and blocks; raises what Ray does.
+    """Return the status of each application by name.
 
-    `serve.status()` would pickle a class for each deployment that it tells of: tens of milliseconds
+    Needs a connection to Ray, and blocks; raises what Ray does.
+
+    `serve.status()` would pickle a class for each deployment that it reports: tens of milliseconds
     of Python a call, which a router takes from its streams.
     """
     from ray.serve.context import _get_global_client
@@ -122,8 +138,10 @@ def statuses() -> dict[str, ApplicationStatus]:
 
 
 def applications() -> dict[str, Any]:
-    """Serve's schemas of the applications that are there, by name. Needs a connection to Ray, and
-    blocks; raises what Ray does."""
+    """Return Serve's schemas of the applications that are there, by name.
+
+    Needs a connection to Ray, and blocks; raises what Ray does.
+    """
     import ray
     from ray.serve.context import _get_global_client
 
@@ -138,7 +156,7 @@ def applications() -> dict[str, Any]:
 
 
 def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
-    """Whether a model's names are its own. Raises ConfigError."""
+    """Check that a model's names are no names of other models. Raises ConfigError."""
     mine = {config.name(): "name", **dict.fromkeys(map(same_pattern, config.aliases), "aliases")}
     mine |= dict.fromkeys(config.adapters.paths, "adapters.paths")
     for name, other in known.items():
@@ -150,9 +168,11 @@ def check_names(config: MantaConfig, known: Mapping[str, CatalogEntry]) -> None:
 
 
 def trouble(app: str, name: str) -> dict[str, str]:
-    """Why a model does not start, by Serve's word: `message`, and `status` failed unless it only
-    waits for room. Serve may still try. {} if nothing is known to be wrong. Needs a connection to
-    Ray, and blocks."""
+    """Return why a model does not start, by Serve's word; {} if nothing is known to be wrong.
+
+    `message` says why, and `status` is failed unless the model only waits for room. Serve may still
+    try. Needs a connection to Ray, and blocks.
+    """
     found = statuses().get(model_app(app, name))
     if found is None:
         return {}
@@ -168,8 +188,10 @@ _NO_ROOM = re.compile(r"to be scheduled\. .*Resources required for each replica:
 
 
 def why_waiting(messages: Sequence[str]) -> str:
-    """What a replica has been waiting for that no node has free; "" if none waits. messages: as of
-    why_failed. Pure."""
+    """Return what a replica waits for that no node has free; "" if none waits. Pure.
+
+    messages: as of why_failed
+    """
     for message in messages:
         if found := _NO_ROOM.search(message):
             needs = re.findall(r"[\"'](\w+)[\"']: ([0-9.]+)", found[1])
@@ -185,8 +207,10 @@ def why_waiting(messages: Sequence[str]) -> str:
 
 
 def why_failed(messages: Sequence[str]) -> str:
-    """The line that says what went wrong: in a traceback the last line, of the deepest cause.
-    messages: of an application, its own the last. Pure."""
+    """Return the line that says what went wrong: a traceback's last, of the deepest cause. Pure.
+
+    messages: the messages of an application, its own the last
+    """
     for message in messages:
         if found := error_line(message):
             return found
@@ -198,11 +222,11 @@ def why_failed(messages: Sequence[str]) -> str:
 
 
 def mark(app: str) -> bytes:
-    """Changes with each change of the models. Blocks; raises OSError."""
+    """Return the mark, which changes with each change of the models. Blocks; raises OSError."""
     found: bytes = store("get", f"{prefix(app)}models/mark") or b""
     return found
 
 
 def note_change(app: str) -> None:
-    """The models have changed. Blocks; raises OSError."""
+    """Change the mark, because the models have changed. Blocks; raises OSError."""
     store("put", f"{prefix(app)}models/mark", secrets.token_bytes(8), overwrite=True)

@@ -35,7 +35,10 @@ Prompt = str | Sequence[int] | Messages  # or an array of NumPy, torch or DLPack
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens. cached: of the prompt's, found in a prefix cache."""
+    """The token counts of an answer.
+
+    cached_tokens: the prompt's tokens that were found in a prefix cache
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -64,7 +67,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         return self.choices[0].text
 
 
@@ -79,8 +82,11 @@ class Chunk:
 
 
 class _Connected:
-    """An application, by name, and the name of its model; "" where it has several, of which each
-    call then names one (`model="..."`)."""
+    """A connection to an application, by the application's name.
+
+    model: the name of the application's model; "" where it has several, of which each call then
+        names one (`model="..."`)
+    """
 
     def __init__(self, app_name: str, model: str) -> None:
         self._app_name = app_name
@@ -92,14 +98,17 @@ class _Connected:
         return type(self), (self._app_name, self.model)
 
     def _method(self, name: str, *, stream: bool = False) -> "DeploymentHandle[Any]":
-        """Raises MantaError (code app_not_found), if this process has not called before."""
+        """Return the application's handle for a method.
+
+        Raises MantaError (code app_not_found), if this process has not called before.
+        """
         if self._handle is None:
             self._handle = _find(self._app_name)
         return self._handle.options(method_name=name, stream=stream)
 
 
 class Client(_Connected):
-    """For code without an event loop. May be passed to other processes of the cluster."""
+    """A client for code without an event loop. May be passed to other processes of the cluster."""
 
     @classmethod
     def connect(cls, app_name: str = "manta") -> "Client":
@@ -112,7 +121,7 @@ class Client(_Connected):
         return cls(app_name, state["model"])
 
     def chat(self, messages: Messages, **fields: Any) -> Completion:
-        """The answer to a chat."""
+        """Return the answer to a chat."""
         return self.generate(messages, **fields)
 
     def generate(self, prompt: Prompt, **fields: Any) -> Completion:
@@ -126,8 +135,10 @@ class Client(_Connected):
                 time.sleep(again.pause(error))
 
     def stream(self, prompt: Prompt, **fields: Any) -> Iterator[Chunk]:
-        """The same piece by piece; a router that dies is a pause. Leaving the loop early stops the
-        request."""
+        """Yield the answer to a prompt piece by piece; a router that dies is a pause.
+
+        Leaving the loop early stops the request.
+        """
         body = _body(self.model, prompt, fields)
         again = _RouterRetry()
         while True:
@@ -146,7 +157,7 @@ class Client(_Connected):
 
 
 class AsyncClient(_Connected):
-    """For asyncio: the same calls, awaited."""
+    """A client for asyncio, with the calls of Client, awaited."""
 
     @classmethod
     async def connect(cls, app_name: str = "manta") -> "AsyncClient":
@@ -159,7 +170,7 @@ class AsyncClient(_Connected):
         return cls(app_name, state["model"])
 
     async def chat(self, messages: Messages, **fields: Any) -> Completion:
-        """The answer to a chat."""
+        """Return the answer to a chat."""
         return await self.generate(messages, **fields)
 
     async def generate(self, prompt: Prompt, **fields: Any) -> Completion:
@@ -173,8 +184,10 @@ class AsyncClient(_Connected):
                 await asyncio.sleep(again.pause(error))
 
     async def stream(self, prompt: Prompt, **fields: Any) -> AsyncIterator[Chunk]:
-        """The same piece by piece; a router that dies is a pause. Leaving the loop early stops the
-        request."""
+        """Yield the answer to a prompt piece by piece; a router that dies is a pause.
+
+        Leaving the loop early stops the request.
+        """
         body = _body(self.model, prompt, fields)
         again = _RouterRetry()
         while True:
@@ -194,8 +207,10 @@ class AsyncClient(_Connected):
 
 
 class _RouterRetry:
-    """Whether a call whose router is gone is made again. last: the last event that has come of a
-    stream, for another router to go on after it."""
+    """The attempts of a call whose router may be lost.
+
+    last: the id of the last event of a stream, after which another router goes on
+    """
 
     def __init__(self) -> None:
         self.last = ""
@@ -209,8 +224,11 @@ class _RouterRetry:
         return bool(item.get("done"))
 
     def pause(self, error: RayError | Overloaded) -> float:
-        """Seconds until the next attempt. Raises what the last one should, if there is to be
-        none: of what the service itself refuses, unless a stream has begun."""
+        """Return the seconds until the next attempt.
+
+        If there is to be none, the error of the last attempt is raised. What the service itself
+        refuses is tried again only if a stream has begun.
+        """
         if isinstance(error, Overloaded):
             told = {"retry-after": str(error.retry_after)}
             pause = self._resuming.pause(503, told) if self.last else None
@@ -229,7 +247,7 @@ _HANDLES: "WeakKeyDictionary[DeploymentHandle[Any], DeploymentHandle[Any]]" = We
 
 
 def _find(app_name: str) -> "DeploymentHandle[Any]":
-    """Raises MantaError (code app_not_found)."""
+    """Return the handle of an application. Raises MantaError (code app_not_found)."""
     try:
         found = serve.get_app_handle(app_name)
     except RayServeException as error:
@@ -248,7 +266,10 @@ def _find(app_name: str) -> "DeploymentHandle[Any]":
 
 
 def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
-    """Raises InvalidRequest, for unknown fields too: a handle call has no x-ignored-fields."""
+    """Return the body of a request.
+
+    Raises InvalidRequest, for unknown fields too: a handle call has no x-ignored-fields.
+    """
     prompt = as_list(prompt)
     if isinstance(prompt, str):
         given: dict[str, Any] = {"prompt": prompt}
@@ -267,7 +288,7 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(item: Any) -> Any:
-    """A token id of NumPy or torch as an int, an array as a list; the rest as it is."""
+    """Return a token id of NumPy or torch as an int, an array as a list; the rest as it is."""
     return operator.index(item) if is_token_id(item) else as_list(item)
 
 
@@ -321,7 +342,7 @@ def _check(answer: dict[str, Any]) -> None:
 
 
 def _lost(error: RayError) -> NoReturn:
-    """A call that Ray could not carry through: the router or its node is gone."""
+    """Raise the error of a call that Ray could not carry through: router or node is gone."""
     raise EngineDead(
         f"the router did not answer: {type(error).__name__}", code="router_lost"
     ) from error

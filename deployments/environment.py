@@ -11,7 +11,7 @@ _TOKEN = "~/.ray/auth_token"  # Ray's default
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: MANTA_CACHE, else manta in the user's cache folder."""
+    """Return the folder of converted models: MANTA_CACHE, else manta in the user's cache folder."""
     if chosen := os.environ.get("MANTA_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -20,7 +20,7 @@ def cache_dir() -> Path:
 
 @cache
 def installed_version() -> str:
-    """Of Manta."""
+    """Return the installed version of Manta; "unknown" if it runs out of a folder."""
     try:
         return version("manta-serve")
     except PackageNotFoundError:  # out of a folder
@@ -28,18 +28,17 @@ def installed_version() -> str:
 
 
 def gpus_here() -> int:
-    """NVIDIA's GPUs of this machine, by their device files."""
+    """Return the number of NVIDIA's GPUs of this machine, by their device files."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def visible_devices() -> str:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; "" if it names
-    none."""
+    """Return the GPUs of this process as CUDA_VISIBLE_DEVICES names them; "" if it names none."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 def auth_token_source() -> str | None:
-    """Where Ray on this machine takes its authentication token from; None if it has none yet."""
+    """Return the source of Ray's authentication token on this machine; None if none is there."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return "RAY_AUTH_TOKEN"
     if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -49,10 +48,10 @@ def auth_token_source() -> str | None:
 
 
 def make_auth_token() -> None:
-    """Where a Ray that is started here would make its token: make it first, for its owner only.
+    """Make Ray's token where a Ray started here would make it, for its owner only.
 
-    A user with the token can run code in the cluster, and Ray leaves it readable by all. Does
-    nothing if there is one, or none is wanted. Raises OSError.
+    A user with the token can run code in the cluster, and Ray leaves it readable by all. Nothing is
+    done if there is a token, or none is wanted. Raises OSError.
     """
     if auth_token_source() is not None or os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return
@@ -65,22 +64,25 @@ def make_auth_token() -> None:
 
 
 def asks_for_token() -> bool:
-    """Whether Ray's processes started from here check it; a local Ray decides that as it starts."""
+    """Whether Ray's processes started from here check the token.
+
+    A local Ray decides that as it starts.
+    """
     return os.environ.get("RAY_AUTH_MODE") == "token"
 
 
 def api_key() -> str | None:
-    """The key for an OpenAI-compatible server."""
+    """Return the key for an OpenAI-compatible server."""
     return os.environ.get("OPENAI_API_KEY")
 
 
 def ray_address() -> str | None:
-    """The Ray cluster to join."""
+    """Return the address of the Ray cluster to join."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def ray_temporary_folder() -> Path:
-    """Below which Ray puts its sessions unless it is told another folder."""
+    """Return the folder below which Ray puts its sessions unless it is told another."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").absolute()
 
 
@@ -94,9 +96,11 @@ def set_for_children(variables: dict[str, str]) -> None:
 
 
 def no_ray_metrics() -> dict[str, str]:
-    """Variables without which Ray serves its metrics on all interfaces, to every client.
+    """Return variables that keep Ray from serving its metrics on all interfaces, to every client.
+
     Variables that are set already are the user's wish. A port that does not exist is the only way
-    to say none."""
+    to say none.
+    """
     wanted = {
         "RAY_enable_metrics_collection": "0",
         "AUTOSCALER_METRIC_PORT": "65536",
@@ -106,10 +110,10 @@ def no_ray_metrics() -> dict[str, str]:
 
 
 def edge_settings() -> str:
-    """Of HAProxy's launcher: JSON, "" is all defaults (haproxy/settings.py)."""
+    """Return the JSON settings of HAProxy's launcher; "": all defaults (haproxy/settings.py)."""
     return os.environ.get("MANTA_EDGE", "")
 
 
 def haproxy_binary() -> str:
-    """The HAProxy that Serve is told to run; "" if none is named."""
+    """Return the path of the HAProxy that Serve is told to run; "" if none is named."""
     return os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")

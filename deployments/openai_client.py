@@ -22,8 +22,12 @@ _NOWHERE = b'"code":"not_found"'  # a model that is not there has another code
 
 
 def http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
-    """For OpenAI(http_client=...). patience: seconds without news after which a stream is given
-    up, with the error that broke it. options: of httpx.Client."""
+    """Return an HTTP client for OpenAI(http_client=...).
+
+    patience: the seconds without news after which a stream is given up, with the error that broke
+        it
+    options: the options of httpx.Client
+    """
     from openai import DefaultHttpxClient
 
     httpx = _library(DefaultHttpxClient.__mro__[1])
@@ -33,7 +37,7 @@ def http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
 
 
 def async_http_client(*, patience: float = PATIENCE, **options: Any) -> Any:
-    """The same for AsyncOpenAI."""
+    """Return an HTTP client for AsyncOpenAI(http_client=...); arguments: as of `http_client`."""
     from openai import DefaultAsyncHttpxClient
 
     httpx = _library(DefaultAsyncHttpxClient.__mro__[1])
@@ -109,7 +113,7 @@ class _Asyncio:
 
 
 def _now(work: Any) -> Any:
-    """The result of a coroutine that awaits _Threads alone, so never an event loop."""
+    """Return the result of a coroutine that awaits _Threads alone, so never an event loop."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -130,8 +134,11 @@ class _Completion:
         self._httpx = _library(type(request))
 
     async def answer(self, served: bool) -> Any:
-        """The response, with this as its body if it is a stream. served: a server is known to be
-        there and will come back, so a refusal is a pause."""
+        """Return the response; if it is a stream, its body is this object.
+
+        served: whether a server is known to be there and will come back, so that a refusal is a
+            pause
+        """
         httpx, transport = self._httpx, self._transport
         while True:
             try:
@@ -149,7 +156,7 @@ class _Completion:
             await transport.wait(pause)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Whole events of the answer."""
+        """Yield whole events of the answer."""
         httpx, transport, resuming = self._httpx, self._transport, self._resuming
         while True:
             broke: Exception = httpx.RemoteProtocolError("the stream ended before its end")
@@ -196,8 +203,11 @@ class _Completion:
         )
 
     def _refused(self, response: Any) -> float | None:
-        """Seconds until the request is made again, when no router took it, or when the edge does
-        not know its routers yet: then a path that was there is not."""
+        """Return the seconds until the request is made again; None if the response stands.
+
+        The request is made again when no router took it, or when the edge does not know its routers
+        yet: then a path that was there is not.
+        """
         status = response.status_code
         if status in (502, 504) or (status == 404 and _NOWHERE in response.content):
             return self._resuming.pause(status, dict(response.headers))
@@ -239,7 +249,7 @@ class _AsyncResumingStream(_Completion):
 
 
 class ResumingTransport:
-    """Around a transport of httpx or httpx2."""
+    """A transport around one of httpx or httpx2, whose streamed completions outlive connections."""
 
     def __init__(self, transport: Any, patience: float = PATIENCE) -> None:
         self._inner = transport
@@ -267,7 +277,7 @@ class ResumingTransport:
 
 
 class AsyncResumingTransport:
-    """The same for asyncio."""
+    """An asyncio transport around one of httpx or httpx2, like ResumingTransport."""
 
     def __init__(self, transport: Any, patience: float = PATIENCE) -> None:
         self._inner = transport
@@ -295,13 +305,13 @@ class AsyncResumingTransport:
 
 
 def _library(cls: type) -> Any:
-    """httpx or httpx2, whichever it is of."""
+    """Return the library that a class is of: httpx or httpx2."""
     return sys.modules[cls.__module__.partition(".")[0]]
 
 
 @cache
 def _stream_class(httpx: Any, base: str, of: type) -> Any:
-    """httpx takes bodies of its own kind only."""
+    """Return the stream class as one of httpx, which takes bodies of its own kind only."""
     return type(of.__name__, (of, getattr(httpx, base)), {})
 
 

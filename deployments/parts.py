@@ -57,14 +57,17 @@ def channel_limits(config: MantaConfig) -> ChannelLimits:
 
 
 def logs(config: MantaConfig) -> dict[str, Any]:
-    """Options of a deployment. Text is Serve's default, which its own config file may change."""
+    """Return the logging options of a deployment.
+
+    Text is Serve's default, which its own config file may change.
+    """
     return {"logging_config": {"encoding": "JSON"}} if config.log.format == "json" else {}
 
 
 def engine_deployments(
     config: MantaConfig, machine: "NodeCapacity", prepare: Prepare | None = None
 ) -> list[Application]:
-    """A deployment for each pool of a model."""
+    """Return a deployment for each pool of a model."""
     engines = []
     for name, pool in pools(config, machine).items():
         settings = ReplicaSettings(
@@ -103,7 +106,10 @@ def _sleep_settings(config: MantaConfig, pool: PoolConfig) -> SleepSettings | No
 
 
 def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
-    """On the replica's machine: the model's folder, fetched if need be, and the options."""
+    """Return the EngineConfig of a replica, on the replica's machine.
+
+    The model's folder is fetched if need be.
+    """
     options = dict(settings.engine)
     dummy = options.get("load_format") == "dummy"
     folder = resolve_model(
@@ -122,8 +128,11 @@ def prepare_engine(settings: ReplicaSettings) -> EngineConfig:
 
 
 def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel:
-    """config: of one model. gpus: of a machine, as of `pools_on`. app: where its engines are; "" is
-    the routers' own application."""
+    """Return the ServedModel of a configuration of one model.
+
+    gpus: the GPUs of a machine, as of `pools_on`
+    app: the application of the engines; "" is the routers' own application
+    """
     return ServedModel(
         name=config.name(),
         aliases=tuple(config.aliases),
@@ -162,7 +171,7 @@ def served_model(config: MantaConfig, gpus: float, app: str = "") -> ServedModel
 
 
 def _wake_seconds(config: MantaConfig) -> float | None:
-    """What a start takes where all pools may be empty, until it was measured; else None."""
+    """Return the seconds of a start where all pools may be empty, until measured; else None."""
     pools = config.pools.values()
     if not pools or any(not autoscaling.scales(pool) or pool.min_replicas for pool in pools):
         return None
@@ -170,7 +179,7 @@ def _wake_seconds(config: MantaConfig) -> float | None:
 
 
 def served_models(app: str) -> dict[str, ServedModel]:
-    """Of the models behind `app` now. Needs a connection to Ray, and blocks."""
+    """Return the models behind `app` now. Needs a connection to Ray, and blocks."""
     return {
         name: served_model(found.config, 0, found.app)
         for name, found in catalog.entries(app, catalog.applications()).items()
@@ -182,9 +191,12 @@ def served_models(app: str) -> dict[str, ServedModel]:
 
 @dataclass(frozen=True, slots=True)
 class NodeCapacity:
-    """What a replica can get at most: CPU cores and GPUs of the largest node. alone: there are no
-    other nodes, as far as one can know. grows: whether something may start nodes; None: there is no
-    cluster yet, of which one could know it."""
+    """The most that a replica can get: CPU cores and GPUs of the largest node.
+
+    alone: whether there are no other nodes, as far as one can know
+    grows: whether something may start nodes; None: there is no cluster yet, of which one could know
+        it
+    """
 
     cores: float
     gpus: float
@@ -193,7 +205,7 @@ class NodeCapacity:
 
     @classmethod
     def here(cls) -> "NodeCapacity":
-        """Of the cluster's nodes if Ray is started, else of this machine."""
+        """Return the capacity of the cluster's nodes if Ray is started, else of this machine."""
         nodes = (
             [node["Resources"] for node in cast(Any, ray).nodes() if node["Alive"]]
             if ray.is_initialized()
@@ -208,8 +220,11 @@ class NodeCapacity:
 
 
 def _grows() -> bool:
-    """Whether something may start nodes of the cluster, as far as its monitor tells: without node
-    types it reports nodes by their ids, and says nothing in its first seconds."""
+    """Whether something may start nodes of the cluster, as far as its monitor says.
+
+    Without node types the monitor reports nodes by their ids, and says nothing in its first
+    seconds.
+    """
     try:
         told = json.loads(store("get", _MONITOR) or b"{}")
     except (OSError, ValueError):
@@ -219,23 +234,24 @@ def _grows() -> bool:
 
 
 def _only_ids(told: dict[str, Any], ids: Collection[str]) -> bool:
-    """told: the monitor's report. Pure."""
+    """Whether the monitor's report names nodes by their ids alone. told: the report. Pure."""
     types = (told.get("autoscaler_report") or {}).get("active_nodes") or {}
     return bool(types) and set(types) <= set(ids)
 
 
 def deployment_name(pool: str) -> str:
-    """The Serve deployment of a pool."""
+    """Return the name of a pool's Serve deployment."""
     return f"engine-{pool}"
 
 
 def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
-    """The pools with nothing left open. Raises ConfigError where a replica's share of the machine
-    has fewer cores than ranks. Pure.
+    """Return the pools with nothing left open. Pure.
 
     A CPU replica's step uses as many threads as it has cores: more would make replicas wait for
     each other. A replica of several ranks is one actor with as many GPUs, or one on each of its
     nodes.
+
+    Raises ConfigError where a replica's share of the machine has fewer cores than ranks.
     """
     resolved: dict[str, PoolConfig] = {}
     for name, pool in config.pools_on(machine.gpus).items():
@@ -263,9 +279,15 @@ def pools(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
 def check_gpus(
     config: MantaConfig, resolved: Mapping[str, PoolConfig], machine: NodeCapacity
 ) -> None:
-    """Whether a node has, or may come to have, the GPUs of a replica, which otherwise waits for
-    ever. A pool that may be empty keeps nothing waiting that another pool can answer. resolved: of
-    `pools`. Raises ConfigError; says so where something may start such a node. Pure but for that.
+    """Check that a node has, or may come to have, the GPUs of a replica.
+
+    Without such a node the replica would wait for ever. A pool that may be empty keeps nothing
+    waiting that another pool can answer. Where something may start such a node, a warning is
+    logged. Pure but for that.
+
+    resolved: the pools, as of `pools`
+
+    Raises ConfigError.
     """
     pool = resolved.get("gpu")
     if pool is None or machine.gpus >= (pool.num_gpus or 0):
@@ -298,7 +320,10 @@ def check_gpus(
 def _check_share(
     config: MantaConfig, pool: PoolConfig, machine: NodeCapacity, cores: float
 ) -> None:
-    """Where num_cpus is left open, an error must not name it as if it had been given."""
+    """Check that a CPU replica's share has a core for each rank. Raises ConfigError.
+
+    Here num_cpus is left open, so the error must not name it as if it had been given.
+    """
     ranks = config.node_ranks(pool)
     if ranks == 1 or cores >= ranks:
         return
@@ -314,9 +339,11 @@ def _check_share(
 
 
 def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCapacity]:
-    """What each of several models has of a machine that is alone: CPU pools that leave num_cpus
-    open share equally what the others have not taken. Without it each would reserve all cores, and
-    the second would never start. Pure."""
+    """Return the share of each of several models in a machine that is alone. Pure.
+
+    CPU pools that leave num_cpus open share equally what the others have not taken. Without shares
+    each would reserve all cores, and the second would never start.
+    """
     if not machine.alone:
         return [machine] * len(models)
     open_replicas = [_open_replicas(one, machine) for one in models]
@@ -328,7 +355,7 @@ def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCap
 def beside(
     others: Iterable[MantaConfig], config: MantaConfig, machine: NodeCapacity
 ) -> NodeCapacity:
-    """The same for one model that is added to others, which keep what they have. Pure."""
+    """Return the share of one model that is added to others, which keep what they have. Pure."""
     if not machine.alone or not _open_replicas(config, machine):
         return machine
     taken = sum(_cores_taken(one, machine) for one in (*others, config))
@@ -336,13 +363,13 @@ def beside(
 
 
 def _open_replicas(config: MantaConfig, machine: NodeCapacity) -> int:
-    """Replicas whose number of cores is left open."""
+    """Return the number of replicas whose number of cores is left open."""
     pool = config.pools_on(machine.gpus).get("cpu")
     return max(1, pool.replicas) if pool is not None and pool.num_cpus is None else 0
 
 
 def _cores_taken(config: MantaConfig, machine: NodeCapacity) -> float:
-    """Cores of the replicas whose number of cores is not left open."""
+    """Return the cores of the replicas whose number of cores is not left open."""
     return sum(
         pool.replicas * (config.node_ranks(pool) if pool.num_cpus is None else pool.num_cpus)
         for kind, pool in config.pools_on(machine.gpus).items()
@@ -355,9 +382,11 @@ def _update_options(pool: PoolConfig) -> dict[str, Any]:
 
 
 def _placement_options(pool: PoolConfig, nodes: int) -> dict[str, Any]:
-    """What Ray reserves for a replica, and where. Of several nodes, a placement group with a bundle
-    on each: all of them or none. The replica's actor is in the first, and starts those of the
-    others."""
+    """Return what Ray reserves for a replica, and where.
+
+    For several nodes this is a placement group with a bundle on each: all of them or none. The
+    replica's actor is in the first bundle, and starts those of the others.
+    """
     actor: dict[str, Any] = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
     if pool.resources:
         actor["resources"] = dict(pool.resources)

@@ -27,10 +27,11 @@ _ENDS = tuple(
 
 
 class ResumableStream:
-    """One streamed answer in all its parts. patience: seconds without news until it is given up.
+    """A streamed answer in all its parts.
 
-    finished: the stream has come to its end, by [DONE], by the last event of its dialect or by an
-    error that the server has told.
+    patience: the seconds without news until the stream is given up
+    finished: whether the stream has ended, by [DONE], the last event of its dialect or an error
+        that the server has reported
     """
 
     def __init__(self, patience: float = PATIENCE) -> None:
@@ -44,12 +45,15 @@ class ResumableStream:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the request, the first time and each time after."""
+        """The headers of the request, the first time and each time after."""
         return {WANTED: "1", **({LAST: self._last} if self._last else {})}
 
     def feed(self, data: bytes) -> bytes:
-        """What of it can be handed on: whole events. The rest of one that was cut is dropped at
-        the next request, because that event comes again."""
+        """Take data, and return the whole events in it, which can be handed on.
+
+        The rest of an event that was cut is dropped at the next request, because that event comes
+        again.
+        """
         self._buffer = (self._buffer + data).replace(b"\r\n", b"\n")
         end = self._buffer.rfind(b"\n\n") + 2
         if end < 2:
@@ -61,7 +65,7 @@ class ResumableStream:
         return whole
 
     def heard(self) -> None:
-        """There is news."""
+        """Note that there is news: patience and pauses begin anew."""
         self._news = time.monotonic()
         self._wait = _FIRST_WAIT
 
@@ -84,8 +88,11 @@ class ResumableStream:
             self._shown = True
 
     def pause(self, status: int = 0, headers: dict[str, str] | None = None) -> float | None:
-        """The stream broke (0), or an attempt to go on got this answer (its headers in lower case):
-        seconds to wait before the next, or None if there is to be none."""
+        """Return the seconds to wait before the next attempt, or None if there is to be none.
+
+        status: the status of an attempt to go on; 0: the stream broke
+        headers: the headers of that attempt's answer, in lower case
+        """
         headers = headers or {}
         self._buffer = b""
         given_up = time.monotonic() > self._news + self._patience

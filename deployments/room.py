@@ -21,8 +21,10 @@ _ALL = "models"  # the name of what is wrong with several models together
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """What Ray may give to replicas on one node, and the node's labels. here: Ray is not started
-    yet, and the node will be this machine alone."""
+    """A node: what Ray may give to replicas on it, and its labels.
+
+    here: whether Ray is not started yet, and the node will be this machine alone
+    """
 
     resources: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -31,8 +33,14 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """The replicas of a pool. least: that there are from the start. count: that must be possible.
-    nodes: that each is on. each: what it reserves on a node. counted: the key of their number."""
+    """The demand of the replicas of a pool.
+
+    least: the number of replicas from the start
+    count: the number of replicas that must be possible
+    nodes: the number of nodes that each replica is on
+    each: what a replica reserves on a node, by resource
+    counted: the key of the number of replicas
+    """
 
     pool: str
     least: int
@@ -43,7 +51,7 @@ class _Demand:
     counted: str
 
     def places(self, node: RayNode, names: Sequence[str]) -> float:
-        """How many there is room for on a node, by these of its resources."""
+        """Return how many replicas a node has room for, by these of its resources."""
         if any(node.labels.get(key) != value for key, value in self.labels.items()):
             return 0
         wanted = [(node.resources.get(name, 0), self.each[name]) for name in names]
@@ -51,13 +59,13 @@ class _Demand:
 
 
 def this_machine() -> list[RayNode]:
-    """The one node of a Ray that is started here, as Ray will count it."""
+    """Return the one node of a Ray that is started here, as Ray will count it."""
     cores = get_num_cpus(override_docker_cpu_warning=True)
     return [RayNode({"CPU": float(cores), "GPU": float(gpus_here())}, here=True)]
 
 
 def cluster_nodes() -> list[RayNode]:
-    """The nodes of the Ray that this process has joined."""
+    """Return the nodes of the Ray that this process has joined."""
     return [
         RayNode(node["Resources"], node.get("Labels") or {})
         for node in cast(Any, ray).nodes()
@@ -66,8 +74,11 @@ def cluster_nodes() -> list[RayNode]:
 
 
 def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple[str, ConfigError]]:
-    """What no arrangement on these nodes alone can start: the model's name, or "models" for
-    several together, and what is wrong. A doubt is none: replicas that might fit are not named."""
+    """Yield what no arrangement on these nodes alone can start: a name and what is wrong.
+
+    The name is the model's, or "models" for several together. A doubt is no fault: replicas that
+    might fit are not named.
+    """
     most = {name: max(node.resources.get(name, 0) for node in nodes) for name in _WORDS}
     machine = NodeCapacity(
         most["CPU"], most["GPU"], len(nodes) == 1 and most["CPU"] > 0, grows=False
@@ -90,7 +101,7 @@ def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple
 
 
 def check_pools(config: MantaConfig, nodes: Sequence[RayNode]) -> None:
-    """Raises ConfigError for the first of `pool_faults`."""
+    """Raise the first of `pool_faults`, a ConfigError, if there is one."""
     for name, error in pool_faults(config, nodes):
         before = f"models.{name}: " if config.models and name != _ALL else ""
         raise ConfigError(f"{before}{error.message}", param=error.param)
@@ -118,7 +129,7 @@ def _demand(
 
 
 def _check(demand: _Demand, nodes: Sequence[RayNode]) -> None:
-    """Raises ConfigError where these replicas alone are too many."""
+    """Check that these replicas alone are not too many. Raises ConfigError."""
     if not demand.count:
         return
     names = list(demand.each)
@@ -159,7 +170,7 @@ def _check(demand: _Demand, nodes: Sequence[RayNode]) -> None:
 def _fault_of_all(
     config: MantaConfig, demands: Sequence[_Demand], nodes: Sequence[RayNode]
 ) -> ConfigError | None:
-    """Of pools that fit one by one."""
+    """Return the error of pools that fit one by one, but not together; None if they fit."""
     for name in dict.fromkeys(name for demand in demands for name in demand.each):
         routers = config.router.replicas * config.router.num_cpus if name == "CPU" else 0.0
         engines = sum(one.least * one.nodes * one.each.get(name, 0.0) for one in demands)

@@ -7,12 +7,12 @@ from typing import Any
 
 
 def prefix(app: str) -> str:
-    """Of all keys of an application."""
+    """Return the prefix of all keys of an application."""
     return f"manta/{app}/"
 
 
 def store(what: str, *arguments: Any, **options: Any) -> Any:
-    """One of the store's calls: "get", "put", "list" or "del"."""
+    """Make one of the store's calls. what: "get", "put", "list" or "del"."""
     from ray.exceptions import RayError
     from ray.experimental import internal_kv
 
@@ -23,24 +23,31 @@ def store(what: str, *arguments: Any, **options: Any) -> Any:
 
 
 def forget_app(app: str) -> None:
-    """The application is gone, and what was added to it by hand with it."""
+    """Delete the keys of an application that is gone, with what was added to it by hand."""
     store("del", prefix(app), del_by_prefix=True)
 
 
 def first_served(app: str, model: str, now: int) -> int:
-    """Unix seconds at which this application first served this model, the same for each router;
-    now: what it is for the first one that asks."""
+    """Return the Unix seconds at which this application first served this model.
+
+    The time is the same for each router.
+
+    now: the time for the first router that asks
+    """
     return int(_first(f"{prefix(app)}created/{model}", b"%d" % now))
 
 
 def event_secret(app: str) -> bytes:
-    """What signs the ids of events, the same for all routers of an application: the first of them
-    draws it. Not of the configuration, because a changed argument would restart all routers."""
+    """Return the secret that signs the ids of events, the same for all routers of an application.
+
+    The first router draws the secret. It is not in the configuration, because a changed argument
+    would restart all routers.
+    """
     return _first(f"{prefix(app)}event-secret", secrets.token_bytes(32))
 
 
 def _first(key: str, value: bytes) -> bytes:
-    """The value that the first router has put there."""
+    """Return the value that the first router has put under a key."""
     store("put", key, value, overwrite=False)
     found: bytes = store("get", key) or value
     return found

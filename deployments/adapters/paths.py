@@ -1,5 +1,5 @@
-"""Where adapters may come from: the allow-list of roots, and the watched folder. Nothing here opens
-a file outside a root."""
+"""The places that adapters may come from: the allow-list of roots, and the watched folder. Nothing
+here opens a file outside a root."""
 
 import logging
 import os
@@ -77,8 +77,12 @@ class AdapterFolder:
 
 
 def still_allowed(path: str, roots: Sequence[str]) -> str:
-    """Where a path leads that `allowed_path` or `scan` gave before: its links are followed as they
-    are now. The roots' own names may have links and odd characters. Raises AdapterError."""
+    """Resolve the links of a path that was allowed before, and check the path again. Raises
+    AdapterError.
+
+    path: path that `allowed_path` or `scan` gave before.
+    roots: allowed roots, whose own names may have links and odd characters.
+    """
     real = path if is_url(path) else os.path.realpath(path)
     for root in roots:
         inside = root if is_url(root) else os.path.realpath(root)
@@ -112,7 +116,8 @@ def scan(folder: str) -> dict[str, AdapterFolder]:
 
 
 def _within(path: str, root: str) -> bool:
-    """Both without links, or both URLs. A root is not within itself."""
+    """Whether a path is below a root. Both are without links, or both are URLs. A root is not
+    within itself."""
     return path.startswith(root.rstrip("/") + "/")
 
 

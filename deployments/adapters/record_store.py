@@ -14,15 +14,15 @@ from deployments.store import prefix, store
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What an adapter's name means.
+    """The meaning of an adapter's name.
 
-    path: of its folder, or the URL of an object store. revision: hash of its files; "" until a
-        replica has read them.
-    version: grows whenever the name changes its meaning: nanoseconds of the time of the change.
-    source: "config", "folder" (the watched one) or "api". stamp: of the files in the watched
-        folder, which tells that they were replaced.
+    path: path of its folder, or the URL of an object store.
+    revision: hash of its files; "" until a replica has read them.
+    version: nanoseconds of the time at which the name last changed its meaning; it only grows.
+    source: "config", "folder" (the watched one) or "api".
+    stamp: stamp of the files in the watched folder, which tells that they were replaced.
     kind, rank, num_bytes, targets, virtual_tokens: as AdapterInfo, once they were read.
-    removed: an operator removed it, though configuration or folder still have it.
+    removed: whether an operator removed it, though configuration or folder still have it.
     """
 
     name: str
@@ -40,12 +40,14 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The adapter in a request, which goes on elsewhere with the same weights."""
+        """The adapter's name and revision in a request, so that it goes on elsewhere with the same
+        weights."""
         return f"{self.name}@{self.revision}"
 
 
 class AdapterRecordStore(Protocol):
-    """Blocking; called from threads. Raises OSError if the store cannot be had."""
+    """A store of adapter records. It blocks, and is called from threads. Raises OSError if the
+    store cannot be had."""
 
     def changed(self, since: bytes) -> tuple[bytes, dict[str, AdapterRecord]] | None:
         """All records and a mark of this state; None if the state is still that of mark `since`.
@@ -53,14 +55,17 @@ class AdapterRecordStore(Protocol):
         ...
 
     def put(self, record: AdapterRecord, fresh: bool = False) -> bool:
-        """fresh: only if the name has no record. Returns whether the record was written."""
+        """Write a record, and return whether it was written.
+
+        fresh: whether to write only if the name has no record.
+        """
         ...
 
     def delete(self, name: str) -> None: ...
 
 
 class LocalRecordStore:
-    """For a single router."""
+    """A record store in this process, for a single router."""
 
     def __init__(self) -> None:
         self._records: dict[str, AdapterRecord] = {}
@@ -83,8 +88,8 @@ class LocalRecordStore:
 
 
 def mark_of_all(app: str) -> bytes:
-    """Changes with each change of the adapters of any model behind a router's application. Blocks;
-    raises OSError."""
+    """A mark that changes with each change of the adapters of any model behind a router's
+    application. Blocks; raises OSError."""
     found: bytes = store("get", _mark(app)) or b""
     return found
 
@@ -94,10 +99,12 @@ def _mark(app: str) -> str:
 
 
 class RayRecordStore:
-    """In Ray's own key-value store, which lives as long as the cluster: replicas and routers come
-    and go, and so may Serve's controller.
+    """A record store in Ray's own key-value store, which lives as long as the cluster. Replicas and
+    routers come and go, and so may Serve's controller.
 
-    app: the model's. routers: the application of its routers, "" if it is the same."""
+    app: application of the model.
+    routers: application of the model's routers, "" if it is the same.
+    """
 
     def __init__(self, app: str, routers: str = "") -> None:
         self._folder = f"{prefix(app)}adapters/name/"

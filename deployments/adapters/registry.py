@@ -46,8 +46,13 @@ FAILED_SECONDS = 5.0  # how long a failure to read an adapter is remembered
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """model: the base model's name. paths: adapters of the configuration. roots: where others may
-    be added from. watch: a folder whose subfolders are adapters."""
+    """The settings of a model's adapters.
+
+    model: name of the base model.
+    paths: adapters of the configuration.
+    roots: folders and URLs that other adapters may be added from.
+    watch: folder whose subfolders are adapters.
+    """
 
     model: str
     paths: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +61,7 @@ class AdapterSettings:
 
 
 class AdapterReplicas(Protocol):
-    """What is asked of the replicas; see `AdapterCalls`."""
+    """The calls to replicas that a registry makes; see `AdapterCalls`."""
 
     async def load(self, record: AdapterRecord) -> AdapterInfo: ...
 
@@ -64,7 +69,10 @@ class AdapterReplicas(Protocol):
 
 
 class AdapterRegistry:
-    """All methods belong to the event loop. on_change(): called when `records` have changed."""
+    """A router's adapters by name. All methods belong to the event loop.
+
+    on_change(): called when `records` have changed.
+    """
 
     def __init__(
         self,
@@ -93,7 +101,7 @@ class AdapterRegistry:
         self.records = self._view()
 
     async def start(self) -> None:
-        """Know what there is, and from now on what changes in the watched folder. Changes by other
+        """Read which adapters there are, and follow changes in the watched folder. Changes by other
         routers are noticed with each `refresh`."""
         await self.refresh()
         if self._settings.watch is not None:
@@ -213,12 +221,15 @@ class AdapterRegistry:
             return record
 
     def by_model(self) -> list[tuple[str, AdapterRecord]]:
-        """All, each with its base model's name."""
+        """All adapters, each with its base model's name."""
         return [(self._settings.model, record) for record in self.records.values()]
 
     async def remove(self, name: str, model: str = "") -> AdapterRecord:
-        """New requests can no longer use it; running requests finish. model: there is but one here.
-        Raises MantaError."""
+        """Remove an adapter: new requests can no longer use it, running requests finish. Raises
+        MantaError.
+
+        model: ignored, as there is but one here.
+        """
         async with self._admin:
             await self.refresh()
             known = self.records.get(name)
@@ -265,7 +276,7 @@ class AdapterRegistry:
             await self._forget_gone()
 
     async def _forget_gone(self) -> None:
-        """Adapters whose folder has gone from the watched one."""
+        """Remove the adapters whose folder has gone from the watched one."""
         for name, record in list(self._written.items()):
             if record.source == "folder" and name not in self._folder:
                 async with self._lock:
@@ -281,7 +292,10 @@ class AdapterRegistry:
             self._rebuild()
 
     async def _write(self, record: AdapterRecord, *, fresh: bool = False) -> None:
-        """fresh: only if no other router has written the name meanwhile."""
+        """Write a record to the record store, and serve what it says.
+
+        fresh: whether to write only if no other router has written the name meanwhile.
+        """
         with _told():
             if await asyncio.to_thread(self._record_store.put, record, fresh):
                 self._written[record.name] = record
@@ -298,7 +312,7 @@ class AdapterRegistry:
         return self._settings.roots if watch is None else (*self._settings.roots, watch)
 
     def _declared(self) -> dict[str, AdapterRecord]:
-        """By the configuration and, for other names, by the watched folder."""
+        """The adapters of the configuration and, for other names, of the watched folder."""
         declared = {
             name: AdapterRecord(name=name, path=found.path, source="folder", stamp=found.stamp)
             for name, found in self._folder.items()
@@ -315,7 +329,7 @@ class AdapterRegistry:
             self._on_change()
 
     def _view(self) -> dict[str, AdapterRecord]:
-        """What each name means, in alphabetical order."""
+        """The record of each name, in alphabetical order."""
         records = self._declared()
         for name, record in self._written.items():
             declared = records.get(name)
@@ -352,7 +366,8 @@ def _with(record: AdapterRecord, info: AdapterInfo, version: int) -> AdapterReco
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """An unavailable record store is the server's fault, not the caller's."""
+    """Turn the OSError of an unavailable record store into Overloaded: the fault is the server's,
+    not the caller's."""
     try:
         yield
     except OSError as error:

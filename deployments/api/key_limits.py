@@ -24,7 +24,10 @@ _MOST_KEYS = 65_536  # whose counts a router keeps; keys come from the keys file
 
 
 class KeyCount(msgspec.Struct, array_like=True):
-    """What one router has counted of a key since it started, and of that in the current period."""
+    """One router's counts of a key, since the router started and in the current period.
+
+    spent: the tokens of the current period
+    """
 
     requests: int = 0
     tokens: int = 0
@@ -53,7 +56,10 @@ class _Account:
 
 
 class KeyLimits:
-    """used: monotonic seconds of the last request of a key with limits; 0 before the first."""
+    """The rates and budgets of API keys, as one router counts them.
+
+    used: the monotonic seconds of the last request of a key with limits; 0 before the first
+    """
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -61,7 +67,7 @@ class KeyLimits:
         self.used = 0.0
 
     def take(self, caller: Caller, now: float, at: float) -> None:
-        """A request has come. now: monotonic seconds; at: Unix seconds.
+        """Count a new request of a key. now: monotonic seconds; at: Unix seconds.
 
         Raises ApiError 429 insufficient_quota, rate_limit_exceeded.
         """
@@ -82,7 +88,7 @@ class KeyLimits:
         account.own.requests += 1
 
     def charge(self, caller: Caller, tokens: int, now: float) -> None:
-        """Its prompts have so many tokens. Raises ApiError 429 rate_limit_exceeded."""
+        """Charge the tokens of a request's prompts. Raises ApiError 429 rate_limit_exceeded."""
         limit = caller.rule.tokens
         if limit is None:
             return
@@ -95,7 +101,7 @@ class KeyLimits:
         account.own.tokens += tokens
 
     def ended(self, owner: str, prompt: int, output: int, at: float) -> None:
-        """A prompt of the key with this id has ended. at: Unix seconds."""
+        """Count the tokens of a prompt that has ended. owner: the key's id; at: Unix seconds."""
         account = self._accounts.get(owner)
         if account is None:  # the key has no limits
             return
@@ -106,7 +112,7 @@ class KeyLimits:
         account.own.spent += prompt + output
 
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
-        """OpenAI's x-ratelimit-* headers of an answer."""
+        """Return OpenAI's x-ratelimit-* headers of an answer."""
         account = self._accounts.get(caller.id)
         if account is None:
             return []
@@ -125,13 +131,13 @@ class KeyLimits:
     # -- between routers
 
     def told(self, at: float) -> dict[str, KeyCount]:
-        """What this router has counted: key's id -> count."""
+        """Return the counts of this router: key's id -> count."""
         for account in self._accounts.values():
             self._spent(account, at)
         return {owner: account.own for owner, account in self._accounts.items()}
 
     def hear(self, routers: dict[str, dict[str, KeyCount]], at: float) -> None:
-        """What the other routers have told: all of it, those that have ended included."""
+        """Take the counts of all other routers, those of ended routers included."""
         for one in self._accounts.values():
             self._spent(one, at)
             one.others = 0
@@ -168,7 +174,7 @@ class KeyLimits:
         return account
 
     def _spent(self, account: _Account, at: float) -> int:
-        """Of the current period, by all routers as far as known."""
+        """Return the tokens spent in the current period, by all routers as far as known."""
         period = period_of(account.period, at)
         if account.own.period != period:
             if account.own.period:  # what the others had counted is over, too
@@ -178,12 +184,12 @@ class KeyLimits:
 
 
 def period_of(period: Period, at: float) -> str:
-    """The day ("2026-11-23") or month ("2026-11") of UTC that a Unix time lies in."""
+    """Return the day ("2026-11-23") or month ("2026-11") of UTC that a Unix time lies in."""
     return time.strftime("%Y-%m-%d" if period == "day" else "%Y-%m", time.gmtime(at))
 
 
 def period_ends(period: Period, at: float) -> float:
-    """Seconds until the period of a Unix time is over."""
+    """Return the seconds until the period of a Unix time is over."""
     day = 86400.0
     if period == "day":
         return day - at % day

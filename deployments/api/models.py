@@ -26,23 +26,25 @@ _MOST_LISTED = 1000
 
 
 class ModelChanges(Protocol):
-    """Of an endpoint of several models."""
+    """The models of an endpoint of several: their status, and changes to them."""
 
     def status(self, model: str) -> str:
-        """ready; sleeping: the next request wakes it; starting."""
+        """Return a model's status: ready, starting, or sleeping (the next request wakes it)."""
         ...
 
     async def trouble(self, model: str) -> dict[str, str]:
-        """Why it does not start: `message`, and `status` where that is failed. {} if nothing is
-        known to be wrong."""
+        """Return why a model does not start; {} if nothing is known to be wrong.
+
+        `message` says why, and `status` is there where the status is failed.
+        """
         ...
 
     async def put(self, name: str, section: Mapping[str, Any]) -> None:
-        """Add a model, or change it. section: keys of `models.NAME`. Raises ConfigError."""
+        """Add a model, or change it. section: the keys of `models.NAME`. Raises ConfigError."""
         ...
 
     async def remove(self, name: str) -> None:
-        """Raises MantaError (model_not_found)."""
+        """Take a model away. Raises MantaError (model_not_found)."""
         ...
 
 
@@ -53,7 +55,7 @@ def changes_models(method: str, path: str) -> bool:
 
 
 async def models(api: "Api", exchange: HttpExchange) -> None:
-    """GET: all. POST: add one, or change it."""
+    """Answer GET with all models; for POST add a model, or change it."""
     if exchange.method == "POST":
         await _put(api, exchange)
         return
@@ -68,7 +70,7 @@ async def models(api: "Api", exchange: HttpExchange) -> None:
 
 
 async def one_model(api: "Api", exchange: HttpExchange) -> None:
-    """GET: one. DELETE: take it away."""
+    """Answer GET with one model; for DELETE take it away."""
     name = exchange.path[len(PATH) + 1 :]
     if exchange.method == "DELETE":
         await _changes(api).remove(name)
@@ -104,7 +106,7 @@ async def _put(api: "Api", exchange: HttpExchange) -> None:
 
 
 def _changes(api: "Api") -> ModelChanges:
-    """Raises ApiError 403 permission_denied."""
+    """Return the endpoint's ModelChanges. Raises ApiError 403 permission_denied."""
     if api.options.models is None:
         raise ApiError(
             403,
@@ -123,7 +125,10 @@ def _changes(api: "Api") -> ModelChanges:
 
 
 def _may_change(api: "Api", exchange: HttpExchange) -> bool:
-    """Where users need no key, the key of an admin has not been looked for yet."""
+    """Whether the request has an admin's key.
+
+    The key is looked for here, because that has not been done where users need no key.
+    """
     try:
         authenticate(exchange, api.options, admin=True)
     except ApiError:
@@ -137,8 +142,10 @@ def _for_anthropic(card: ModelCard) -> dict[str, Any]:
 
 
 def _page(served: list[ModelCard], query: bytes) -> dict[str, Any]:
-    """The part of Anthropic's list that `limit`, `after_id` and `before_id` ask for. Raises
-    ApiError 400."""
+    """Return the part of Anthropic's list that `limit`, `after_id` and `before_id` ask for.
+
+    Raises ApiError 400.
+    """
     asked = dict(parse_qsl(query.decode("latin-1")))
     limit = asked.get("limit", "20")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MOST_LISTED):

@@ -83,8 +83,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """path: a name in braces stands for anything that is not empty; {id} has no slash in it, if
-    another route begins with the same."""
+    """A served path, with an operation for each of its methods.
+
+    path: the URL's path; {id} stands for one part without a slash, {name} for anything not empty
+    """
 
     path: str
     handler: Handler
@@ -95,7 +97,7 @@ class Route:
 
     @property
     def operations(self) -> dict[str, Operation]:
-        """By method."""
+        """The operations of the route, by method."""
         named = {"GET": self.get, "HEAD": self.get, "POST": self.post, "DELETE": self.delete}
         return {method: one for method, one in named.items() if one is not None}
 
@@ -147,7 +149,10 @@ async def _version(api: "Api", exchange: HttpExchange) -> None:
 
 
 async def _root(api: "Api", exchange: HttpExchange) -> None:
-    """What Ollama's clients look for before they ask anything. A browser is sent to the page."""
+    """Answer with the text that Ollama's clients look for before they ask anything.
+
+    A browser is sent to the page.
+    """
     if api.options.page and any(b"text/html" in one for one in exchange.values(b"accept")):
         place = (("location", exchange.root + web.PAGE),)
         await exchange.answer(307, b"", b"text/plain; charset=utf-8", place)
@@ -588,7 +593,7 @@ OPEN = frozenset(route.path for route in ROUTES if route.open)
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """A model's or an adapter's name may have slashes."""
+    """Compile a path: {name}, of a model or an adapter, may have slashes, {id} may not."""
     return re.compile(path.replace("{id}", "[^/]+").replace("{name}", ".+"), re.DOTALL)
 
 
@@ -604,8 +609,11 @@ def _route(path: str) -> Route | None:
 
 
 def versioned(path: str) -> str:
-    """The path with /v1 before it where it stands for nothing without: clients are given base
-    URLs without it, or with two of them. Called once, before any check of the path."""
+    """Return the path with /v1 before it, if it is no route without /v1.
+
+    Clients are given base URLs without /v1, or with two of them. The function is called once,
+    before any check of the path.
+    """
     if path.startswith("/v1/v1/"):
         path = path[3:]
     if path.startswith("/v1/") or _route(path) is not None or _route(f"/v1{path}") is None:
@@ -614,7 +622,7 @@ def versioned(path: str) -> str:
 
 
 def find(exchange: HttpExchange) -> Route:
-    """The route of an exact path: nothing is normalised, so nothing can be smuggled past a check.
+    """Return the route of an exact path: nothing is normalised, so nothing passes a check by that.
 
     Raises ApiError 404, 405.
     """
@@ -640,8 +648,11 @@ def find(exchange: HttpExchange) -> Route:
 
 
 def _near(path: str) -> str:
-    """The route that was meant, if that is hardly in doubt: the path is one but for its slashes,
-    what stands before it, or a slip of the pen. Routes that other servers have are not near."""
+    """Return a hint at the route that was meant, if that is hardly in doubt; "" otherwise.
+
+    The path then differs from a route in its slashes, in what stands before it, or by a slip of the
+    pen. Routes that other servers have are not near.
+    """
     plain = path.rstrip("/")
     for route in EXACT:
         tail = route.removeprefix("/v1")

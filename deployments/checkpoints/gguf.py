@@ -88,14 +88,14 @@ def write_outline(source: Path, target: Path) -> None:
 
 
 def _described(file: GGUFFile, special: dict[str, Any]) -> "tuple[str, ModelConfig, list[_Piece]]":
-    """The dtype of what is expanded, the model, and its tensors."""
+    """The dtype of the dequantised tensors, the model, and its tensors."""
     dtype = _weight_dtype(file)
     model = _model(file, config_of(file, dtype, special, {}))
     return dtype, model, _pieces(file, model)
 
 
 def _types(file: GGUFFile, pieces: "list[_Piece]") -> dict[str, str]:
-    """Of the matrices that keep their blocks: name -> type."""
+    """The types of the matrices that keep their GGUF blocks: name -> type."""
     return {
         piece.ours.removesuffix(".weight"): file.kind(piece.name)
         for piece in pieces
@@ -140,8 +140,8 @@ def _split(name: str) -> tuple[str | None, str, str | None, str]:
 
 
 def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
-    """In the file's order. Raises ConfigError for a tensor too many, too few, or of another
-    shape."""
+    """The tensors of the folder, in the file's order. Raises ConfigError for a tensor too many, too
+    few, or of another shape."""
     targets = file.layout.targets(file.record)
     found: list[_Piece] = []
     seen: set[tuple[str, str | None]] = set()
@@ -171,12 +171,12 @@ def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
 
 
 def _beyond(layer: str | None, model: ModelConfig) -> bool:
-    """Of layers behind the model's, which guess further tokens."""
+    """Whether a layer lies behind the model's own layers. Such layers guess further tokens."""
     return layer is not None and int(layer) >= model.num_layers
 
 
 def _check_shape(file: GGUFFile, model: ModelConfig, piece: _Piece, kind: str, count: int) -> None:
-    """Of matrices whose shape the metadata says."""
+    """Check a tensor's shape where the metadata implies one. Raises ConfigError."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, mlp, experts = model.hidden_size, model.intermediate_size, model.experts
     rows = {
@@ -225,7 +225,7 @@ def _check_all(
     targets: dict[str, str],
     seen: set[tuple[str, str | None]],
 ) -> None:
-    """Every layer has what a layer has."""
+    """Check that every layer has all its tensors. Raises ConfigError."""
     sparse = set() if model.experts is None else set(model.experts.layers)
     stems = {stem for stem, _ in seen}
     for target, ours in targets.items():
@@ -257,8 +257,11 @@ _OPTIONAL = ("output", "attn_q_norm", "attn_k_norm", "ffn_norm")
 
 @dataclass(frozen=True, slots=True)
 class _WrittenTensor:
-    """What is written of a tensor. code: safetensors' name of its type. bytes: row-major, in
-    slices."""
+    """A tensor as it is written.
+
+    code: safetensors' name of its type.
+    bytes: gives its bytes, row-major, in slices.
+    """
 
     name: str
     code: str
@@ -270,7 +273,10 @@ class _WrittenTensor:
     def of(
         cls, file: GGUFFile, model: ModelConfig, piece: _Piece, dtype: str, types: dict[str, str]
     ) -> "_WrittenTensor":
-        """types: of those that stay in blocks."""
+        """Describe how a tensor of the folder is written.
+
+        types: types of the matrices that stay in blocks.
+        """
         values = _Values(file, model, piece)
         shape = list(piece.shape)
         if piece.ours.removesuffix(".weight") in types and len(shape) == 2:
@@ -284,7 +290,7 @@ class _WrittenTensor:
 
 
 class _Values:
-    """Of a piece, in the folder's order, some rows at a time."""
+    """The values of one tensor of the folder, in the folder's order, read some rows at a time."""
 
     def __init__(self, file: GGUFFile, model: ModelConfig, piece: _Piece) -> None:
         self._file, self._piece = file, piece
@@ -297,7 +303,8 @@ class _Values:
         self._less = file.layout.plus_one and piece.name.endswith("norm.weight")
 
     def _slices(self, row_bytes: int) -> Iterator[NDArray[Any]]:
-        """Of a matrix. What was read of the map before the next one is asked for is given back."""
+        """Yield the rows of a matrix in slices. The memory map of a slice is given back when the
+        next slice is asked for."""
         step = max(1, _SLICE_BYTES // row_bytes)
         for start in range(0, len(self.data), step):
             end = start + step
@@ -309,12 +316,12 @@ class _Values:
                 self._file.give_back(self.data)
 
     def raw(self) -> Iterator[bytes | memoryview]:
-        """The file's bytes."""
+        """Yield the file's bytes unchanged."""
         for part in self._slices(self.data.shape[1]):
             yield np.ascontiguousarray(part).data.cast("B")
 
     def unpacked(self, dtype: str) -> Iterator[bytes | memoryview]:
-        """The values in `dtype`."""
+        """Yield the dequantised values in `dtype`."""
         vector = len(self._piece.shape) == 1
         parts = iter([self.data]) if vector else self._slices(4 * self._piece.shape[1])
         for part in parts:

@@ -13,7 +13,11 @@ from engine.config.quantized import KEY
 def config_of(
     file: GGUFFile, dtype: str, special: dict[str, Any], types: dict[str, str]
 ) -> dict[str, Any]:
-    """special: token ids. types: {matrix of the folder: type} of those that stay in blocks."""
+    """Make the contents of config.json from a file's metadata.
+
+    special: special token ids.
+    types: {matrix of the folder: type} of the matrices that stay in blocks.
+    """
     layout = file.layout
     hidden, heads = int(file.need("embedding_length")), int(file.need("attention.head_count"))
     head_dim = int(file.own("attention.key_length") or hidden // max(1, heads))
@@ -50,8 +54,8 @@ def config_of(
 
 
 def _attention_bias(file: GGUFFile) -> bool:
-    """Of queries, keys and values; where the record has another way to say that, of what is behind
-    attention alone."""
+    """Whether queries, keys and values have a bias. Where the record has a `qkv_bias` switch of its
+    own, it is whether the output projection has one."""
     if "qkv_bias" in file.record.switches:
         return file.has("blk.0.attn_output.bias")
     return file.has("blk.0.attn_q.bias") or file.has("blk.0.attn_qkv.bias")
@@ -105,7 +109,7 @@ def rope_of(file: GGUFFile, head_dim: int) -> dict[str, Any]:
 
 
 def _factor(file: GGUFFile) -> float:
-    """How many times positions are stretched; 0 is not at all."""
+    """The factor by which positions are stretched; 0 in the file means 1."""
     return float(file.own("rope.scaling.factor", file.own("rope.scale_linear", 0.0)) or 1.0)
 
 

@@ -18,7 +18,8 @@ _NAMES = tuple(dict.fromkeys(each.name for each in GGUFS))
 
 
 class GGUFFile:
-    """Raises ConfigError for a file that is unreadable, or of an architecture that is not known."""
+    """An open GGUF file. Raises ConfigError for a file that is unreadable, or of an unknown
+    architecture."""
 
     def __init__(self, path: Path) -> None:
         # Here: 0.3 s that `manta --help` need not wait for.
@@ -119,9 +120,9 @@ class GGUFFile:
             raise self.error(f"{key} is damaged ({error}); download it again") from None
 
     def own(self, key: str, default: Any = None) -> Any:
-        """Of the keys below the architecture's name. A number that a list repeats for each layer is
-        that number; a float32 the shortest decimal that it is nearest to, as it was in the
-        checkpoint's config.json."""
+        """Return the metadata value of a key below the architecture's name. A list that repeats a
+        number for each layer becomes that number. A float32 becomes the shortest decimal that it is
+        nearest to, as in the checkpoint's config.json. Raises ConfigError where layers differ."""
         value = self.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list) and value and type(value[0]) is int:
             if any(each != value[0] for each in value):
@@ -132,7 +133,8 @@ class GGUFFile:
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def need(self, key: str) -> Any:
-        """As own. Raises ConfigError if it is not there."""
+        """Return the metadata value of a key as `own` does. Raises ConfigError if the key is
+        missing."""
         value = self.own(key)
         if value is None:
             raise self.error(f"has no {self.architecture}.{key}")
@@ -148,22 +150,23 @@ class GGUFFile:
         return tensor in self._tensors
 
     def kind(self, tensor: str) -> str:
-        """The name of its type: "F32", "Q4_K"."""
+        """The name of the tensor's type: "F32", "Q4_K"."""
         return str(self._tensors[tensor].tensor_type.name)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """In elements, rows first. Raises ConfigError if it is not there."""
+        """Return the tensor's shape in elements, rows first. Raises ConfigError if the tensor is
+        missing."""
         if tensor not in self._tensors:
             raise self.error(f"tensor {tensor!r} is missing")
         return tuple(int(size) for size in reversed(self._tensors[tensor].shape))
 
     def data(self, tensor: str) -> NDArray[Any]:
-        """As the file has it: the last axis is of bytes unless the type is a float."""
+        """Return the tensor's data as stored: its last axis is bytes unless the type is a float."""
         return self._tensors[tensor].data
 
     def give_back(self, data: NDArray[Any]) -> None:
-        """What `data` returned, or rows of it, takes no memory of this process any more until it is
-        read again. Does nothing where the system cannot."""
+        """Free the memory of what `data` returned, or of rows of it, until the data is read again.
+        Does nothing where the system cannot."""
         whole: Any = self._reader.data
         begin = data.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
         end = min(begin + data.nbytes, whole.nbytes)
@@ -172,7 +175,7 @@ class GGUFFile:
             whole.base.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def unpacked(self, tensor: str, data: NDArray[Any]) -> NDArray[np.float32]:
-        """Some of its rows, as values. Raises ConfigError for one that is not finite."""
+        """Dequantise some rows of a tensor. Raises ConfigError for a value that is not finite."""
         from gguf.quants import dequantize
 
         values = dequantize(data, self._tensors[tensor].tensor_type)

@@ -133,8 +133,9 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, model: str | Path) -> "ModelIdentity":
-        """Of a local folder; of files it reads only the ends, where two trainings differ as they do
-        everywhere. Anything else is its own name."""
+        """Return the identity of a model folder; a model that is no local folder is its own name.
+        The files of weights are read at their ends only, where two trainings differ as they do
+        everywhere."""
         folder = Path(model)
         if not folder.is_dir():
             return cls(str(model))

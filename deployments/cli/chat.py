@@ -25,7 +25,7 @@ _TIMEOUT = 600.0  # seconds between two chunks: a long prompt on a CPU takes its
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Of every request of the conversation; None = the server's choice."""
+    """The options of every request of a conversation; None = the server's choice."""
 
     model: str | None = None
     system: str | None = None
@@ -34,8 +34,11 @@ class ChatOptions:
 
 
 class ServerError(MantaError):
-    """The server cannot be reached, or answered with an error. status: of its answer, 0 without
-    one. headers: of it, in lower case."""
+    """The error of a server that cannot be reached, or that answered with an error.
+
+    status: status of its answer, 0 without one.
+    headers: headers of its answer, in lower case.
+    """
 
     code = "server_error"
 
@@ -71,7 +74,7 @@ class ChatServer:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def first_model(self) -> str:
-        """Raises ServerError when it has none."""
+        """Return the first model that the server lists. Raises ServerError when it lists none."""
         answer = self.ask("GET", "/models")
         try:
             return str(answer["data"][0]["id"])
@@ -91,8 +94,8 @@ class ChatServer:
             raise ServerError(f"{self.url} broke off: {reason(error)}") from error
 
     def stream_chat(self, body: dict[str, Any]) -> Iterator[str]:
-        """Pieces of the answer's text as they come; one that breaks off goes on. Raises
-        ServerError."""
+        """Yield the pieces of the answer's text as they come. A stream that breaks off goes on.
+        Raises ServerError."""
         resuming = ResumableStream()
         body = {**body, "stream": True}
         response = self.request("POST", "/chat/completions", body, headers=resuming.headers)
@@ -114,7 +117,8 @@ class ChatServer:
     def _go_on(
         self, body: dict[str, Any], resuming: ResumableStream, broke: ServerError
     ) -> http.client.HTTPResponse:
-        """Behind what has come. Raises ServerError."""
+        """Ask for the rest of an answer whose stream broke off, with pauses between the tries.
+        Raises ServerError."""
         pause = resuming.pause()
         while pause is not None:
             time.sleep(pause)
@@ -143,8 +147,12 @@ class ChatServer:
         timeout: float = _TIMEOUT,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> http.client.HTTPResponse:
-        """path: behind /v1. timeout: seconds without a byte of the answer. Raises ServerError, for
-        an answer that is not 200 too."""
+        """Send a request and return the response. Raises ServerError, also for a status that is not
+        200.
+
+        path: path behind /v1.
+        timeout: seconds without a byte of the answer.
+        """
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=min(_CONNECT, timeout))
         payload = None if body is None else json.dumps(body)
@@ -177,7 +185,8 @@ class ChatServer:
 
 
 def run(url: str, once: str | None, options: ChatOptions, key_file: Path | None) -> int:
-    """Returns the exit code. Raises MantaError when the server cannot be talked to."""
+    """Ask once or hold a conversation, and return the exit code. Raises MantaError when the server
+    cannot be talked to."""
     server = ChatServer(url, read_key(key_file))
     body: dict[str, Any] = {
         "model": options.model or server.first_model(),
@@ -194,7 +203,11 @@ def run(url: str, once: str | None, options: ChatOptions, key_file: Path | None)
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """text: all of it. first_token: time.monotonic() when it began, or ended if it was empty."""
+    """A whole answer.
+
+    text: all of its text.
+    first_token: time.monotonic() when it began, or ended if it was empty.
+    """
 
     text: str
     first_token: float

@@ -54,7 +54,10 @@ _STYLES = {"ok": "green", "note": "yellow", "MISSING": "bold red"}
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """state: ok; note = works, but see the text; MISSING = Manta cannot run like this."""
+    """The result of one check.
+
+    state: ok; note = works, but see the text; MISSING = Manta cannot run like this.
+    """
 
     name: str
     state: str
@@ -109,8 +112,11 @@ def checks(config: MantaConfig | None = None) -> Iterator[DoctorCheck]:
 def model_checks(
     config: MantaConfig | None, file: Path | None, device: Hardware | None = None
 ) -> Iterator[DoctorCheck]:
-    """Whether this machine, or the device, holds it, by `manta plan`'s sum. file: its config.json;
-    a model that is not here yet is not fetched."""
+    """Check whether this machine, or the device, holds the model, by `manta plan`'s sum. A model
+    that is not here yet is not fetched.
+
+    file: config.json of the model.
+    """
     if config is None:
         return
     if config.models:
@@ -148,8 +154,10 @@ def model_checks(
 def pool_checks(
     config: MantaConfig | None, nodes: "Sequence[RayNode] | None" = None
 ) -> Iterator[DoctorCheck]:
-    """Whether `manta serve` would start the replicas here, by its own checks. nodes: None: this
-    machine, whatever Ray runs elsewhere."""
+    """Report why `manta serve` would not start the replicas here, by its own checks.
+
+    nodes: nodes of Ray; None: this machine, whatever Ray runs elsewhere.
+    """
     if config is None or importlib.util.find_spec("ray") is None:
         return
     from deployments.room import pool_faults, this_machine
@@ -160,7 +168,7 @@ def pool_checks(
 
 
 def _start_checks(config: MantaConfig) -> Iterator[DoctorCheck]:
-    """Those of `manta serve`."""
+    """Run the checks that `manta serve` makes before its start."""
     for each in START_CHECKS:
         try:
             yield DoctorCheck(each.name, "ok", each.check(config))
@@ -169,7 +177,7 @@ def _start_checks(config: MantaConfig) -> Iterator[DoctorCheck]:
 
 
 def _fault(name: str, error: ConfigError, state: str = "MISSING") -> DoctorCheck:
-    """Of an error whose last part says what to do."""
+    """Make a check of an error, whose last part says what to do."""
     text, stop, way_out = error.message.rpartition("; ")
     if not stop:
         text, stop, way_out = error.message.rpartition(". ")
@@ -191,8 +199,8 @@ def _headers(
 
 
 def _model_files(spec: str | None, file: Path | None) -> Iterator[DoctorCheck]:
-    """What `manta serve` misses beside a config.json that can be planned. Given by itself it is no
-    folder yet."""
+    """Report what `manta serve` misses beside a config.json that can be planned. A config.json
+    given by itself is no folder yet, so it is a note only."""
     if file is None:
         return
     try:

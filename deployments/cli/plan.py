@@ -82,8 +82,11 @@ def _print(
 def plans(
     config: MantaConfig, file: Path, device: Hardware, gpus: int | None = None
 ) -> Iterator[tuple[str, EnginePlan]]:
-    """Of each pool that would run on the device. file: the model's config.json. gpus: of a node;
-    None = as many as a replica has. Raises ConfigError when something does not fit."""
+    """Plan each pool that would run on the device. Raises ConfigError when something does not fit.
+
+    file: config.json of the model.
+    gpus: GPUs of a node; None = as many as a replica has.
+    """
     for name, engine in engines(config, device):
         model = as_loaded(ModelConfig.from_file(file, engine.rope_scaling), engine)
         try:
@@ -100,7 +103,8 @@ def plans(
 
 
 def keys_and_values(result: EnginePlan) -> Iterator[str]:
-    """What a token takes in the KV cache, and for how long."""
+    """Yield lines on what a token takes in the KV cache and for how long, and on the states of
+    recurrent layers."""
     if not result.kv_per_token:
         return
     # On a CPU all ranks share the memory.
@@ -184,7 +188,7 @@ def _costs(
 
 
 def _span(pool: PoolConfig, offer: NodeOffer, currency: str) -> str:
-    """What the pool's replicas cost an hour where a replica is cheapest."""
+    """Describe what the pool's replicas cost an hour where a replica is cheapest."""
     noun = "replica" if pool.replicas == 1 else "replicas"
     hour, nodes = offer.hour(pool.replicas), offer.plan.nodes
     apart = f", each on {nodes} of them" if nodes > 1 else ""
@@ -259,7 +263,8 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
 
 
 def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:
-    """Of this machine (NUMA), and what each rank gets of them. Raises ConfigError."""
+    """Yield table rows of this machine's NUMA nodes, and of each rank's share of them. Raises
+    ConfigError."""
     nodes = read_nodes()
     if engine.numa == "none":
         yield "NUMA nodes", f"{len(nodes)}" + "; threads are bound to none" * (len(nodes) > 1)
@@ -272,7 +277,10 @@ def _nodes(engine: EngineConfig) -> Iterator[tuple[str, str]]:
 
 
 def device_of(gpu: str | None, memory: float | None, *, quiet: bool = False) -> Hardware:
-    """What is planned for. quiet: no word where this machine has no GPU."""
+    """Return the hardware that is planned for: a named GPU, a GPU of so many GiB, or this machine.
+
+    quiet: whether to print nothing where this machine has no GPU.
+    """
     if gpu is None:
         return _this_machine(memory, quiet=quiet)
     name = gpu.lower()

@@ -83,7 +83,8 @@ def _with_http(config: MantaConfig, host: str | None, port: int | None) -> Manta
 
 
 def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -> None:
-    """What the driver does. Raises MantaError; RayLostError when Ray is gone."""
+    """Do the driver's work: start or join Ray, deploy, and stay. Raises MantaError; RayLostError
+    when Ray is gone."""
     if cluster.own:
         from deployments.room import check_pools, this_machine
 
@@ -116,7 +117,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
 
 
 def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
-    """Until it answers. Raises ServeError, and what Ray does."""
+    """Deploy the application and wait until it answers. Raises ServeError, and what Ray does."""
     from deployments.app import deploy, serve_config
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -134,8 +135,8 @@ def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
 
 
 def _check_room(config: MantaConfig, cluster: Cluster) -> str:
-    """What no node has room for as long as none is started; "" if all may find a place. Raises
-    ConfigError where nothing starts nodes."""
+    """Describe the pools that wait for nodes; "" if all may find a place. Raises ConfigError where
+    nothing starts nodes."""
     from deployments.parts import NodeCapacity
     from deployments.room import check_pools, cluster_nodes
 
@@ -150,8 +151,11 @@ def _check_room(config: MantaConfig, cluster: Cluster) -> str:
 
 
 def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], str]) -> None:
-    """check_room: says what waits for nodes. Raises ServeError with the reason when it will not
-    come up, and what check_room does."""
+    """Wait until Serve says that the application is running. Raises ServeError with the reason when
+    it will not come up, and what check_room does.
+
+    check_room: says what waits for nodes.
+    """
     from ray import serve
     from ray.serve._private.common import ReplicaState
 
@@ -183,8 +187,11 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
 
 
 def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
-    """Serve says "running" a moment before its HTTP edge knows the routers; and where a pool may
-    be empty, before its first replica has begun to start."""
+    """Wait until /ready answers with status 200. Raises ServeError.
+
+    Serve says "running" a moment before its HTTP edge knows the routers; and where a pool may be
+    empty, before its first replica has begun to start.
+    """
     status.update("Waiting for the first good answer")
     deadline = time.monotonic() + _READY_SECONDS
     path = config.route_prefix.rstrip("/") + "/ready"
@@ -210,7 +217,8 @@ def _wait_ready(config: MantaConfig, status: StatusLine) -> None:
 
 
 def _connection(config: MantaConfig) -> http.client.HTTPConnection:
-    """To our own edge, which we know by its certificate, whatever name that has."""
+    """Return a connection to our own edge, which is known by its certificate, whatever name that
+    has."""
     address, certificate = (_reachable(config), config.http.port), config.http.tls.certificate
     if certificate is None:
         return http.client.HTTPConnection(*address, timeout=5)
@@ -239,7 +247,7 @@ def _url(config: MantaConfig) -> str:
 
 
 def _about(config: MantaConfig) -> list[str]:
-    """What a user may do now, in lines."""
+    """Return the lines that tell a user what to do now."""
     import ray
 
     url = _url(config)
@@ -266,7 +274,8 @@ def _about(config: MantaConfig) -> list[str]:
 
 
 def _key_option(config: MantaConfig) -> str:
-    """The keys file itself, where its first word is a key and no digest of one."""
+    """Return the --key option of `manta chat`: the keys file itself, where its first word is a key
+    and no digest of one."""
     file = config.http.api_keys_file
     if file is None:
         return ""
@@ -275,7 +284,7 @@ def _key_option(config: MantaConfig) -> str:
 
 
 def _logs() -> list[str]:
-    """Where Ray's processes write, and how much is kept."""
+    """Return the line on where Ray's processes write logs, and how much is kept."""
     from ray._private import worker
 
     node: Any = worker._global_node

@@ -105,7 +105,8 @@ def _join(address: str | None) -> None:
 
 
 def _looks(app: str | None) -> dict[str, StatusSnapshot]:
-    """By application. Raises ClusterError, also when Ray does not answer any more."""
+    """Take a snapshot of each application, or of the named one, by application and model. Raises
+    ClusterError, also when Ray does not answer any more."""
     try:
         names = [app] if app is not None else within(_LOOKS, applications)
         found = {name: within(_LOOKS, partial(look, name)) for name in names}
@@ -198,7 +199,7 @@ def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, Status
 
 
 def _word(state: Any) -> str:
-    """Serve gives some of its states as text."""
+    """Return the text of one of Serve's states, some of which are text already."""
     return str(state.value if isinstance(state, Enum) else state)
 
 
@@ -281,7 +282,8 @@ _SHAPES = RouterMetrics()  # for names and buckets
 
 
 def _replicas(routers: Sequence[Told]) -> dict[str, Told]:
-    """By name; of what several routers know, the newest."""
+    """Return the stats of the replicas by name; of what several routers know of a replica, the
+    newest."""
     found: dict[str, Told] = {}
     for router in routers:
         for name, stats in router["replicas"].items():
@@ -291,8 +293,8 @@ def _replicas(routers: Sequence[Told]) -> dict[str, Told]:
 
 
 def _metrics(now: Sequence[Told], before: Sequence[Told]) -> dict[str, Any]:
-    """What routers have counted since the earlier look, added up; since their start if there is
-    none of them in it."""
+    """Add up what routers have counted since the earlier look. A router that is not in that look
+    counts since its start."""
     last = {router["name"]: router["metrics"] for router in before}
     total = _SHAPES.told()
     for router in now:

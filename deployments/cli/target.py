@@ -28,9 +28,12 @@ def read_target(spec: str, *, complete: bool = True) -> MantaConfig:
 
 
 def read_planned(spec: str, *, complete: bool = True) -> tuple[MantaConfig, Path | None]:
-    """As read_target; a folder may be without weights and tokenizer, and its config.json may be
-    given alone. The path is that config.json's; None where the model has to be resolved. complete:
-    the folder that a .yaml file names is with them."""
+    """Read a target as `read_target` does, but for planning: the model's files need not be
+    complete. A folder may be without weights and tokenizer, and its config.json may be given alone.
+    The path is that config.json's; None where the model has to be resolved.
+
+    complete: whether the folder that a .yaml file names has to have weights and tokenizer.
+    """
     path = Path(spec).expanduser()
     file = path if path.suffix == ".json" else path / "config.json"
     if file.is_file():
@@ -39,10 +42,10 @@ def read_planned(spec: str, *, complete: bool = True) -> tuple[MantaConfig, Path
 
 
 def engine_config(target: MantaConfig, **instead: Any) -> EngineConfig:
-    """Of an engine in this process, its device decided: as a pool of that kind has it, if the
-    configuration has one.
+    """Return the configuration of an engine in this process, with its device decided. It is that of
+    a pool of the device's kind, if the configuration has one. Raises ConfigError.
 
-    instead: fields that the command line decides; None leaves one alone.
+    instead: fields that the command line decides; None leaves a field alone.
     """
     if target.models:
         names = ", ".join(target.models)

@@ -88,9 +88,12 @@ def parse_config(
     *,
     check_files: bool = True,
 ) -> MantaConfig:
-    """The same for a mapping, e.g. a Serve config file's `args`; {} is all defaults. check_files:
-    look at the files that it names; not for what was checked when it was deployed, as they may have
-    changed since, or be on another machine."""
+    """Read, validate and check a configuration from a mapping, e.g. a Serve config file's `args`.
+    {} is all defaults. Raises ConfigError.
+
+    check_files: whether to look at the files that it names; not for what was checked when it was
+        deployed, as they may have changed since, or be on another machine.
+    """
     parsed = yaml_lines.YamlDocument(dict(data or {}))
     return _build(parsed, "configuration", Path.cwd(), environment, check_files=check_files)
 
@@ -103,13 +106,15 @@ def parse_part(data: Mapping[str, Any]) -> MantaConfig:
 
 
 def named_config() -> MantaConfig | None:
-    """The file that the variable MANTA_CONFIG names, if it names one. Raises ConfigError."""
+    """Load the file that the variable MANTA_CONFIG names; None if it names none. Raises
+    ConfigError."""
     path = os.environ.get("MANTA_CONFIG")
     return load_config(path) if path else None
 
 
 def default_config() -> MantaConfig:
-    """The same, or all defaults."""
+    """Load the file that the variable MANTA_CONFIG names, or return all defaults. Raises
+    ConfigError."""
     return named_config() or parse_config()
 
 
@@ -123,7 +128,10 @@ def _build(
     complete: bool = True,
     whole: bool = True,
 ) -> MantaConfig:
-    """whole: check the sections against each other, too."""
+    """Build the configuration from a parsed document. Raises ConfigError.
+
+    whole: whether to check the sections against each other, too.
+    """
     data = {} if parsed.data is None else parsed.data
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: must be a mapping of keys, such as `model: default`")
@@ -162,8 +170,10 @@ def _build(
 
 
 def _check_files(config: MantaConfig, complete: bool) -> None:
-    """Models, folders of adapters, keys and the certificate. complete: as of `load_config`. Raises
-    ConfigError."""
+    """Check the models, folders of adapters, keys and the certificate. Raises ConfigError.
+
+    complete: as in `load_config`.
+    """
     for name, one in config.each().items():
         with _under(f"models.{name}." if config.models else ""):
             check_model_files(one, complete)
@@ -176,7 +186,7 @@ def _check_files(config: MantaConfig, complete: bool) -> None:
 
 @contextmanager
 def _under(prefix: str) -> Iterator[None]:
-    """The keys of errors have this in front."""
+    """Put a prefix before the key of a ConfigError that is raised inside."""
     try:
         yield
     except ConfigError as error:
@@ -185,14 +195,17 @@ def _under(prefix: str) -> Iterator[None]:
 
 
 def check_model_files(config: MantaConfig, complete: bool = True) -> None:
-    """What can be told of one model without loading it, and of its adapters' folders. complete: as
-    of `load_config`. Raises ConfigError, whose param is a key of the model's."""
+    """Check one model without loading it, and its adapters' folders. Raises ConfigError, whose
+    param is a key of the model's.
+
+    complete: as in `load_config`.
+    """
     _check_model(config, complete)
     config.adapters.check_folders()
 
 
 def _check_model(config: MantaConfig, complete: bool) -> None:
-    """Raises ConfigError (param model)."""
+    """Check the model's files without loading them. Raises ConfigError (param model)."""
     from deployments.checkpoints import resolve as models
     from engine.config.model_config import ModelConfig
 
@@ -229,7 +242,8 @@ def _beside(section: Any, key: str, folder: Path) -> None:
 
 
 def _found(value: str, folder: Path) -> str:
-    """Where it is, beside the file or here; as it is if it is in neither place."""
+    """Return the absolute path of a file beside the configuration file or here; the path as it is
+    if the file is in neither place."""
     if "\0" not in value:
         for base in (folder, Path.cwd()):
             found = base / Path(value).expanduser()

@@ -76,7 +76,7 @@ def _engine_options(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(errors: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """pydantic's errors, those that are nested in another each by itself."""
+    """Yield pydantic's errors, each error that is nested in another by itself."""
     for error in errors:
         if error["type"] != "nested":
             yield {**error}
@@ -382,7 +382,8 @@ class MantaConfig(Section):
         return self
 
     def _check_models(self) -> None:
-        """Each model as it stands alone, and names that two would have. Raises ValueError."""
+        """Check each model as if it were served alone, and that no two share a name. Raises
+        ValueError."""
         errors: list[Any] = []
 
         def wrong(message: str, *loc: str) -> None:
@@ -441,7 +442,7 @@ class MantaConfig(Section):
         return {self.name(): self}
 
     def _check_ranks(self, kind: PoolKind, pool: PoolConfig) -> None:
-        """Raises ValueError where a replica's reservation does not suit its ranks."""
+        """Check that a replica's reservation suits its ranks. Raises ValueError."""
         tensor, pipeline, nodes = self.divisions(pool)
         if pipeline % nodes:
             raise ValueError(
@@ -493,8 +494,10 @@ class MantaConfig(Section):
         return {**top, **self.engine, **pool.engine}
 
     def pools_on(self, gpus: float) -> dict[PoolKind, PoolConfig]:
-        """The pools, their device and quantization decided. gpus: of a machine, which decides
-        where nothing is said."""
+        """The pools, their device and quantization decided.
+
+        gpus: GPUs of a machine, which decide where the configuration says nothing.
+        """
         named: dict[PoolKind, PoolConfig] = dict(self.pools)
         if not named:
             device = self.engine.get("device", "auto")
@@ -513,17 +516,19 @@ class MantaConfig(Section):
         return pool.model_copy(update={"engine": engine})
 
     def kept_blocks(self, gpus: float) -> list[bool]:
-        """Of the pools, without repeats: whether they keep the blocks of a GGUF file. gpus: as of
-        pools_on."""
+        """Whether the pools keep the blocks of a GGUF file, sorted and without repeats.
+
+        gpus: as in pools_on.
+        """
         pools = self.pools_on(gpus).values()
         return sorted({keeps_blocks(self.engine_options(pool)) for pool in pools})
 
     def queue_seconds(self) -> float:
-        """`limits.queue_seconds`, or what follows from the promise."""
+        """The seconds of `limits.queue_seconds`, or three quarters of `scaling.ttft`."""
         return self.limits.queue_seconds or 0.75 * self.scaling.ttft
 
     def name(self) -> str:
-        """What requests call the model."""
+        """The name by which requests call the model."""
         if self.served_name is not None:
             return self.served_name
         if self.model == "default":
@@ -533,7 +538,8 @@ class MantaConfig(Section):
 
 
 def _check_sleep(kind: PoolKind, pool: PoolConfig) -> None:
-    """Raises ValueError where a pool's replicas cannot sleep, or would for nothing."""
+    """Check that a pool's replicas can sleep, and that others can use the device meanwhile. Raises
+    ValueError."""
     where = f"pools.{kind}: engine.sleep_in_host_memory is on"
     if pool.max_replicas is not None and not pool.min_replicas:
         raise ValueError(

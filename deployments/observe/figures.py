@@ -25,7 +25,7 @@ _AGE = "engine_steps_total"  # of two readings of a replica, the one with more s
 
 
 class RouterReport(msgspec.Struct, array_like=True):
-    """What a router tells the others: its own metrics, and its reading of each replica."""
+    """One router's report to the others: its own metrics, and its reading of each replica."""
 
     router: str
     families: list[MetricFamily]
@@ -33,8 +33,12 @@ class RouterReport(msgspec.Struct, array_like=True):
 
 
 class ApplicationMetrics:
-    """Of one router. own: its own metrics. heard: the last stats of the replicas that it is
-    connected to. others: asks the other routers to `tell`; those that do not answer are missing."""
+    """One router's text of the application's metrics.
+
+    own: metrics of this router.
+    heard: last stats of the replicas that this router is connected to.
+    others: call that asks the other routers to `tell`; routers that do not answer are missing.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class ApplicationMetrics:
         self.text = SingleFlight(self._gather)
 
     def tell(self) -> bytes:
-        """For another router."""
+        """Return this router's report for another router, encoded."""
         return msgspec.msgpack.encode(self._told())
 
     def _told(self) -> RouterReport:
@@ -139,6 +143,9 @@ def _by_replica(replicas: Mapping[str, Mapping[str, float]]) -> Iterable[MetricF
 
 
 def _replica_labels(name: str) -> dict[str, str]:
-    """name: `engine-POOL/ID`, behind its model and a slash where there are several models."""
+    """Return the labels of a replica's series.
+
+    name: `engine-POOL/ID`, behind its model and a slash where there are several models.
+    """
     model, _, replica = name.rpartition("/engine-")
     return {"model_name": model, "replica": f"engine-{replica}"} if model else {"replica": name}

@@ -80,8 +80,8 @@ class Histogram:
 
 
 def quantile(buckets: Sequence[float], counts: Sequence[float], q: float) -> float | None:
-    """Of a histogram's counts, straight between two bounds; None without any. Beyond the last bound
-    it is that bound."""
+    """Return the q-quantile of a histogram's counts, linear between two bounds; None without
+    counts. Beyond the last bound it is that bound."""
     wanted = q * sum(counts)
     if wanted <= 0:
         return None
@@ -94,7 +94,7 @@ def quantile(buckets: Sequence[float], counts: Sequence[float], q: float) -> flo
 
 
 class RouterMetrics:
-    """What one router counts itself."""
+    """The counters and histograms of one router."""
 
     def __init__(self) -> None:
         self.first_token = Histogram(
@@ -176,14 +176,15 @@ class RouterMetrics:
         return tuple(vars(self).values())
 
     def of_no_model(self) -> Iterator["MetricFamily"]:
-        """What is counted for all models together, or has the model in a label of its own."""
+        """Yield the metrics that are counted for all models together, or have the model in a label
+        of their own."""
         counted = (self.http, self.key_requests, self.key_prompt_tokens, self.key_output_tokens)
         for metric in counted:
             yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
 
     def told(self) -> dict[str, Any]:
-        """For `manta status`: sums since the start, by label where there is one, and the counts of
-        the histograms' buckets."""
+        """Return the counts that `manta status` reads: sums since the start, by label where there
+        is one, and the counts of the histograms' buckets."""
         found: dict[str, Any] = {}
         for name, metric in vars(self).items():
             if isinstance(metric, Histogram):
@@ -363,7 +364,7 @@ class MetricFamily:
 
 
 def families(metrics: RouterMetrics, state: BackendState) -> Iterator[MetricFamily]:
-    """What a router has counted and what waits in it."""
+    """Yield what a router has counted, and gauges of the requests that wait in it."""
     for metric in metrics.all():
         yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
     for name, help, value in (
@@ -379,7 +380,7 @@ def families(metrics: RouterMetrics, state: BackendState) -> Iterator[MetricFami
 
 
 def of_model(figures: Iterable[MetricFamily], model: str) -> Iterator[MetricFamily]:
-    """The same figures, said to be this model's."""
+    """Yield a router's metrics with the model as a label of each sample."""
     for family in figures:
         samples: list[Sample] = [
             (suffix, {"model_name": model, **labels}, value)
@@ -389,7 +390,7 @@ def of_model(figures: Iterable[MetricFamily], model: str) -> Iterator[MetricFami
 
 
 def replica_families(stats: EngineStats) -> Iterator[MetricFamily]:
-    """What a replica tells of itself."""
+    """Yield the metrics of a replica from its stats."""
     for figure in REPLICA_METRICS:
         samples: list[Sample] = [("", {}, figure.read(stats))]
         yield MetricFamily(PREFIX + figure.name, figure.kind, figure.help, samples)

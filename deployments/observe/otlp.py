@@ -30,7 +30,10 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 
 @dataclass(frozen=True, slots=True)
 class TracingSettings:
-    """As TracingConfig has them. headers: of each request to the collector."""
+    """The settings of the span exporter, as TracingConfig has them.
+
+    headers: HTTP headers of each request to the collector.
+    """
 
     endpoint: str
     sample: float = 1.0
@@ -40,7 +43,12 @@ class TracingSettings:
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """trace: 32 hex digits. parent: 16, "" if there is none. state: of the tracestate header."""
+    """A W3C trace context.
+
+    trace: 32 hex digits.
+    parent: 16 hex digits, "" without a parent.
+    state: value of the tracestate header.
+    """
 
     trace: str
     parent: str = ""
@@ -49,7 +57,7 @@ class TraceContext:
 
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """None: there is none, or it is not valid, and a new trace begins."""
+    """Parse a traceparent header; None if it is missing or not valid, and a new trace begins."""
     found = _TRACEPARENT.fullmatch(traceparent)
     if found is None:
         return None
@@ -68,7 +76,11 @@ def new_context(sample: float) -> TraceContext:
 
 @dataclass(slots=True)
 class Span:
-    """start, end: Unix seconds. error: a code, "" if it went well."""
+    """One span of a trace.
+
+    start, end: Unix seconds.
+    error: a code, "" if the span went well.
+    """
 
     name: str
     context: TraceContext
@@ -85,7 +97,7 @@ class Span:
         return Span(name, context, start, max(start, end), attributes=dotted)
 
     def told(self) -> dict[str, Any]:
-        """In OTLP's JSON."""
+        """Return the span in OTLP's JSON encoding."""
         found: dict[str, Any] = {
             "traceId": self.context.trace,
             "spanId": self.id,
@@ -149,7 +161,7 @@ class SpanExporter:
             self._waiting += spans
 
     async def close(self) -> None:
-        """What waits is sent, if the collector takes it at once."""
+        """Stop, and send the spans that wait, if the collector takes them at once."""
         if self._task is not None:
             self._task.cancel()
         await self._flush()
@@ -174,7 +186,7 @@ class SpanExporter:
                 return
 
     def _post(self, batch: list[Span]) -> str:
-        """Why it failed."""
+        """Send a batch of spans, and return why that failed; "" if it did not."""
         scope = {"scope": self._scope, "spans": [span.told() for span in batch]}
         body = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         try:

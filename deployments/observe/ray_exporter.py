@@ -71,12 +71,13 @@ def _make(
 
 @cache
 def scaling_export(app: str) -> "ScalingExport":
-    """The one of this process."""
+    """Return this process's exporter of an application's scaling."""
     return ScalingExport(app)
 
 
 class ScalingExport:
-    """Of the autoscaling policy, which has no event loop and no replica."""
+    """The exporter of the autoscaling policy's metrics; the policy has no event loop and no
+    replica."""
 
     def __init__(self, app: str) -> None:
         keys = ("application", "pool")
@@ -104,8 +105,13 @@ class ScalingExport:
         limits: Mapping[str, tuple[int, int]],
         cooldowns: tuple[float, float],
     ) -> None:
-        """These pools' numbers, why (`ScalingReason.cause`), their limits, and the seconds of calm
-        and of idleness before some or all go, are now these."""
+        """Set the metrics of these pools, and count each change of a target.
+
+        targets: replicas by pool.
+        causes: `ScalingReason.cause` by pool.
+        limits: minimum and maximum by pool.
+        cooldowns: seconds of calm before some replicas go, and of idleness before all go.
+        """
         for pool, target in targets.items():
             tags = {"application": self._app, "pool": pool}
             before = self._targets.get(pool, target)

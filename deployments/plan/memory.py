@@ -65,7 +65,7 @@ class Hardware:
 
     @classmethod
     def gpu(cls, name: str) -> "Hardware":
-        """One of GPUS."""
+        """Return the hardware of a GPU that GPUS names."""
         return cls(name.upper(), "cuda", GPUS[name], capability=_CAPABILITIES[name])
 
 
@@ -75,16 +75,22 @@ class DoesNotFit(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """memory: bytes by purpose, as the engine's own table. dtype: of what is not quantized.
-    weights_kind: what weights are kept in, in words. active_parameters: those that a token meets,
-    less than all in a mixture of experts. ranks: that the model is divided among; on GPUs, memory
-    and kv_per_token are those of the one with the least room; on the CPU, memory is that of all
-    ranks of the node with the least, kv_per_token of all. stages: of layers that these are. nodes:
-    that a replica has equally many of them on. kv_per_token: (what is kept,
-    layers, bytes) of each kind of layers; a token that has left a window takes nothing there.
-    products: how weights in fewer bits are multiplied there, a line for each format.
-    states: layers that keep a state in their place, and its bytes for a request in all of them;
-    snapshots: of these, that prefixes are found with."""
+    """The memory of one replica's engine on a device.
+
+    memory: bytes by purpose, as the engine's own table; on GPUs, those of the rank with the least
+        room; on the CPU, those of all ranks of the node with the least.
+    dtype: dtype of what is not quantised.
+    weights_kind: what weights are kept in, in words.
+    products: the GEMM of quantised weights on the device, a line for each format.
+    active_parameters: parameters that a token meets, fewer than all in a mixture of experts.
+    kv_per_token: (what is kept, layers, bytes) of each kind of layers, of the same rank on GPUs and
+        of all ranks on the CPU; a token that has left a window takes nothing there.
+    ranks: number of ranks that the model is divided among.
+    stages: number of pipeline stages that the ranks form.
+    nodes: number of nodes that a replica has equally many ranks on.
+    states: number of recurrent layers, and bytes of a request's state in all of them.
+    snapshots: number of snapshots of states, with which prefixes are found.
+    """
 
     device: Hardware
     dtype: str
@@ -122,7 +128,7 @@ class EnginePlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Of typical requests."""
+        """How many tokens of typical requests the KV cache holds."""
         return self.memory.positions * self.memory.block_size
 
     @property
@@ -144,8 +150,8 @@ class EnginePlan:
 
     @property
     def replicas_per_node(self) -> int:
-        """By its GPUs, or how many fit into a machine's memory and have a core for each rank. Where
-        a replica is on several nodes, so many are on as many nodes."""
+        """How many replicas a node holds: by its GPUs, or on a CPU by its memory and a core for
+        each rank. Where a replica is on several nodes, as many nodes hold this number."""
         if self.device.kind == "cuda":
             return self.devices_per_node // self.ranks_per_node
         by_memory = self.device.memory // self.used
@@ -160,8 +166,11 @@ def plan(
     *,
     devices_per_node: int | None = None,
 ) -> EnginePlan:
-    """devices_per_node: None = as many as a replica has. Raises DoesNotFit, with the bytes needed
-    and the ways out, and ConfigError for what the engine would refuse there."""
+    """Plan the memory of an engine on a device. Raises DoesNotFit, with the bytes needed and the
+    ways out, and ConfigError for what the engine would refuse there.
+
+    devices_per_node: GPUs of a node; None = as many as a replica has there.
+    """
     import torch
 
     from engine.quantization.products import products
@@ -253,7 +262,7 @@ def plan(
 
 
 def _matrices(model: "Model") -> tuple[list[str], list[str]]:
-    """Names in the checkpoint of linear layers and of experts, without ".weight"."""
+    """The checkpoint names of linear layers and of experts, without ".weight"."""
     linears = [part.name for spec in model.matrices() for part in spec.parts]
     experts = [
         source.name.removesuffix(".weight")
@@ -264,8 +273,8 @@ def _matrices(model: "Model") -> tuple[list[str], list[str]]:
 
 
 def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -> int | None:
-    """The least tensor_parallel, of 2 to 8 times as many ranks as there are, with which a model
-    fits that does not as it is; None: none does."""
+    """Return the least tensor_parallel with which a model fits, of 2, 4 and 8 times the configured
+    one; None if it fits with none."""
     for factor in (2, 4, 8):
         ranks = factor * config.tensor_parallel
         try:
@@ -277,8 +286,8 @@ def ranks_that_fit(model: ModelConfig, config: EngineConfig, device: Hardware) -
 
 
 def check_files(model: ModelConfig, config: EngineConfig, device: Hardware, folder: Path) -> None:
-    """Raises ConfigError, naming file and tensor, for weights in the folder that the engine would
-    refuse. It reads headers, not numbers: a NaN is found when they are loaded."""
+    """Check that the engine would take the weights in a folder. Only headers are read: a NaN is
+    found when the weights are loaded. Raises ConfigError, naming file and tensor."""
     import torch
 
     from engine.resolve import decide
@@ -307,7 +316,8 @@ def _outline(resolved: "Resolved", stage: int = 0) -> "Model":
 
 
 def check_quantization(model: ModelConfig, config: EngineConfig, kind: str) -> None:
-    """Raises ConfigError if there is no such method for this model and kind of device."""
+    """Check that there is such a quantisation for this model and kind of device. Raises
+    ConfigError."""
     if config.quantization in ("auto", "none") and model.quantized is None:
         return
     from engine.quantization import registry  # with torch

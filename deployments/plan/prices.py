@@ -29,7 +29,10 @@ _MEASURED = {
 
 
 class NodeType(BaseModel):
-    """One row of the file. hour: its price."""
+    """A node type: one row of the price list.
+
+    hour: price of an hour.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,7 +51,7 @@ class NodeType(BaseModel):
 
 
 class Prices(BaseModel):
-    """The file."""
+    """The price list."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -59,7 +62,8 @@ class Prices(BaseModel):
 
     @classmethod
     def load(cls, path: Path | None = None) -> "Prices":
-        """Raises ConfigError naming the file, the line and the key."""
+        """Read a price list, by default the package's. Raises ConfigError naming the file, the line
+        and the key."""
         path = DEFAULT if path is None else path
         try:
             parsed = yaml_lines.parse(path.read_text("utf-8"))
@@ -85,9 +89,11 @@ class Prices(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class NodeOffer:
-    """A pool on one node type. replicas: that fit on a node, or on as many nodes as a replica has.
-    replica_hour: of one of them on full nodes. tokens_per_second: measured, of one; million_tokens:
-    what so many of its output tokens cost then. None where nothing was measured."""
+    """A pool on one node type.
+
+    replicas: replicas that fit on a node, or on as many nodes as a replica has.
+    tokens_per_second: measured output tokens/s of one replica; None where nothing was measured.
+    """
 
     node: NodeType
     plan: EnginePlan
@@ -105,7 +111,7 @@ class NodeOffer:
         return self.replica_hour / (self.tokens_per_second * 3600) * 1e6
 
     def hour(self, replicas: int) -> float:
-        """Of so many replicas: whole nodes."""
+        """Return the price of an hour of so many replicas, in whole nodes."""
         return -(-replicas // self.replicas) * self.plan.nodes * self.node.hour
 
 

@@ -29,7 +29,7 @@ FAILED_SECONDS = 5.0  # how long the failure of an adapter is remembered
 
 
 class AdapterEngine(Protocol):
-    """What is used of `engine.process.client.EngineClient`."""
+    """The part of `engine.process.client.EngineClient` that is used here."""
 
     async def add_adapter(
         self, name: str, folder: str, *, revision: str = "", load: bool = True, digest: str = ""
@@ -51,7 +51,7 @@ class SubmittedRequest:
 
     @property
     def wanted(self) -> bool:
-        """Its router is connected and has not taken the request back."""
+        """Whether the request's router is connected and has not taken the request back."""
         return self.request.id in self.connection.live
 
 
@@ -59,7 +59,11 @@ Job = SubmittedRequest | tuple[ReplicaEnd, AddAdapter | AdapterVersion]
 
 
 class ReplicaAdapters:
-    """submit(request) gives a request to the engine. refuse(connection, id, error) ends it."""
+    """The adapters of a replica, made known to its engine before requests for them.
+
+    submit(request): gives a request to the engine.
+    refuse(connection, id, error): ends a request.
+    """
 
     def __init__(
         self,
@@ -88,7 +92,8 @@ class ReplicaAdapters:
             self._do(name, submitted)
 
     def take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """These requests are not wanted any more. Returns those that the engine has."""
+        """Drop requests that are no longer wanted, and return the ids of those requests that the
+        engine has."""
         waiting = {
             job.request.id
             for jobs in self._jobs.values()
@@ -99,7 +104,7 @@ class ReplicaAdapters:
         return [id for id in ids if id in connection.live]
 
     def order(self, connection: ReplicaEnd, message: AddAdapter | AdapterVersion) -> None:
-        """A router asks for an adapter to be read, or tells a new version. It gets an
+        """Do what a router asks: read an adapter, or note a new version. The router gets an
         AdapterAnswer in any case."""
         self._do(message.name, (connection, message))
 
@@ -156,7 +161,8 @@ class ReplicaAdapters:
             self._submit(submitted.request)
 
     async def _make_known(self, name: str, revision: str, path: str) -> None:
-        """Raises AdapterError; at once if the same adapter failed a moment ago."""
+        """Add an adapter to the engine. Raises AdapterError; at once if the same adapter failed a
+        moment ago."""
         now = time.monotonic()
         self._failed = {key: one for key, one in self._failed.items() if one[0] > now}
         failed = self._failed.get((path, revision))
@@ -179,7 +185,8 @@ class ReplicaAdapters:
         return info
 
     async def _announced(self, message: AdapterVersion) -> None:
-        """The name means this revision from now on. Requests that run on another one go on."""
+        """Note that the name means this revision from now on. Requests that run on another revision
+        go on."""
         name = message.name
         if message.version < self._newest.get(name, 0):
             return

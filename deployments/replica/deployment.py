@@ -40,9 +40,11 @@ _ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """engine: fields of EngineConfig, with the model as the user wrote it. Times in seconds.
+    """The settings of one engine replica. Times are in seconds.
 
-    loopback: the service is for this machine only, provided that the cluster is this machine.
+    engine: fields of EngineConfig, with the model as the user wrote it.
+    loopback: whether the service is for this machine only, provided that the cluster is this
+        machine.
     """
 
     engine: dict[str, Any]
@@ -130,11 +132,14 @@ class EngineReplica:
         }
 
     async def _await_notice(self) -> None:
-        """When a node of this replica is to be drained (a spot instance's notice, an operator's
-        order), take no new requests from then on, and hand over what still runs before the
-        deadline. Serve starts a replacement at the same time and ends this replica when the
-        replacement is ready; it only looks at the node of this actor, so for another one the
-        replica calls itself unhealthy once it has handed over."""
+        """Wait until a node of this replica is to be drained, by a spot instance's notice or an
+        operator's order. From then on take no new requests, and hand over before the deadline what
+        still runs.
+
+        Serve starts a replacement at the same time and ends this replica when the replacement is
+        ready. It only looks at the node of this actor, so for another one the replica calls itself
+        unhealthy once it has handed over.
+        """
         own = node_id()
         ours = {own, *(() if self._others is None else self._others.node_ids)}
         while not (found := ours & (deadlines := await asyncio.to_thread(_draining_nodes)).keys()):
@@ -160,7 +165,10 @@ class EngineReplica:
         self._server.check_health()
 
     async def stats(self) -> dict[str, Any]:
-        """For operators: `handle.stats.remote()`. tasks: of asyncio, by name."""
+        """Return the replica's stats for operators: `handle.stats.remote()`.
+
+        tasks: asyncio tasks by name.
+        """
         server = self._server
         return {
             **msgspec.structs.asdict(server.stats),
@@ -184,8 +192,8 @@ class EngineReplica:
 
 
 def _draining_nodes() -> Mapping[str, int]:
-    """Node id -> deadline in milliseconds since 1970, 0 for none. Empty while the control plane
-    cannot be asked."""
+    """Return the nodes to be drained: node id -> deadline in milliseconds since 1970, 0 for none.
+    Empty while the control plane cannot be asked."""
     try:
         return cast(Mapping[str, int], state.get_draining_nodes())
     except Exception as error:
@@ -194,7 +202,8 @@ def _draining_nodes() -> Mapping[str, int]:
 
 
 def _address(loopback: bool) -> str:
-    """Where to listen: this node's address in the cluster, never all interfaces."""
+    """Return the address to listen on, never all interfaces. It is this node's address in the
+    cluster, or loopback where the settings and a cluster of one node allow."""
     if loopback and sum(node["Alive"] for node in cast(Any, ray).nodes()) == 1:
         return "127.0.0.1"
     return node_address()

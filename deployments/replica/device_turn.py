@@ -17,8 +17,11 @@ _BEHIND_SECONDS = 0.1
 
 
 class DeviceTurn:
-    """device: names it among the devices of this machine; replicas with the same one take turns.
-    Raises OSError where the machine's temporary folder cannot be written."""
+    """One replica's turn on a device. Raises OSError where the machine's temporary folder cannot be
+    written.
+
+    device: name among the devices of this machine; replicas with the same one take turns.
+    """
 
     def __init__(self, device: str, folder: Path | None = None) -> None:
         folder = folder or Path(tempfile.gettempdir()) / f"manta-devices-{os.getuid()}"
@@ -30,7 +33,7 @@ class DeviceTurn:
         self._released = -_BEHIND_SECONDS
 
     def wanted(self) -> bool:
-        """Whether another replica waits for it."""
+        """Whether another replica waits for its turn."""
         if not _lock(self._waiting, fcntl.LOCK_EX):
             return True
         fcntl.flock(self._waiting, fcntl.LOCK_UN)
@@ -55,7 +58,7 @@ class DeviceTurn:
         return True
 
     def release(self) -> None:
-        """The next one's turn. Idempotent."""
+        """End this replica's turn, so that the next replica can take one. Idempotent."""
         if self.held:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
             self.held = False
@@ -68,7 +71,7 @@ class DeviceTurn:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Without waiting; whether it was to be had."""
+    """Try to lock a file without waiting, and return whether the lock was free."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -27,7 +27,7 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class HostedRanks:
-    """What a node says of itself once its ranks wait for rank 0."""
+    """A node's report of itself, once its ranks wait for rank 0."""
 
     node_id: str
     address: str
@@ -37,11 +37,14 @@ class HostedRanks:
 
 
 class RankActor:
-    """On one of these nodes."""
+    """The actor that holds the engine's ranks on one of the other nodes."""
 
     def start(self, prepare: Callable[[], EngineConfig], node: int, key: bytes) -> HostedRanks:
-        """prepare: gives the engine's configuration on this node. node: its number in the replica,
-        from 1 on. Raises what prepare raises."""
+        """Start this node's ranks. Raises what prepare raises.
+
+        prepare: gives the engine's configuration on this node.
+        node: its number in the replica, from 1 on.
+        """
         config, address = prepare(), node_address()
         identity = ModelIdentity.of(config.model)
         self._host = RankHost(config, node, address, key)  # ends with this process
@@ -49,7 +52,11 @@ class RankActor:
 
 
 class OtherNodes:
-    """node_ids: Ray's. remote: for `EngineClient.start`."""
+    """The actors on the other nodes of a replica.
+
+    node_ids: ids of the nodes in Ray.
+    remote: remote ranks, for `EngineClient`.
+    """
 
     def __init__(self, actors: list[Any], node_ids: tuple[str, ...], remote: RemoteRanks) -> None:
         self._actors = actors
@@ -63,8 +70,11 @@ class OtherNodes:
         config: EngineConfig,
         identity: ModelIdentity,
     ) -> "OtherNodes":
-        """config, identity: of this node. Raises what prepare raises there, ConfigError where a
-        node has other weights, EngineDead where one is lost."""
+        """Start an actor on each other node. Raises what prepare raises there, ConfigError where a
+        node has other weights, EngineDead where a node is lost.
+
+        config, identity: engine configuration and model identity of this node.
+        """
         group = cast(Any, ray).util.get_current_placement_group()
         if group is None or len(group.bundle_specs) != config.pipeline_nodes:
             raise ConfigError(
@@ -124,10 +134,10 @@ def _check_weights(
 
 
 def node_id() -> str:
-    """Ray's, of this process's node."""
+    """Return Ray's id of this process's node."""
     return str(cast(Any, ray).get_runtime_context().get_node_id())
 
 
 def node_address() -> str:
-    """Of this node in the cluster."""
+    """Return the address of this node in the cluster."""
     return str(cast(Any, ray).util.get_node_ip_address())

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class ReplicaEngine(Protocol):
-    """What is used of `engine.process.client.EngineClient`."""
+    """The part of `engine.process.client.EngineClient` that is used here."""
 
     @property
     def alive(self) -> bool: ...
@@ -102,7 +102,10 @@ class ReplicaServer:
         make_engine: MakeEngine = EngineClient,
         sleep: SleepSettings | None = None,
     ) -> None:
-        """sleep: of an engine that sleeps; None: it never does."""
+        """Make the server; `start` starts its engine.
+
+        sleep: settings of an engine that sleeps; None: it never does.
+        """
         self.secret = secrets.token_bytes(32)
         self.stats = EngineStats()
         self.steps = StepCostModel(StepCost.mean(()))  # what this engine's steps were seen to cost
@@ -187,7 +190,7 @@ class ReplicaServer:
         self._suspects.advance()
 
     def refuse_new(self) -> None:
-        """Routers send nothing new from now on; running requests go on."""
+        """Have the routers send nothing new from now on; running requests go on."""
         self._draining = True
         self._announce()
 
@@ -204,7 +207,7 @@ class ReplicaServer:
         return len(self._routers)
 
     def check_health(self) -> None:
-        """Raises EngineDead when the engine is gone or stuck."""
+        """Check the engine. Raises EngineDead when it is gone or stuck."""
         if self.failed is not None:
             raise EngineDead(self.failed.message, code=self.failed.code)
         if not self._engine.alive:
@@ -278,8 +281,8 @@ class ReplicaServer:
                 router.tell(stats, deltas or [])
 
     def on_death(self, error: MantaError) -> None:
-        """The engine cannot go on: tell the routers, which move their requests, and refuse new
-        connections."""
+        """Note that the engine cannot go on: tell the routers, which move their requests, and
+        refuse new connections."""
         if self.failed is not None:
             return
         logger.error("the engine has failed: %s: %s", error.code, error.message)
@@ -370,7 +373,8 @@ class ReplicaServer:
             self._start(submitted.request)
 
     def _take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
-        """These are not wanted any more. Returns those that the engine has."""
+        """Drop requests that are no longer wanted, and return the ids of those requests that the
+        engine has."""
         for id in ids:
             self._memory.end(id, self._loop.time())
         self._suspects.take_back(connection, ids)
@@ -410,7 +414,7 @@ class ReplicaServer:
             self._suspects.advance()
 
     def _tell(self, call: Callable[[T], None], argument: T) -> bool:
-        """Returns whether the engine could be told."""
+        """Pass an argument to the engine, and return whether the engine could be told."""
         try:
             call(argument)
         except EngineDead as error:
@@ -427,5 +431,8 @@ class ReplicaServer:
 
 
 def _given_back(id: int) -> Delta:
-    """The end of a request that goes back to its router. id: the router's."""
+    """Return the delta that ends a request which goes back to its router.
+
+    id: number of the request at its router.
+    """
     return Delta(id, [], "error", error="draining: this replica is about to end")

@@ -11,13 +11,16 @@ _SUSPECTS_FIRST = 0.1  # seconds in which all routers hear of a death and send i
 
 
 class SuspectQueue:
-    """start(submitted) gives a request to the engine. later(seconds, call) calls after so long.
+    """The suspects of one replica, which wait for their probation.
 
-    suspect: the request on probation. Its router has limited it to a few tokens, so its end is the
-    end of the probation. given: the engine has it; before that its adapter may be on its way, and
-    an engine that is gone takes nothing.
+    start(submitted): gives a request to the engine.
+    later(seconds, call): calls after so long.
+    suspect: request on probation. Its router has limited it to a few tokens, so its end is the end
+        of the probation.
+    given: whether the engine has the suspect; before that its adapter may be on its way, and an
+        engine that is gone takes nothing.
 
-    A request that was at a death and is no suspect of it (it has passed) starts when no suspect is
+    A request that was at a death and is no suspect of it has passed. It starts when no suspect is
     on probation, and not before all routers can have sent the suspects of that death. It may have
     been the cause all the same, slowly, so a suspect that dies beside it is not convicted.
     """
@@ -59,7 +62,7 @@ class SuspectQueue:
         self.advance()
 
     def take_back(self, connection: ReplicaEnd, ids: Iterable[int]) -> None:
-        """These requests are not wanted any more. Those that wait here are dropped."""
+        """Drop the waiting requests among these, which are no longer wanted."""
         waiting = {submitted.request.id for submitted in (*self._suspects, *self._passed)}
         unwanted = waiting.intersection(ids)
         if unwanted:
@@ -88,7 +91,7 @@ class SuspectQueue:
         self._start(submitted)
 
     def advance(self) -> None:
-        """A request has ended: perhaps it is the next one's turn."""
+        """Start the next request if a request has ended and it is the next one's turn."""
         if self.suspect is not None and self.suspect.wanted:
             return
         self.suspect, self.given = None, False

@@ -54,8 +54,8 @@ Ask = Callable[[str, str, dict[str, Any], str, float], Awaitable[Answer]]
 
 
 def asker(app: AsgiApp, options: Callable[[], ApiOptions]) -> Ask:
-    """Requests to our own HTTP API in the name of the key that a batch belongs to, with that key's
-    rights and limits as they are at the time."""
+    """Return a function that sends requests to our own HTTP API in the name of a batch's key. The
+    requests have that key's rights and limits as they are at the time."""
 
     async def ask(owner: str, path: str, body: dict[str, Any], id: str, seconds: float) -> Answer:
         caller = known_caller(owner, options())
@@ -89,7 +89,7 @@ class BatchWorker:
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     def close(self) -> None:
-        """The lock goes when what runs has ended."""
+        """Stop working. The folder's lock is released once the running batches have stopped."""
         if self._task is not None:
             self._task.cancel()
         else:
@@ -116,7 +116,8 @@ class BatchWorker:
             self.unlock()
 
     def take_lock(self) -> bool:
-        """Raises OSError: the folder's file system has no locks."""
+        """Take the folder's lock, and return whether this router has it. Raises OSError where the
+        folder's file system has no locks."""
         if self._lock is None:
             lock = open(os.open(self.folder.lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b")  # noqa: SIM115
             try:
@@ -136,7 +137,7 @@ class BatchWorker:
             await asyncio.to_thread(self.folder.sweep)
 
     async def work(self) -> None:
-        """Until no batch is left. Cancelling it leaves the batches as they are."""
+        """Answer batches until none is left. Cancelling leaves the batches as they are."""
         try:
             while True:
                 await self._begin()
@@ -228,7 +229,7 @@ class _Run:
         await asyncio.to_thread(self._folder.save, self._entry)
 
     async def give_up(self) -> None:
-        """The work has failed too often: what was answered is told, and no more is asked."""
+        """End a batch whose work has failed too often: publish its answers, and ask no more."""
         message = f"the work on this batch failed {MAX_TRIES} times; the router's log says why"
         error = {"code": "internal_error", "message": message, "line": None, "param": None}
         self._told["errors"] = {"object": "list", "data": [error]}
@@ -239,7 +240,7 @@ class _Run:
         await self._becomes("failed")
 
     def _validate(self) -> tuple[int, list[dict[str, Any]]]:
-        """How many requests there are, and what is wrong with them, in OpenAI's form."""
+        """Count the requests of the input, and list what is wrong with them, in OpenAI's form."""
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
         total = 0
@@ -263,7 +264,7 @@ class _Run:
         return total, errors
 
     def _done(self) -> set[str]:
-        """custom_ids that have an answer or a failure; the counts follow."""
+        """Return the custom_ids that have an answer or a failure, and set the counts by them."""
         found: set[str] = set()
         for kind, _, name in _PARTS:
             ids = [line["custom_id"] for line in whole_lines(self._part(kind))]
@@ -272,8 +273,8 @@ class _Run:
         return found
 
     def _lines(self) -> Generator[tuple[int, dict[str, Any] | ApiError]]:
-        """The lines of the input that are not blank, by number, as the HTTP API would read them;
-        the error of one that it would refuse. All that reads the input reads it here."""
+        """Yield the lines of the input that are not blank, by number, as the HTTP API would read
+        them; the error of a line that it would refuse. All that reads the input reads it here."""
         with self._input.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 if not raw.strip():
@@ -294,7 +295,8 @@ class _Run:
                 yield line
 
     def _stopped(self) -> str | None:
-        """Why no request is sent any more."""
+        """Return why no request is sent any more, "cancelled" or "expired"; None while requests are
+        sent."""
         if self._folder.cancelled_at(self._told["id"]) is not None:
             return "cancelled"
         return "expired" if time.time() >= self._told["expires_at"] else None
@@ -368,7 +370,7 @@ class _Run:
         file.flush()
 
     def _tell_rest(self, code: str, message: str) -> None:
-        """Each request that has no answer gets a line of this error."""
+        """Write a line of this error for each request that has no answer."""
         error = {"code": code, "message": message}
         with open(
             os.open(self._part("errors"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab"
@@ -379,7 +381,8 @@ class _Run:
                 self._counts["failed"] += 1
 
     async def _publish(self, ended: str = "completed") -> None:
-        """What has been written becomes files. After a crash it goes on: ids are kept first."""
+        """Publish the written lines as files and end the batch. The files' ids are saved first, so
+        that it goes on after a crash."""
         told = self._told
         told["cancelling_at"] = self._folder.cancelled_at(told["id"])
         for kind, field, _ in _PARTS:
@@ -408,8 +411,8 @@ class _Run:
 
 
 def _wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
-    """Seconds until another try: there was no room, no replica, or the key's minute or budget is
-    used up. None: the answer is final."""
+    """Return the seconds until another try; None: the answer is final. Another try follows where
+    there was no room, no replica, or the key's minute or budget is used up."""
     if status not in (429, 503):
         return None
     if b"retry-after" not in headers:

@@ -58,11 +58,17 @@ _LAST_WORDS = 1.0  # seconds for the errors of a drain to go out
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """models: the one that is served; None where models come and go, and then find_models gives
-    those of an application, and change_models changes them. in_flight: requests at most.
-    stream_seconds: that a request may go on after its model was changed or taken away. usage_file:
-    "" is none; see UsageConfig. batches, grpc: None if they are not served. tracing: None: no spans
-    are made."""
+    """The settings of a router.
+
+    models: the one model that is served; None where models come and go.
+    find_models: gives the models of an application, where models come and go.
+    change_models: changes the models of an application.
+    in_flight: requests at most.
+    stream_seconds: seconds that a request may go on after its model was changed or taken away.
+    usage_file: path of the usage file, "" is none; see UsageConfig.
+    batches, grpc: settings, None if they are not served.
+    tracing: settings, None: no spans are made.
+    """
 
     models: tuple[ServedModel, ...] | None
     find_models: FindModels | None
@@ -90,7 +96,10 @@ class RouterSettings:
 
 
 class Router:
-    """engines: the handle of each engine deployment; used for discovery, not for tokens."""
+    """A router of an application.
+
+    engines: handles of the engine deployments; used for discovery, not for tokens.
+    """
 
     def __init__(self, settings: RouterSettings, *engines: "DeploymentHandle[Any]") -> None:
         log_through_serve(settings.log_level)
@@ -200,26 +209,29 @@ class Router:
     # -- handle calls: plain dicts, so that callers need nothing of ours
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A chat completion if body has `messages`, else a completion. Fields and answer as in the
-        HTTP API."""
+        """Answer a chat completion if body has `messages`, else a completion. Fields and answer are
+        as in the HTTP API."""
         return await handle_call.call(self._trusted, self._named(body))
 
     async def stream(
         self, body: dict[str, Any], last_event_id: str | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """The same, streamed. last_event_id: as in handle_call.stream."""
+        """Stream a chat completion if body has `messages`, else a completion.
+
+        last_event_id: as in handle_call.stream.
+        """
         async for chunk in handle_call.stream(self._trusted, self._named(body), last_event_id):
             yield chunk
 
     def _named(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Where there is one model, a body need not name it."""
+        """Add the model's name to a body that has none, where there is one model."""
         only = self._front.only
         return {"model": only, **body} if only else body
 
     async def drain(self, seconds: float) -> None:
-        """Called before the application is deleted, because Serve does not tell routers in time.
-        Refuses new requests and returns when the last answer is out. Requests that still run after
-        so many seconds end with the error `draining`."""
+        """Refuse new requests and return when the last answer is out. Requests that still run after
+        so many seconds end with the error `draining`. It is called before the application is
+        deleted, because Serve does not tell routers in time."""
         if self._worker is not None:
             self._worker.close()  # the next one goes on with its batches
         self._front.refuse_new()
@@ -234,9 +246,9 @@ class Router:
             await asyncio.sleep(0.05)
 
     async def state(self) -> dict[str, Any]:
-        """Replicas and load as this router sees them, where there are several models also of each.
-        `held` is 0 throughout when nothing is in flight; pid and tasks (of asyncio, by name) are
-        for finding leaks."""
+        """Return the replicas and load as this router sees them, where there are several models
+        also of each. `held` is 0 throughout when nothing is in flight; pid and tasks (of asyncio,
+        by name) are for finding leaks."""
         several = (
             {
                 "models": {
@@ -260,16 +272,19 @@ class Router:
         }
 
     async def figures(self) -> bytes:
-        """For another router's /metrics; see observe/figures.py."""
+        """Return this router's metrics for another router's /metrics; see observe/figures.py."""
         return self._application_metrics.tell()
 
     async def explain(self, request_id: str, owner: str | None = None) -> list[dict[str, Any]]:
-        """What this router knows of a request, lately ended or in flight: one dict a prompt; see
-        request_trace.py. owner: digest of the key that may see it; None: no restriction."""
+        """Return what this router knows of a request, lately ended or in flight: one dict a prompt;
+        see request_trace.py.
+
+        owner: digest of the key that may see it; None: no restriction.
+        """
         return self._front.explain(request_id, owner)
 
     async def _explain(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
-        """The same from whichever router had the request: this one, or the others are asked."""
+        """Explain a request from whichever router had it: this one, or the others are asked."""
         if found := self._front.explain(request_id, owner):
             return found
         async with self._peer_calls:
@@ -277,16 +292,19 @@ class Router:
         return [part for answer in answers for part in answer]
 
     async def live(self) -> dict[str, Any]:
-        """What this router knows at this moment; see live/model_view.py."""
+        """Return what this router knows at this moment; see live/model_view.py."""
         return self._front.live()
 
     async def stop(self, request_id: str, owner: str | None = None) -> int:
-        """End this router's live requests of an id; how many prompts these were. owner: of
-        explain."""
+        """End this router's live requests of an id, and return how many prompts these were.
+
+        owner: as in explain.
+        """
         return self._front.stop(request_id, owner)
 
     async def _stop(self, request_id: str, owner: str | None) -> int:
-        """The same at whichever routers have them: calls with one id may be at several."""
+        """End the live requests of an id at all routers, and return how many prompts these were.
+        Calls with one id may be at several routers."""
         async with self._peer_calls:
             answers = await self._peers.ask(_ASK_SECONDS, "stop", request_id, owner)
         return self._front.stop(request_id, owner) + sum(answers)
@@ -308,7 +326,7 @@ class Router:
 
 
 def _told(what: ModelFront | Dispatcher, model: str) -> dict[str, Any]:
-    """Load, replicas and counts of one model, or of all."""
+    """Return the load, replicas and counts of one model, or of all."""
     state = what.state()
     return {
         "name": what.name,

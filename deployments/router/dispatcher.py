@@ -193,7 +193,7 @@ class Dispatcher:
         )
 
     def held(self) -> dict[str, int]:
-        """What requests hold here; nothing of it may outlive its request."""
+        """Count what requests hold here; nothing of it may outlive its request."""
         return {
             "requests": len(self.requests),
             "waiting": len(self._displaced) + self._queue.choices,
@@ -201,7 +201,7 @@ class Dispatcher:
         }
 
     def live(self) -> dict[str, Any]:
-        """What is known at this moment; see live/model_view.py."""
+        """Return what is known of the model at this moment; see live/model_view.py."""
         return view_of_model(self._clients, self._fleet, self._queue, self.requests, self._events)
 
     def ready(self) -> bool:
@@ -209,7 +209,7 @@ class Dispatcher:
         return not self._draining and (self._queue.ready() or self.waking.wakes_for_requests)
 
     def status(self) -> str:
-        """ready; sleeping: the next request wakes it; starting."""
+        """Return the model's status: ready, sleeping (the next request wakes it) or starting."""
         if available := self._fleet.available():
             return "sleeping" if all(each.stats.asleep for each in available) else "ready"
         return "sleeping" if self.waking.sleeping else "starting"
@@ -226,7 +226,7 @@ class Dispatcher:
     # -- for the router
 
     def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """These are the running replicas, id -> what each published."""
+        """Set the running replicas, id -> what each replica published."""
         self._clients.replace(replicas)
         self.waking.replicas(len(self._clients))
         self._give_up_waiting()
@@ -236,8 +236,8 @@ class Dispatcher:
         self._draining = True
 
     def leave(self, reason: MantaError) -> None:
-        """The model is not served any more. Requests go on at the replicas that are left; without
-        one those that wait fail with this error."""
+        """Stop serving the model. Requests go on at the replicas that are left. Without a replica
+        the waiting requests fail with this error."""
         self._leaving = reason
         self._give_up_waiting()
 

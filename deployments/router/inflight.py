@@ -30,9 +30,12 @@ LOGPROB_BYTES = 192  # of a log-probability
 class InflightChoice:
     """One choice in flight.
 
-    emitted: output token ids so far. place: the replica that has the choice, "" while none has.
-    begun: how many tokens were emitted when it was placed there. suspicion: whether its engines
-    die of it. weights: of its last replica; emitted tokens can only go on with the same weights.
+    emitted: output token ids so far.
+    place: replica that has the choice, "" while none has.
+    begun: number of tokens that were emitted when the choice was placed there.
+    suspicion: whether the engines of the choice die of it.
+    weights: weights of the choice's last replica; emitted tokens can only go on with the same
+        weights.
     """
 
     __slots__ = (
@@ -62,7 +65,7 @@ class InflightChoice:
 
     @property
     def given(self) -> int:
-        """Tokens that its present replica has given."""
+        """The number of tokens that the choice's present replica has given."""
         return len(self.emitted) - self.begun
 
     def as_request(self) -> EngineRequest:
@@ -92,7 +95,10 @@ class InflightChoice:
         )
 
     def passes(self, delta: Delta, context: int) -> bool:
-        """This end is only that of its probation. context: of its replica's model, in tokens."""
+        """Whether this delta ends only the choice's probation, not the choice.
+
+        context: context of the replica's model, in tokens.
+        """
         total = len(self.emitted) + len(delta.token_ids)
         tokens, request = self.suspicion.tokens, self.inflight.request
         limit = request.params.max_tokens
@@ -160,12 +166,12 @@ class InflightRequest:
 
     @property
     def output_tokens(self) -> int:
-        """So far, of all choices."""
+        """The number of output tokens so far, of all choices."""
         return sum(len(choice.emitted) for choice in self.choices)
 
     @property
     def paused(self) -> bool:
-        """The client does not read the stream: its choices are at no replica."""
+        """Whether the choices are at no replica because the client does not read the stream."""
         return self._paused is not None
 
     async def next(self) -> list[tuple[int, Delta]]:
@@ -193,14 +199,17 @@ class InflightRequest:
         return Timing(self._queue_s, self.migrations, tuple(self.replicas))
 
     def fail(self, error: MantaError) -> None:
-        """The request cannot go on. `next` still hands out what has come, then it raises."""
+        """End the request with an error. `next` still hands out what has come, then it raises."""
         if self._open:
             self._metrics.failed.add(1, error.code)
             self._error = error
             self._end([choice for choice in self.choices if not choice.done])
 
     def take(self, choice: InflightChoice, delta: Delta, now: float) -> None:
-        """A delta has come for a choice that is not done. now: monotonic seconds."""
+        """Take a delta for a choice that is not done.
+
+        now: monotonic seconds.
+        """
         metrics = self._metrics
         tokens = len(delta.token_ids)
         if choice.last == 0.0:
@@ -238,8 +247,8 @@ class InflightRequest:
             self._pause()
 
     def _pause(self) -> None:
-        """The client does not read. The unfinished choices give their places to other requests
-        until it does; then they go on as after the loss of a replica."""
+        """Pause a stream that the client does not read. The unfinished choices give their places to
+        other requests until the client reads; then they go on as after the loss of a replica."""
         self._metrics.paused.add()
         self.trace.moves(
             self.choices[0].place, "the client did not read its answer", time.monotonic()

@@ -34,7 +34,7 @@ PROOF = 8  # tokens from one replica: the choice is hardly what that replica was
 
 
 def by_itself(failed: Failed) -> bool:
-    """The engine was not killed from outside."""
+    """Whether the engine died by itself; else it was killed from outside."""
     return failed.code != "engine_killed"
 
 
@@ -57,17 +57,19 @@ class Suspicion:
 
     @property
     def start(self) -> Start:
-        """When its next replica may start it: now, alone among the suspects, or after them."""
+        """When the choice's next replica may start it: now, alone among the suspects, or after
+        them."""
         return "alone" if self.tokens else "after" if self.passed else ""
 
     def passes(self) -> None:
-        """The choice has given the tokens of its probation."""
+        """Note that the choice has given the tokens of its probation."""
         self.tokens = 0
         self.passed = True
 
     def acquit(self, deaths: list[str]) -> None:
-        """It is known what these replicas' engines died of. A choice that waits for its probation
-        is put on probation all the same: there may have been two poison requests."""
+        """Drop the deaths of these replicas, because it is known what their engines died of. A
+        choice that waits for its probation is put on probation all the same: there may have been
+        two poison requests."""
         self.deaths = [death for death in self.deaths if death not in deaths]
 
     def lost(
@@ -79,11 +81,14 @@ class Suspicion:
         allowed: int,
         silent: bool = False,
     ) -> str:
-        """Its replica is lost. Returns why the choice has to be given up, "" if it goes on.
+        """Note that the choice's replica is lost. Returns why the choice has to be given up, "" if
+        it goes on.
 
-        id: the choice's number there. given: tokens of it that the replica had given. failed: what
-        the replica said. allowed: `losses` that may be. silent: the replica fell silent; its
-        process may well live.
+        id: number of the choice there.
+        given: number of its tokens that the replica had given.
+        failed: what the replica said.
+        allowed: `losses` that may be.
+        silent: whether the replica fell silent; its process may well live.
         """
         if failed is not None:
             if self._waited(id, given, failed.suspects):
@@ -101,13 +106,14 @@ class Suspicion:
         return ""
 
     def _waited(self, id: int, given: int, suspects: list[int] | None) -> bool:
-        """The choice was at the replica, but not in its engine."""
+        """Whether the choice was at the replica, but not in its engine."""
         if self.tokens:
             return id not in (suspects or ())
         return self.passed and not given and suspects is not None and id not in suspects
 
     def _died(self, replica: str, id: int, given: int, failed: Failed) -> str:
-        """The engine died by itself, and the choice was in it."""
+        """Note that the engine died by itself with the choice in it. Returns why the choice has to
+        be given up, "" if it goes on."""
         self.losses = 0
         if failed.suspects is not None:
             if id not in failed.suspects:

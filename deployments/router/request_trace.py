@@ -1,4 +1,4 @@
-"""What became of a request: kept by the router that had it, for GET /v1/requests/{id}. Pure: times
+"""The trace of a request: kept by the router that had it, for GET /v1/requests/{id}. Pure: times
 are arguments.
 
 A RequestTrace begins with the request. It is written to when the request is sent to a replica, has
@@ -90,14 +90,14 @@ class RequestTrace:
     # -- events
 
     def sent(self, decision: RoutingDecision, now: float, emitted: int) -> None:
-        """The request goes to a replica, with so many tokens emitted before."""
+        """Note that the request goes to a replica, with so many tokens emitted before."""
         self.placed = self.placed or now
         self.state = "running"
         self._placements.append((now, decision, emitted))
         del self._placements[:-_EVENTS]
 
     def begun(self, delta: Delta, now: float) -> None:
-        """The first tokens of a choice have come. Only the first choice's are noted."""
+        """Note the first tokens of a choice. Only the first choice's are noted."""
         if self.first:
             return
         self.first = now
@@ -108,7 +108,7 @@ class RequestTrace:
         self.started = sent + max(0, delta.queued_us) / 1e6
 
     def moves(self, place: str, why: str, now: float) -> None:
-        """A choice has left its replica and goes on elsewhere."""
+        """Note that a choice has left its replica and goes on elsewhere."""
         self.state = "waiting"
         self._moves.append((now, place, why))
         del self._moves[:-_EVENTS]
@@ -123,12 +123,12 @@ class RequestTrace:
 
     @property
     def placements(self) -> Sequence[tuple[float, RoutingDecision, int]]:
-        """The last ones: when, the decision, the tokens emitted before."""
+        """The last placements: when, the decision, the tokens emitted before."""
         return self._placements
 
     @property
     def moves_made(self) -> Sequence[tuple[float, str, str]]:
-        """The last ones: when, the replica that was left, why."""
+        """The last moves: when, the replica that was left, why."""
         return self._moves
 
     @property
@@ -141,9 +141,9 @@ class RequestTrace:
         return [decision.replica for _, decision, _ in self._placements]
 
     def visits(self) -> list[tuple[float, float, RoutingDecision, int, str]]:
-        """Of a request that has ended, its times at replicas: from, until, the decision, the tokens
-        before it, and why it was left ("" if it was not). A request whose choices move apart is at
-        several replicas at once."""
+        """Return the visits of an ended request to replicas: from, until, the decision, the tokens
+        before it, and why the replica was left ("" if it was not). A request whose choices move
+        apart is at several replicas at once."""
         moves = list(self._moves)
         found = []
         for at, decision, emitted in self._placements:
@@ -155,7 +155,8 @@ class RequestTrace:
         return found
 
     def tell(self, router: str, now: float) -> dict[str, Any]:
-        """As JSON. Times are milliseconds, of an unfinished request so far; null = not reached."""
+        """Return the trace as JSON. Times are milliseconds, of an unfinished request so far; null =
+        not reached."""
         end = self.ended or now
         waited = (self.placed or end) - self.arrived
         decode = end - self.first if self.first else None
@@ -199,7 +200,10 @@ class RequestTrace:
         }
 
     def _adapter(self) -> dict[str, Any] | None:
-        """load_ms: how long the request waited for the adapter to be on the device."""
+        """Return the request's adapter as JSON; None without one.
+
+        load_ms: time that the request waited for the adapter to be on the device.
+        """
         if not self.adapter:
             return None
         name, _, revision = self.adapter.partition("@")
@@ -221,16 +225,17 @@ class RequestTraces:
         self._ended.append(trace)
 
     def last(self, count: int) -> Iterator[RequestTrace]:
-        """The newest ones, the newest first."""
+        """Return the traces of the requests that ended last, the newest first."""
         return islice(reversed(self._ended), count)
 
     def find(
         self, id: str, owner: str | None, unfinished: Iterable[RequestTrace] = ()
     ) -> Iterator[RequestTrace]:
-        """All traces with this id, in the order of arrival: the prompts of one call, or several
-        calls that were given one id. owner: None may see every trace.
+        """Return all traces with this id, in the order of arrival: the prompts of one call, or
+        several calls that were given one id. It walks over all traces. Questions are rare, so a
+        request that is not asked for costs nothing.
 
-        Walks over all traces. Questions are rare, so a request that is not asked for costs nothing.
+        owner: digest of the key that asks; None may see every trace.
         """
         found = [
             trace

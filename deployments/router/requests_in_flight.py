@@ -12,8 +12,11 @@ from engine.errors import MantaError, Overloaded
 
 
 class RequestsInFlight(Collection[InflightRequest]):
-    """In the order of arrival. router: its name, for traces. on_end: each is called with a prompt
-    that has ended."""
+    """The requests in flight, in the order of arrival.
+
+    router: name of the router, for traces.
+    on_end: functions that are called with each prompt that has ended.
+    """
 
     def __init__(self, router: str) -> None:
         self._router = router
@@ -34,7 +37,8 @@ class RequestsInFlight(Collection[InflightRequest]):
         return inflight in self._requests
 
     def add(self, inflight: InflightRequest) -> None:
-        """It fails at its deadline, if it has one. Needs a running event loop then."""
+        """Add a request, which fails at its deadline, if it has one. A deadline needs a running
+        event loop."""
         self._requests[inflight] = None
         deadline = inflight.request.deadline
         if deadline is not None:
@@ -51,7 +55,7 @@ class RequestsInFlight(Collection[InflightRequest]):
             tell(inflight)
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
-        """What became of the requests with this id; see request_trace.py."""
+        """Return what became of the requests with this id; see request_trace.py."""
         asked = [inflight for inflight in self._requests if inflight.trace.id == id]
         for inflight in asked:  # a trace is not written to for a token
             inflight.trace.output_tokens = inflight.output_tokens
@@ -60,7 +64,10 @@ class RequestsInFlight(Collection[InflightRequest]):
         return [trace.tell(self._router, now) for trace in self.traces.find(id, owner, unfinished)]
 
     def stop(self, id: str, owner: str | None) -> int:
-        """End those with this id, and tell how many prompts these were. owner: None may end any."""
+        """End the requests with this id, and return how many prompts these were.
+
+        owner: digest of the key that asks; None may end any.
+        """
         found = [
             inflight
             for inflight in self._requests
@@ -71,7 +78,10 @@ class RequestsInFlight(Collection[InflightRequest]):
         return len(found)
 
     def fail_all(self, reason: MantaError | None = None) -> None:
-        """Their time to end is over. reason: why; by default the service is stopping."""
+        """Fail all requests, whose time to end is over.
+
+        reason: why; by default the service is stopping.
+        """
         message = "the service is stopping, and the time it had for this request is over"
         for inflight in list(self._requests):
             inflight.fail(reason or Overloaded(message, code="draining", retry_after=5))

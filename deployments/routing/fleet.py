@@ -108,7 +108,8 @@ class Fleet:
         return replica
 
     def remove(self, replica: ReplicaState) -> None:
-        """The replica takes nothing new; its state changes alone from now on. Idempotent."""
+        """Take a replica out: it takes nothing new, and its state changes alone from now on.
+        Idempotent."""
         column = replica.column
         if column < 0:
             return
@@ -125,13 +126,16 @@ class Fleet:
     # -- news
 
     def opened(self, replica: ReplicaState, now: float) -> None:
-        """The replica's connection is up. now: seconds of the clock that the other calls use."""
+        """Note that the replica's connection is up.
+
+        now: seconds of the clock that the other calls use.
+        """
         sharing = max((one.stats.routers for one in self.replicas.values()), default=1)
         replica.opened(sharing, now)
         self._refresh(replica)
 
     def lost(self, replica: ReplicaState) -> None:
-        """The connection broke: its requests have moved, and its caches count as empty."""
+        """Note that the connection broke: requests have moved, and the caches count as empty."""
         self._forget_caches(replica)
         replica.lost()
         self._refresh(replica)
@@ -139,7 +143,10 @@ class Fleet:
     def observe(
         self, replica: ReplicaState, stats: EngineStats, taken: Iterable[int], now: float
     ) -> None:
-        """A frame has come. taken: choices that its stats count for the first time."""
+        """Note a replica's frame.
+
+        taken: choices that its stats count for the first time.
+        """
         last = replica.stats
         replica.observe(stats, taken, now)
         if replica.column < 0:
@@ -158,7 +165,8 @@ class Fleet:
         request: RoutingRequest,
         now: float,
     ) -> None:
-        """These choices of one request go there. The first computes what the others find cached."""
+        """Note that these choices of one request go to a replica. The first choice computes what
+        the others find cached."""
         uncached = request.prompt_tokens - decision.cached
         for choice in choices:
             replica.book(choice, request.prompt_tokens, uncached, request.adapter)
@@ -176,26 +184,27 @@ class Fleet:
         self._refresh(replica)
 
     def begun(self, replica: ReplicaState, choice: int) -> None:
-        """The first tokens of a choice have come."""
+        """Note that the first tokens of a choice have come."""
         if replica.begun(choice):
             self._refresh(replica)
 
     def unbook(self, replica: ReplicaState, choice: int) -> None:
-        """A choice is no longer there: it ended, moved or was taken back."""
+        """Note that a choice is no longer at its replica: it ended, moved or was taken back."""
         if replica.unbook(choice):
             self._refresh(replica)
 
     def add_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
-        """Another router has sent a prompt with these prefix hashes there."""
+        """Note that another router has sent a prompt with these prefix hashes to the replica."""
         if replica.column >= 0:
             self.index.add(prefix_hashes, replica.column)
 
     def adapter_loaded(self, seconds: float) -> None:
-        """A request waited so many seconds until its adapter was on the device."""
+        """Note that a request waited so many seconds until its adapter was on the device."""
         self.adapter_seconds += 0.1 * (min(max(seconds, 0.001), 30.0) - self.adapter_seconds)
 
     def adapters_of(self, replica: ReplicaState) -> tuple[str, ...]:
-        """Adapters on the device or on their way there, the next to be evicted last."""
+        """Return the adapters on a replica's device or on their way there, the next to be evicted
+        last."""
         return self._held.get(replica.column, ())
 
     def _see_adapters(self, replica: ReplicaState) -> None:
@@ -270,7 +279,7 @@ class Fleet:
 
 
 def _share(stats: EngineStats) -> int:
-    """Prefix hashes that a replica's cache can hold."""
+    """Return how many prefix hashes a replica's cache can hold."""
     return stats.total_blocks * stats.block_size // STRIDE
 
 

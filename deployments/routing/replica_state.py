@@ -50,9 +50,13 @@ class FadingRate:
 
 
 class ReplicaState:
-    """step_tokens: of a step of its engine, at most. adapter_slots: adapters on its device; 0: not
-    told. cost: what its steps are taken to cost until they were measured. column: in the
-    fleet's table; -1: in none."""
+    """The state of one replica as one router knows it.
+
+    step_tokens: tokens of a step of its engine, at most.
+    adapter_slots: adapters on its device; 0: not reported.
+    cost: what its steps are taken to cost until they were measured.
+    column: column in the fleet's table; -1: in none.
+    """
 
     def __init__(
         self,
@@ -92,17 +96,20 @@ class ReplicaState:
 
     @property
     def available(self) -> bool:
-        """Requests may be sent there."""
+        """Whether requests may be sent to the replica."""
         return self.open and not self.stats.draining
 
     def opened(self, sharing: int, now: float) -> None:
-        """The connection is new. sharing: routers at the other replicas. These will connect here
-        too, but the first to do so is told that it is the only one."""
+        """Note that the connection is new.
+
+        sharing: number of routers at the other replicas. These will connect here too, but the first
+            to do so is told that it is the only one.
+        """
         self.open = True
         self._sharing, self._opened = sharing, now
 
     def lost(self) -> None:
-        """The connection is gone, and the requests with it. Measurements stay."""
+        """Note that the connection is gone, and the requests with it. Measurements stay."""
         self.open = False
         self._room = None
         self.stats = EngineStats()
@@ -115,16 +122,20 @@ class ReplicaState:
 
     @property
     def booked(self) -> int:
-        """Choices that were sent and are not in its stats."""
+        """The number of choices that were sent and are not in the replica's stats."""
         return len(self._booked)
 
     @property
     def held(self) -> int:
-        """Choices of this router at the replica."""
+        """The number of this router's choices at the replica."""
         return len(self._ours)
 
     def book(self, choice: int, tokens: int, uncached: int, adapter: str = "") -> None:
-        """A choice was sent. tokens: of its prompt; uncached: of these, to be computed."""
+        """Note that a choice was sent.
+
+        tokens: tokens of its prompt.
+        uncached: number of these tokens to be computed.
+        """
         self._room = None
         self._booked[choice] = tokens, uncached
         self._ours.add(choice)
@@ -133,8 +144,8 @@ class ReplicaState:
         self.uncached_tokens += uncached
 
     def settle(self, choices: Iterable[int]) -> bool:
-        """The stats count these choices now, or they are gone. Returns whether any was booked.
-        Idempotent."""
+        """Drop the bookings of choices that the stats count now, or that are gone. Returns whether
+        any was booked. Idempotent."""
         found = False
         for choice in choices:
             booking = self._booked.pop(choice, None)
@@ -147,18 +158,20 @@ class ReplicaState:
         return found
 
     def begun(self, choice: int) -> bool:
-        """The choice's first tokens have come. Returns whether it was booked until now."""
+        """Note that the choice's first tokens have come. Returns whether the choice was booked
+        until now."""
         if choice in self._unbegun:
             self._room = None
             del self._unbegun[choice]
         return self.settle((choice,))
 
     def measure_first(self, seconds: float) -> None:
-        """A choice has had its first token there, so long after it was sent."""
+        """Note the time from sending a choice to its first token."""
         self.first_seconds += _FIRST * (seconds - self.first_seconds)
 
     def unbook(self, choice: int) -> bool:
-        """The choice is no longer there. Returns whether it was booked until now. Idempotent."""
+        """Note that the choice is no longer there. Returns whether it was booked until now.
+        Idempotent."""
         self._ours.discard(choice)
         return self.begun(choice)
 
@@ -170,8 +183,11 @@ class ReplicaState:
     # -- what it publishes
 
     def observe(self, stats: EngineStats, taken: Iterable[int], now: float) -> None:
-        """A frame has come. taken: choices that its stats count for the first time. now: seconds
-        of the clock that `opened` uses."""
+        """Note a frame of the replica.
+
+        taken: choices that its stats count for the first time.
+        now: seconds of the clock that `opened` uses.
+        """
         self._room = None
         self.seen = now
         self.steps.observe_frame(stats)
@@ -207,11 +223,11 @@ class ReplicaState:
 
     @property
     def rows(self) -> float:
-        """This router's share of the choices that the replica can run at once."""
+        """The router's share of the choices that the replica can run at once; inf while unknown."""
         return -(-self.stats.rows // self.routers) or math.inf
 
     def room(self) -> int:
-        """How many more choices this router should send; none if it is not positive.
+        """Return how many more choices this router should send; none if it is not positive.
 
         Routers do not know of each other's requests. Each router takes its share of the free rows
         and sees in the next frame what is left. It sends its share of the choices that wait beyond
@@ -242,7 +258,7 @@ class ReplicaState:
         return spare - min(over, over * len(self._unbegun) // max(1, waiting))
 
     def _prompts_ahead(self) -> float:
-        """Prompt tokens that may wait at the replica."""
+        """Return how many prompt tokens may wait at the replica."""
         rate = self._prompts.measured
         if rate is None:
             return _AHEAD_UNKNOWN * self.step_tokens
@@ -250,8 +266,8 @@ class ReplicaState:
         return max(_AHEAD_LEAST * self.step_tokens, rate * seconds)
 
     def free_rows(self) -> float:
-        """This router's share of the rows that no choice has or waits for, none while memory is
-        short; negative: its choices that wait there for a row. The other routers fill theirs
+        """Return this router's share of the rows that no choice has or waits for, 0 while memory is
+        short. Negative: its choices that wait there for a row. The other routers fill their shares
         meanwhile, unseen until the next frame."""
         stats = self.stats
         if stats.waiting_tokens + self.booked_tokens > self._free_tokens:
@@ -267,8 +283,8 @@ class ReplicaState:
         return stats.free_blocks * stats.block_size if stats.total_blocks else 2**62
 
     def rate(self) -> float:
-        """Tokens/s, of prompts and outputs, that the replica gives this router when it is full; inf
-        before it was seen full."""
+        """Return the tokens/s, of prompts and outputs, that the replica gives this router when it
+        is full; inf before it was seen full."""
         rate, part = self._work.measured, self._part.measured
         if rate is None or part is None:
             return math.inf

@@ -31,9 +31,12 @@ _RETURN = 0.7  # of what the cheap pool could carry: below it the other pool's r
 
 @dataclass(frozen=True, slots=True)
 class PoolModel:
-    """A kind of replica, as measured. prompt_rate, output_rate: tokens/s of a busy replica that
-    does nothing else. start_seconds: from the decision to the first answer, a new node included.
-    price: of an hour."""
+    """A kind of replica, as measured.
+
+    prompt_rate, output_rate: tokens/s of a busy replica that does nothing else.
+    start_seconds: seconds from the decision to the first answer, a new node included.
+    price: price of an hour.
+    """
 
     prompt_rate: float
     output_rate: float
@@ -43,13 +46,17 @@ class PoolModel:
     maximum: int = 1
 
     def work(self, prompt_rate: float, output_rate: float) -> float:
-        """How many replicas these tokens/s keep busy."""
+        """Return how many replicas these tokens/s keep busy."""
         return prompt_rate / self.prompt_rate + output_rate / self.output_rate
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """ready, starting: replicas. kv_used: share of KV blocks, over those that are ready."""
+    """The replicas of a pool now.
+
+    ready, starting: numbers of replicas.
+    kv_used: share of KV blocks, over the replicas that are ready.
+    """
 
     ready: int
     starting: int = 0
@@ -58,9 +65,14 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """now: seconds of any clock. prompt_rate, output_rate: tokens/s that arrive, the output as its
-    requests are expected to have. waiting_tokens: prompt tokens not yet computed. waiting: requests
-    that no replica has taken. running: requests that a replica has."""
+    """The work that arrives, waits and runs.
+
+    now: seconds of any clock.
+    prompt_rate, output_rate: tokens/s that arrive, the output as its requests are expected to have.
+    waiting_tokens: prompt tokens not yet computed.
+    waiting: requests that no replica has taken.
+    running: requests that a replica has.
+    """
 
     now: float
     prompt_rate: float
@@ -72,9 +84,13 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class ServiceObjective:
-    """ttft: seconds to the first token that users are promised. busy: share of a replica's time
-    that may be planned for. calm_seconds: demand must have been lower for so long before replicas
-    go. idle_seconds: without a request, before the last replica goes where the minimum is 0."""
+    """The objective of scaling.
+
+    ttft: seconds to the first token that users are promised.
+    busy: share of a replica's time that may be planned for.
+    calm_seconds: seconds that demand must have been lower before replicas go.
+    idle_seconds: seconds without a request before the last replica goes, where the minimum is 0.
+    """
 
     ttft: float = 2.0
     busy: float = 0.93
@@ -84,9 +100,14 @@ class ServiceObjective:
 
 @dataclass(frozen=True, slots=True)
 class ScalingHistory:
-    """samples: (second, prompt rate, output rate), oldest first. busy_at: when there was work.
-    targets: of the last plan. started_at: by pool, when the replicas that start now were wanted.
-    raised_at: by pool, when its target last rose."""
+    """The past that the next decision needs.
+
+    samples: (second, prompt rate, output rate), oldest first.
+    busy_at: second when there was work.
+    targets: targets of the last plan.
+    started_at: second by pool when the replicas that start now were wanted.
+    raised_at: second by pool when its target last rose.
+    """
 
     samples: tuple[tuple[float, float, float], ...] = ()
     busy_at: float = -math.inf
@@ -115,7 +136,11 @@ class ScalingReason(str):
 
 @dataclass(frozen=True, slots=True)
 class ScalingPlan:
-    """targets, reasons: by pool. memory: for the next call."""
+    """The outcome of one decision.
+
+    targets, reasons: target and reason by pool.
+    history: history for the next call.
+    """
 
     targets: dict[str, int]
     reasons: dict[str, ScalingReason]
@@ -129,7 +154,8 @@ def decide(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> ScalingPlan:
-    """Call it every second or so. At least one pool."""
+    """Decide how many replicas each pool should have, every second or so. There is at least one
+    pool."""
     history = _remember(history, demand, objective, any(one.starting for one in observed.values()))
     names = sorted(pools, key=lambda name: _price(pools[name], demand))
     main = names[0]
@@ -214,7 +240,7 @@ def _remember(
 
 
 def _works(pool: PoolModel, demand: Demand, history: ScalingHistory) -> list[tuple[float, float]]:
-    """(second, work) of the time that the trend is taken from."""
+    """Return (second, work) of the time that the trend is taken from."""
     since = demand.now - _TREND_SECONDS
     return [
         (when, pool.work(prompt, output))
@@ -229,7 +255,7 @@ def _knows_calm(demand: Demand, history: ScalingHistory, objective: ServiceObjec
 
 
 def _levels(pool: PoolModel, history: ScalingHistory, objective: ServiceObjective) -> list[float]:
-    """The work of the calm time, as smooth as the present level."""
+    """Return the work of the calm time, as smooth as the present level."""
     last = history.samples[-1][0]
     window = sum(when > last - _LEVEL_SECONDS for when, _, _ in history.samples)
     since = last - objective.calm_seconds - _LEVEL_SECONDS
@@ -240,8 +266,8 @@ def _levels(pool: PoolModel, history: ScalingHistory, objective: ServiceObjectiv
 
 
 def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
-    """Seconds of one replica for the waiting work. The answers are taken to be as long as the
-    recent ones, also when no request arrives any more."""
+    """Return the seconds of one replica for the waiting work. The answers are taken to be as long
+    as the recent ones, also when no request arrives any more."""
     prompt = sum(prompt for _, prompt, _ in history.samples)
     output = sum(output for _, _, output in history.samples)
     ratio = output / prompt if prompt else 1.0
@@ -249,7 +275,7 @@ def _backlog(pool: PoolModel, demand: Demand, history: ScalingHistory) -> float:
 
 
 def _price(pool: PoolModel, demand: Demand) -> float:
-    """The price of a unit of this work."""
+    """Return the price of a unit of this demand's work in a pool."""
     return pool.price * pool.work(max(1.0, demand.prompt_rate), max(1.0, demand.output_rate))
 
 
@@ -261,8 +287,8 @@ def _holder(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> str | None:
-    """A pool dearer by the token that carries everything for less than one replica of the first
-    costs: a CPU replica at night."""
+    """Return the dearer pool that carries everything for less than one replica of the first costs:
+    a CPU replica at night. None if there is none. Dearer is by the token."""
     main = pools[names[0]]
     if main.minimum > 0:
         return None
@@ -291,8 +317,10 @@ def _carry(
     objective: ServiceObjective,
     started: float,
 ) -> tuple[int, ScalingReason]:
-    """What this pool needs to do all the work. started: seconds since the replicas that start now
-    were wanted."""
+    """Return how many replicas this pool needs to do all the work, and why.
+
+    started: seconds since the replicas that start now were wanted.
+    """
     works = _works(pool, demand, history)
     level, slope = _trend(works)
     ahead = level + slope * pool.start_seconds
@@ -347,12 +375,13 @@ def _beyond(
     history: ScalingHistory,
     objective: ServiceObjective,
 ) -> int:
-    """Replicas for the work that all cheaper pools (with their targets) leave at their maximum."""
+    """Return the replicas for the work that all cheaper pools (with their targets) leave at their
+    maximum."""
     if any(target < other.maximum for other, target in cheaper):
         return 0
 
     def left(work: Callable[[PoolModel], float], busy: float) -> float:
-        """In replicas of this pool."""
+        """Return the work that the cheaper pools leave, in replicas of this pool."""
         done = sum(busy * target / max(1e-9, work(other)) for other, target in cheaper)
         return max(0.0, 1.0 - done) * work(pool) / busy
 
@@ -374,7 +403,7 @@ def _overflow(
     demand: Demand,
     objective: ServiceObjective,
 ) -> tuple[int, ScalingReason]:
-    """What a second pool must take until the first has what it needs."""
+    """Return how many replicas a second pool must have until the first has enough, and why."""
     short = main.work(demand.prompt_rate, demand.output_rate) / objective.busy - observed.ready
     if (
         short <= max(0.25, 0.05 * observed.ready)

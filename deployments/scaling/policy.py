@@ -52,7 +52,7 @@ def scales(pool: PoolConfig) -> bool:
 
 
 def policy_arguments(config: MantaConfig, pools: Mapping[str, PoolConfig]) -> dict[str, Any]:
-    """Of PoolsPolicy, for the pools that scale."""
+    """Return the arguments of PoolsPolicy for the pools that scale."""
     return {
         "pools": {
             name: {
@@ -104,7 +104,7 @@ def counts(least: int, most: int) -> dict[str, Any]:
 
 
 class ServeContext(Protocol):
-    """What is used of ray.serve's AutoscalingContext."""
+    """The part of ray.serve's AutoscalingContext that is used here."""
 
     deployment_name: str
     app_name: str | None
@@ -122,7 +122,11 @@ class ServeContext(Protocol):
 
 
 class PoolsPolicy:
-    """pools: fields of decide.PoolModel by pool; objective: fields of decide.ServiceObjective."""
+    """The policy for all pools of an application together.
+
+    pools: fields of decide.PoolModel by pool.
+    objective: fields of decide.ServiceObjective.
+    """
 
     def __init__(
         self, pools: Mapping[str, Mapping[str, Any]], objective: Mapping[str, Any]
@@ -156,7 +160,10 @@ class PoolsPolicy:
         return decisions, states
 
     def plan(self, engines: Mapping[str, ServeContext], router: ServeContext | None) -> ScalingPlan:
-        """Decide, and report a plan that has changed. engines: by pool."""
+        """Decide, and report a plan that has changed.
+
+        engines: Serve's contexts by pool.
+        """
         any_context = next(iter(engines.values()))
         now = any_context.current_time or time.time()
         last = self._plan
@@ -208,7 +215,7 @@ class PoolsPolicy:
 
 
 class PoolPolicy:
-    """The same for one deployment, with its pool."""
+    """The policy for one deployment, with its pool alone."""
 
     def __init__(self, name: str, pool: Mapping[str, Any], objective: Mapping[str, Any]) -> None:
         self._name = name
@@ -220,8 +227,9 @@ class PoolPolicy:
 
 
 def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, now: float) -> Demand:
-    """Arrivals as the routers report them; without routers, what the engines compute. Requests of a
-    leaving replica are known to the routers only: it is no longer one of the deployment's."""
+    """Return the demand as the routers report it; without routers, what the engines compute.
+    Requests of a leaving replica are known to the routers only: it is no longer one of the
+    deployment's."""
     source: Iterable[ServeContext | None] = engines.values() if router is None else (router,)
     prompt = output = 0.0
     for context in source:
@@ -241,13 +249,13 @@ def _demand(engines: Mapping[str, ServeContext], router: ServeContext | None, no
 
 
 def _values(context: ServeContext | None, metric: str) -> list[float]:
-    """The metric of each replica."""
+    """Return the values of a metric, one of each replica that reports it."""
     metrics = context.aggregated_metrics if context is not None else None
     return list(metrics.get(metric, {}).values()) if metrics else []
 
 
 def _silent(context: ServeContext | None) -> bool:
-    """Replicas are there but report nothing: they are starved or cut off, not idle."""
+    """Whether replicas are there but report nothing: they are starved or cut off, not idle."""
     return bool(context and context.current_num_replicas and not context.aggregated_metrics)
 
 

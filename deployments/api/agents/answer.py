@@ -38,7 +38,11 @@ _json = msgspec.json.encode
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens. cached: of the prompt, found in the prefix cache. reasoning: of the output."""
+    """The token counts of one answer.
+
+    cached: prompt tokens found in the prefix cache
+    reasoning: output tokens of the reasoning
+    """
 
     prompt: int
     output: int
@@ -47,7 +51,11 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Wire:
-    """What a writer has made: events by number, in order."""
+    """The events of one writer, in order.
+
+    new: the events that are not yet sent
+    count: the number of all events so far
+    """
 
     def __init__(self) -> None:
         self.new: list[tuple[str, dict[str, Any]]] = []
@@ -59,12 +67,12 @@ class Wire:
 
 
 class ItemWriter(Protocol):
-    """Makes the events of one dialect, and its whole answer."""
+    """The writer of one API dialect: it makes the events of a stream and the whole answer."""
 
     wire: Wire
 
     def open(self, usage: Usage) -> None:
-        """usage: before the first token, so without what only the engines know."""
+        """Begin the answer. usage: the counts before the first token, without the engines' own."""
         ...
 
     def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None: ...
@@ -74,24 +82,24 @@ class ItemWriter(Protocol):
     def fail(self, error: ApiError) -> None: ...
 
     def whole(self) -> dict[str, Any]:
-        """The answer so far."""
+        """Return the answer so far."""
         ...
 
 
 class Naming:
-    """Ids of an answer's parts: the same whenever this answer is computed again."""
+    """The ids of an answer's parts, the same whenever this answer is computed again."""
 
     def __init__(self, number: bytes, short: bool) -> None:
         self._number, self._short = number, short
 
     @classmethod
     def of(cls, call: OpenAIRequest, number: bytes) -> "Naming":
-        """In the form that the model's own calls have."""
+        """Return the naming of an answer, with tool call ids in the form of the model's own ids."""
         format = call.output.format if call.output is not None else None
         return cls(number, format is not None and format.short_ids)
 
     def call(self, index: int, prefix: str = "") -> str:
-        """prefix: of a dialect's own ids, whatever form the model's have."""
+        """Return a tool call's id. prefix: the dialect's own prefix; "" is the model's form."""
         return call_id(self._number, 0, index, self._short and not prefix, prefix or "call_")
 
     def item(self, prefix: str, index: int) -> str:
@@ -131,7 +139,7 @@ class _WrittenChoice(ParsedChoice):
 
 
 class ItemAnswer:
-    """The answer to one call with one choice. ids, past: as of OpenAIResponse."""
+    """The answer to one call with one choice. ids, past: as for OpenAIResponse."""
 
     media_type = EVENT_STREAM  # of a stream
 
@@ -171,9 +179,10 @@ class ItemAnswer:
     async def stream(
         self, generation: Generation, exchange: HttpExchange, keepalive: float
     ) -> None:
-        """Write server-sent events until the end. What fails before the first is an ordinary error
-        answer, what fails later is an event of its dialect.
+        """Write server-sent events until the end.
 
+        A failure before the first event is an ordinary error answer. A later failure is an event of
+        the answer's dialect.
         Raises ApiError or MantaError before the start, ClientDisconnected at any time.
         """
         try:
@@ -204,8 +213,10 @@ class ItemAnswer:
             await exchange.write(self._lines(), more=False)
 
     async def run(self, generation: Generation, tell: Callable[[], bool]) -> None:
-        """Go on without a connection until the end. tell: called where there may be new events;
-        false where none are wanted any more. Raises ApiError, MantaError."""
+        """Continue the answer until its end, without a connection. Raises ApiError, MantaError.
+
+        tell: the callback for possible new events; it returns False where none are wanted any more
+        """
         while self.choice.finish_reason is None:
             deltas = await _some(generation)
             if not tell():
@@ -215,7 +226,7 @@ class ItemAnswer:
             tell()
 
     def take_events(self) -> list[bytes]:
-        """Take the events that are new, each as it stands in a stream."""
+        """Take the new events, each as the bytes of an event stream."""
         new, wire = list(map(_event, self.writer.wire.new)), self.writer.wire
         wire.new.clear()
         return new
@@ -251,7 +262,7 @@ class ItemAnswer:
         )
 
     def _lines(self) -> bytes:
-        """The events that the client has not got."""
+        """Return the bytes of the events that the client has not received."""
         wire, ids = self.writer.wire, self.ids
         out = []
         for number, (name, fields) in enumerate(wire.new, wire.count - len(wire.new) + 1):
@@ -272,7 +283,7 @@ def _event(event: tuple[str, dict[str, Any]]) -> bytes:
 
 
 def new_number(ids: EventIds | None) -> tuple[bytes, int]:
-    """Number of an answer, and its second."""
+    """Return the number of an answer and its creation time in Unix seconds."""
     if ids is None:
         return secrets.token_bytes(12), int(time.time())
     return ids.number, ids.created

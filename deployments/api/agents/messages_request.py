@@ -30,7 +30,12 @@ _MOST_NAMED = 32
 
 @dataclass(slots=True)
 class MessagesRequest:
-    """chat: the body of the chat. names: of its fields in this request."""
+    """A request to /v1/messages that was read into a chat.
+
+    chat: the body of the chat
+    names: the names of the chat's fields in this request
+    ignored: the fields and blocks without effect
+    """
 
     chat: dict[str, Any]
     names: Renaming
@@ -40,9 +45,11 @@ class MessagesRequest:
 def messages_request(
     body: dict[str, Any], *, strict: bool, counts: bool = False
 ) -> MessagesRequest:
-    """counts: only its tokens are asked for, so nothing is said of the answer's length.
+    """Convert the body of a request to /v1/messages into the body of a chat.
 
-    Blocks that are not known are left out and named. Raises ApiError 400 naming the field.
+    Unknown blocks are left out and named in `ignored`. Raises ApiError 400 naming the field.
+
+    counts: whether the request only counts tokens; max_tokens is optional then
     """
     for name, instead in MESSAGES_REFUSED.items():
         if body.get(name):
@@ -159,7 +166,10 @@ def _thinking(body: dict[str, Any], made: MessagesRequest) -> None:
 
 
 class _Reader:
-    """Messages of blocks to messages of a chat: a tool's result is a message of its own there."""
+    """The conversion of messages with blocks into messages of a chat.
+
+    A tool's result becomes a message of its own.
+    """
 
     def __init__(self, made: MessagesRequest) -> None:
         self.out: list[dict[str, Any]] = []
@@ -182,7 +192,7 @@ class _Reader:
             self._add({"role": "system", "content": "\n\n".join(kept)}, "system")
 
     def _texts(self, value: Any, place: str) -> list[str]:
-        """Of a text or of blocks of text."""
+        """Return the texts of a string or of a list of text blocks. Raises ApiError 400."""
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list):

@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def error_object(error: ApiError) -> dict[str, Any]:
-    """In Anthropic's shape; code and param stand beside its own fields."""
+    """Return an error in Anthropic's shape; code and param stand beside Anthropic's own fields."""
     message = error.message
     if error.code == "context_length_exceeded" and error.param != "max_tokens":
         message = f"prompt is too long: {message}"  # by which its clients know to compact
@@ -38,7 +38,7 @@ def error_body(error: ApiError) -> bytes:
 
 
 class MessagesWriter:
-    """One block is open at a time."""
+    """The writer of an answer to /v1/messages. One block is open at a time."""
 
     def __init__(self, call: OpenAIRequest, naming: Naming) -> None:
         self.wire = Wire()
@@ -60,7 +60,7 @@ class MessagesWriter:
         }
 
     def whole(self) -> dict[str, Any]:
-        """A call that was cut is not in it: half a command must not be run."""
+        """Return the answer so far, without a call that was cut: half a command must not run."""
         blocks = self._blocks[:-1] if self._cut else self._blocks
         return {**self._message, "content": blocks}
 

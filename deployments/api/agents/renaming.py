@@ -14,7 +14,7 @@ class Renaming:
         self._names[chat] = own
 
     def shift(self, of: str, count: int) -> None:
-        """The first items of this list in the chat became one: the others are `count` earlier."""
+        """Move the names of a list's items `count` places earlier: its first items became one."""
         moved = {}
         for chat, own in self._names.items():
             at = re.match(rf"{of}\[(\d+)\](.*)", chat)
@@ -27,7 +27,7 @@ class Renaming:
         self._names = moved
 
     def name(self, path: str) -> str:
-        """Of a field, by its longest prefix that has another name."""
+        """Return the request's name of a chat field, by the longest prefix with another name."""
         for end in [len(path), *(m.start() for m in reversed(list(_CUTS.finditer(path))))]:
             own = self._names.get(path[:end])
             if own is not None:
@@ -35,7 +35,7 @@ class Renaming:
         return path
 
     def error(self, error: ApiError | MantaError) -> ApiError:
-        """The same, about the request's own field."""
+        """Return the error with the names of the request's own fields."""
         told = error if isinstance(error, ApiError) else from_backend(error)
         own = None if told.param is None else self.name(told.param)
         message = _PLACE.sub(lambda at: self.name(at[0]), told.message)

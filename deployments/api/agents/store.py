@@ -14,8 +14,13 @@ SECONDS = 30 * 86400.0
 
 @dataclass(slots=True)
 class StoredResponse:
-    """response: its JSON. items: of the conversation before its output, as JSON. events: as they
-    stand in a stream, each under its sequence_number, where they were recorded."""
+    """A stored answer of /v1/responses.
+
+    response: the JSON of the answer
+    items: the JSON of the conversation before the answer's output
+    until: the end of the entry's life, in monotonic seconds
+    events: the recorded stream events, indexed by sequence_number; None if none were recorded
+    """
 
     owner: str
     response: bytes
@@ -29,7 +34,10 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """In the memory of one router, within so many bytes: the least recently used go first."""
+    """A store of answers in one router's memory.
+
+    Above max_bytes the least recently used answers are dropped.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -63,7 +71,10 @@ class ResponseStore:
             self._drop(next(iter(self._known)))
 
     def get(self, id: str, owner: str, param: str | None = None) -> StoredResponse:
-        """Raises ApiError 404 response_not_found: the same for one of another key."""
+        """Return a stored answer.
+
+        Raises ApiError 404 response_not_found, also for an answer of another key.
+        """
         found = self._known.get(id)
         if found is not None and found.until < _now():
             self._drop(id)
@@ -81,7 +92,7 @@ class ResponseStore:
         return found
 
     def remove(self, id: str, owner: str) -> None:
-        """Raises ApiError 404 response_not_found."""
+        """Remove a stored answer. Raises ApiError 404 response_not_found."""
         self.get(id, owner)
         self._drop(id)
 

@@ -16,9 +16,13 @@ from engine.text.infill import Gap
 
 
 class Turn(ABC):
-    """ignored: fields without effect, once the body was read. names: of the chat's fields in the
-    request, from then on. is_chat: False of a body that was read into a completion instead. gap:
-    what that completion fills, where its body does not say it."""
+    """One request that is read into a chat and answered in items.
+
+    ignored: the fields without effect, once the body was read
+    names: the names of the chat's fields in the request, once the body was read
+    is_chat: whether the body was read into a chat, and not into a completion
+    gap: the gap that the completion fills, where its body does not name one
+    """
 
     def __init__(self) -> None:
         self.ignored: list[str] = []
@@ -28,14 +32,17 @@ class Turn(ABC):
 
     @abstractmethod
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body of the chat; in a thread if it is large. Sets names. Raises ApiError."""
+        """Return the body of the chat, and set `names`. Raises ApiError.
+
+        A large body is read in a thread.
+        """
 
     async def admit(self, exchange: HttpExchange) -> None:
-        """What has to be asked for before the request is queued. Raises ApiError."""
+        """Check what has to be allowed before the request is queued. Raises ApiError."""
         return
 
     async def settle(self, exchange: HttpExchange) -> bool:
-        """Whether the request asked for nothing that is generated, and has been answered."""
+        """Whether the request needed no generation, and has been answered."""
         return False
 
     @abstractmethod
@@ -46,15 +53,15 @@ class Turn(ABC):
     async def detach(
         self, exchange: HttpExchange, answer: ItemAnswer, generation: Generation
     ) -> bool:
-        """Whether the answer goes on without the connection, which was answered then."""
+        """Whether the answer continues without the connection, which has been answered then."""
         return False
 
     def name(self, path: str) -> str:
-        """Of a field of the chat, in the request."""
+        """Return the request's name of a chat field."""
         return path if self.names is None else self.names.name(path)
 
     def error(self, error: ApiError | MantaError) -> ApiError:
-        """About the request's own fields."""
+        """Return the error with the names of the request's own fields."""
         if self.names is not None:
             return self.names.error(error)
         return error if isinstance(error, ApiError) else from_backend(error)

@@ -29,7 +29,10 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """As BatchConfig has them; keep_seconds: of files and results."""
+    """The settings of the batch folder, as BatchConfig has them.
+
+    keep_seconds: the time for which files and results are kept
+    """
 
     folder: str
     in_flight: int = 32
@@ -40,8 +43,12 @@ class BatchSettings:
 
 
 class Entry(msgspec.Struct):
-    """told: the object as OpenAI has it. owner: of Caller.id. keep: seconds that the results of a
-    batch are kept, where not as long as the settings say."""
+    """A stored file or batch.
+
+    owner: the Caller.id of its key
+    told: the object as OpenAI has it
+    keep: the seconds for which a batch's results are kept; None: as the settings say
+    """
 
     owner: str
     told: dict[str, Any]
@@ -49,7 +56,7 @@ class Entry(msgspec.Struct):
 
 
 class BatchFolder:
-    """Raises OSError: the folder cannot be made."""
+    """The folder of files and batches. Raises OSError if the folder cannot be made."""
 
     def __init__(self, settings: BatchSettings) -> None:
         self.settings = settings
@@ -62,16 +69,20 @@ class BatchFolder:
     # -- files
 
     def upload(self) -> Path:
-        """Where the body of an upload may be written."""
+        """Return a new path to which the body of an upload may be written."""
         return self._files / f"{secrets.token_hex(16)}.part"
 
     def add_file(
         self, source: Path, name: str, purpose: str, owner: str, keep: float | None, id: str = ""
     ) -> Entry:
-        """The file at source, which is in this folder, under a name of its own. keep: seconds, at
-        most those of the settings.
+        """Move the file at source to a name of its own, and return its entry.
 
-        With an id it may be called again, after a crash too: then source may have been moved."""
+        With an id it may be called again, after a crash too: then source may have been moved
+        already.
+
+        source: a path in this folder
+        keep: the seconds for which the file is kept, at most those of the settings
+        """
         id = id or new_file_id()
         with contextlib.suppress(FileNotFoundError):
             source.rename(self.data(id))
@@ -91,14 +102,14 @@ class BatchFolder:
         return entry
 
     def data(self, id: str) -> Path:
-        """The content of a file."""
+        """Return the path of a file's content."""
         return self._files / f"{id}.data"
 
     def file(self, id: str, owner: str) -> Entry | None:
         return _read(self._files, id, owner)
 
     def files(self, owner: str) -> list[Entry]:
-        """The newest first."""
+        """Return the owner's files, the newest first."""
         return _list(self._files, owner)
 
     def remove_file(self, id: str) -> None:
@@ -116,7 +127,10 @@ class BatchFolder:
         _write(self._batches / f"{entry.told['id']}.json", entry)
 
     def open_batches(self, ended: set[str]) -> list[Entry]:
-        """Those of all keys, the oldest first. ended: ids that need not be read; more are added."""
+        """Return the unfinished batches of all keys, the oldest first.
+
+        ended: ids of ended batches, which are not read; newly ended ones are added
+        """
         found = []
         for path in self._batches.glob("*.json"):
             if path.stem not in ended and (entry := _load(path)) is not None:
@@ -132,7 +146,7 @@ class BatchFolder:
         return None if entry is None else self._as_told(entry)
 
     def batches(self, owner: str) -> list[Entry]:
-        """The newest first."""
+        """Return the owner's batches, the newest first."""
         return [self._as_told(entry) for entry in _list(self._batches, owner)]
 
     def _as_told(self, entry: Entry) -> Entry:
@@ -143,28 +157,30 @@ class BatchFolder:
         return entry
 
     def cancel(self, id: str) -> None:
-        """The worker notices it. Its time is that of the first call."""
+        """Mark a batch as to be cancelled, for the worker; the time is that of the first call."""
         with contextlib.suppress(FileExistsError):
             self.part(id, "cancel").touch(mode=0o600, exist_ok=False)
 
     def cancelled_at(self, id: str) -> int | None:
-        """Unix seconds; None: it is not to be cancelled."""
+        """Return when a batch was cancelled, in Unix seconds; None if it is not to be cancelled."""
         try:
             return int(self.part(id, "cancel").stat().st_mtime)
         except FileNotFoundError:
             return None
 
     def part(self, id: str, kind: str) -> Path:
-        """kind: "output", "errors" or "cancel"."""
+        """Return the path of a part of a batch. kind: "output", "errors" or "cancel"."""
         return self._batches / f"{id}.{kind}"
 
     def in_use(self) -> set[str]:
-        """Files that batches are still to read."""
+        """Return the ids of the files that unfinished batches still read."""
         return {entry.told["input_file_id"] for entry in self.open_batches(set())}
 
     def sweep(self) -> None:
-        """Removes files whose time is over, except inputs of batches that run; batches that ended
-        as long ago; what is left of uploads that were cut."""
+        """Remove expired files, batches that ended keep_seconds ago, and remains of cut uploads.
+
+        Inputs of batches that run are kept.
+        """
         now, keep = time.time(), self.settings.keep_seconds
         used = self.in_use()
         for entry in _list(self._files, None):
@@ -194,7 +210,7 @@ def new_file_id() -> str:
 
 
 def _changed(path: Path) -> float:
-    """Unix time; now if it is gone."""
+    """Return when a file was last changed, in Unix seconds; now if the file is gone."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -235,7 +251,10 @@ def _list(folder: Path, owner: str | None) -> list[Entry]:
 
 
 def whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines. A last line that a crash has cut is taken off it."""
+    """Yield the objects of a file of JSON lines.
+
+    A last line that a crash has cut is removed from the file.
+    """
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         end = 0
         for raw in file:

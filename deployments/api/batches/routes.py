@@ -50,7 +50,7 @@ def _folder(api: "Api") -> BatchFolder:
 
 
 async def files(api: "Api", exchange: HttpExchange) -> None:
-    """GET and POST of /v1/files."""
+    """Answer GET and POST of /v1/files."""
     folder, owner = _folder(api), exchange.caller.id
     if exchange.method == "POST":
         entry = await _upload(api, exchange, folder)
@@ -63,7 +63,7 @@ async def files(api: "Api", exchange: HttpExchange) -> None:
 
 
 async def one_file(api: "Api", exchange: HttpExchange) -> None:
-    """GET and DELETE of /v1/files/{id}, GET of /v1/files/{id}/content."""
+    """Answer GET and DELETE of /v1/files/{id}, and GET of /v1/files/{id}/content."""
     folder = _folder(api)
     id, _, rest = exchange.path[len(FILES) + 1 :].partition("/")
     entry = await asyncio.to_thread(folder.file, id, exchange.caller.id)
@@ -82,7 +82,7 @@ async def one_file(api: "Api", exchange: HttpExchange) -> None:
 
 
 async def batches(api: "Api", exchange: HttpExchange) -> None:
-    """GET and POST of /v1/batches."""
+    """Answer GET and POST of /v1/batches."""
     folder, owner = _folder(api), exchange.caller.id
     if exchange.method == "POST":
         told, keep = _checked(await api.read(exchange))
@@ -107,7 +107,7 @@ async def batches(api: "Api", exchange: HttpExchange) -> None:
 
 
 async def one_batch(api: "Api", exchange: HttpExchange) -> None:
-    """GET of /v1/batches/{id}, POST of /v1/batches/{id}/cancel."""
+    """Answer GET of /v1/batches/{id}, and POST of /v1/batches/{id}/cancel."""
     folder = _folder(api)
     id, _, rest = exchange.path[len(BATCHES) + 1 :].partition("/")
     entry = await asyncio.to_thread(folder.batch, id, exchange.caller.id)
@@ -126,7 +126,7 @@ def _missing(what: str, id: str) -> ApiError:
 
 
 def _checked(body: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
-    """A new batch, and how many seconds its results are kept at most. Raises ApiError 400."""
+    """Return a new batch, and the most seconds that its results are kept. Raises ApiError 400."""
     for name in ("input_file_id", "endpoint", "completion_window"):
         if not isinstance(body.get(name), str):
             code = "missing_field" if body.get(name) is None else "invalid_type"
@@ -171,7 +171,10 @@ def _checked(body: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
 
 
 def _seconds_of(after: Any, name: str) -> float:
-    """Of OpenAI's {"anchor": "created_at", "seconds": ...}. Raises ApiError 400."""
+    """Return the seconds of OpenAI's {"anchor": "created_at", "seconds": ...}.
+
+    Raises ApiError 400.
+    """
     seconds = after.get("seconds") if isinstance(after, dict) else None
     if (
         not isinstance(seconds, int)
@@ -189,7 +192,7 @@ async def _answer_one(exchange: HttpExchange, entry: Entry) -> None:
 
 
 async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int, most: int) -> None:
-    """A page of them: `limit` and `after` of the query."""
+    """Answer with a page of the entries, by `limit` and `after` of the query."""
     query = exchange.parameters()
     limit, after = query.get("limit", str(usual)), query.get("after")
     if not limit.isdecimal() or not 1 <= int(limit) <= most:
@@ -226,7 +229,7 @@ async def _send_file(exchange: HttpExchange, path: Path) -> None:
 
 
 async def _upload(api: "Api", exchange: HttpExchange, folder: BatchFolder) -> Entry:
-    """multipart/form-data with `file` and `purpose`, to the disk as it comes."""
+    """Write an upload to the disk as it arrives: multipart/form-data with `file` and `purpose`."""
     if exchange.values(b"content-encoding"):
         raise _unsupported("an upload must not have a content-encoding", "content-encoding")
     kinds = exchange.values(b"content-type")
@@ -300,7 +303,10 @@ async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
 
 
 def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[str, dict[str, str]]:
-    """The file's name, with its content at target, and the other fields. Raises ApiError 400."""
+    """Write the form's file to target; return its name and the other fields.
+
+    Raises ApiError 400.
+    """
     fields: dict[str, str] = {}
     name = ""
     line = b"--" + boundary

@@ -27,9 +27,16 @@ NEVER: Schema = {"not": {}}
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """taken: have an effect. ignored: are known to have none, and are named in x-ignored-fields, as
-    unknown ones are unless `http.strict` refuses them. silent: have no effect, and are not named.
-    refused: name -> what of it is taken all the same. required: without null."""
+    """The fields of one kind of request.
+
+    Unknown fields are named in x-ignored-fields, unless `http.strict` refuses them.
+
+    taken: the fields with an effect
+    required: the fields that must be there, and not null
+    ignored: the fields known to have no effect, which are named in x-ignored-fields
+    silent: the fields without effect that are not named
+    refused: the refused fields, each with the values that are accepted all the same
+    """
 
     taken: Mapping[str, Schema]
     required: tuple[str, ...] = ()
@@ -39,13 +46,13 @@ class Body:
 
     @property
     def known(self) -> frozenset[str]:
-        """What is looked into."""
+        """The names of the fields whose values are looked into."""
         others = (NEVER, ELSEWHERE)
         looked = {name for name, one in self.refused.items() if not any(one is o for o in others)}
         return frozenset(looked | self.taken.keys())
 
     def schema(self, *, strict: bool = False) -> Schema:
-        """Of the whole body. Null is what a field has that is left out."""
+        """Return the JSON schema of the whole body, in which null is a field that is left out."""
         properties = {
             name: one if name in self.required else optional(one)
             for name, one in self.taken.items()
@@ -69,13 +76,13 @@ def openai_body(
     required: tuple[str, ...] = (),
     refused: Mapping[str, Schema] | None = None,
 ) -> Body:
-    """With what OpenAI's clients send without effect, and what no request may set."""
+    """Return a Body with OpenAI's ignored fields and the fields that no request may set."""
     never = {**(refused or {}), **dict.fromkeys(sorted(NOT_ALLOWED - taken.keys()), NEVER)}
     return Body(taken, required, WITHOUT_EFFECT - taken.keys() - never.keys(), refused=never)
 
 
 def optional(schema: Schema) -> Schema:
-    """The same, or null."""
+    """Return the schema extended by null."""
     kind = schema.get("type")
     if schema == {} or kind == "null":
         return schema
@@ -91,12 +98,12 @@ def integer(low: float, high: float) -> Schema:
 
 
 def number(low: float, high: float, *, above: bool = False) -> Schema:
-    """above: low itself is not one of them."""
+    """Return the schema of a number. above: whether low itself is excluded."""
     return {"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high}
 
 
 def text(most: int) -> Schema:
-    """most: bytes of UTF-8, of which a character has at least one."""
+    """Return the schema of a text. most: its bytes of UTF-8, at least one per character."""
     return {"type": "string", "maxLength": most}
 
 
@@ -118,7 +125,7 @@ def list_of(item: Schema, low: int = 0, high: int | None = None) -> Schema:
 
 
 def record(required: Mapping[str, Schema], **others: Schema) -> Schema:
-    """An object; others: of its keys that may be left out or null."""
+    """Return the schema of an object. others: the schemas of keys that may be left out or null."""
     properties = {**required, **{name: optional(one) for name, one in others.items()}}
     found: Schema = {"type": "object", "properties": properties}
     if required:

@@ -31,7 +31,7 @@ SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """begin, JSON of a schema, end."""
+    """A tag of an output: begin, JSON of the schema, end."""
 
     begin: str
     schema: Any
@@ -40,7 +40,7 @@ class StructuralTag:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTags:
-    """Text in which each of the triggers begins one of the tags."""
+    """A limit to text in which each of the triggers begins one of the tags."""
 
     tags: tuple[StructuralTag, ...]
     triggers: tuple[str, ...]
@@ -48,9 +48,14 @@ class StructuralTags:
 
 @dataclass(slots=True)
 class RequestedGrammar:
-    """where: the field that says it, for errors. value: a schema (bool, object or its text), or the
-    text of a pattern or grammar, or the list of choices, or StructuralTags. ignored: options
-    without effect here. strict: a schema is refused for what cannot be enforced."""
+    """A limit of the output, as a request asks for it.
+
+    where: the request's field, for errors
+    value: a schema (bool, object or its text), the text of a pattern or grammar, the list of
+        choices, or StructuralTags
+    strict: whether a schema is refused for what cannot be enforced
+    ignored: the options without effect here
+    """
 
     where: str
     kind: Kind
@@ -59,8 +64,10 @@ class RequestedGrammar:
     ignored: list[str] = field(default_factory=list)
 
     def grammar(self) -> tuple[Grammar, list[str]]:
-        """As the engine takes it, and the pointers of what it does not enforce. Takes milliseconds
-        for a large schema. Raises ApiError 400, InvalidRequest."""
+        """Return the grammar for the engine, and JSON pointers of what it does not enforce.
+
+        Takes milliseconds for a large schema. Raises ApiError 400, InvalidRequest.
+        """
         if self.kind == "json":
             schema = self.value
             if isinstance(schema, str):
@@ -76,7 +83,7 @@ class RequestedGrammar:
 
 
 def take_constraint(body: dict[str, Any]) -> RequestedGrammar | None:
-    """The one that a request has; None: any text. Its contents are not looked into.
+    """Return the output limit of a request, its contents unchecked; None: any text.
 
     Raises ApiError 400: invalid_type, invalid_value, missing_field, not_supported;
     conflicting_fields, if there are two.
@@ -215,7 +222,7 @@ def _filled(value: Any, path: str) -> list[Any]:
 
 
 def _checked(where: str, kind: Kind, value: Any) -> RequestedGrammar | None:
-    """Types and sizes alone."""
+    """Return the limit of a field after a check of types and sizes alone; None for no value."""
     if value is None:
         return None
     if kind == "json":

@@ -84,10 +84,11 @@ def take_object(value: Any) -> dict[str, Any]:
 def check_names(
     body: dict[str, Any], known: frozenset[str], *, strict: bool, generates: bool = False
 ) -> list[str]:
-    """The fields that will be ignored, as header-safe names. generates: for a body of a
-    generation, whose LIMITS are refused.
+    """Return the fields that will be ignored, as header-safe names.
 
     Raises ApiError 400: field_not_allowed, not_supported; unknown_field if strict.
+
+    generates: whether the body is that of a generation, whose LIMITS are refused
     """
     ignored: list[str] = []
     for name in body:
@@ -119,8 +120,10 @@ def check_names(
 
 
 def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
-    """Of fields that are ignored, as they may stand in a header; the first ones if there are many.
-    inside: what goes before each, e.g. ``stream_options.``."""
+    """Return ignored fields as header-safe names, only the first ones if there are many.
+
+    inside: the text before each name, e.g. ``stream_options.``
+    """
     found = [
         inside + (_HEADER_SAFE.sub("?", name[:64]) or "?")
         for name in itertools.islice(names, _MAX_NAMED + 1)
@@ -160,7 +163,7 @@ def take_str(body: dict[str, Any], name: str, max_bytes: int) -> str | None:
 
 
 def take_word(body: dict[str, Any], name: str, words: Sequence[str]) -> str | None:
-    """One of these words. Raises ApiError 400."""
+    """Return the field's value, one of these words, or None. Raises ApiError 400."""
     value = body.get(name)
     if value is not None and value not in words:
         code = "invalid_value" if isinstance(value, str) else "invalid_type"
@@ -188,7 +191,7 @@ def take_cut(body: dict[str, Any], limit: int) -> int | None:
 
 
 def take_token_ids(ids: list[Any], path: str, vocab_size: int) -> list[int]:
-    """The list itself if each item is an integer in [0, vocab_size).
+    """Return the list itself if each item is an integer in [0, vocab_size).
 
     Raises ApiError 400 token_out_of_range naming the first item that is not, e.g. ``prompt[3]``.
     """

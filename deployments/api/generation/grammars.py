@@ -42,7 +42,7 @@ _pool = ThreadPoolExecutor(CHILDREN, thread_name_prefix="grammars")
 
 @functools.lru_cache(maxsize=4)
 def sandbox_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) -> GrammarSandbox:
-    """For one model."""
+    """Return the grammar sandbox of one model."""
     special = {i: tokenizer.token_text(i) for i in tokenizer.mark_ids}
     return GrammarSandbox(special, num_tokens, end_ids)
 
@@ -50,7 +50,7 @@ def sandbox_of(tokenizer: Tokenizer, num_tokens: int, end_ids: tuple[int, ...]) 
 async def grammar_of(
     constraint: RequestedGrammar, tokenizer: Tokenizer, card: ModelCard
 ) -> tuple[Grammar, list[str]]:
-    """What the engine is to enforce, and what it will not, as names for x-ignored-fields.
+    """Return the grammar for the engine, and what it will not enforce, for x-ignored-fields.
 
     Raises ApiError 400 naming the field, and in it the keyword by a JSON pointer; Overloaded.
     """
@@ -69,7 +69,10 @@ async def grammar_of(
 async def output_grammar_of(
     plan: OutputPlan, constraint: RequestedGrammar | None, card: ModelCard
 ) -> tuple[Grammar, list[str]]:
-    """The same for an answer with tools or reasoning in it."""
+    """Return the grammar of an answer with tools or reasoning, and names for x-ignored-fields.
+
+    Raises ApiError 400 naming the field; Overloaded.
+    """
     sandbox = sandbox_of(plan.tokenizer, card.vocab_size, card.eos_token_ids)
     where = "tools" if constraint is None else constraint.where
 
@@ -95,7 +98,10 @@ async def _waited(work: Future[tuple[Grammar, list[str]]]) -> tuple[Grammar, lis
 def _tagged(
     constraint: RequestedGrammar, tokenizer: Tokenizer, sandbox: GrammarSandbox
 ) -> tuple[Grammar, list[str]]:
-    """Of StructuralTags."""
+    """Return the grammar of StructuralTags, and names for x-ignored-fields.
+
+    Raises ApiError 400.
+    """
     asked: StructuralTags = constraint.value
     ignored: list[str] = []
     tags = []
@@ -144,7 +150,7 @@ def _compiled(constraint: RequestedGrammar, sandbox: GrammarSandbox) -> tuple[Gr
 
 
 def _is_broken(pattern: Any, message: str) -> bool:
-    """A pattern is broken by the compiler's message, and by Python's dialect too."""
+    """Whether a pattern is broken, by the compiler's message and by Python's dialect too."""
     if not isinstance(pattern, str) or not any(sign in message for sign in _BROKEN):
         return not isinstance(pattern, str)
     if len(pattern) > _LONG_PATTERN:

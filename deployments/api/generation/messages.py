@@ -32,10 +32,10 @@ _KNOWN = frozenset(
 
 
 def check_messages(value: Any, ignored: list[str]) -> list[dict[str, Any]]:
-    """Messages with string contents, decoded tool arguments; unused keys go to ignored.
+    """Return the messages with string contents and decoded tool arguments.
 
-    Several text parts become one string, in order and with nothing between them. Large ones
-    belong in a thread.
+    Unused keys go to ignored. Several text parts become one string, in order and with nothing
+    between them. Large chats belong in a thread.
     Raises ApiError 400 naming the part at fault, e.g. ``messages[0].content[1].type``.
     """
     seen = _ChatState(ignored)
@@ -43,7 +43,7 @@ def check_messages(value: Any, ignored: list[str]) -> list[dict[str, Any]]:
 
 
 def take_messages(value: Any) -> list[Any]:
-    """A list of a length that is allowed, its items as they are. Raises ApiError 400."""
+    """Return a list of an allowed length, its items as they are. Raises ApiError 400."""
     if value is None:
         raise invalid("messages is required", "messages", "missing_field")
     if not isinstance(value, list):
@@ -55,8 +55,11 @@ def take_messages(value: Any) -> list[Any]:
 
 @dataclass(slots=True)
 class _ChatState:
-    """Of the messages so far. asked: tool call ids that may be answered. brackets: in tools'
-    arguments, which are JSON in a string and so were not counted with the body."""
+    """The counts and tool call ids of the messages so far.
+
+    asked: the tool call ids that may be answered
+    brackets: the brackets in tools' arguments, JSON in a string that was not counted with the body
+    """
 
     ignored: list[str]
     asked: set[str] = field(default_factory=set)
@@ -112,8 +115,11 @@ def _message(item: Any, path: str, seen: _ChatState) -> dict[str, Any]:
 
 
 def _unsaid(item: dict[str, Any], path: str) -> str:
-    """The content of an answer that has none: its refusal, or nothing. Answers of thoughts alone
-    and empty ones are sent back so, and some clients leave out what is null or empty."""
+    """Return the content of an assistant's message that has none: its refusal, or nothing.
+
+    Clients send back answers of reasoning alone and empty ones like this. Some clients leave out
+    what is null or empty.
+    """
     refusal = item.get("refusal")
     if refusal is not None and not isinstance(refusal, str):
         raise wrong_type(f"{path}.refusal", "a string")
@@ -187,7 +193,7 @@ def _tool_calls(calls: Any, path: str, seen: _ChatState) -> list[dict[str, Any]]
 
 
 def _arguments(value: Any, path: str, seen: _ChatState) -> Any:
-    """The wire has JSON in a string; templates print an object."""
+    """Return a tool call's arguments as an object, which templates print, from JSON in a string."""
     if value is None or value == "":
         return {}
     if isinstance(value, str):

@@ -44,19 +44,21 @@ MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 
 
 @dataclass(slots=True)
 class OpenAIRequest:
-    """prompts: token ids of each. texts: what `echo` repeats, one for each prompt.
+    """A checked generation request.
 
-    common: what the backend's requests for these prompts have in common. Its token_ids are empty,
-        and its seed is the one that was drawn, for a request that names none.
-    continuous_usage: each event of a stream tells the usage up to it.
-    token_names: log-probabilities name tokens by their ids.
-    prompt_logprobs: they were asked for by that name, not only through echo.
-    score_only: nothing is to be generated, only the prompt's logprobs (max_tokens 0 with echo).
-    timing: usage tells how the request fared (the header x-return-timing).
-    streams, emitted: for each prompt, or none; see GenerationRequest.
-    constraint: what the output may be; params have it as a grammar once it is compiled.
-    output: how the answer's text is to be read; None: as it is.
-    ignored: request fields without effect.
+    prompts: the token ids of each prompt
+    texts: the texts that `echo` repeats, one for each prompt
+    common: the common part of the backend's requests for these prompts. Its token_ids are empty,
+        and its seed is the drawn one, for a request that names none
+    continuous_usage: whether each event of a stream reports the usage up to it
+    token_names: whether log-probabilities name tokens by their ids
+    prompt_logprobs: whether the request has this field, and not echo alone
+    score_only: whether only the prompt's logprobs are computed (max_tokens 0 with echo)
+    timing: whether usage reports how the request fared (the header x-return-timing)
+    streams, emitted: one for each prompt, or none; see GenerationRequest
+    constraint: the limit of the output; params have its grammar once it is compiled
+    output: the plan for reading the answer's text; None: the text is the answer
+    ignored: the request fields without effect
     """
 
     card: ModelCard
@@ -91,7 +93,7 @@ class OpenAIRequest:
         return self.common.seed if seed is None else seed
 
     def requests(self) -> list[GenerationRequest]:
-        """For the backend, one for each prompt."""
+        """Return the requests for the backend, one for each prompt."""
         params = self.params
         if self.score_only:  # an engine always makes a token; it is dropped here
             params = msgspec.structs.replace(params, max_tokens=1)
@@ -111,8 +113,11 @@ class OpenAIRequest:
 def encode_texts(
     tokenizer: Tokenizer, texts: list[str], special: bool, limit: int
 ) -> list[list[int]]:
-    """Ids of each text, one after the other, up to the first that surely has more than `limit`: the
-    others are not worth the work then. Raises TooManyTokens."""
+    """Return the token ids of each text.
+
+    Encoding ends at the first text that has more than `limit` tokens: the others are not worth the
+    work then. Raises TooManyTokens.
+    """
     found = []
     for text in texts:
         tokenizer.check_length(text, limit)
@@ -129,7 +134,7 @@ async def chat_call(
     options: ApiOptions,
     caller: Caller = ANYONE,
 ) -> OpenAIRequest:
-    """size: bytes of the body. Raises ApiError."""
+    """Read a chat's body into a checked request. size: the body's bytes. Raises ApiError."""
     ignored = check_names(body, CHAT.known, strict=options.strict, generates=True)
     card = await find_model(body.get("model"), backend, caller)
 
@@ -187,9 +192,11 @@ def chat_ids(
     ignored: list[str],
     max_tokens: int,
 ) -> tuple[list[int], bool]:
-    """The prompt of a chat, and whether it opens the model's turn. Changes messages to the form
-    that the template wants; fields that it does not read go to ignored. Raises ApiError 400 and
-    TooManyTokens."""
+    """Return the token ids of a chat's prompt, and whether it opens the model's turn.
+
+    Messages are changed to the form that the template wants. Fields that the template does not read
+    go to ignored. Raises ApiError 400 and TooManyTokens.
+    """
     shape = template_options(body, options)
     shape |= render_options(tokenizer, body, messages, tools, shape, ignored)
     ids = tokenizer.encode_chat(messages, max_tokens=max_tokens, **shape)
@@ -197,7 +204,10 @@ def chat_ids(
 
 
 def template_options(body: dict[str, Any], options: ApiOptions) -> dict[str, Any]:
-    """add_generation_prompt, continue_final_message and the allowed chat_template_kwargs."""
+    """Return add_generation_prompt, continue_final_message and allowed chat_template_kwargs.
+
+    Raises ApiError 400.
+    """
     continued = take_bool(body, "continue_final_message")
     generation = take_bool(body, "add_generation_prompt", not continued)
     if continued and generation:
@@ -240,8 +250,12 @@ async def completion_call(
     max_tokens: int | None = DEFAULT_COMPLETION_TOKENS,
     gap: Gap | None = None,
 ) -> OpenAIRequest:
-    """size: bytes of the body. max_tokens: of a body that names none. gap: to be filled, in the
-    place of `prompt` and `suffix`. Raises ApiError."""
+    """Read the body of a completion into a checked request. Raises ApiError.
+
+    size: the bytes of the body
+    max_tokens: the value of a body that names none
+    gap: the gap to be filled, in the place of `prompt` and `suffix`
+    """
     ignored = check_names(body, COMPLETION.known, strict=options.strict, generates=True)
     card = await find_model(body.get("model"), backend, caller)
     refuse_tools(body)
@@ -286,7 +300,10 @@ def _fill_gaps(
     special: bool,
     max_prompts: int,
 ) -> None:
-    """Prompts in which the model sees what stands behind its answer. Raises as `_fill_prompts`."""
+    """Set prompts in which the model sees the text behind its answer (fill in the middle).
+
+    Raises as `_fill_prompts`.
+    """
     marks = FillMarks.of(call.tokenizer)
     if marks is None:
         raise invalid(
@@ -310,9 +327,10 @@ def _fill_gaps(
 
 @dataclass(frozen=True, slots=True)
 class _PromptCut:
-    """What `truncate_prompt_tokens` and `truncation_side` leave of a prompt of tokens.
+    """The part of a prompt that `truncate_prompt_tokens` and `truncation_side` keep.
 
-    side: where a longer one is cut.
+    tokens: the number of tokens that are kept
+    side: the side at which a longer prompt is cut
     """
 
     tokens: int
@@ -329,7 +347,7 @@ class _PromptCut:
         return cls(min(tokens, max(1, context - (call.params.max_tokens or 1))), side)
 
     def apply(self, ids: list[int]) -> list[int]:
-        """Return the part that is kept."""
+        """Return the part of a prompt that is kept."""
         return ids[-self.tokens :] if self.side == "left" else ids[: self.tokens]
 
 
@@ -425,7 +443,7 @@ def _common(
 
 
 def _stream_options(value: Any, stream: bool) -> tuple[bool, bool, list[str]]:
-    """Whether a stream tells its usage at its end, in each event, and the fields without effect."""
+    """Return whether a stream reports usage at its end, and in each event; and ignored fields."""
     if value is None:
         return False, False, []
     if not isinstance(value, dict):
@@ -440,7 +458,7 @@ def _stream_options(value: Any, stream: bool) -> tuple[bool, bool, list[str]]:
 
 
 def check_choices(call: OpenAIRequest, options: ApiOptions) -> None:
-    """Raises ApiError 400 too_many_choices."""
+    """Check how many choices a request has. Raises ApiError 400 too_many_choices."""
     count, most = len(call.prompts) * call.params.n, options.max_choices
     if count > most:
         raise invalid(
@@ -452,9 +470,12 @@ def check_choices(call: OpenAIRequest, options: ApiOptions) -> None:
 
 
 def check_context(call: OpenAIRequest, body: dict[str, Any], *, chat: bool) -> None:
-    """When the card is known to be the adapter's: it tells how much its virtual tokens leave.
-    Raises InvalidRequest context_length_exceeded, about the prompt if that alone is too long;
-    ApiError 400 where the log-probabilities of the prompt are too many."""
+    """Check the prompts against the model's context, and the number of prompt log-probabilities.
+
+    Called when the card is known to be the adapter's, whose virtual tokens leave less room. Raises
+    InvalidRequest context_length_exceeded, about the prompt if that alone is too long; ApiError 400
+    where the log-probabilities of the prompt are too many.
+    """
     limit, wanted = call.card.max_model_len, call.params.max_tokens
     newer = body.get("max_completion_tokens") is not None
     for ids in call.prompts:
@@ -474,11 +495,14 @@ def check_context(call: OpenAIRequest, body: dict[str, Any], *, chat: bool) -> N
 
 
 def scored_entries(call: OpenAIRequest) -> int:
-    """Log-probabilities of prompt tokens that the answer will have, alternatives included."""
+    """Return how many log-probabilities of prompt tokens the answer will have.
+
+    Alternatives are included.
+    """
     alternatives = call.params.prompt_logprobs or 0
     return sum(map(len, call.prompts)) * (1 + alternatives) * call.params.n
 
 
 def too_many_tokens(error: TooManyTokens, param: str) -> InvalidRequest:
-    """The error for a text that was not encoded as a whole."""
+    """Return the error for a text that was too long to be encoded as a whole."""
     return context_too_long(error.limit, error.at_least, param=param, where=param, at_least=True)

@@ -17,7 +17,7 @@ _NAMES = re.compile(rb"[A-Za-z0-9_\-, ]{1,2048}")
 
 
 def tell_origin(exchange: HttpExchange, origins: frozenset[str]) -> None:
-    """Put into the answer, whatever it will be, whether the page that asked may read it."""
+    """Set the headers by which a browser lets the asking page read the answer, whatever it is."""
     if not origins:
         return
     if ANY not in origins:
@@ -38,7 +38,9 @@ def is_preflight(exchange: HttpExchange) -> bool:
 
 
 async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> None:
-    """The same for all paths: it gives nothing away, and browsers send no key with it.
+    """Answer a preflight, in the same way for all paths.
+
+    The answer gives nothing away, and browsers send no key with a preflight.
 
     Raises ApiError 403 origin_not_allowed.
     """
@@ -62,7 +64,7 @@ async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> N
 
 
 def _allowed(exchange: HttpExchange, origins: frozenset[str]) -> bytes | None:
-    """The origin that asked, if it may."""
+    """Return the origin that asked if its pages may ask, else None."""
     given = exchange.values(b"origin")
     if len(given) != 1:
         return None

@@ -36,7 +36,7 @@ _INSIDE = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,1024}+("?)', re.DOTALL)  # a p
 
 
 def parse_json(body: bytes) -> Any:
-    """UTF-8 JSON (a BOM is allowed) -> objects. No network, no recursion beyond MAX_DEPTH.
+    """Parse UTF-8 JSON (a BOM is allowed) into objects, without recursion beyond MAX_DEPTH.
 
     Integers of any size stay integers; floats beyond double become inf, so that the field that
     holds one can be named by the check of that field.
@@ -62,8 +62,9 @@ def parse_json(body: bytes) -> Any:
 
 
 def parse_inner(text: str) -> Any:
-    """JSON that stands in a string of a body, such as a tool call's arguments, within the limits
-    of a body. Of two equal keys the last counts: models write such, and callers send them back.
+    """Parse JSON in a string of a body, such as a tool call's arguments, within a body's limits.
+
+    Of two equal keys the last counts: models write such JSON, and callers send it back.
 
     Raises ApiError 400: invalid_json, json_too_deep, json_too_large.
     """
@@ -109,7 +110,7 @@ def _count(body: bytes) -> None:
 
 
 def _end_of_string(body: bytes, at: int) -> int:
-    """Where the string that has begun before `at` is over, or the body is."""
+    """Return where the string that began before `at` ends, or else the end of the body."""
     while True:
         piece = _INSIDE.match(body, at)
         assert piece is not None  # it matches nothing, too
@@ -218,7 +219,7 @@ def _reason(message: str) -> str:
 
 
 def _no_surrogates(root: Any) -> None:
-    """Strings with half a surrogate pair are no text: nothing can encode them."""
+    """Refuse strings with half a surrogate pair, which nothing can encode. Raises ApiError 400."""
     stack = [root]
     while stack:
         item = stack.pop()

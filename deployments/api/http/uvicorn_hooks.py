@@ -55,15 +55,20 @@ _INVALID_HTTP = {
 
 
 def install() -> list[Middleware]:
-    """Serve's hook. uvicorn looks its parser up by name in HTTP_PROTOCOLS, and Serve leaves the
-    name at "auto"."""
+    """Install Manta's HTTP parser, and return the middleware; Serve calls it as its hook.
+
+    uvicorn looks its parser up by name in HTTP_PROTOCOLS, and Serve leaves the name at "auto".
+    """
     HTTP_PROTOCOLS["auto"] = f"{__name__}:HttpProtocol"
     return [Middleware(EdgeMiddleware)]
 
 
 class EdgeMiddleware:
-    """ASGI middleware around all of Serve's layers. One clean x-request-id goes in, and refusals in
-    plain text come out as the error object. Serve's own routes (/-/...) stay as they are."""
+    """The ASGI middleware around all of Serve's layers.
+
+    One clean x-request-id goes in, and refusals in plain text come out as the error object. Serve's
+    own routes (/-/...) stay as they are.
+    """
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -120,7 +125,7 @@ class _RefusalFilter:
 
 
 def _refusal(status: int) -> ApiError:
-    """For a status that Serve answers with: its text names deployments and addresses."""
+    """Return the error for a status of Serve, whose own text names deployments and addresses."""
     if status == 404:
         return ApiError(404, "not_found", "nothing is served at this path", kind=NOT_FOUND)
     if status == 408:
@@ -141,8 +146,9 @@ def _about(body: bytes) -> list[tuple[bytes, bytes]]:
 
 
 class JsonRefusals:
-    """Mixed into one of uvicorn's HTTP/1.1 protocols: the parser's refusals as error objects, and a
-    bound on a head that never ends, which httptools lacks.
+    """A mixin of uvicorn's HTTP/1.1 protocols that sends the parser's refusals as error objects.
+
+    The mixin also bounds a head that never ends, which httptools does not.
 
     A connection is closed a moment after its refusal, because closing with unread data resets it
     and the client may never see the answer.
@@ -179,7 +185,7 @@ class JsonRefusals:
         super().on_headers_complete()  # type: ignore[misc]
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls it while it handles the parser's exception."""
+        """Refuse a request; uvicorn calls it while it handles the parser's exception."""
         error = sys.exception()
         status = getattr(error, "error_status_hint", 400)  # h11's
         if len(self.url) > MAX_URL_BYTES:
@@ -216,9 +222,11 @@ class JsonRefusals:
 
 
 class ConnectionTimeouts:
-    """Mixed in too: limits on how long a connection may keep the server waiting, which uvicorn
-    lacks. A head that does not come is refused. A client that does not read its answer is cut off,
-    and the application sees a disconnect. Neither costs anything for a chunk."""
+    """A mixin that limits how long a connection may keep the server waiting; uvicorn has no limit.
+
+    A head that does not come is refused. A client that does not read its answer is cut off, and the
+    application sees a disconnect. Neither costs anything for a chunk.
+    """
 
     if TYPE_CHECKING:  # of uvicorn's protocols and JsonRefusals
         transport: asyncio.Transport
@@ -291,4 +299,4 @@ class ConnectionTimeouts:
 
 
 class HttpProtocol(ConnectionTimeouts, JsonRefusals, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """What uvicorn makes for each connection."""
+    """The protocol that uvicorn makes for each connection."""

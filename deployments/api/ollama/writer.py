@@ -14,7 +14,7 @@ from deployments.api.tools.step_parser import Event
 
 
 def error_object(error: ApiError) -> dict[str, Any]:
-    """In Ollama's shape; code and param stand beside its own field."""
+    """Return an error in Ollama's shape; code and param stand beside Ollama's own field."""
     return {"error": error.message, "code": error.code, "param": error.param}
 
 
@@ -23,7 +23,7 @@ def error_body(error: ApiError) -> bytes:
 
 
 class OllamaWriter:
-    """A call comes as a whole, when it is complete: one that was cut never does."""
+    """The writer of /api/chat. A call is written when it is complete, a cut call never."""
 
     def __init__(self, model: str, naming: Naming) -> None:
         self.wire = Wire()
@@ -99,7 +99,7 @@ class OllamaWriter:
 
 
 class GenerateWriter(OllamaWriter):
-    """The same of a text that is no message."""
+    """The writer of /api/generate, whose answer is a text and no message."""
 
     def _said(self, message: dict[str, Any]) -> dict[str, Any]:
         said = {"response": message["content"]}
@@ -109,7 +109,7 @@ class GenerateWriter(OllamaWriter):
 
 
 def loaded(model: str, *, chat: bool) -> bytes:
-    """The answer to a request that only wants the model to be there."""
+    """Return the answer to a request that only wants the model to be there."""
     said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
     return msgspec.json.encode({**_head(model), **said, "done": True, "done_reason": "load"})
 

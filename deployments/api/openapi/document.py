@@ -67,7 +67,7 @@ _HEADERS: tuple[tuple[str, str, Schema], ...] = (
 
 
 def document(routes: Iterable["Route"], options: "ApiOptions", root: str = "") -> dict[str, Any]:
-    """root: what stands before every path."""
+    """Return the OpenAPI document of the routes. root: the text before every path."""
     keyed = bool(options.api_keys or options.admin_keys)
     made: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -131,7 +131,7 @@ def _operation(route: "Route", method: str, options: "ApiOptions", keyed: bool) 
 
 
 def _schema(body: Body, options: "ApiOptions") -> Schema:
-    """With what the operator decides."""
+    """Return the schema of a body, with the parts that the operator's options decide."""
     schema = body.schema(strict=options.strict)
     if "chat_template_kwargs" in schema["properties"]:
         names: dict[str, Schema] = {name: {} for name in sorted(options.template_kwargs)}

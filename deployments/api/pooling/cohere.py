@@ -32,7 +32,7 @@ _PROMPTS = {"search_query": ("query",), "search_document": ("document", "passage
 
 
 async def embed(api: "Api", exchange: HttpExchange) -> None:
-    """Raises ApiError, MantaError."""
+    """Answer a request for embeddings in Cohere's form. Raises ApiError, MantaError."""
     older = exchange.path == EMBED_1
     async with pooled_call(api, exchange, COHERE_EMBED, _read) as call:
         body = call.body
@@ -68,7 +68,10 @@ async def embed(api: "Api", exchange: HttpExchange) -> None:
 
 
 def _read(body: dict[str, Any]) -> dict[str, Any]:
-    """Long texts are cut unless the request says otherwise."""
+    """Return the body with Cohere's truncation in the fields of all routes.
+
+    Long texts are cut unless the request says otherwise.
+    """
     cut = take_word(body, "truncate", COHERE_CUTS) or "END"
     side = "left" if cut == "START" else "right"
     return {**body, "truncate": cut != "NONE", "truncation_side": side}
@@ -90,7 +93,7 @@ def _kinds(body: dict[str, Any]) -> list[str]:
 
 
 def _texts(body: dict[str, Any]) -> list[str]:
-    """Of `texts`, or of `inputs` whose content is text."""
+    """Return the texts of `texts`, or of `inputs` whose content is text. Raises ApiError 400."""
     if body.get("images"):
         raise invalid(
             "images: the models served here take text only", "images", "modality_not_supported"
@@ -118,14 +121,18 @@ def _texts(body: dict[str, Any]) -> list[str]:
 
 
 def _prompt(kind: str | None, pooling: Pooling) -> str | None:
-    """The name of the model's prompt for this kind of input; None if it has none."""
+    """Return the name of the model's prompt for this kind of input; None if it has none."""
     names = () if kind is None else (kind, *_PROMPTS.get(kind, ()))
     own = {name.lower(): name for name in pooling.prompts}
     return next((own[name] for name in names if name in own), None)
 
 
 def _written(vector: Vector, kind: str) -> Any:
-    """binary and ubinary: a bit an element, whether it is above 0; binary is signed."""
+    """Return an embedding as JSON has it in one of Cohere's types.
+
+    binary and ubinary have a bit for each element, which is set if the element is above 0; binary
+    is signed.
+    """
     if kind == "float":
         return vector.tolist()
     if kind == "base64":

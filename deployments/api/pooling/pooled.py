@@ -68,10 +68,15 @@ _UNSCALED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True, unscaled=
 
 @dataclass(slots=True)
 class PooledCall:
-    """limit: tokens of a text. truncate: cut longer ones at their end; keep_end: at their
-    beginning. special: with the special tokens that tokenizer.json puts around a text.
-    activation: False: numbers before the last sigmoid, softmax or division by a length; True: of
-    vectors, with that division; None: as the model has it."""
+    """A checked HTTP request for embeddings, or for the scores of a classifier.
+
+    limit: the most tokens of a text
+    truncate: whether longer texts are cut, at their end
+    keep_end: whether longer texts are cut at their beginning instead
+    special: whether a text gets the special tokens that tokenizer.json puts around it
+    activation: False: values before the last sigmoid, softmax or normalisation; True: normalised
+        embeddings; None: as the model has it
+    """
 
     exchange: HttpExchange
     body: dict[str, Any]
@@ -96,14 +101,17 @@ class PooledCall:
         return self.activation is False
 
     def vector(self, found: bytes, dimensions: int | None = None) -> Vector:
-        """One of `vectors`, as the request wants it."""
+        """Return one of the results of `vectors` in the form that the request wants."""
         values = as_array(found)
         if dimensions is not None:
             values = values[:dimensions] if self.raw else self.pooling.cut(values, dimensions)
         return normalized(values) if self.activation else values
 
     def encode(self, text: str, path: str, most: int | None = None) -> list[int]:
-        """most: tokens that are kept. Raises InvalidRequest context_length_exceeded."""
+        """Return the token ids of a text. Raises InvalidRequest context_length_exceeded.
+
+        most: the most tokens that are kept
+        """
         tokenizer = self.tokenizer
         kept = self.limit if most is None else min(self.limit, most)
         if self.truncate or kept == most:
@@ -117,8 +125,11 @@ class PooledCall:
         return self.checked(tokenizer.encode(text, add_special_tokens=self.special), path)
 
     def encode_pair(self, first: str, second: str, path: str, most: int | None = None) -> list[int]:
-        """Two texts as tokenizer.json puts them together. The second one is cut where a pair is too
-        long and `truncate` asks for it. most: tokens that are kept of the second one.
+        """Return the token ids of two texts, as tokenizer.json puts them together.
+
+        The second text is cut where a pair is too long and `truncate` asks for it.
+
+        most: the most tokens that are kept of the second text
 
         Raises InvalidRequest context_length_exceeded.
         """
@@ -151,7 +162,7 @@ class PooledCall:
         return ids
 
     def listed(self, data: list[Any], tokens: int) -> bytes:
-        """The JSON answer of the routes whose results are a list. tokens: that were computed."""
+        """Return the JSON answer of a route with a list of results. tokens: the computed tokens."""
         answer = {
             "id": self.exchange.request_id,
             "object": "list",
@@ -163,8 +174,9 @@ class PooledCall:
         return msgspec.json.encode(answer)
 
     async def vectors(self, prompts: Sequence[list[int]]) -> list[bytes]:
-        """Of each prompt, which has at least one token: float32, little-endian.
+        """Compute each prompt's embedding, or a classifier's scores: float32, little-endian.
 
+        Each prompt has at least one token.
         Raises ApiError, MantaError, ClientDisconnected.
         """
         self.charge(prompts)
@@ -192,8 +204,10 @@ class PooledCall:
 async def pooled_call(
     api: "Api", exchange: HttpExchange, fields: Body, read: ReadBody | None = None
 ) -> AsyncIterator[PooledCall]:
-    """The request, read, and in flight until the block ends. fields: of this route. read: makes of
-    its body one with the names that all have.
+    """Read the request, and count it as in flight until the block ends.
+
+    fields: the fields of this route
+    read: the conversion of the route's body into one with the field names of all routes
 
     Raises ApiError, MantaError.
     """
@@ -214,7 +228,7 @@ async def _checked(
     fields: Body,
     read: ReadBody | None,
 ) -> PooledCall:
-    """With the fields that all routes have."""
+    """Return the call of a body, after the checks of the fields that all routes have."""
     exchange.ignored += check_names(body, fields.known, strict=api.options.strict)
     if read is not None:
         body = read(body)
@@ -265,7 +279,7 @@ def _take_activation(body: dict[str, Any], fields: Body) -> bool | None:
 
 
 async def take_input(call: PooledCall, body: dict[str, Any]) -> list[list[int]]:
-    """The texts of `input`, or the one that the chat template makes of `messages`.
+    """Return the token ids of the texts of `input`, or of `messages` in the chat template.
 
     Raises ApiError, InvalidRequest.
     """
@@ -305,7 +319,9 @@ async def take_input(call: PooledCall, body: dict[str, Any]) -> list[list[int]]:
 
 
 async def take_prompts(call: PooledCall, body: dict[str, Any], name: str) -> list[list[int]]:
-    """A text, token ids, or a list of either, as token ids. `prompt_name` goes before each text.
+    """Return the token ids of a text, of token ids, or of a list of either.
+
+    The model's prompt of the name `prompt_name` goes before each text.
 
     Raises ApiError, InvalidRequest.
     """
@@ -369,7 +385,7 @@ class _Run:
         return self._found
 
     def _fill(self) -> None:
-        """Start texts. Where the service has no room for one, those that run are waited for."""
+        """Start texts. Where the service has no room for one, the running texts are waited for."""
         while self._waiting and len(self._live) < self._window:
             index, request = self._waiting[0]
             try:

@@ -45,7 +45,7 @@ class _Text:
 
 
 async def rerank(api: "Api", exchange: HttpExchange) -> None:
-    """Raises ApiError, MantaError."""
+    """Answer with documents, ordered by relevance to a query. Raises ApiError, MantaError."""
     cohere, plain = exchange.path == COHERE, exchange.path == TEI
     fields, read = (RERANK_TEXTS, tei_reader(api.backend)) if plain else (RERANK, None)
     async with pooled_call(api, exchange, fields, read) as call:
@@ -96,7 +96,7 @@ async def rerank(api: "Api", exchange: HttpExchange) -> None:
 
 
 def cohere_meta(version: str, units: dict[str, int], tokens: int) -> dict[str, Any]:
-    """What Cohere's clients read of an answer beside its results."""
+    """Return the object `meta` of an answer, which Cohere's clients read."""
     return {
         "api_version": {"version": version},
         "billed_units": units,
@@ -105,7 +105,7 @@ def cohere_meta(version: str, units: dict[str, int], tokens: int) -> dict[str, A
 
 
 async def score(api: "Api", exchange: HttpExchange) -> None:
-    """Raises ApiError, MantaError."""
+    """Answer with the scores of pairs of texts. Raises ApiError, MantaError."""
     async with pooled_call(api, exchange, SCORE) as call:
         body = call.body
         if body.get("label_token_ids"):
@@ -130,7 +130,7 @@ async def score(api: "Api", exchange: HttpExchange) -> None:
 
 
 async def classify(api: "Api", exchange: HttpExchange) -> None:
-    """Raises ApiError, MantaError."""
+    """Answer with the labels of texts. Raises ApiError, MantaError."""
     async with pooled_call(api, exchange, CLASSIFY) as call:
         body = call.body
         labels = call.pooling.labels
@@ -150,7 +150,10 @@ def _unsupported(message: str, what: str) -> ApiError:
 
 
 def _side(body: dict[str, Any], names: Sequence[str]) -> str:
-    """The field that has the texts of one side. Raises ApiError 400 for two of them."""
+    """Return the field that has the texts of one side.
+
+    Raises ApiError 400 if two fields have them.
+    """
     found = [name for name in names if body.get(name) is not None]
     if len(found) > 1:
         raise invalid(f"{' and '.join(found)} exclude each other", found[1], "conflicting_fields")
@@ -158,7 +161,7 @@ def _side(body: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def _said(item: Any) -> Any:
-    """The text of an item, if it has one."""
+    """Return the text of an item, if the item has one."""
     if not isinstance(item, dict):
         return item
     if (parts := item.get("content")) is None or isinstance(parts, str):
@@ -167,7 +170,7 @@ def _said(item: Any) -> Any:
 
 
 def joined(parts: Any) -> str | None:
-    """The text of content in parts; None if some are no texts."""
+    """Return the text of content in parts; None if some parts are no texts."""
     if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_PARTS:
         return None
     texts = [
@@ -181,8 +184,11 @@ def joined(parts: Any) -> str | None:
 
 
 def _texts(body: dict[str, Any], name: str) -> list[_Text]:
-    """A text or a list of them, each a string or an object with one in `text`. An empty one is a
-    text as any other: a list of a thousand does not end at one of them."""
+    """Return the text of a field, or the list of its texts. Raises ApiError 400.
+
+    Each text is a string, or an object with one in `text` or `content`. An empty text is accepted:
+    a list of a thousand does not fail for one of them.
+    """
     value = body.get(name)
     if value is None:
         raise invalid(f"{name} is required", name, "missing_field")
@@ -203,7 +209,9 @@ def _texts(body: dict[str, Any], name: str) -> list[_Text]:
 async def _scores(
     call: PooledCall, first: list[_Text], second: list[_Text], most: int | None = None
 ) -> tuple[list[float], int]:
-    """Of each pair, and how many tokens were computed. most: tokens of a second text that are kept.
+    """Return the score of each pair, and the number of computed tokens.
+
+    most: the most tokens that are kept of a second text
 
     Raises ApiError, MantaError.
     """
@@ -246,7 +254,10 @@ def _pair(call: PooledCall, first: _Text, second: _Text, most: int | None) -> li
 async def _cosines(
     call: PooledCall, first: list[_Text], second: list[_Text], most: int | None
 ) -> tuple[list[float], int]:
-    """A text of which the tokenizer makes no token has no direction: its cosine is 0."""
+    """Return the cosine of each pair's embeddings, and the number of computed tokens.
+
+    A text of which the tokenizer makes no token has no direction: its cosine is 0.
+    """
     ours = [(text.text, None) for text in first], [(text.text, most) for text in second]
     texts = dict(zip((*ours[0], *ours[1]), (*first, *second), strict=True))
 

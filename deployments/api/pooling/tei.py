@@ -36,14 +36,14 @@ PATHS = frozenset({EMBED, PREDICT, INFO})
 
 
 def error_body(error: ApiError) -> bytes:
-    """In TEI's shape; code and param stand beside its own fields."""
+    """Return an error in TEI's shape; code and param stand beside TEI's own fields."""
     kind = "Overloaded" if error.status == 503 else "Validation"
     told = {"error": error.message, "error_type": kind if error.status != 500 else "Backend"}
     return msgspec.json.encode({**told, "code": error.code, "param": error.param})
 
 
 def tei_reader(backend: Backend) -> ReadBody:
-    """A body in TEI's words in those of the other routes."""
+    """Return the conversion of a body in TEI's fields into one in the fields of other routes."""
 
     def read(body: dict[str, Any]) -> dict[str, Any]:
         found = {**body, "model": _only_model(body.get("model"), backend)}
@@ -57,13 +57,13 @@ def tei_reader(backend: Backend) -> ReadBody:
 
 
 def _only_model(name: Any, backend: Backend) -> Any:
-    """TEI serves one model, so its requests name none."""
+    """Return the request's model; for a request that names none, the only pooling model."""
     cards = [card for card in backend.models().values() if card.parent is None and card.pooling]
     return cards[0].id if name is None and len(cards) == 1 else name
 
 
 async def embed(api: "Api", exchange: HttpExchange) -> None:
-    """Raises ApiError, MantaError."""
+    """Answer with embeddings in TEI's form. Raises ApiError, MantaError."""
     reader = tei_reader(api.backend)
 
     def read(body: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ async def embed(api: "Api", exchange: HttpExchange) -> None:
 
 
 async def predict(api: "Api", exchange: HttpExchange) -> None:
-    """Labels of a text or of a pair, or of a list of these, the likeliest first.
+    """Answer with the labels of a text or of a pair, or of a list of these, the likeliest first.
 
     Raises ApiError, MantaError.
     """
@@ -137,7 +137,7 @@ def _encoded(call: PooledCall, item: Any, path: str) -> list[int]:
 
 
 async def info(api: "Api", exchange: HttpExchange) -> None:
-    """Raises ApiError 400 unless one model makes vectors."""
+    """Answer with the only pooling model. Raises InvalidRequest unless there is just one."""
     name = _only_model(None, api.backend)
     if name is None:
         raise no_vectors()

@@ -20,7 +20,12 @@ _BINARY = b"application/octet-stream"
 
 @dataclass(frozen=True, slots=True)
 class VectorFormat:
-    """form: one of FORMATS. dtype: one of DTYPES. big: the highest byte comes first."""
+    """The format of embeddings in an answer.
+
+    form: one of FORMATS
+    dtype: one of DTYPES
+    big: whether the highest byte comes first
+    """
 
     form: str
     dtype: str
@@ -28,7 +33,7 @@ class VectorFormat:
 
     @classmethod
     def take(cls, body: dict[str, Any]) -> "VectorFormat":
-        """Raises ApiError 400."""
+        """Read the format from the body of a request. Raises ApiError 400."""
         form = take_word(body, "encoding_format", FORMATS) or "float"
         dtype = take_word(body, "embed_dtype", DTYPES) or "float32"
         order = take_word(body, "endianness", ENDIANNESS)
@@ -39,7 +44,7 @@ class VectorFormat:
         return self.form in (BYTES, BYTES_ONLY)
 
     def written(self, values: Vector) -> list[float] | str:
-        """For JSON."""
+        """Return an embedding as JSON has it: numbers, or base64."""
         if self.form == "base64":
             return base64.b64encode(self.packed(values)).decode()
         found: list[float] = self._rounded(values).tolist()
@@ -58,7 +63,11 @@ class VectorFormat:
         return values.astype(np.float16).astype(np.float32) if self.dtype == "float16" else values
 
     async def answer(self, exchange: HttpExchange, call: PooledCall, vectors: list[Vector]) -> None:
-        """All vectors one after the other; with "bytes" the header `metadata` tells them apart."""
+        """Answer with the bytes of all embeddings, one after the other.
+
+        With "bytes" the header `metadata` tells them apart. Raises ApiError 400 if that header is
+        too large.
+        """
         packed = [self.packed(vector) for vector in vectors]
         headers: tuple[tuple[str, str], ...] = ()
         if self.form == BYTES:
@@ -80,7 +89,7 @@ class VectorFormat:
 
 
 def _bfloat16(values: Vector) -> Vector:
-    """The nearest numbers of bfloat16, ties to even, as float32."""
+    """Round to the nearest numbers of bfloat16, ties to even, as float32."""
     bits = values.astype(np.float32).view(np.uint32)
     even = (bits >> 16) & 1
     return ((bits + 0x7FFF + even) & 0xFFFF0000).astype(np.uint32).view(np.float32)

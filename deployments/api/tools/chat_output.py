@@ -17,15 +17,23 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 
 
 def call_id(number: bytes, choice: int, index: int, short: bool, prefix: str = "call_") -> str:
-    """Of a call: the same whenever this answer is computed again. number: the answer's own."""
+    """Return the id of a tool call, the same whenever this answer is computed again.
+
+    number: the answer's own number
+    short: whether the id is nine letters and digits, without the prefix
+    """
     digest = hashlib.blake2b(b"%b %d %d" % (number, choice, index), digest_size=32).digest()
     letters = "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
     return letters[:9] if short else f"{prefix}{letters[:24]}"
 
 
 class ParsedChoice:
-    """What a parser made of the tokens of one choice. new: of the last `feed`. Stop strings are
-    looked for in content alone: arguments that they cut would be of no use."""
+    """The parsed output of one choice.
+
+    Stop strings are looked for in content alone: arguments that they cut would be of no use.
+
+    new: the events of the last `feed`
+    """
 
     def __init__(
         self, plan: OutputPlan, params: SamplingParams, prompt: Sequence[int] = ()
@@ -56,7 +64,7 @@ class ParsedChoice:
         self._told = 0  # calls that `delta` has begun
 
     def feed(self, delta: Delta) -> Decoded:
-        """As `ChoiceDecoder.feed`; the text is in `new`."""
+        """Parse a delta, as `ChoiceDecoder.feed` decodes it; the text is in the events of `new`."""
         self.new, self.is_content = [], []
         tokens = delta.token_ids
         if not tokens:
@@ -89,7 +97,7 @@ class ParsedChoice:
         return Decoded("", reason, decoded.stop_reason, count)
 
     def _take(self, text: str, final: bool) -> bool:
-        """Whether it is content."""
+        """Parse a text; return whether there was content. final: whether it is the last text."""
         events = self._parser.feed(text) if text else []
         if final:
             events += self._parser.finish()
@@ -144,7 +152,7 @@ class ParsedChoice:
     # --- on the wire ---
 
     def message(self, number: bytes, choice: int) -> dict[str, Any]:
-        """Of a whole answer. Each call has `{}` for no arguments."""
+        """Return the message of a whole answer. A call without arguments has `{}`."""
         content = "".join(self.content)
         made: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning and self._plan.shows_reasoning:
@@ -159,7 +167,10 @@ class ParsedChoice:
         return made
 
     def delta(self, number: bytes, choice: int) -> dict[str, Any]:
-        """What the last `feed` has added. {}: nothing. A call's id and name are said once."""
+        """Return the message delta of the last `feed`; {} if there is none.
+
+        A call's id and name are sent once.
+        """
         made: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
         for kind, text in self.new:
@@ -188,7 +199,7 @@ class ParsedChoice:
         return {"type": "function", "function": {"name": name, "arguments": text}}
 
     def forget_new(self) -> None:
-        """The last `feed` has been told before."""
+        """Forget the events of the last `feed`, which the client already has."""
         self.new, self._told = [], len(self.calls)
 
     def _id(self, number: bytes, choice: int, index: int) -> str:

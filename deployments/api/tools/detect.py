@@ -39,17 +39,23 @@ _TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateOutput:
-    """calls: None if the model writes them in a format that is not known. told: the template
-    knows nothing of tools, so messages have to tell of them; "system": in one of that role; "user":
-    it takes none of that role; "": it knows tools. history: the format in which calls of the
-    history become content, for a template that shows none. text_arguments: it wants the arguments
-    of calls in the history as JSON in a string. empty_content: it wants content beside them.
-    single_calls: it shows no more than one of a message. no_content: beside calls it refuses
-    content and reasoning together. plan: the field of a message in which it shows what was said
-    before calls, where it does not show their content. variables: those that a request may set to
-    change how much the model thinks. special_ids: the control tokens that the formats are written
-    with. wrapper: marks around content. problems: what of the checkpoint's response_template
-    cannot be used."""
+    """The output formats of a model, and what its chat template takes.
+
+    calls: the format of tool calls; None if the model's format is not known
+    told: how messages tell of tools that the template does not know: "system": in a message of that
+        role; "user": the template takes none of that role; "": the template knows tools
+    history: the format in which calls of the history become content, for a template that shows none
+    text_arguments: whether arguments of calls in the history are JSON in a string
+    empty_content: whether the template wants content beside these calls
+    single_calls: whether the template shows no more than one call of a message
+    no_content: whether the template refuses content and reasoning together beside calls
+    plan: the message field in which the template shows what was said before calls, where it does
+        not show their content
+    variables: the variables that a request may set to change how much the model thinks
+    special_ids: the control tokens that the formats are written with
+    wrapper: the marks around content
+    problems: the parts of the checkpoint's response_template that cannot be used
+    """
 
     calls: OutputFormat | None
     reasoning: Reasoning | None
@@ -75,7 +81,7 @@ _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
 
 
 def template_output(tokenizer: Tokenizer) -> TemplateOutput:
-    """Of this model; takes milliseconds the first time."""
+    """Return the output formats of this model; takes milliseconds the first time."""
     found = _known.get(tokenizer)
     if found is None:
         found = _known[tokenizer] = _found(tokenizer)
@@ -144,7 +150,7 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of a call in a history, as a template may want it."""
+    """The shape of a call in a history, as a template may want it."""
 
     named_ids: bool = False
     text_arguments: bool = False
@@ -161,8 +167,11 @@ _FLAGS = [
 def _shown(
     tokenizer: Tokenizer, shapes: Sequence[_Shape], formats: Sequence[OutputFormat]
 ) -> tuple[OutputFormat | None, _Shape]:
-    """The first format that the template writes a call in. None, and a shape that it takes, if it
-    writes it in none of them."""
+    """Return the first format in which the template writes a call, and the call's shape.
+
+    If the template writes calls in none of the formats, the format is None, with a shape that it
+    takes.
+    """
     taken = None
     for shape in shapes:
         rendered = _rendered(tokenizer, shape)
@@ -184,14 +193,20 @@ def _declared(tokenizer: Tokenizer, shapes: Sequence[_Shape]) -> DeclaredOutput:
 
 
 def _separated(declared: OutputFormat, shown: str) -> OutputFormat:
-    """With what the template writes between two calls. shown: where it does."""
+    """Return the format with the separator that the template writes between two calls.
+
+    shown: a rendered chat with two calls
+    """
     _, _, rest = shown.partition(declared.write(_NAME, _VALUES))
     between, found, _ = rest.partition(declared.write("again", _VALUES))
     return replace(declared, separator=between) if found else declared
 
 
 def _same(known: OutputFormat | None, declared: OutputFormat) -> bool:
-    """Up to white space, and what ends a turn. What is known says more than a declaration can."""
+    """Whether two formats are equal up to white space, and what ends a turn.
+
+    A known format says more than a declaration can.
+    """
     if known is None:
         return False
     calls = [one.opening + one.write(_NAME, _VALUES) for one in (known, declared)]
@@ -222,7 +237,7 @@ def _special_ids(
 def _rendered(
     tokenizer: Tokenizer, shape: _Shape, second: str = "", content: str = "", reasoning: str = ""
 ) -> str:
-    """A chat with a call, or two. "": the template refuses it."""
+    """Render a chat with a call, or two; "" if the template refuses the chat."""
     arguments: Any = json.dumps(_VALUES) if shape.text_arguments else _VALUES
     names = [_NAME, *([second] if second else [])]
     ids = ["probecall", "probenext"]

@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """KEY assign VALUE, again after each separator. Numbers are JSON's.
+    """The syntax of arguments: KEY assign VALUE, again after each separator. Numbers are JSON's.
 
-    quotes: that strings may stand in; templates write the first. raw: in it nothing is escaped, so
-        that a string cannot hold it.
-    words: JSON's -> this one's, of true, false and null that are no part of a list or an object.
-    nested: lists and objects are in it too, with keys that have no quotes; else they are JSON.
-    by_name: templates sort arguments by their names.
+    quotes: the quotes that strings may stand in; templates write the first
+    raw: whether nothing is escaped in the first quote, so that a string cannot hold it
+    words: JSON's -> the dialect's, of true, false and null that are no part of a list or an object
+    nested: whether lists and objects are in the dialect too, with keys that have no quotes; else
+        they are JSON
+    by_name: whether templates sort arguments by their names
     """
 
     assign: str
@@ -32,7 +33,7 @@ class Dialect:
         return sorted(items, key=lambda item: item[0].lower()) if self.by_name else items
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        """As a template does."""
+        """Write arguments as a template does."""
         items = self.ordered(arguments)
         return self.separator.join(f"{key}{self.assign}{self.value(it)}" for key, it in items)
 
@@ -62,7 +63,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
 class DialectReader:
-    """Of one value. end: what follows the last one of a call."""
+    """The conversion of a dialect's value to JSON. end: the text behind a call's last value."""
 
     def __init__(self, dialect: Dialect, end: str) -> None:
         self._dialect = dialect
@@ -72,8 +73,11 @@ class DialectReader:
         self._open = ""  # brackets
 
     def take(self, text: str, final: bool) -> tuple[str, str, Literal["", "next", "end"]]:
-        """What there is of it in JSON, the text that is left, and what comes behind the value if it
-        is complete: another, behind the comma, or the end, which is left."""
+        """Convert a text; return the JSON, the text that is left, and what comes behind the value.
+
+        "next" is another value behind the comma. "end" is the end of the call, which is left in the
+        text. "" means that the value is not complete.
+        """
         out: list[str] = []
         while text:
             if self._quote:
@@ -103,7 +107,7 @@ class DialectReader:
         return "".join(out), text, ""
 
     def _other(self, text: str, final: bool, out: list[str]) -> str:
-        """What is no string: the text behind it, or all of it if it may go on."""
+        """Convert a part that is no string; return the text behind it, or all if it may go on."""
         char, rest = text[0], text[1:]
         if char in "[{(":
             self._open += char
@@ -127,7 +131,7 @@ class DialectReader:
         return rest
 
     def _string(self, text: str, final: bool, out: list[str]) -> str:
-        """Of a string: the text behind what is understood."""
+        """Convert a part of a string; return the text behind it."""
         quote = self._quote
         if self._dialect.raw and quote == self._dialect.quotes[0]:
             at = text.find(quote)
@@ -156,7 +160,7 @@ class DialectReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Characters at the end of text that may begin mark."""
+    """Return how many characters at the end of text may begin mark."""
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-size:]):
             return size
@@ -164,7 +168,7 @@ def overlap(text: str, mark: str) -> int:
 
 
 def _unescaped(escape: str) -> str:
-    """Python's and JSON's escapes as JSON has them."""
+    """Return an escape of Python's or JSON's as JSON has it."""
     if escape[1] in 'nrtbf"\\/':
         return escape
     if escape[1] in "ux":

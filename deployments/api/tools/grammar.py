@@ -34,15 +34,18 @@ _PLAIN = frozenset({"type", "title", "description", "default", "examples", "enum
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """schema: of its arguments, an object's, as `enforceable` leaves it. grammar: in Lark, of the
-    one argument of a custom tool."""
+    """A function that a call may name.
+
+    schema: the schema of its arguments, an object's, as `enforceable` leaves it
+    grammar: the grammar in Lark of a custom tool's one argument; "" if it has none
+    """
 
     name: str
     schema: dict[str, Any]
     grammar: str = ""
 
     def raw(self, format: OutputFormat | None) -> frozenset[str]:
-        """Arguments that a tagged format writes without quotes."""
+        """Return the arguments that a tagged format writes without quotes."""
         tags = None if format is None else format.tagged
         if tags is None or tags.quoted:
             return frozenset()
@@ -77,12 +80,13 @@ def output_grammar(
     content: str = "",
     wrapper: tuple[str, ...] = (),
 ) -> str:
-    """Text in which each call is complete and its arguments fit their schema.
+    """Return the grammar of text in which each call is complete and its arguments fit their schema.
 
-    format without functions: text that holds no call. required: at least one call, and no text
-    before it. once: there is one stretch of reasoning at most, at the beginning.
-    content: what the text may be where that is limited, as the right side of a rule.
-    wrapper: marks that may stand around the text.
+    format: the format of calls; without functions the text holds no call
+    required: whether there is at least one call, and no text before it
+    once: whether there is one stretch of reasoning at most, at the beginning
+    content: the limit of the text, as the right side of a rule; "" for any text
+    wrapper: the marks that may stand around the text
     """
     builder = _Builder(tokenizer)
     if reasoning is not None and reasoning.channels:
@@ -94,8 +98,11 @@ def output_grammar(
 def tags_grammar(
     tokenizer: Tokenizer, tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]
 ) -> str:
-    """Text in which a trigger begins one of the tags: what it begins with, JSON of a schema as
-    `enforceable` leaves it, what it ends with. Each begins with a trigger."""
+    """Return the grammar of text in which a trigger begins one of the tags.
+
+    tags: (beginning, schema as `enforceable` leaves it, end) of each; its beginning begins with a
+        trigger
+    """
     return _Builder(tokenizer).build_tags(tags, triggers)
 
 
@@ -129,7 +136,7 @@ class _Builder:
             self._calls(format, functions, parallel)
 
         def body(name: str, starts: tuple[str, ...] = ()) -> None:
-            """What is no reasoning, as a rule."""
+            """Add the rule of the output behind reasoning."""
             parts = []
             if functions and not trigger:
                 starts += ("{",)
@@ -173,7 +180,7 @@ class _Builder:
     def _limited(
         self, name: str, content: str, starts: tuple[str, ...], ends: tuple[str, ...]
     ) -> str:
-        """Content that begins and ends with none of these; JSON never does."""
+        """Return the rule of content that begins and ends with none of these; JSON never does."""
         if content.startswith(_JSON) or not (starts or ends):
             return content
         self._rules.append(f"{name.upper()}: {_without((), starts, ends, '', f'({content})')}")
@@ -208,7 +215,7 @@ class _Builder:
         once: bool,
         content: str,
     ) -> str:
-        """Of a turn whose <|start|>assistant is in the prompt."""
+        """Return the grammar of a turn in channels; its <|start|>assistant is in the prompt."""
         again, comment = self.literal(f"{MESSAGE_START}assistant"), f"{CHANNEL}commentary"
         message = self.literal(MESSAGE)
         ends = (*MESSAGE_ENDS, MESSAGE_START)
@@ -237,7 +244,7 @@ class _Builder:
         return "\n".join([f"start: {before} ({' | '.join(body)})", *self._rules]) + "\n"
 
     def literal(self, text: str) -> str:
-        """A text of a format, of which marks are one token each."""
+        """Return a text of a format as grammar, in which each mark is one token."""
         return " /[0-9]{1,6}/ ".join(map(self._spelled, text.split(NUMBER)))
 
     def _spelled(self, text: str) -> str:
@@ -258,7 +265,7 @@ class _Builder:
         ends: tuple[str, ...] = (),
         tail: str = "",
     ) -> str:
-        """Text as of `_without` with tokens that are shown, but for those in the marks."""
+        """Return text as of `_without`, with shown tokens except those in the marks."""
         head = self._up_to_shown(marks, starts)
         if not head:
             return self._terminal(marks, starts, ends, tail)
@@ -268,7 +275,10 @@ class _Builder:
     def _until(
         self, name: str, mark: str, others: tuple[str, ...] = (), starts: tuple[str, ...] = ()
     ) -> str:
-        """Any text up to the first of this mark, and the mark. The others as of `_free`."""
+        """Return any text up to the first of this mark, and the mark.
+
+        others, starts: as of `_free`
+        """
         if found := self._cuts.search(mark):
             # The text goes up to the token: nothing else tells where it ends. The mark may begin
             # as it ends, and then the text could have made one of its beginning.
@@ -286,7 +296,7 @@ class _Builder:
         return f"({name} | {head} {name}_last)"
 
     def _up_to_shown(self, marks: tuple[str, ...], starts: tuple[str, ...]) -> str:
-        """Free text that ends with a token that is shown; "": there is none."""
+        """Return free text that ends with a shown token; "" if there is no such token."""
         shown = self._shown - self._tokens_in(*marks)
         first = shown - self._tokens_in(*starts)
         if not first:
@@ -304,7 +314,7 @@ class _Builder:
         ends: tuple[str, ...] = (),
         tail: str = "",
     ) -> str:
-        """The name of text as of `_without`."""
+        """Return the name of the terminal of text as of `_without`."""
         key = tuple(dict.fromkeys(filter(None, marks))), starts, ends, tail
         if not any(key):
             return "ANY"
@@ -363,7 +373,7 @@ class _Builder:
         return parts
 
     def _written(self, dialect: Dialect, rule: str, schema: dict[str, Any]) -> list[str]:
-        """The arguments of a call in a dialect, or the properties of an object in one."""
+        """Return the parts of a call's arguments, or of an object's properties, in a dialect."""
         required = schema.get("required") or []
         shared: dict[str, Any] = {
             key: schema[key] for key in ("$defs", "definitions") if key in schema
@@ -393,7 +403,7 @@ class _Builder:
         return [f"({' | '.join(found)})"]
 
     def _value(self, dialect: Dialect, rule: str, schema: Any, shared: dict[str, Any]) -> str:
-        """Of a schema: in the dialect as far as it can say what the schema does, else in JSON."""
+        """Return the rule of a schema: in the dialect if that can say the same, else in JSON."""
         if not isinstance(schema, dict):
             return _json(schema, _COMPACT)
         kind, keys = schema.get("type"), schema.keys()
@@ -430,8 +440,10 @@ class _Builder:
         return _json({**shared, **schema}, _COMPACT)
 
     def _constant(self, dialect: Dialect, value: Any) -> str:
-        """As models write it: in Python's double quotes, as all strings that JSON's grammar
-        gives."""
+        """Return a constant as models write it.
+
+        Strings in Python are in double quotes, as all strings that JSON's grammar gives.
+        """
         if not isinstance(value, str):
             return _quoted(dialect.value(value))
         quote = dialect.quotes[0]
@@ -441,8 +453,11 @@ class _Builder:
 
 
 def _check_name(name: str, read: str, end: str) -> None:
-    """Refuse the name of an argument that would be read as another. read: as its parser has it.
-    end: what stands behind it."""
+    """Refuse the name of an argument that would be read as another. Raises InvalidRequest.
+
+    read: the name as its parser has it
+    end: the text behind the name
+    """
     if name != read or not name or end in name + end[:-1]:
         raise InvalidRequest(
             f"this model's form of calls cannot have a property named {json.dumps(name)}",
@@ -461,8 +476,10 @@ def _without(
     tail: str = "",
     of: str = "ANY",
 ) -> str:
-    """The right side of a terminal: text that holds none of these marks, begins with none of
-    `starts` and ends with none of `ends`, but with `tail`."""
+    """Return the right side of a terminal: text that holds none of these marks.
+
+    The text begins with none of `starts` and ends with none of `ends`, but with `tail`.
+    """
     parts = [of]
     if held := "|".join(_escaped(mark) for mark in marks if mark):
         parts.append(f"~/(.|\\n)*({held})(.|\\n)*/")
@@ -476,12 +493,12 @@ def _without(
 
 
 def _escaped(text: str) -> str:
-    """Of a text in a regular expression in Lark."""
+    """Escape a text for a regular expression in Lark."""
     return re.escape(text).replace("/", "\\/").replace("\n", "n")
 
 
 def _tokens(ids: set[int]) -> str:
-    """One of these; "" for none."""
+    """Return the grammar of one of these tokens; "" for none."""
     ranges: list[list[int]] = []
     for i in sorted(ids):
         if ranges and ranges[-1][1] == i - 1:
@@ -493,7 +510,7 @@ def _tokens(ids: set[int]) -> str:
 
 
 def json_content(schema: Any) -> str:
-    """The right side of a rule: a document of a schema."""
+    """Return the right side of a rule: a JSON document of a schema."""
     return _json(schema, _FREE)
 
 

@@ -10,9 +10,12 @@ from deployments.api.tools.dialect import GEMMA, PYTHON, Dialect
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments:
-    """Arguments one by one: key_open KEY key_close VALUE value_close. Strings stand there as they
-    are, everything else as JSON. So a string cannot hold value_close. quoted: strings are JSON,
-    too."""
+    """The syntax of arguments one by one: key_open KEY key_close VALUE value_close.
+
+    Strings are written as they are, everything else as JSON. So a string cannot hold value_close.
+
+    quoted: whether strings are JSON, too
+    """
 
     key_open: str
     key_close: str
@@ -20,7 +23,7 @@ class TaggedArguments:
     quoted: bool = False
 
     def value(self, value: Any) -> str:
-        """As a template writes it."""
+        """Return a value as a template writes it."""
         raw = isinstance(value, str) and not self.quoted
         return value if raw else json.dumps(value, ensure_ascii=False)
 
@@ -61,7 +64,7 @@ class OutputFormat:
     named_ids: bool = False
 
     def write(self, name: str, arguments: Mapping[str, Any], number: int = 0) -> str:
-        """One call, without what stands around all of them."""
+        """Write one call, without the text around all calls."""
         if self.dialect is not None:
             written = self.dialect.write(arguments)
         elif self.tagged is None:
@@ -80,8 +83,11 @@ class OutputFormat:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """channels: the answer is messages, each with a header; those of one channel are reasoning.
-    efforts: what the model knows others of the API's by."""
+    """The marks around a model's reasoning.
+
+    channels: whether the answer is messages, each with a header; those of one channel are reasoning
+    efforts: (effort of the API, effort that the model knows) where these differ
+    """
 
     start: str
     end: str
@@ -90,7 +96,10 @@ class Reasoning:
 
     @property
     def known_by(self) -> str:
-        """What a template has that writes it. The end of a message says nothing."""
+        """The mark that tells a template with this reasoning.
+
+        The end of a message says nothing of it.
+        """
         return self.start if self.channels else self.end
 
     @property

@@ -12,11 +12,16 @@ Thinking = Literal["open", "may", "no"]
 
 
 class OutputParser(StepParser):
-    """format: None if no tool may be called. raw: of each function, the arguments that tagged
-    formats write as they are, being strings; all others are JSON. thinking: where the prompt leaves
-    off: inside reasoning, where it may begin, or behind it. wrapper: marks around content, which
-    are no part of it. limited: the content is what a request limits it to. Then calls come at once
-    or never, and it may hold any mark that it does not begin or end with."""
+    """The parser of the text of one choice.
+
+    format: the format of calls; None if no tool may be called
+    raw: of each function, the string arguments that tagged formats write as they are; all others
+        are JSON
+    thinking: where the prompt leaves off: inside reasoning, where it may begin, or behind it
+    wrapper: the marks around content, which are no part of it
+    limited: whether a request limits the content. Then calls come at once or never, and content may
+        hold any mark that it does not begin or end with
+    """
 
     def __init__(
         self,
@@ -54,7 +59,7 @@ class OutputParser(StepParser):
         return events
 
     def _show(self, kind: Kind, text: str) -> None:
-        """Space at the end of a part is not shown, nor at the beginning of one behind another."""
+        """Show a part without the space at its end, and at its beginning behind another part."""
         text = self._spaces + text
         body = text.rstrip()
         self._spaces = text[len(body) :]
@@ -96,7 +101,7 @@ class OutputParser(StepParser):
         return True
 
     def _begin(self) -> bool:
-        """Of what is no reasoning."""
+        """Choose the step for the text behind the reasoning."""
         if self._limited:
             return self._begin_limited()
         if self._format is None or self._format.trigger:
@@ -152,7 +157,7 @@ class OutputParser(StepParser):
         return bool(mark)
 
     def _rest(self) -> bool:
-        """No call can come any more."""
+        """Show all the remaining text as content: no call can come any more."""
         text, self._text, self._spaces = self._spaces + self._text, "", ""
         if not self._said:
             text = text.lstrip()
@@ -179,7 +184,7 @@ class OutputParser(StepParser):
         return True
 
     def _named(self) -> bool:
-        """The name, up to what follows it."""
+        """Read the name of a function, up to what follows it."""
         assert self._format is not None
         middle, size = self._format.middle, 0
         if middle:
@@ -240,7 +245,7 @@ class OutputParser(StepParser):
         self._first = False
 
     def _next_written(self) -> bool:
-        """An argument in a dialect, up to its value, or the end."""
+        """Read the key of an argument in a dialect, up to its value, or the end of the call."""
         assert self._format is not None and self._format.dialect is not None
         end, assign = self._format.end, self._format.dialect.assign
         self._text = self._text.lstrip()
@@ -276,7 +281,7 @@ class OutputParser(StepParser):
         return bool(mark)
 
     def _other_value(self) -> bool:
-        """One that is not written as a text is; its strings may hold what ends it."""
+        """Begin a value that is not raw; its strings may hold the mark that ends it."""
         if self._text:
             self._begin_json()
             self._step = self._json_value if self._text[0] in '"[{' else self._bare_value
@@ -311,7 +316,7 @@ class OutputParser(StepParser):
         return True
 
     def _after(self) -> bool:
-        """Another call, the end of all, or text."""
+        """Read another call, the end of all calls, or text."""
         assert self._format is not None
         again = _matched(self._format.separator + self._format.begin, self._text)
         closing = self._format.closing
@@ -334,8 +339,10 @@ _NO, _MAYBE = -2, -1
 
 
 def _matched(mark: str, text: str) -> int:
-    """How many characters this mark has at the beginning of a text. _NO: it is not there; _MAYBE:
-    all of the text is the beginning of one."""
+    """Return how many characters a mark has at the beginning of a text.
+
+    _NO: the mark is not there. _MAYBE: all of the text is the beginning of one.
+    """
     at = 0
     for i, part in enumerate(mark.split(NUMBER)):
         if i:
@@ -353,7 +360,7 @@ def _matched(mark: str, text: str) -> int:
 
 
 def _found(mark: str, text: str) -> tuple[int, int]:
-    """Where a text has this mark, and its size; (-1, 0) if it is not there, or not all of it."""
+    """Return where a text has this mark, and its size; (-1, 0) if it is not there as a whole."""
     first = mark.partition(NUMBER)[0]
     at = text.find(first)
     while at >= 0:

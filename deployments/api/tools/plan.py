@@ -28,8 +28,12 @@ Compile = Callable[[RequestedGrammar], tuple[Grammar, list[str]]]
 
 @dataclass(slots=True)
 class OutputPlan:
-    """tools: None if the request has none. raw: see OutputParser. shown_ids: control tokens that
-    the parser has to see."""
+    """The way in which the text of a chat's answer is read and limited.
+
+    tools: the tools of the request; None if it has none
+    raw: see OutputParser
+    shown_ids: the control tokens that the parser has to see
+    """
 
     tokenizer: Tokenizer
     format: OutputFormat | None
@@ -45,13 +49,13 @@ class OutputPlan:
 
     @property
     def custom(self) -> frozenset[str]:
-        """Names of tools that take a text."""
+        """The names of tools that take a text."""
         tools = self.tools.tools if self.tools is not None else ()
         return frozenset(tool.name for tool in tools if tool.custom)
 
     @property
     def calls(self) -> bool:
-        """There may be some."""
+        """Whether the model may emit tool calls."""
         return self.tools is not None and self.tools.mode != "none"
 
     @property
@@ -71,7 +75,7 @@ class OutputPlan:
 
     @property
     def thinking_budget(self) -> ThinkingBudget | None:
-        """As the engine takes it."""
+        """The budget of thinking as the engine takes it; None if there is none."""
         if self.budget is None or self.reasoning is None or self.thinking == "no":
             return None
         # In channels a call follows the end mark.
@@ -85,8 +89,12 @@ class OutputPlan:
     def grammar(
         self, constraint: RequestedGrammar | None, compile: Compile
     ) -> tuple[Grammar, list[str]]:
-        """Of the whole output, and what is not enforced, for x-ignored-fields. compile: of one
-        schema; milliseconds. Raises ApiError 400, InvalidRequest."""
+        """Return the grammar of the whole output, and what is not enforced, for x-ignored-fields.
+
+        compile: the function that compiles one schema, in milliseconds
+
+        Raises ApiError 400, InvalidRequest.
+        """
         ignored: list[str] = []
         functions = []
         tools = self.tools
@@ -157,7 +165,7 @@ def _not_beside(where: str) -> ApiError:
 
 
 def _escaped(match: re.Match[str]) -> str:
-    """A slash or a line break of an expression, which may be escaped already, as Lark has it."""
+    """Return a slash or line break of an expression, perhaps escaped already, as Lark has it."""
     return {"/": "\\/", "\n": "\\n"}.get(match[0][-1], match[0])
 
 
@@ -168,8 +176,11 @@ def _quoted(text: str) -> str:
 def plan_output(
     tokenizer: Tokenizer, tools: RequestedTools | None, prompt: list[int], *, generation: bool
 ) -> OutputPlan | None:
-    """None: the text is the answer. prompt: as it was rendered, with the tools. generation: it ends
-    where the assistant's turn begins."""
+    """Return the plan of a chat's answer; None: the text is the answer.
+
+    prompt: the token ids of the prompt, rendered with the tools
+    generation: whether the prompt ends where the assistant's turn begins
+    """
     known = template_output(tokenizer)
     reasoning = known.reasoning if generation else None
     thinking: Thinking = "no"

@@ -16,8 +16,12 @@ _MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required
 
 @dataclass(slots=True)
 class RequestedTool:
-    """given: as the template gets it. schema: of the arguments, not yet looked into. custom: it
-    takes a text, which is the one argument, `input`. grammar: of that text, in Lark; "" for none.
+    """A tool of a request.
+
+    given: the tool as the template gets it
+    schema: the schema of the arguments, not yet looked into
+    custom: whether the tool takes a text, which is the one argument, `input`
+    grammar: the grammar of that text, in Lark; "" for none
     """
 
     name: str
@@ -31,8 +35,12 @@ class RequestedTool:
 
 @dataclass(slots=True)
 class RequestedTools:
-    """tools: all of them, which the prompt tells. callable: the names that may be called. named:
-    one function was asked for by its name."""
+    """The tools of a request, and which may be called.
+
+    tools: all tools, which the prompt describes
+    callable: the names of the tools that may be called
+    named: whether one function was asked for by its name
+    """
 
     tools: list[RequestedTool]
     mode: Mode
@@ -42,8 +50,10 @@ class RequestedTools:
 
 
 def take_tools(body: dict[str, Any]) -> RequestedTools | None:
-    """None: there are none. Raises ApiError 400 naming the field: invalid_type, invalid_value,
-    missing_field, not_supported."""
+    """Return the tools of a chat's body; None if there are none.
+
+    Raises ApiError 400 naming the field: invalid_type, invalid_value, missing_field, not_supported.
+    """
     _refuse_functions(body)
     tools = _tools(body.get("tools"))
     parallel = take_bool(body, "parallel_tool_calls", True)
@@ -57,7 +67,7 @@ def take_tools(body: dict[str, Any]) -> RequestedTools | None:
 
 
 def refuse_tools(body: dict[str, Any]) -> None:
-    """For a route that has none. Raises ApiError 400 not_supported."""
+    """Refuse tools, for a route that has none. Raises ApiError 400 not_supported."""
     _refuse_functions(body)
     if body.get("tools"):
         raise invalid("tools are for chat completions", "tools", "not_supported")
@@ -127,7 +137,7 @@ def _tools(value: Any) -> list[RequestedTool]:
 
 
 def _custom(name: str, described: str | None, format: Any, where: str) -> RequestedTool:
-    """A template knows functions: this is one of a text."""
+    """Return a custom tool as a function of one text, because templates know only functions."""
     text: dict[str, Any] = {"type": "string"}
     kind = format.get("type") if isinstance(format, dict) else None
     grammar = ""
@@ -159,7 +169,7 @@ def _custom(name: str, described: str | None, format: Any, where: str) -> Reques
 
 
 def _choice(choice: Any, names: set[str]) -> tuple[Mode, set[str], bool]:
-    """How many calls, of which, and whether one was named."""
+    """Return the mode of calls, the callable names, and whether one function was named."""
     if choice is None:
         return "auto", names, False
     if isinstance(choice, str) and choice in _MODES:

@@ -24,19 +24,22 @@ _WHOLE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class _Unusable(Exception):
-    """Its text says what of the declaration no grammar can be made of."""
+    """An error whose text says of which part of the declaration no grammar can be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Space:
-    """White space, as much as the chat template shows. fallback: where it shows none of this."""
+    """A part of white space, as much as the chat template shows.
+
+    fallback: the space for a template that shows none of this
+    """
 
     fallback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Other(_Space):
-    """Any text that the declaration reads over."""
+    """A part of any text that the declaration reads over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,12 @@ _Part = str | _Space | _Captured
 
 @dataclass(frozen=True, slots=True)
 class DeclaredOutput:
-    """None, or () for wrapper: it does not say, or not in a form that can be used; then problems
-    tell, for people, what of it is in the way."""
+    """The output formats of a declaration.
+
+    A format is None, or wrapper (), if the declaration does not say it in a form that can be used.
+
+    problems: descriptions, for people, of what cannot be used
+    """
 
     calls: OutputFormat | None = None
     reasoning: Reasoning | None = None
@@ -61,8 +68,11 @@ class DeclaredOutput:
 def declared_output(
     template: Any, name: str, key: str, value: str, examples: Sequence[str], ends: Iterable[str]
 ) -> DeclaredOutput:
-    """examples: what the chat template prints of a call to `name` with one argument, a text.
-    ends: texts of the tokens that end a turn."""
+    """Return the output formats that a response_template declares.
+
+    examples: what the chat template prints of a call to `name` with one argument, a text
+    ends: the texts of the tokens that end a turn
+    """
     problems: list[str] = []
     try:
         fields = _fields(template)
@@ -216,7 +226,7 @@ def _tagged(
 
 
 def _made(**marks: Any) -> OutputFormat:
-    """The trigger is the first word of the beginning."""
+    """Return the format of these marks, whose trigger is the first word of the beginning."""
     begin = marks.get("opening", "") + marks["begin"]
     word = re.match(r"\s*\S+", begin)
     if word is None:
@@ -225,8 +235,10 @@ def _made(**marks: Any) -> OutputFormat:
 
 
 def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
-    """Whether the name is a group of the opening expression; if not, the keys of name and arguments
-    in the JSON."""
+    """Return whether the name is a group of the opening expression, and keys of the JSON.
+
+    If the name is no group, the keys are those of name and arguments.
+    """
     function = transform.get("function") if isinstance(transform, dict) else None
     if function == "{content}" and not each:
         return False, ("name", "arguments")
@@ -245,7 +257,7 @@ def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
 
 
 def _dialect(options: dict[str, Any]) -> Dialect | None:
-    """None: it is plain JSON."""
+    """Return the dialect of these options; None for plain JSON. Raises _Unusable."""
     if not options.keys() - {"allow_non_json"}:
         return None
     pairs = options.get("string_delims") or []
@@ -260,7 +272,7 @@ def _dialect(options: dict[str, Any]) -> Dialect | None:
 
 
 def _mark(field: dict[str, Any], name: str) -> list[_Part]:
-    """Of a list of texts the first."""
+    """Return the parts of a mark, of a list of texts the first; [] if there is no mark."""
     text = field.get(name)
     if isinstance(text, list) and text:
         text = text[0]
@@ -271,7 +283,7 @@ def _mark(field: dict[str, Any], name: str) -> list[_Part]:
 
 
 def _text(parts: list[_Part], where: str) -> str:
-    """Without white space that may be there."""
+    """Return the text of a mark's parts, without white space that may be there."""
     if any(isinstance(part, _Captured) for part in parts):
         raise _Unusable(f"{where}_pattern: groups are for calls")
     return "".join(part for part in parts if isinstance(part, str))
@@ -287,7 +299,10 @@ def _split(
 
 
 def _parts(pattern: Any, where: str) -> list[_Part]:
-    """Of an expression that is no more than texts, white space and groups with names."""
+    """Split an expression into parts.
+
+    The expression may have texts, white space and groups with names, and no more. Raises _Unusable.
+    """
     if not isinstance(pattern, str):
         raise _Unusable(f"{where}: it must be a text")
     parts: list[_Part] = []
@@ -339,7 +354,7 @@ def _behind_group(pattern: str, at: int) -> int:
 
 
 def _shown(parts: Sequence[_Part], examples: Sequence[str]) -> list[str]:
-    """Each part as the first example has it."""
+    """Return each part as the first example has it."""
     whole = "".join(
         f"({re.escape(part) if isinstance(part, str) else _expression(part)})" for part in parts
     )

@@ -9,15 +9,22 @@ Kind = Literal["content", "reasoning", "call", "arguments", "end"]
 
 
 class Event(NamedTuple):
-    """call: text is the function's name. arguments: a piece of its JSON. end: of that call."""
+    """A parsed piece of an answer, by its kind.
+
+    call: text is the function's name
+    arguments: text is a piece of the call's JSON
+    end: the end of that call
+    """
 
     kind: Kind
     text: str = ""
 
 
 class StepParser:
-    """A function of the text alone: however it is cut, the pieces of each kind add up to the same.
-    Parsing never fails: what is no call after all is content.
+    """The base of parsers that go on piece by piece, whose result depends on the text alone.
+
+    However the text is cut, the pieces of each kind add up to the same. Parsing never fails: what
+    is no call after all is content.
 
     Each step takes a part of _text, and tells whether there may be another.
     """
@@ -33,7 +40,7 @@ class StepParser:
 
     @property
     def reasons(self) -> bool:
-        """The next text is reasoning, or ends it."""
+        """Whether the next text is reasoning, or ends it."""
         raise NotImplementedError
 
     def feed(self, text: str) -> list[Event]:
@@ -41,7 +48,7 @@ class StepParser:
         return self._run()
 
     def finish(self) -> list[Event]:
-        """After the last text: what was held back. A call that has no name yet is not shown."""
+        """Return what was held back, after the last text. A call without a name is not shown."""
         self._final = True
         return self._run()
 
@@ -57,8 +64,10 @@ class StepParser:
         return merged
 
     def _take(self, until: tuple[str, ...]) -> tuple[str, str]:
-        """The text before the first of these, or what can be no beginning of one; and which it is,
-        "" if none is there."""
+        """Take the text before the first of these marks; return the text and the mark.
+
+        If no mark is there, it is "", and text that may begin one is left.
+        """
         found = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
         if found:
             at, mark = min(found)
@@ -78,7 +87,7 @@ class StepParser:
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def _in_string(self, char: str) -> bool:
-        """The next character of JSON belongs to a string."""
+        """Read the next character of JSON; return whether it belongs to a string."""
         if not self._quoted:
             self._quoted = char == '"'
             return self._quoted
@@ -91,8 +100,10 @@ class StepParser:
         return True
 
     def _take_json(self, mark: str) -> tuple[str, bool]:
-        """What is there of JSON that ends before a mark, which its strings may hold, and whether
-        the mark has come."""
+        """Take JSON that ends before a mark; return the JSON, and whether the mark has come.
+
+        Strings in the JSON may hold the mark.
+        """
         text = self._text
         for at, char in enumerate(text):
             if not self._quoted and text.startswith(mark, at):
@@ -106,8 +117,10 @@ class StepParser:
         return text, False
 
     def _take_object(self) -> bool:
-        """Of one object, the arguments of a call, what is there; strings may hold anything. Whether
-        it is complete."""
+        """Take what there is of one object, the arguments of a call; return whether it is complete.
+
+        Strings in the object may hold anything.
+        """
         text = self._text
         for at, char in enumerate(text):
             if self._in_string(char):

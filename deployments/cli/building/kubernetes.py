@@ -41,12 +41,14 @@ def rayservice(
     memory: Mapping[str, str] | None = None,
     cache_claim: str = "",
 ) -> dict[str, Any]:
-    """The manifest. One pod is one replica, or a node of one that has several; a pool is a worker
-    group of the same name, or of the name MODEL-POOL where there are several models.
+    """Return the RayService manifest of a configuration. Raises ConfigError.
 
-    memory: of a pod by group, or by "head", "gpu" and "cpu", in Kubernetes' units. cache_claim: the
-    PersistentVolumeClaim that all pods share as their cache; empty: each pod's goes with it. Raises
-    ConfigError.
+    One pod is one replica, or a node of one that has several; a pool is a worker group of the same
+    name, or of the name MODEL-POOL where there are several models.
+
+    memory: memory of a pod by group, or by "head", "gpu" and "cpu", in Kubernetes' units.
+    cache_claim: PersistentVolumeClaim that all pods share as their cache; empty: each pod's goes
+        with it.
     """
     if cache_claim and not re.fullmatch(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?", cache_claim):
         raise ConfigError(
@@ -110,8 +112,9 @@ def rayservice(
 
 
 def _labelled(config: MantaConfig) -> MantaConfig:
-    """The same, in which the pools of several models ask for pods of their own, where they ask for
-    none. Raises ConfigError: how large a pod is to be is not said."""
+    """Return the configuration with labels for the pools of several models that have none. Each
+    pool then asks for pods of its own. Raises ConfigError where the size of a pod is not known, or
+    a GPU pool sleeps."""
     for model, one in config.each().items():
         before = f"models.{model}." if config.models else ""
         if config.models and not one.pools:
@@ -147,7 +150,8 @@ def _labelled(config: MantaConfig) -> MantaConfig:
 
 
 def _group_name(config: MantaConfig, model: str, pool: str) -> str:
-    """Of letters that names of pods may have; two models stay two."""
+    """Return the name of a pool's worker group, in letters that pod names may have. Two models
+    never get the same name."""
     if not config.models:
         return pool
     plain = re.sub(r"[^a-z0-9]+", "-", model.lower())[:_NAME].strip("-")
@@ -159,7 +163,8 @@ def _group_name(config: MantaConfig, model: str, pool: str) -> str:
 def _memory(
     groups: Mapping[str, tuple[str, PoolConfig, int]], given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Of a pod by group. Raises ConfigError."""
+    """Return the memory of a pod by group, in Kubernetes' units. Raises ConfigError for an unknown
+    group."""
     for name in given:
         if name not in MEMORY and name not in groups:
             known = ", ".join(dict.fromkeys((*MEMORY, *groups)))
@@ -173,7 +178,8 @@ def _memory(
 
 
 def _environment(config: MantaConfig) -> dict[str, str]:
-    """What names a folder or a port of this machine is left out: each pod has the defaults."""
+    """Return the environment of a pod. Variables that name a folder or a port of this machine are
+    left out: each pod has the defaults."""
     found = {}
     folder = str(edge_folder())
     try:
@@ -242,7 +248,7 @@ def _pod(
     memory: str,
     cache_claim: str,
 ) -> dict[str, Any]:
-    """Without root, and with a root folder that nothing writes to."""
+    """Return a pod template that runs without root and with a read-only root folder."""
     limits = {name: amount for name, amount in resources.items() if name != "cpu"}
     volumes: dict[str, dict[str, Any]] = {name: {"emptyDir": {}} for name in _WRITTEN}
     if cache_claim:
@@ -278,7 +284,7 @@ def _pod(
 
 
 def memory_of(options: list[str]) -> dict[str, str]:
-    """`cpu=48Gi` as it is given on the command line, by group. Raises ConfigError."""
+    """Return the amounts by group of options such as `cpu=48Gi`. Raises ConfigError."""
     found = {}
     for option in options:
         name, equals, amount = option.partition("=")

@@ -60,12 +60,18 @@ class Driver:
         self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def ignore(self, *numbers: signal.Signals) -> None:
-        """Signals are the server's. Not SIG_IGN, with which what is started here would begin."""
+        """Ignore signals, which are the server's. SIG_IGN is not used, because the processes that
+        are started here would inherit it."""
         for number in numbers:
             signal.signal(number, lambda *_: None)
 
     def run(self, server: int, mark: str) -> NoReturn:
-        """In a process that was just forked, with no thread but this one. Never returns."""
+        """Run the driver in a process that was just forked, with no thread but this one. Never
+        returns.
+
+        server: pid of the server.
+        mark: mark of the server, for the environment of all that is started.
+        """
         code = 1
         try:
             end_with(server)

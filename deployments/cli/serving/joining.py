@@ -1,5 +1,5 @@
-"""Whether a Ray answers at an address, asked before Ray's own client is: that one tries for a
-minute and a half and logs each try."""
+"""Joining Ray at an address, which first has to answer: Ray's own client tries for a minute and a
+half and logs each try."""
 
 import contextlib
 import logging
@@ -94,8 +94,9 @@ def join(address: str) -> None:
 
 
 def job_config(folders: list[str]) -> Any:
-    """Of a job whose workers import from these folders first, and not from the one that the
-    command runs in, which may have a file engine.py. They work in that folder all the same."""
+    """Return the config of a Ray job whose workers import from these folders first. They do not
+    import from the folder that the command runs in, which may have a file engine.py. They work in
+    that folder all the same."""
     from ray.job_config import JobConfig
 
     # A job of Ray's client adds no folders; there is no public way to say this, up to Ray 2.60.
@@ -129,7 +130,7 @@ def _connect(address: str, host: str, port: int) -> None:
 
 
 def _ask(address: str) -> None:
-    """A question to the GCS by way of the token that Ray's client would send."""
+    """Ask the GCS a question with the token that Ray's client would send. Raises ClusterError."""
     import grpc
     from ray._private.gcs_utils import create_gcs_channel
     from ray.core.generated import gcs_service_pb2_grpc

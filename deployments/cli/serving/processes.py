@@ -23,7 +23,10 @@ _KILL_SECONDS = 5.0  # for the kernel to end what got SIGKILL; a large GPU proce
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """started: clock ticks since boot; with the pid it names one process for ever."""
+    """A process.
+
+    started: clock ticks since boot; with the pid they name one process for ever.
+    """
 
     pid: int
     parent: int
@@ -42,7 +45,7 @@ def table() -> dict[int, ProcessInfo]:
 
 
 def read(pid: int) -> ProcessInfo | None:
-    """None for one that has ended, be it a zombie."""
+    """Read a process from /proc; None for one that has ended, be it a zombie."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
@@ -54,7 +57,7 @@ def read(pid: int) -> ProcessInfo | None:
 
 
 def descendants(root: int, processes: Mapping[int, ProcessInfo] | None = None) -> list[int]:
-    """Live processes below one."""
+    """Return the live processes below a process."""
     children: dict[int, list[int]] = {}
     for process in (table() if processes is None else processes).values():
         children.setdefault(process.parent, []).append(process.pid)
@@ -67,16 +70,17 @@ def descendants(root: int, processes: Mapping[int, ProcessInfo] | None = None) -
 
 
 def mark() -> str:
-    """What names this server: pid, start, and the namespace that the pid is of, as a host sees the
-    processes of its containers, too."""
+    """Return the mark that names this server: pid, start, and the namespace that the pid is of, as
+    a host sees the processes of its containers, too."""
     me = read(os.getpid())
     return f"{os.getpid()}.{me.started if me is not None else 0}.{_namespace()}"
 
 
 def variable(server: str) -> dict[str, str]:
-    """What the driver adds to the environment of all that it starts: the server's mark; and that no
-    process writes its title over its environment, which is where the mark is looked for. Ray's
-    processes do write titles, with setproctitle, whose variable this is."""
+    """Return the variables that the driver adds to the environment of all that it starts. They are
+    the server's mark, and one that keeps processes from writing their title over their environment,
+    where the mark is looked for. Ray's processes do write titles, with setproctitle, whose variable
+    this is."""
     return {MARK: server, "SPT_NOENV": "1"}
 
 
@@ -88,7 +92,7 @@ def _namespace() -> str:
 
 
 def marked(processes: Iterable[int]) -> dict[int, str]:
-    """pid -> mark, of those that have one and that we may read."""
+    """Return pid -> mark of the processes that have a mark and that we may read."""
     found = {}
     wanted = f"{MARK}=".encode()
     for pid in processes:
@@ -100,7 +104,7 @@ def marked(processes: Iterable[int]) -> dict[int, str]:
 
 
 def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
-    """Live processes of this process, which is the server of that mark."""
+    """Return the live processes that this process, the server of that mark, has started."""
     processes = table()
     found = {pid for pid, by in marked(processes).items() if by == server}
     found |= {one.pid for one in processes.values() if one.session in sessions}
@@ -123,7 +127,8 @@ def leftovers() -> dict[int, ProcessInfo]:
 
 
 def kill(find: Callable[[], Collection[int]], seconds: float = _KILL_SECONDS) -> bool:
-    """SIGKILL to all that are found, until none is; False if some are left after so long."""
+    """Send SIGKILL to all processes that are found, until none is. Returns False if some are left
+    after so many seconds."""
     deadline = time.monotonic() + seconds
     while pids := find():
         for pid in pids:
@@ -149,12 +154,13 @@ def reap(but: int = 0) -> bool:
 
 
 def adopt_orphans() -> None:
-    """What a child of this process leaves behind becomes our child and not that of init."""
+    """Make this process, and not init, the parent of what its children leave behind."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with(parent: int) -> None:
-    """This process is killed when the parent ends, also if it has ended already."""
+    """Have this process killed when its parent ends, and exit at once if the parent has ended
+    already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -45,8 +45,12 @@ _SLOWEST = 60.0  # seconds: official clients ignore a longer Retry-After
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """queue_seconds: work that may wait, at the measured rate. queue_tokens: work that may wait,
-    whatever the rate. age_seconds: of waiting that outweigh one step of priority."""
+    """The bounds of one router's queue.
+
+    queue_seconds: work that may wait, at the measured rate.
+    queue_tokens: work that may wait, whatever the rate.
+    age_seconds: seconds of waiting that outweigh one step of priority.
+    """
 
     queue_seconds: float = 1.5
     queue_tokens: int = 1_000_000
@@ -55,10 +59,14 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the replicas can do for one router. rate: tokens/s, inf while unknown. rows: choices
-    that they run at once. free: rows that no choice has or waits for; negative: choices that wait
-    there for a row. endings: seconds until each choice at a replica is expected to end, ascending;
-    empty if unknown. first_seconds: from sending a choice to a replica to its first token."""
+    """The capacity of the replicas for one router.
+
+    rate: tokens/s, inf while unknown.
+    rows: choices that the replicas run at once.
+    free: rows that no choice has or waits for; negative: choices that wait there for a row.
+    endings: seconds until each choice at a replica is expected to end, ascending; empty if unknown.
+    first_seconds: seconds from sending a choice to a replica to its first token.
+    """
 
     rate: float = math.inf
     rows: float = math.inf
@@ -82,25 +90,32 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """code: "overloaded" (all keys together have too much waiting), "rate_limit_exceeded" (this key
-    has) or "deadline_exceeded". seconds: until it would be admitted; 0 with a deadline."""
+    """The refusal of a request.
+
+    code: "overloaded" (all keys together have too much waiting), "rate_limit_exceeded" (this key
+        has) or "deadline_exceeded".
+    seconds: seconds until the request would be admitted; 0 with a deadline.
+    """
 
     code: str
     seconds: float
 
 
 class OutputEstimate:
-    """How many tokens a request will bring, learnt from requests with about the same limit."""
+    """An estimate of a request's output tokens, learnt from requests with about the same limit."""
 
     def __init__(self) -> None:
         self._means: dict[int, float] = {}  # by the bits of the limit
 
     def expected(self, limit: int) -> float:
-        """limit: max_tokens, or what is left of the context."""
+        """Return the output tokens that a request is expected to have.
+
+        limit: max_tokens, or what is left of the context.
+        """
         return min(limit, self._means.get(limit.bit_length(), _GUESS))
 
     def left(self, limit: int, tokens: int) -> float:
-        """How many it is likely to bring still, after so many."""
+        """Return how many tokens a request is likely to bring still, after so many."""
         expected = self.expected(limit)
         return max(expected - tokens, _OVERDUE * expected)
 
@@ -170,12 +185,12 @@ class FairQueue(Generic[T]):
 
     @property
     def keys(self) -> int:
-        """For tests: keys that are remembered."""
+        """How many keys are remembered; for tests."""
         return len(self._keys)
 
     def longest(self, count: int) -> list[tuple[str, int, float]]:
-        """The keys with the most tokens waiting, the longest queue first: the key, its requests and
-        their tokens."""
+        """Return the keys with the most tokens waiting, the longest queue first: the key, its
+        requests and their tokens."""
         waiting = ((one.tokens, key, one) for key, one in self._keys.items() if one.waiting)
         most = nlargest(count, waiting, key=lambda found: found[0])
         return [(key, one.waiting, tokens) for tokens, key, one in most]
@@ -191,7 +206,7 @@ class FairQueue(Generic[T]):
         capacity: Capacity,
         deadline: float | None = None,
     ) -> Refusal | None:
-        """Why a request of so many tokens may not wait; None if it may."""
+        """Return why a request of so many tokens may not wait; None if it may."""
         rate = capacity.rate
         found = self._keys.get(key)
         mine = found.tokens if found is not None else 0.0
@@ -220,15 +235,16 @@ class FairQueue(Generic[T]):
         return Refusal("overloaded" if fair else "rate_limit_exceeded", max(1.0, seconds))
 
     def _refusal_of_first(self, capacity: Capacity) -> Refusal | None:
-        """Why a request may not be the only one that waits. It may wait for as long as one of a
-        burst: with no request before it, it takes no other's place."""
+        """Return why a request may not be the only one that waits. It may wait for as long as one
+        of a burst: with no request before it, it takes no other's place."""
         late = self._row_seconds(0.0, capacity) - self._patience(capacity, _BURST, _BURST)
         if late <= 0:
             return None
         return Refusal("overloaded", max(1.0, min(_SLOWEST, late)))
 
     def _ahead(self, mine: float) -> float:
-        """Tokens that are served before a new request of a key with so many tokens waiting."""
+        """Return the tokens that are served before a new request of a key with so many tokens
+        waiting."""
         return min(self.tokens, mine * self._busy)
 
     def _patience(
@@ -314,7 +330,8 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, ticket: Ticket[T]) -> None:
-        """The request ended while it waited, so its key has not been served it. Idempotent."""
+        """Take out a request that ended while it waited, so its key has not been served it.
+        Idempotent."""
         if ticket.item is not None:
             self._keys[ticket.key].finish -= ticket.tokens
             self._take_out(ticket)
@@ -340,7 +357,8 @@ class FairQueue(Generic[T]):
             heapify(self._heap)
 
     def correct(self, key: str, tokens: float) -> None:
-        """A request of the key took so many tokens more (or fewer) than expected."""
+        """Correct the service of a key: its request took so many tokens more (or fewer) than
+        expected."""
         state = self._keys.get(key)
         if state is not None:
             state.finish += tokens

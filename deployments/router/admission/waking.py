@@ -15,11 +15,13 @@ UNKNOWN = 5.0  # seconds after which to try again where nobody knows when a repl
 
 
 class Waking:
-    """model: its name. start_seconds: of a replica, until that was measured; None: the model never
-    sleeps, and nothing here does anything. ask: asks for a replica and returns when one has
-    answered.
+    """One router's waking of a model. A model sleeps while it may, no replica is there and nobody
+    has asked for one.
 
-    A model sleeps while it may, no replica is there and nobody has asked for one.
+    model: name of the model.
+    start_seconds: time of a replica's start, until that was measured; None: the model never sleeps,
+        and nothing here does anything.
+    ask: asks for a replica and returns when one has answered.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Waking:
 
     @property
     def wakes_for_requests(self) -> bool:
-        """It had replicas and has none, and the next request gets one."""
+        """Whether the model had replicas and has none, so that the next request gets one."""
         return self._guess is not None and self._empty and self._was_there
 
     @property
@@ -51,13 +53,15 @@ class Waking:
         return self._task is not None and not self._task.done()
 
     def replicas(self, count: int) -> None:
-        """So many there are, by Serve's word."""
+        """Note how many replicas there are, by Serve's word."""
         self._empty = not count
         self._was_there |= count > 0
 
     def opened(self, start_seconds: float) -> None:
-        """A replica can take requests. start_seconds: that its start took, by its own word; 0: it
-        did not say."""
+        """Note that a replica can take requests.
+
+        start_seconds: seconds that its start took, by its own word; 0: it did not say.
+        """
         self._was_there = True
         if self._waits:
             # Another router may have asked earlier than this one.
@@ -68,7 +72,7 @@ class Waking:
         self.close()
 
     def wake(self) -> bool:
-        """Ask for a replica, where that is of use; whether it was asked for just now."""
+        """Ask for a replica, where that is of use, and return whether it was asked for just now."""
         if not self.sleeping or self._ask is None:
             return False
         logger.info("%s sleeps, and is woken by a request", self._model)
@@ -77,7 +81,7 @@ class Waking:
         return True
 
     def check(self, wait_seconds: float) -> None:
-        """Raises Overloaded: it is known that no replica will be there for so long."""
+        """Raise Overloaded if it is known that no replica will be there within so many seconds."""
         if self._took is None or not self._waits:
             return
         left = self._asked + self._took - time.monotonic()
@@ -89,17 +93,18 @@ class Waking:
             )
 
     def seconds(self) -> float:
-        """After how many to try again, while no replica is there."""
+        """Return how many seconds a client should wait before another try, while no replica is
+        there."""
         if not self._waits or self._guess is None:
             return UNKNOWN
         expected = self._guess if self._took is None else self._took
         return math.ceil(max(UNKNOWN, self._asked + expected - time.monotonic()))
 
     def take_over(self, other: "Waking") -> None:
-        """Know what another one of the same model knew."""
+        """Take over what another Waking of the same model knew."""
         self._took, self._was_there = other._took, other._was_there
 
     def close(self) -> None:
-        """Nobody waits for a replica."""
+        """Stop waiting for a replica."""
         if self._task is not None:
             self._task.cancel()

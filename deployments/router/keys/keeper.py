@@ -1,6 +1,5 @@
-"""KeyKeeper: what a router does beside its requests for keys and usage: it reads the keys files
-again, shares counts with the other routers, and writes the usage file. One look a second, in a
-thread."""
+"""KeyKeeper: a router's work for keys and usage beside its requests. It reads the keys files again,
+shares counts with the other routers, and writes the usage file. One look a second, in a thread."""
 
 import asyncio
 import contextlib
@@ -23,7 +22,10 @@ _SHARE_SECONDS = 60.0  # after the last request of a key with limits
 
 
 class KeyKeeper:
-    """on_change(options): the fields of ApiOptions that follow from changed keys."""
+    """The keys and usage of one router.
+
+    on_change(options): called with the fields of ApiOptions that follow from changed keys.
+    """
 
     def __init__(
         self,
@@ -45,11 +47,12 @@ class KeyKeeper:
 
     @property
     def idle(self) -> bool:
-        """There is nothing to look at: neither keys nor a usage file."""
+        """Whether there is nothing to look at: neither keys nor a usage file."""
         return not self._keyed and self._log is None
 
     async def start(self) -> dict[str, Any]:
-        """The fields of ApiOptions that follow from the keys as they are now."""
+        """Start the looks, and return the fields of ApiOptions that follow from the keys as they
+        are now."""
         if not self.idle:
             await asyncio.to_thread(self._first)
             self._names = self._files.names()
@@ -57,14 +60,14 @@ class KeyKeeper:
         return self._files.options()
 
     def close(self) -> None:
-        """What has ended until now is written."""
+        """Stop the looks, and write the usage of prompts that have ended until now."""
         if self._task is not None:
             self._task.cancel()
         if self._log is not None:
             self._log.flush()
 
     def ended(self, inflight: InflightRequest) -> None:
-        """A prompt has ended: it is counted for its key and model."""
+        """Count a prompt that has ended for its key and model."""
         trace = inflight.trace
         # A resumed stream has another router's tokens in front, which were counted there.
         before = sum(len(tokens or ()) for tokens in inflight.request.emitted)
@@ -113,7 +116,7 @@ class KeyKeeper:
                 logger.exception("the look at keys and usage failed")
 
     async def look(self) -> None:
-        """One round."""
+        """Read changed keys, write the usage file and share counts with the other routers."""
         if await asyncio.to_thread(self._files.look):
             self._names = self._files.names()
             self.on_change(self._files.options())

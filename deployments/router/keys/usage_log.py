@@ -20,9 +20,14 @@ _COMPLAINT_SECONDS = 60.0
 
 
 class UsageLine(msgspec.Struct):
-    """at: Unix seconds of the end. key: its name, "" where keys are not used; key_id: the start of
-    its SHA-256. prompt_tokens: with those found in the prefix cache. error: code, "" if it has
-    none."""
+    """The usage of one prompt that has ended.
+
+    at: Unix seconds of the end.
+    key: name of the key, "" where keys are not used.
+    key_id: start of the key's SHA-256.
+    prompt_tokens: prompt tokens with those found in the prefix cache.
+    error: code, "" without an error.
+    """
 
     at: float
     id: str
@@ -38,8 +43,11 @@ class UsageLine(msgspec.Struct):
 
 
 class UsageLog:
-    """`add` is for the event loop; `flush` writes, and blocks. bytes: of a file; files: full ones
-    that are kept."""
+    """The usage file. `add` is for the event loop; `flush` writes, and blocks.
+
+    bytes: size of a file.
+    files: number of full files that are kept.
+    """
 
     def __init__(self, path: Path, bytes: int, files: int) -> None:
         self.path = path
@@ -56,8 +64,8 @@ class UsageLog:
             self._lost += 1
 
     def flush(self) -> None:
-        """Append what has been added. A disk that takes nothing is told in the log, and what waits
-        goes out later."""
+        """Append the lines that have been added. The log reports a disk that takes nothing, and the
+        lines are written later."""
         lines, self._lines = self._lines, []
         if not lines:
             return
@@ -114,8 +122,8 @@ class UsageLog:
         return self.path.with_name(f"{self.path.name}.{number}")
 
     def spent(self, at: float) -> dict[str, dict[str, int]]:
-        """Tokens by key's id and period, of the day and the month of a Unix time, as far back as
-        the files go."""
+        """Return the tokens by key's id and period, of the day and the month of a Unix time, as far
+        back as the files go."""
         found: dict[str, dict[str, int]] = {}
         periods: tuple[Period, ...] = ("day", "month")
         current = {period: period_of(period, at) for period in periods}

@@ -22,10 +22,11 @@ _POLL = 0.2  # seconds between looks at what a model that has left still answers
 
 
 class ModelFront:
-    """name: the router's. several: models come and go; else there is the one that was put in, and
-    everything that is told is told without its name.
+    """The models that one router serves. All methods are called on the event loop that made it.
 
-    All methods are called on the event loop that made it.
+    name: name of the router.
+    several: whether models come and go; else there is the one that was put in, and everything is
+        reported without its name.
     """
 
     def __init__(self, name: str, *, several: bool = False) -> None:
@@ -41,8 +42,8 @@ class ModelFront:
         self._draining = False
 
     def put(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
-        """Serve the model by this one from now on. What another one answers under its name may go
-        on for so many seconds."""
+        """Serve the model by this dispatcher from now on. Answers of the dispatcher that it
+        replaces may go on for so many seconds."""
         dispatcher.requests.on_end = self.on_end
         dispatcher.on_models = self._rebuild
         if not self.several:
@@ -57,7 +58,7 @@ class ModelFront:
         self._rebuild()
 
     def take_out(self, model: str, seconds: float) -> None:
-        """New requests do not find the model; those in flight may go on for so many seconds."""
+        """Stop serving the model to new requests; those in flight may go on for so many seconds."""
         dispatcher = self.dispatchers.pop(model)
         removed = MantaError(
             f"the model {model} was removed while it answered; GET /v1/models says what is served",
@@ -69,12 +70,13 @@ class ModelFront:
         self._rebuild()
 
     def sort(self, names: Sequence[str]) -> None:
-        """The models are told in this order from now on."""
+        """List the models in this order from now on."""
         self.dispatchers = {name: self.dispatchers[name] for name in names}
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """The first model has an adapter's bare name, if two have it."""
+        """Look up again which names requests may use. Of two models with an adapter of one name,
+        the first has its bare name."""
         cards: dict[str, ModelCard] = {}
         owners: dict[str, Dispatcher] = {}
         for dispatcher in self.dispatchers.values():
@@ -84,7 +86,10 @@ class ModelFront:
         self._cards, self._owners = cards, owners
 
     def _retire(self, dispatcher: Dispatcher, seconds: float, reason: MantaError) -> None:
-        """reason: the error of requests that take longer."""
+        """Close a dispatcher once it has no requests, or after so many seconds.
+
+        reason: error of requests that take longer.
+        """
         task = asyncio.get_running_loop().create_task(self._wait_idle(dispatcher, seconds, reason))
         self._leaving[dispatcher] = task
 
@@ -136,7 +141,8 @@ class ModelFront:
         return any(dispatcher.ready() for dispatcher in self.dispatchers.values())
 
     def _owner(self, model: str) -> Dispatcher:
-        """Raises MantaError: the model left after its name was looked up."""
+        """Return the model's dispatcher. Raises MantaError where the model left after its name was
+        looked up."""
         owner = self._owners.get(model)
         if owner is None:
             raise InvalidRequest("the model was taken away", param="model", code="model_not_found")
@@ -146,7 +152,7 @@ class ModelFront:
 
     @property
     def only(self) -> str:
-        """The model that requests mean which name none; "" where there are several."""
+        """The model of requests that name none; "" where there are several."""
         return next(iter(self.dispatchers)) if len(self.dispatchers) == 1 else ""
 
     def _all(self) -> Iterator[Dispatcher]:
@@ -154,7 +160,7 @@ class ModelFront:
         yield from self._leaving
 
     def figures(self) -> Iterator[MetricFamily]:
-        """What it has counted, for /metrics and Ray's exporter."""
+        """Yield what the router has counted, for /metrics and Ray's exporter."""
         for model, dispatcher in self.dispatchers.items():
             figures = families(dispatcher.metrics, dispatcher.state())
             yield from figures if not self.several else of_model(figures, model)
@@ -162,7 +168,7 @@ class ModelFront:
             yield from self.metrics.of_no_model()
 
     def held(self) -> dict[str, int]:
-        """What requests hold here; nothing of it may outlive its request."""
+        """Count what requests hold here; nothing of it may outlive its request."""
         found = {"requests": 0, "waiting": 0, "choices": 0}
         for dispatcher in self._all():
             for name, count in dispatcher.held().items():
@@ -170,20 +176,21 @@ class ModelFront:
         return found
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
-        """What became of the requests with this id; see request_trace.py."""
+        """Return what became of the requests with this id; see request_trace.py."""
         return [part for one in self._all() for part in one.requests.explain(id, owner)]
 
     def live(self) -> dict[str, Any]:
-        """What this router knows at this moment, by model; see live/model_view.py."""
+        """Return what this router knows at this moment, by model; see live/model_view.py."""
         models = [{"model": model, **one.live()} for model, one in self.dispatchers.items()]
         return {"router": self.name, "models": models}
 
     def stop(self, id: str, owner: str | None) -> int:
-        """End the live requests with this id; how many prompts these were."""
+        """End the live requests with this id, and return how many prompts these were."""
         return sum(one.requests.stop(id, owner) for one in self._all())
 
     def autoscaling_stats(self) -> dict[str, int | float]:
-        """Of the one model; models of their own applications scale by what their engines say."""
+        """Return the load of the one model; {} where there are several. Models of their own
+        applications scale by what their engines say."""
         if self.several:
             return {}
         return next((one.load.stats() for one in self.dispatchers.values()), {})
@@ -195,7 +202,7 @@ class ModelFront:
             dispatcher.refuse_new()
 
     def fail_all(self) -> None:
-        """Fail the requests in flight: their time to end is over."""
+        """Fail the requests in flight, whose time to end is over."""
         for dispatcher in self._all():
             dispatcher.requests.fail_all()
 
@@ -249,8 +256,9 @@ class FrontAdapters:
         return [pair for one in self._each().values() for pair in one.by_model()]
 
     def _base(self, name: str, model: str) -> str:
-        """The base model's name: the one that is given, or the one that has such an adapter; "" if
-        none has. Raises MantaError where several have, or none is called so."""
+        """Return the base model's name: the one that is given, or that of the model with such an
+        adapter; "" if no model has it. Raises MantaError where several models have it, or no model
+        is called so."""
         each = self._each()
         if model and model not in each:
             raise AdapterError(f"no model is called {model!r}", code="model_not_found")
@@ -260,8 +268,9 @@ class FrontAdapters:
         return model or next(iter(holders), "")
 
     def _of(self, name: str) -> AdapterRegistry:
-        """The registry that has the adapter; of one that is new to all, any, as each looks for what
-        other routers have written. Raises AdapterError where there is none."""
+        """Return the registry that has the adapter. For an adapter that is new to all registries it
+        is any, as each looks for what other routers have written. Raises AdapterError where there
+        is none."""
         each = list(self._each().values())
         for registry in each:
             if name in registry.records:

@@ -63,8 +63,11 @@ class _Connected:
 
 
 class ModelKeeper:
-    """app: the router's application. seconds: that requests may go on after their model was changed
-    or taken away. All methods belong to the event loop."""
+    """The models of one router and their replicas. All methods belong to the event loop.
+
+    app: application of the router.
+    seconds: seconds that requests may go on after their model was changed or taken away.
+    """
 
     def __init__(self, front: ModelFront, app: str, seconds: float) -> None:
         self._front = front
@@ -156,12 +159,12 @@ class ModelKeeper:
                 logger.exception("the look at the models failed")
 
     def _marks(self) -> tuple[bytes, bytes]:
-        """Of the adapters and of the models. Blocks."""
+        """Return the marks of the adapters and of the models, which change with them. Blocks."""
         models = self._mark if self._find is None else catalog.mark(self._app)
         return mark_of_all(self._app), models
 
     async def look(self) -> None:
-        """Serve what there is now. Raises OSError, and what Ray does."""
+        """Serve the models that there are now. Raises OSError, and what Ray does."""
         async with self._looking:
             if self._find is not None:
                 await self._look(self._find)
@@ -204,8 +207,10 @@ class ModelKeeper:
         ]
 
     def _disconnect(self, connected: _Connected, same: ServedModel | None = None) -> None:
-        """What it answers goes on; it hears of replicas until then. same: what its handles are
-        still used for."""
+        """Disconnect a model from its replicas once its last request has ended.
+
+        same: model that still uses the handles.
+        """
         kept = () if same is None else [(same.app, pool) for pool in same.pools]
 
         async def end() -> None:
@@ -223,8 +228,8 @@ class ModelKeeper:
 
 
 async def _ask(engines: Engines) -> None:
-    """A call that waits for a replica, which Serve reports to the scaling policy as waiting work
-    until it is answered or this is cancelled. One is enough: the policy weighs all pools."""
+    """Wait for a replica with a call to it. Serve reports the call to the scaling policy as waiting
+    work until it is answered or cancelled. One call is enough: the policy weighs all pools."""
     response: Any = engines[0].stats.remote()
     try:
         await response

@@ -1,4 +1,4 @@
-"""ServedModel: what a router has to know of a model to serve it, out of the configuration."""
+"""ServedModel: the part of the configuration that a router needs to serve a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +10,16 @@ from deployments.router.admission.limits import DispatchLimits
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """name: the one that requests use; aliases: patterns of others. find_model: gives the local
-    folder, and fetches the model if need be. seed, generation_config: the engines'.
-    start_seconds: of a replica, where the model may sleep; else None. app: Serve's application of
-    its engines, "" for the router's own; pools: their deployments there."""
+    """A model as a router serves it.
+
+    name: name that requests use.
+    aliases: patterns of other names.
+    find_model: gives the local folder, and fetches the model if need be.
+    seed, generation_config: settings of the engines.
+    start_seconds: time of a replica's start, where the model may sleep; else None.
+    app: Serve's application of the model's engines, "" for the router's own.
+    pools: deployments of the engines in that application.
+    """
 
     name: str
     find_model: Callable[[], Path]
@@ -27,8 +33,8 @@ class ServedModel:
     pools: tuple[str, ...] = ()
 
     def same(self, other: "ServedModel") -> bool:
-        """Whether a router need not do anything for the other. Functions are compared by what they
-        were made of."""
+        """Whether the other model is the same to a router, which then need not do anything.
+        Functions are compared by what they were made of."""
         mine, theirs = _made_of(self.find_model), _made_of(other.find_model)
         return mine == theirs and all(
             getattr(self, name) == getattr(other, name)
@@ -38,6 +44,6 @@ class ServedModel:
 
 
 def _made_of(function: Callable[[], Path]) -> object:
-    """Of a partial: two of them are never equal."""
+    """Return the parts of a partial to compare by, because two partials are never equal."""
     parts = ("func", "args", "keywords")
     return [getattr(function, name, None) for name in parts] or function

@@ -31,14 +31,14 @@ class ReplicaClients(dict[str, ReplicaClient]):
         yield from self.closing
 
     def holding(self, choice: InflightChoice) -> ReplicaClient | None:
-        """The client that has the choice."""
+        """Return the client that has the choice; None if no client has it."""
         client = self.get(choice.place)
         if client is not None and choice.id in client.choices:
             return client
         return next((client for client in self.closing if choice.id in client.choices), None)
 
     def replace(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
-        """These are the running replicas now, id -> what each published. During an update, replicas
+        """Set the running replicas, id -> what each replica published. During an update, replicas
         with another tokenizer are left to the routers that have that tokenizer too."""
         if self._vocabulary:
             mine = ("", self._vocabulary)

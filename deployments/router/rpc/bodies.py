@@ -10,7 +10,8 @@ Answer, ModelList = message("Answer"), message("ModelList")
 
 
 def body_of(request: Any, default_model: str) -> dict[str, Any]:
-    """Of a ChatRequest or a GenerateRequest. Raises ApiError 400 naming the field."""
+    """Return the HTTP body of a ChatRequest or a GenerateRequest. Raises ApiError 400 naming the
+    field."""
     body = _options(request.options)
     chat = request.DESCRIPTOR.name == "ChatRequest"
     own: dict[str, Any] = {"model": request.model or default_model}
@@ -91,7 +92,7 @@ def _sampling(sampling: Any, chat: bool) -> dict[str, Any]:
 
 
 def answer_of(event: dict[str, Any]) -> Any:
-    """Of a whole answer, or of an event of a stream."""
+    """Return the protobuf Answer of a whole HTTP answer, or of an event of a stream."""
     made = Answer(id=event["id"], model=event["model"], created=event["created"])
     made.event_id = event.get("event_id", "")
     for choice in event["choices"]:

@@ -16,13 +16,14 @@ INFERENCE, HEALTH = "manta.v1.Inference", "grpc.health.v1.Health"
 
 
 def message(name: str) -> Any:
-    """The class of a message: "Answer", or with its package."""
+    """Return the class of a message by its name: "Answer", or with its package."""
     full = name if "." in name else f"manta.v1.{name}"
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(full))
 
 
 def methods(service: str) -> dict[str, tuple[Any, Any, bool]]:
-    """Of a service: name -> the classes of request and answer, and whether answers are streamed."""
+    """Return the methods of a service: name -> the classes of request and answer, and whether
+    answers are streamed."""
     found = POOL.FindServiceByName(service)
     return {
         one.name: (

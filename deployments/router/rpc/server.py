@@ -63,7 +63,10 @@ OnlyModel = Callable[[], str]  # the one that a request means which names none; 
 
 
 class GrpcServer:
-    """port: the one that it listens on, also where the settings have 0."""
+    """A router's gRPC server.
+
+    port: port that it listens on, also where the settings have 0.
+    """
 
     def __init__(self, api: Api, ready: Ready, model: OnlyModel, settings: GrpcSettings) -> None:
         self._settings = settings
@@ -95,12 +98,12 @@ class GrpcServer:
         logger.info("gRPC at %s:%d", self._settings.host, self.port)
 
     async def stop(self) -> None:
-        """Takes no new call; those that run may end."""
+        """Take no new call; running calls may end."""
         await self._server.stop(self._settings.stop_seconds)
 
 
 def _handlers(service: str, implementation: Any) -> Any:
-    """Each method of a service by the attribute of its name."""
+    """Return the handlers of a service, each method's by the attribute of its name."""
     found = {}
     for name, (request, answer, streamed) in methods(service).items():
         make = grpc.unary_stream_rpc_method_handler if streamed else None
@@ -114,7 +117,7 @@ def _handlers(service: str, implementation: Any) -> Any:
 
 
 def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
-    """Of the HTTP request that a call becomes: what says which client asks, and how."""
+    """Return the headers of the HTTP request that a call becomes: which client asks, and how."""
     return [
         (key.encode(), value.encode("utf-8", "replace"))
         for key, value in metadata or ()
@@ -247,7 +250,8 @@ class _Inference:
             raise
 
     async def _begin(self, path: str, body: dict[str, Any] | None, context: Any) -> AsgiCall:
-        """The answer has started, and its headers are told."""
+        """Send a call to the HTTP API, and return when its answer has started and the headers are
+        sent."""
         headers = _headers(context.invocation_metadata())
         given = [value for name, value in headers if name == b"x-request-id"]
         id = request_id(given)
@@ -271,7 +275,8 @@ class _Inference:
 
 
 async def _body(call: AsgiCall, context: Any) -> dict[str, Any]:
-    """Of an answer that is no stream; one that is an error aborts the call."""
+    """Return the JSON body of an answer that is no stream. An answer that is an error aborts the
+    call."""
     data = b"".join([part async for part in call.parts()])
     found: dict[str, Any] = json.loads(data) if data else {}
     if call.status != 200:

@@ -1,5 +1,5 @@
-"""Calls our own ASGI app without HTTP, so that handle calls get the validation and the answers of
-the HTTP API."""
+"""Calls of our own ASGI app without HTTP, so that handle calls get the validation and the answers
+of the HTTP API."""
 
 import asyncio
 import json
@@ -24,12 +24,12 @@ _MAX_PARTS = 16  # of an answer that wait for the caller to read them
 
 
 def path_for(body: dict[str, Any]) -> str:
-    """The route that a body is for: chat has messages, a completion has a prompt."""
+    """Return the route that a body is for: chat has messages, a completion has a prompt."""
     return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
 async def call(app: AsgiApp, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer as a dict; a failure is OpenAI's {"error": {...}} with "status" beside it."""
+    """Return the answer as a dict; a failure is OpenAI's {"error": {...}} with "status" beside."""
     exchange = AsgiCall(app, path_for(body), {**body, "stream": False})
     try:
         await exchange.started.wait()
@@ -122,9 +122,10 @@ def _scope(
 
 
 class AsgiCall:
-    """One request in a task of its own, its body parts in a queue. body: None for a GET.
+    """One request in a task of its own, its body parts in a queue.
 
-    status, headers: of the answer, once it has started.
+    body: JSON object, None for a GET.
+    status, headers: status and headers of the answer, once it has started.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class AsgiCall:
             yield part
 
     async def events(self) -> AsyncIterator[dict[str, Any] | None]:
-        """Of a stream; with ids, each as `event_id`. None: [DONE]."""
+        """Yield the events of a stream; with ids, each has `event_id`. None: [DONE]."""
         tail = b""
         async for part in self.parts():
             *events, tail = (tail + part).split(b"\n\n")
@@ -202,7 +203,7 @@ class AsgiCall:
         return answer
 
     async def end(self) -> None:
-        """The caller is done; the app sees a disconnect if it has not ended."""
+        """End the call; the app sees a disconnect if it has not ended."""
         self._gone.set()
         self._room.release()  # for a send that waits
         await asyncio.wait([self._task])

@@ -12,15 +12,15 @@ logger = logging.getLogger("manta.router")
 
 
 class PeerRouters:
-    """For one router, which is called too."""
+    """The calls of one router to all routers of its application, itself included."""
 
     def __init__(self, deployment: str, app: str) -> None:
         self._deployment, self._app = deployment, app
         self._handle: Any = None
 
     async def ask(self, seconds: float, method: str, *arguments: Any) -> list[Any]:
-        """The answers of the routers that answer within so many seconds. A router that is silent or
-        fails does not cost the answers of the others."""
+        """Return the answers of the routers that answer within so many seconds. A router that is
+        silent or fails does not cost the answers of the others."""
         try:
             async with asyncio.timeout(seconds) as limit:
                 if self._handle is None:

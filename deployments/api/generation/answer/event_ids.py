@@ -36,11 +36,13 @@ _MAX_ID = 8192  # characters: those of 32 prompts with 8 choices have 3,500
 
 
 class ChoiceProgress:
-    """What a client has of one choice.
+    """The part of one choice that a client has received.
 
-    tokens: how many, of the choice's output. check: CRC-32 of them. cached: of its prompt, what
-    usage says. phase: OPENED after the event before its text, ENDED when all of its text has been
-    shown, FINISHED when its finish_reason has.
+    tokens: the number of the choice's output tokens
+    check: the CRC-32 of these tokens
+    cached: the cached tokens of its prompt, as usage reports them
+    phase: OPENED after the event before its text, ENDED when all of its text has been shown,
+        FINISHED when its finish_reason has
     """
 
     __slots__ = ("cached", "check", "phase", "tokens")
@@ -56,8 +58,11 @@ class ChoiceProgress:
 
 
 class EventIds:
-    """The ids of one streamed answer. shown: of each choice; after `Last-Event-ID`, as it says.
-    told: 1 once usage has been; of answers in items, how many events have been."""
+    """The ids of one streamed answer.
+
+    shown: the progress of each choice; after `Last-Event-ID`, the progress in that id
+    told: 1 once usage has been sent; for answers in items, the number of events sent
+    """
 
     def __init__(self, secret: bytes, binding: bytes, number: bytes, created: int) -> None:
         self.number = number
@@ -73,12 +78,15 @@ class EventIds:
 
     @property
     def seed(self) -> int:
-        """Drawn for a request that names none: it has to be the same when it comes again."""
+        """The seed of a request that names none, the same when the request comes again."""
         return int.from_bytes(hashlib.blake2b(self.number, digest_size=8).digest(), "big") >> 1
 
     def bind(self, call: OpenAIRequest) -> None:
-        """The call is complete. Raises ApiError 409 if it means something else than when the
-        stream began: an adapter that was replaced, a template that tells the date."""
+        """Bind the ids to a complete call, and set the call's seed and stream names.
+
+        Raises ApiError 409 if the call has changed since the stream began: by an adapter that was
+        replaced, or a template that contains the date.
+        """
         asked = fingerprint(call)
         count = len(call.prompts) * call.params.n
         if self.resumed and (asked != self._asked or count != len(self.shown)):
@@ -100,7 +108,7 @@ class EventIds:
         self._parts = [_varint(self.told), *(one.encode() for one in self.shown)]
 
     def took(self, index: int, token_ids: Sequence[int], cached: int, ended: bool) -> None:
-        """The next event of this choice will have shown these tokens, too."""
+        """Count these tokens of a choice as shown by its next event."""
         if not (token_ids or ended):
             return
         shown = self.shown[index]
@@ -112,7 +120,7 @@ class EventIds:
         self._parts[index + 1] = shown.encode()
 
     def enter(self, index: int, phase: int) -> None:
-        """As took, for an event without tokens."""
+        """Set the phase of a choice, for an event without tokens."""
         self.shown[index].phase = phase
         self._parts[index + 1] = self.shown[index].encode()
 
@@ -121,7 +129,7 @@ class EventIds:
         self._parts[0] = _varint(count)
 
     def line(self) -> bytes:
-        """The field of the next event."""
+        """Return the `id` line of the next event."""
         told = b"".join(self._parts)
         mac = self._mac.copy()
         mac.update(told)
@@ -129,7 +137,7 @@ class EventIds:
 
     @classmethod
     def parse(cls, text: bytes, secret: bytes, binding: bytes) -> "EventIds":
-        """Raises ApiError 400 invalid_event_id, event_id_expired."""
+        """Read a client's event id. Raises ApiError 400 invalid_event_id, event_id_expired."""
         try:
             raw = a2b_base64(text if len(text) <= _MAX_ID else b"", strict_mode=True)
         except Base64Error:
@@ -165,8 +173,12 @@ class EventIds:
 
 
 def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | None:
-    """Those of this request, if it asks for ids or goes on after one. Legal once the body was
-    read. caller: whose it is. Raises ApiError 400 invalid_event_id, event_id_expired."""
+    """Return the event ids of a request; None unless it asks for ids or goes on after one.
+
+    Legal once the body was read. Raises ApiError 400 invalid_event_id, event_id_expired.
+
+    caller: the id of the request's caller
+    """
     last = b"".join(exchange.values(LAST)[:1])
     if not last and exchange.values(WANTED) != [b"1"]:
         return None
@@ -178,7 +190,7 @@ def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | 
 
 
 def fingerprint(call: OpenAIRequest) -> bytes:
-    """Of what the engines are asked beside the body: token ids, and the adapter's revision."""
+    """Return a hash of the engines' input beside the body: token ids and the adapter's revision."""
     digest = hashlib.blake2b(digest_size=4)
     digest.update(call.common.adapter_key.encode())
     for ids in call.prompts:
@@ -188,12 +200,12 @@ def fingerprint(call: OpenAIRequest) -> bytes:
 
 
 def checksum(token_ids: Sequence[int], before: int = 0) -> int:
-    """Of a choice's tokens; in pieces as in one go."""
+    """Return the CRC-32 of a choice's tokens. before: the checksum of the tokens before these."""
     return crc32(array("I", token_ids).tobytes(), before)
 
 
 def lost() -> ApiError:
-    """No replica knows the tokens any more, and computing them again has given others."""
+    """Return the error of a stream whose tokens no replica has, and whose recomputation differs."""
     return ApiError(
         409,
         "stream_lost",

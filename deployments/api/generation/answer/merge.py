@@ -20,11 +20,13 @@ MAX_READY = 64  # deltas of several prompts that wait for the answer to take the
 
 
 class MergedGenerations:
-    """Several prompts as one Generation; choice = index of the prompt * n + its own choice. None
-    for a prompt whose choices have all ended.
+    """The generations of several prompts as one Generation.
 
-    One task a prompt, none a token. The first error ends the whole. Deltas that the client does not
-    read stay with the generations, which bound them.
+    choice = index of the prompt * n + its own choice. A generation is None if all choices of its
+    prompt have ended.
+
+    Each prompt has one task, a token none. The first error ends the whole. Deltas that the client
+    does not read stay with the generations, which bound them.
     """
 
     def __init__(self, generations: list[Generation | None], n: int) -> None:
@@ -101,7 +103,7 @@ def start(call: OpenAIRequest, backend: Backend) -> Generation:
 
 
 class ChoiceOutput:
-    """What has come of one choice: decoded text, kept tokens and their logprobs."""
+    """The output of one choice so far: decoded text, kept tokens and their logprobs."""
 
     __slots__ = (
         "cached",
@@ -164,7 +166,7 @@ class ChoiceOutput:
         return decoded
 
     def bring(self, token_ids: list[int]) -> None:
-        """Take what has been shown before, none of which ended it."""
+        """Take the tokens that the client has already, none of which ended the choice."""
         if self.parsed is None:
             self.decoder.feed(token_ids)
         else:
@@ -173,7 +175,7 @@ class ChoiceOutput:
 
 
 def failed(delta: Delta) -> ApiError:
-    """The answer for a choice that ended without our asking."""
+    """Return the error of a choice that the engine ended by an error or an abort."""
     code, _, message = delta.error.partition(": ")
     if delta.finish == "abort" or not message:
         return ApiError(500, "engine_error", "the engine gave this request up", kind=SERVER)
@@ -181,9 +183,10 @@ def failed(delta: Delta) -> ApiError:
 
 
 def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta]]:
-    """If more than `keep` deltas a choice have piled up: one delta a choice, tokens of all.
+    """Merge the deltas into one for each choice if more than `keep` a choice have piled up.
 
-    They pile up when the client or this process is slow; fewer events are then the way to catch up.
+    Deltas pile up when the client or this process is slow; fewer events are then the way to catch
+    up.
     """
     if len(items) <= keep or len(items) <= keep * len({choice for choice, _ in items}):
         return items

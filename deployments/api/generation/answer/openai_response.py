@@ -46,8 +46,12 @@ _json = msgspec.json.encode
 
 
 class OpenAIResponse:
-    """The answer to one call. chat: chat completions, else completions. ids: of its events; past:
-    when it goes on after one, what replicas know of the choices."""
+    """The answer to one call.
+
+    chat: whether the answer is a chat completion, else a completion
+    ids: the event ids of a stream
+    past: for a resumed stream, the choices as replicas recall them
+    """
 
     def __init__(
         self,
@@ -122,7 +126,10 @@ class OpenAIResponse:
         return _json(body)
 
     def _logprobs_size(self) -> int:
-        """Of the log-probabilities in the answer, in characters: for a few there is no thread."""
+        """Estimate the size of the answer's log-probabilities, in characters.
+
+        With few of them `in_thread` uses no thread.
+        """
         params = self.call.params
         prompts = 0 if params.prompt_logprobs is None else scored_entries(self.call)
         outputs = sum(len(choice.logprobs) for choice in self.choices)
@@ -181,7 +188,7 @@ class OpenAIResponse:
         return own if echoed is None else {key: echoed[key] + own[key] for key in own}
 
     def _echo_logprobs(self, index: int) -> dict[str, Any]:
-        """The prompt's own logprobs, for echo."""
+        """Return the prompt's own logprobs, for echo."""
         call = self.call
         place = self._prompt_of(index)
         ids = call.prompts[place]
@@ -196,7 +203,11 @@ class OpenAIResponse:
         return completion_logprobs(call.tokenizer, ids, items, offsets, by_id=call.token_names)
 
     def usage(self, generation: Generation) -> dict[str, Any]:
-        """A prompt counts once, however many choices it has; cached is what all of them found."""
+        """Return the usage of the answer.
+
+        A prompt counts once, however many choices it has. Its cached tokens are those that all its
+        choices found.
+        """
         call, n = self.call, self.call.params.n
         prompt = sum(map(len, call.prompts))
         output = 0 if call.score_only else sum(c.decoder.num_tokens for c in self.choices)
@@ -326,7 +337,7 @@ class OpenAIResponse:
         return self._data(fields)
 
     def _frames(self) -> tuple[list[bytes], bytes]:
-        """What stands before an event's text, for each choice, and what stands after it."""
+        """Return the bytes before an event's text, for each choice, and the bytes after it."""
         mark = secrets.token_hex(16)
         before = []
         after = b""
@@ -341,8 +352,11 @@ class OpenAIResponse:
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": None}
 
     def _opening(self) -> list[bytes]:
-        """Events before the first token; an echo with logprobs has to wait for them. When the
-        stream goes on: what is missing of them, and the ends that are due."""
+        """Return the events before the first token.
+
+        An echo with logprobs has to wait for these. A resumed stream gets the opening events that
+        are missing, and the finish events that are due.
+        """
         events = []
         for i, choice in enumerate(self.choices):
             phase = 0 if self.ids is None else self.ids.shown[i].phase
@@ -361,7 +375,10 @@ class OpenAIResponse:
         return events
 
     def _echo_event(self, index: int) -> bytes:
-        """The prompt, once its logprobs are there: with the first token at the latest."""
+        """Return the event of the echoed prompt.
+
+        It is due once the prompt's logprobs are there: with the first token at the latest.
+        """
         self._echo_due.discard(index)
         if self.ids is not None:
             self.ids.enter(index, OPENED)
@@ -369,7 +386,7 @@ class OpenAIResponse:
         return self._chunk(self._shaped(index, text, self._echo_logprobs(index)))
 
     def _event(self, index: int, delta: Delta, decoded: Decoded) -> bytes:
-        """An event with more than text in it; empty if there is nothing to tell."""
+        """Return an event with more than text in it; empty if there is nothing to send."""
         call, choice = self.call, self.choices[index]
         kept = decoded.num_tokens
         made: dict[str, Any] | None = None
@@ -403,7 +420,7 @@ class OpenAIResponse:
         return self._chunk(shaped)
 
     def _scored(self, choice: ChoiceOutput, delta: Delta, kept: int) -> list[TokenLogprobs]:
-        """Of the tokens that logprobs tells: those of content."""
+        """Return the log-probabilities of a delta's content tokens, the only ones reported."""
         items = (delta.logprobs or [])[:kept]
         if choice.parsed is None:
             return items

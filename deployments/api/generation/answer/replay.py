@@ -23,8 +23,11 @@ from engine.text.detokenizer import Decoded
 async def recall(
     call: OpenAIRequest, ids: EventIds, backend: Backend
 ) -> list[RecalledChoice | None]:
-    """For each choice, what a replica knows of the tokens that were shown; None if no replica does
-    or no tokens are needed. All are of the same weights."""
+    """Return each choice's shown tokens, as a replica recalls them.
+
+    None stands for a choice that no replica recalls, or that needs no tokens. All results are of
+    the same weights.
+    """
     n = call.params.n
     wanted = {
         (call.streams[i // n], i % n): i
@@ -60,7 +63,7 @@ def _begins_with(token_ids: Sequence[int], shown: ChoiceProgress) -> bool:
 
 
 class StreamReplay:
-    """Brings the choices of an answer to where their client is.
+    """The resumption of an answer's choices where their client is.
 
     Tokens that a replica has kept are decoded at once, and the engines go on after them: `emitted`
     is what each choice begins with. Tokens that no replica has are computed again; `skip` takes
@@ -85,7 +88,7 @@ class StreamReplay:
     def _bring(
         self, index: int, choice: ChoiceOutput, shown: ChoiceProgress, past: RecalledChoice | None
     ) -> list[int] | None:
-        """Where it is to begin, [] for anew, None if it has ended."""
+        """Return the tokens that a choice begins with, [] for anew, None if it has ended."""
         if shown.phase == FINISHED:
             choice.finish_reason = choice.finish_reason or "told"
             choice.decoder.num_tokens = shown.tokens
@@ -109,8 +112,10 @@ class StreamReplay:
         return fresh.feed(Delta(0, tokens)).finish_reason is not None
 
     def skip(self, index: int, choice: ChoiceOutput, delta: Delta) -> tuple[Delta, Decoded]:
-        """A delta of a choice in `skipping`: what is new of it. Raises ApiError 409 stream_lost,
-        and as `Choice.feed`."""
+        """Return the new part of a delta of a choice in `skipping`.
+
+        Raises ApiError 409 stream_lost, and as `ChoiceOutput.feed`.
+        """
         shown = self._ids.shown[index]
         left = shown.tokens - choice.decoder.num_tokens
         head, rest = delta.token_ids[:left], delta.token_ids[left:]
