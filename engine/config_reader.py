@@ -12,8 +12,11 @@ MODULES = "modules.json"  # beside a model that makes vectors: engine/pooling.py
 
 
 class Reader:
-    """names: our key -> the file's, of those that the file calls otherwise (hidden_size is n_embd
-    in GPT-2's config.json); ours is understood too. Every method takes ours."""
+    """A JSON object of a model folder, read under Manta's names of the keys.
+
+    names: our key -> the file's, of those that the file calls otherwise (hidden_size is n_embd
+    in GPT-2's config.json); ours is understood too. Every method takes ours.
+    """
 
     def __init__(
         self, values: dict[str, Any], path: str, names: Mapping[str, str] | None = None
@@ -24,7 +27,7 @@ class Reader:
 
     @classmethod
     def from_file(cls, path: Path) -> "Reader":
-        """Raises ConfigError for a file that is missing or no JSON object."""
+        """Read a JSON file. Raises ConfigError for a file that is missing or no JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -38,7 +41,10 @@ class Reader:
         return cls(values, str(path))
 
     def renamed(self, names: Mapping[str, str], defaults: Mapping[str, Any]) -> "Reader":
-        """defaults: key -> what it means where the file has it by neither of its names."""
+        """Return the reader with these names of keys, and with defaults for absent keys.
+
+        defaults: key -> its meaning where the file has neither of the key's names.
+        """
         theirs = {key: key for key in names.values()}  # which may be ours of another
         known = {**names, **theirs}
         present = {known.get(key, key) for key in self.values}
@@ -48,7 +54,7 @@ class Reader:
         return Reader({**missing, **self.values}, self.path, names)
 
     def inner(self, key: str) -> "Reader":
-        """The object that a key holds; an empty one where the file says nothing."""
+        """Return a reader of the object that a key holds; empty where the file has no such key."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, f"must be an object, got {value!r}")
@@ -59,12 +65,13 @@ class Reader:
         return ConfigError(f"{self.path}: {key}: {message}", param=key)
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """What the file says, null included; default where it says nothing."""
+        """Return the value that the file has for a key, null included; default for an absent
+        key."""
         theirs = self._names.get(key, key)
         return self.values.get(theirs if theirs in self.values else key, default)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As raw; default for null too."""
+        """Return the value that the file has for a key; default for null and for an absent key."""
         value = self.raw(key)
         return default if value is None else value
 
@@ -85,11 +92,11 @@ class Reader:
         return value
 
     def count(self, key: str, default: int = 0) -> int:
-        """A size that may be 0."""
+        """Return a size that may be 0."""
         return 0 if self.get(key, default) in (0, None) else self.size(key, default)
 
     def listed(self, key: str, *kinds: type) -> list[Any] | None:
-        """A list of values of these types; None for null, and where the file says nothing."""
+        """Return a list of values of these types; None for null and for an absent key."""
         value = self.get(key)
         if value is not None and not (
             isinstance(value, list) and all(isinstance(each, kinds) for each in value)
@@ -107,7 +114,7 @@ class Reader:
         return float(value)
 
     def size_or_none(self, key: str) -> int | None:
-        """None for null, and where the file says nothing."""
+        """Return a size; None for null and for an absent key."""
         return None if self.get(key) is None else self.size(key)
 
     def number_or_none(self, key: str) -> float | None:

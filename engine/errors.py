@@ -31,7 +31,7 @@ class InvalidRequest(MantaError, ValueError):
 
 
 def no_vectors() -> InvalidRequest:
-    """The error of a request for a text's vector from a model that makes none."""
+    """Return the error for an embedding request to a model that makes no embeddings."""
     return InvalidRequest(
         "this model makes no embeddings: its folder has no modules.json, in which "
         "sentence-transformers says how texts are pooled",
@@ -81,8 +81,10 @@ class ConfigError(MantaError, ValueError):
 
 
 class TensorError(ConfigError):
-    """A tensor of a checkpoint cannot be used; loading adds in which file it is. tensor: by the
-    name that the model's record has for it."""
+    """A tensor of a checkpoint cannot be used; the loader adds the name of the file.
+
+    tensor: the tensor's name in the model's record.
+    """
 
     def __init__(self, tensor: str, message: str) -> None:
         super().__init__(f"tensor {tensor}: {message}", param="model")
@@ -125,7 +127,7 @@ class RequestReleased(MantaError):
 
 
 class Overloaded(MantaError):
-    """Not now: too much is waiting, or nothing can take it. HTTP answers 503 with Retry-After.
+    """The server cannot take the request now. HTTP answers 503 with Retry-After.
 
     retry_after: seconds after which another try may succeed.
     """

@@ -98,7 +98,7 @@ class _StartTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of the engine: one rank's."""
+    """One rank's part of the engine."""
 
     resolved: Resolved
     place: Place
@@ -116,7 +116,8 @@ def build(
     compilers: Compilers | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[EngineCore, Ready]:
-    """Load the model and decide the memory. Raises ConfigError for anything a user can mend.
+    """Build the engine core: load the model and decide the memory. Raises ConfigError for anything
+    a user can mend.
 
     compilers: for a first start on a machine; the caller closes them. ranks: the others of a model
         in several parts; likewise.
@@ -197,8 +198,11 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
 def build_rank(
     config: EngineConfig, rank: int, memory: int, meet: Callable[[], tuple[str, int]]
 ) -> tuple[ModelRunner, Place, AdapterLoader | None]:
-    """The same of another rank: what runs its part of each step, its place among all, and what
-    fills its slots for adapters. memory, meet: see `engine.parallel.opening.other`."""
+    """Build the part of another rank of the model than the first.
+
+    Returns the rank's runner, its place among the ranks, and the loader of its adapter slots.
+    memory, meet: see `engine.parallel.opening.other`.
+    """
     open_place = other(rank, config, memory, meet)
     part = _build_part(config, rank, open_place, _StartTimes(None), None, None)
     gc.collect()
@@ -214,7 +218,7 @@ def _build_part(
     progress: Progress | None,
     compilers: Compilers | None,
 ) -> _Part:
-    """All ranks go through this together: where one waits for the others, all do."""
+    """Build one rank's part of the engine; all ranks do so together."""
     phases.start("device")
     resolved = resolve(config, rank)
     device = resolved.device
@@ -300,7 +304,10 @@ def _handed_on(resolved: Resolved) -> Activations:
 
 
 def _tell(progress: Progress | None) -> Callable[[Loading], None]:
-    """Into the log every few seconds and at the end; to whoever waits each time."""
+    """Return a function that reports loading progress.
+
+    The log gets a line every few seconds and at the end; a waiting caller gets each report.
+    """
     logged = 0.0
 
     def tell(loading: Loading) -> None:
@@ -316,9 +323,12 @@ def _tell(progress: Progress | None) -> Callable[[Loading], None]:
 
 
 def _rehearse(core: EngineCore) -> None:
-    """Serve a few short requests, so that the first real one meets no kernel that is not compiled
-    or loaded, and the scheduler knows about how long prompt tokens take. That is told by the last:
-    those before it compile."""
+    """Serve a few short requests, so that the first real request meets only compiled, loaded
+    kernels.
+
+    The scheduler learns from the last request how long prompt tokens take; the earlier requests
+    compile.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     if not core.config.generates:
         params = SamplingParams(temperature=0.0, max_tokens=0, pooled=True)
@@ -334,7 +344,10 @@ def _rehearse(core: EngineCore) -> None:
 
 
 def _model_key(resolved: Resolved) -> str:
-    """Tells weights apart without reading them: a redeploy may put others at the same path."""
+    """Return a key that tells weights apart without reading them.
+
+    A redeployment may put other weights at the same path.
+    """
     folder, config = resolved.folder, resolved.config
     state = blake2b((folder / "config.json").read_bytes(), digest_size=16)
     state.update(config.quantization.encode())
@@ -372,7 +385,7 @@ def _adapters(
 
 
 def _grammars(resolved: Resolved) -> Grammars:
-    """The vocabulary is read now: later it would hold up the step loop."""
+    """Read the vocabulary for structured output now; later it would hold up the step loop."""
     model = resolved.model
     try:
         ends = model.eos_token_ids
@@ -480,8 +493,11 @@ def _build_runner(
 def _hand_over(
     compilers: Compilers, resolved: Resolved, make_runner: Callable[[], ModelRunner]
 ) -> None:
-    """Let the compilers have every kernel that the rest of the start will launch. make_runner: of
-    a model of one layer. What fails here fails again where it is needed, or is not."""
+    """Hand the compilers every kernel that the rest of the start will launch.
+
+    make_runner: makes the runner of a model of one layer.
+    A failure here is only logged: a kernel that is needed fails again there.
+    """
     try:
         runner = make_runner()
         with compilers.collecting():
@@ -491,7 +507,7 @@ def _hand_over(
 
 
 def _measure_step(resolved: Resolved, runner_with: Callable[[int], ModelRunner]) -> int:
-    """Bytes of the largest step's activations, with a KV cache of a few blocks."""
+    """Measure the bytes of the largest step's activations, with a KV cache of a few blocks."""
     device = resolved.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -38,8 +38,11 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
 
     @property
     def urgency(self) -> tuple[int, bool]:
-        """Smaller runs earlier and is preempted later. A request that comes from another replica in
-        the middle of its answer is before requests that have no output: a client is reading it."""
+        """Return the sort key of a request; smaller runs earlier and is preempted later.
+
+        Among equal priorities, a request that another replica began comes first, because a client
+        is reading its answer.
+        """
         return self.priority, len(self.token_ids) <= self.num_prompt_tokens
 
 
@@ -100,7 +103,10 @@ class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AdapterAnswer(msgspec.Struct, array_like=True, tag="adapter"):
-    """To AddAdapter and RemoveAdapter. info None: it failed, with code and message."""
+    """The answer to AddAdapter and RemoveAdapter.
+
+    info: None if it failed, with code and message.
+    """
 
     ticket: int
     info: AdapterInfo | None = None
@@ -171,7 +177,9 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
-    """prefix_hashes: of prompts that other routers sent to this replica; put in by the replica.
+    """What a step of the engine produced, and the engine's state after it.
+
+    prefix_hashes: of prompts that other routers sent to this replica; put in by the replica.
     ticket: of the newest order that the engine had carried out when it made this frame.
     taken: ids of requests that `stats` is the first to count, refused ones among them. The router
         that has sent a request counts it on top of the figures until its id is here.
@@ -185,7 +193,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
-    """A sign of life, from a thread beside the step loop: it comes in the middle of a step too.
+    """A sign of life, from a thread beside the step loop; it also comes in the middle of a step.
 
     doing: "step" = in one, "device" = in one and waiting for the device, "input" = waiting for a
     message or an adapter, with nothing that could run; "" = none of these.
@@ -230,7 +238,7 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
 
 
 class LogLine(msgspec.Struct, array_like=True, tag="log"):
-    """What the engine has logged, for the log of the process that owns it. level: logging's."""
+    """A line that the engine logged, for the log of the process that owns it. level: logging's."""
 
     level: int
     message: str
@@ -238,7 +246,8 @@ class LogLine(msgspec.Struct, array_like=True, tag="log"):
 
 
 class Progress(msgspec.Struct, array_like=True, tag="progress"):
-    """The engine is starting: which phase, and how much of it is done (0..1)."""
+    """The progress of a starting engine: a phase, and the share of the phase that is done
+    (0..1)."""
 
     phase: str
     fraction: float

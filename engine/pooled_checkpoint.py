@@ -37,8 +37,10 @@ _WRITTEN = {"gelu": "GELU", "relu": "ReLU", "tanh": "Tanh"}
 
 
 def read_pooling(folder: str | Path) -> Pooling | None:
-    """None of a checkpoint that says nothing of vectors. Raises ConfigError naming file and
-    key."""
+    """Read the pooling that a checkpoint's files describe; None if they describe none.
+
+    Raises ConfigError naming file and key.
+    """
     folder = Path(folder)
     config = _optional(folder / "config.json")
     if config.classifies():
@@ -74,8 +76,11 @@ def read_pooling(folder: str | Path) -> Pooling | None:
 
 
 def _max_tokens(folder: Path) -> int:
-    """Of a text; 0: nothing is said. Version 6 of the library leaves it to the tokenizer's file,
-    where a number beyond all contexts says nothing."""
+    """Return the most tokens of a text; 0 if the files do not say.
+
+    Version 6 of sentence-transformers leaves the limit to the tokenizer's file, where a number
+    beyond all contexts says nothing.
+    """
     told = _optional(folder / "sentence_bert_config.json").size_or_none("max_seq_length")
     if told is not None:
         return told
@@ -84,7 +89,7 @@ def _max_tokens(folder: Path) -> int:
 
 
 def read_head(pooling: Pooling, hidden_size: int) -> PoolingHead:
-    """With weights. Raises ConfigError naming the file."""
+    """Read the weights of the pooling's steps. Raises ConfigError naming the file."""
     size = hidden_size
     steps: list[Callable[[Vector], Vector]] = []
     for step in pooling.steps:
@@ -153,7 +158,7 @@ def _head_layer(
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """(the last part of its class, its folder) of each module."""
+    """Return (the last part of its class, its folder) of each module."""
     path = folder / MODULES
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
@@ -232,7 +237,7 @@ def _layer_norm(step: Norm) -> Callable[[Vector], Vector]:
 
 
 def _tensor(folder: Path, name: str, shape: tuple[int, ...]) -> Vector:
-    """Raises ConfigError naming file and tensor."""
+    """Read a tensor of this shape. Raises ConfigError naming file and tensor."""
     import torch  # which reads bfloat16, as NumPy does not
     from safetensors import safe_open
 

@@ -25,8 +25,10 @@ ACTIVATIONS: Mapping[str, Callable[[Vector], Vector]] = {
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer over the pooled vector. folder: of its weights. activation: in torch.nn.
-    name: of its tensors."""
+    """A linear layer over the pooled vector.
+
+    folder: of its weights. activation: its name in torch.nn. name: of its tensors.
+    """
 
     folder: Path
     in_features: int
@@ -49,7 +51,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """mode: "last" = the last token's hidden state behind the final norm, "mean" = the mean of all,
+    """How a model pools the hidden states of a text into one vector.
+
+    mode: "last" = the last token's hidden state behind the final norm, "mean" = the mean of all,
         "cls" = the first token's.
     steps: over the pooled vector, in order; None = division by its length.
     prompts: texts that are put before a text, by the name that a caller gives.
@@ -75,7 +79,7 @@ class Pooling:
     pairs: bool = True
 
     def size(self, hidden_size: int) -> int:
-        """Elements of a vector."""
+        """Return the number of elements of a vector."""
         dense = [step.out_features for step in self.steps if isinstance(step, Dense)]
         return dense[-1] if dense else hidden_size
 
@@ -85,13 +89,16 @@ class Pooling:
         return bool(self.steps) and self.steps[-1] is None
 
     def relevance(self, vector: Vector, *, raw: bool = False) -> float:
-        """Of a reranker's pair: higher is nearer. raw: the number without a sigmoid."""
+        """Return a reranker pair's relevance; higher is nearer. raw: the number without a
+        sigmoid."""
         score = vector if raw or "relevance" in self.raw else _sigmoid(vector)
         return float(score[0])
 
     def probabilities(self, vector: Vector, *, raw: bool = False) -> Vector:
-        """Of each label, as transformers' text-classification pipeline has them: [labels]. raw: the
-        numbers that they are made of."""
+        """Return each label's probability, as transformers' text-classification pipeline: [labels].
+
+        raw: the numbers that the probabilities are made of.
+        """
         if raw or "labels" in self.raw:
             return vector
         if self.independent or len(self.labels) == 1:
@@ -100,13 +107,17 @@ class Pooling:
         return powers / powers.sum()
 
     def cut(self, vector: Vector, dimensions: int) -> Vector:
-        """The first `dimensions` elements, of the length that the whole would have."""
+        """Return the first `dimensions` elements, scaled to the length that the whole vector would
+        have."""
         cut = vector[:dimensions]
         return normalized(cut) if self.scaled else cut
 
     def check_dimensions(self, dimensions: int, size: int, name: str = "dimensions") -> None:
-        """Raises InvalidRequest if a vector of `size` elements has no shorter one of so many. name:
-        of the field that asks for it."""
+        """Raise InvalidRequest if a vector of `size` elements has no shorter one of so many
+        dimensions.
+
+        name: of the request field.
+        """
         if not self.matryoshka:
             raise InvalidRequest(
                 f"{name}: this model's vectors cannot be cut; its config.json would say so by "
@@ -121,7 +132,8 @@ class Pooling:
             raise InvalidRequest(f"{name} must be between 1 and {size}", param=name)
 
     def prompt(self, name: str) -> str:
-        """Raises InvalidRequest for a name that the checkpoint does not have."""
+        """Return the prompt of this name. Raises InvalidRequest for a name that the checkpoint
+        lacks."""
         try:
             return self.prompts[name]
         except KeyError:
@@ -142,7 +154,7 @@ class PoolingHead:
         self._steps = steps
 
     def __call__(self, pooled: Vector, *, unscaled: bool = False) -> Vector:
-        """The vector; unscaled: without a last division by its length."""
+        """Apply the steps to a pooled vector. unscaled: leave out a last division by its length."""
         steps = self._steps[:-1] if unscaled and self.pooling.scaled else self._steps
         for step in steps:
             pooled = step(pooled)
@@ -150,7 +162,7 @@ class PoolingHead:
 
 
 class PooledText:
-    """What has been pooled of one text, chunk by chunk."""
+    """The pooled hidden states of one text, collected chunk by chunk."""
 
     def __init__(self, head: PoolingHead, num_tokens: int, *, unscaled: bool = False) -> None:
         self._head = head
@@ -160,8 +172,11 @@ class PooledText:
         self._pooled: Vector | None = None
 
     def add(self, start: int, part: Vector) -> None:
-        """part: of the chunk that begins at `start`: the sum of its hidden states, or the one that
-        is asked for. A text that was preempted begins again."""
+        """Add a chunk of the text; a preempted text begins again.
+
+        part: the sum of the chunk's hidden states, or the one hidden state that is asked for.
+        start: where the chunk begins.
+        """
         if self._mean and start > 0:
             assert self._pooled is not None, "a chunk's hidden states were lost"
             self._pooled = self._pooled + part
@@ -169,14 +184,14 @@ class PooledText:
             self._pooled = part
 
     def vector(self) -> bytes:
-        """float32, little-endian. Legal when all chunks are in."""
+        """Return the pooled vector, float32, little-endian. Legal when all chunks are in."""
         assert self._pooled is not None, "nothing was pooled"
         pooled = self._pooled / np.float32(self._num_tokens) if self._mean else self._pooled
         return self._head(pooled, unscaled=self._unscaled).astype("<f4").tobytes()
 
 
 def as_array(vector: bytes) -> Vector:
-    """What `PooledText.vector` wrote."""
+    """Return the array of the bytes that `PooledText.vector` wrote."""
     return np.frombuffer(vector, dtype="<f4")
 
 

@@ -14,7 +14,7 @@ _PREFIXES = ("manta-", "mt-")  # the second where the first makes the path too l
 
 
 def temporary_folders() -> list[Path]:
-    """Where temporary files may lie, the user's choice (TMPDIR) first."""
+    """Return the folders that may hold temporary files, the user's choice (TMPDIR) first."""
     folders = [Path("/tmp"), Path(f"/run/user/{os.getuid()}"), Path("/var/tmp"), Path("/dev/shm")]
     with contextlib.suppress(FileNotFoundError):  # none that Python knows can be written
         folders.insert(0, Path(tempfile.gettempdir()))
@@ -22,7 +22,10 @@ def temporary_folders() -> list[Path]:
 
 
 def why_unusable(folder: Path, *, programs: bool = False) -> str:
-    """Why this process cannot put files there; "" if it can. programs: files that are executed."""
+    """Return why this process cannot put files into the folder; "" if it can.
+
+    programs: whether the files are executed.
+    """
     if not folder.is_dir():
         return "is no folder"
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -34,7 +34,7 @@ logger = logging.getLogger("manta.engine")
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What the engine will run with."""
+    """The settings that the engine will run with."""
 
     config: EngineConfig
     folder: Path
@@ -50,17 +50,17 @@ class Resolved:
 
     @property
     def ranks(self) -> int:
-        """That each layer is divided among."""
+        """The number of ranks that each layer is divided among."""
         return self.config.tensor_parallel
 
     @property
     def head_ranks(self) -> int:
-        """That attention's heads are divided among."""
+        """The number of ranks that attention's heads are divided among."""
         return self.ranks // self.kv_ranks
 
     @property
     def kv_ranks(self) -> int:
-        """That requests' keys and values are divided among: each has those of other requests."""
+        """The number of ranks that requests' keys and values are divided among, by request."""
         return self.ranks if self.config.attention_data_parallel else 1
 
     @property
@@ -79,12 +79,15 @@ class Resolved:
 
     @property
     def ranks_here(self) -> int:
-        """That share this device's memory."""
+        """The number of ranks that share this device's memory."""
         return 1 if self.device.type == "cuda" else self.config.ranks_per_node
 
 
 def resolve(config: EngineConfig, rank: int = 0) -> Resolved:
-    """Raises ConfigError naming the key at fault. Reads config.json only. rank: that asks."""
+    """Resolve a configuration for this machine. Raises ConfigError naming the key at fault.
+
+    Reads config.json only. rank: the rank that asks.
+    """
     folder = Path(config.model)
     if not folder.is_dir():
         raise no_folder(folder)
@@ -111,8 +114,11 @@ def decide(
     name: str = "",
     capability: tuple[int, int] | None = None,
 ) -> Resolved:
-    """The same for a device that need not be here. name: of it, for messages. capability: compute
-    capability of CUDA; None = all that is asked for."""
+    """Resolve a configuration for a device that need not be present.
+
+    name: the device's, for messages.
+    capability: the compute capability of CUDA; None = sufficient for all settings.
+    """
     cuda = device.type == "cuda"
     if config.quantization == "w8a8" and capability is not None and capability < INT8_PRODUCTS:
         least, this = (f"{major}.{minor}" for major, minor in (INT8_PRODUCTS, capability))
@@ -206,8 +212,10 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def _check_devices(config: EngineConfig) -> None:
-    """The GPUs of all ranks of this node. Raises ConfigError where they are not of one kind: the
-    slowest would decide the time of each step, and the smallest the room for keys and values."""
+    """Check that the GPUs of this node's ranks are of one kind. Raises ConfigError if not.
+
+    The slowest GPU would decide the time of each step, the smallest the room for keys and values.
+    """
     of_ranks = range(config.ranks_per_node)
     kinds = [torch.cuda.get_device_properties(number) for number in of_ranks]
     for number, kind in enumerate(kinds):
@@ -235,7 +243,8 @@ def _check_devices(config: EngineConfig) -> None:
 
 
 def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
-    """Whether each rank has some experts whole, and not a part of each. asked: by expert_parallel.
+    """Whether each rank has some experts whole, and not a part of each. asked: expert_parallel's
+    value.
 
     A part of each gives all ranks equal work whatever is chosen, but thin products. Where to change
     over is what others measured (vLLM, SGLang): from about 8 ranks, or below 64 columns, on.
@@ -251,7 +260,7 @@ def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
 
 
 def _check_by_requests(model: ModelConfig) -> None:
-    """Raises ConfigError for what attention_data_parallel is not combined with."""
+    """Raise ConfigError for settings that attention_data_parallel is not combined with."""
     why = ""
     if model.recurrent:
         why = f"{model.architecture} has layers that keep states, which are divided by heads alone"
@@ -269,8 +278,10 @@ def check_ranks(
     expert_parallel: bool | None = None,
     by_requests: bool = False,
 ) -> None:
-    """Raises ConfigError where the model cannot be divided among so many ranks. by_requests:
-    attention is not divided by heads."""
+    """Raise ConfigError where the model cannot be divided among so many ranks.
+
+    by_requests: data-parallel attention, whose heads are not divided.
+    """
     if expert_parallel and model.experts is None:
         raise ConfigError(
             f"expert_parallel: {model.architecture} has no experts; leave it out",
@@ -307,7 +318,7 @@ def check_ranks(
 
 
 def check_stages(model: ModelConfig, stages: int) -> None:
-    """Raises ConfigError where the layers cannot be divided among so many stages."""
+    """Raise ConfigError where the layers cannot be divided among so many stages."""
     why = ""
     if stages > model.num_layers:
         why = f"{model.architecture} has {model.num_layers} layers, and a stage needs one; lower it"
@@ -322,8 +333,11 @@ def check_stages(model: ModelConfig, stages: int) -> None:
 
 
 def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> bool:
-    """See `divide_heads`. Where ranks have unequally many, layers whose heads differ would be of
-    other groups on one rank than on another."""
+    """Whether the heads of a layer can be divided among the ranks (see `divide_heads`).
+
+    With unequal shares, layers whose heads differ would form other groups on one rank than on
+    another.
+    """
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
     if not layer.attends:
         return True
@@ -441,14 +455,16 @@ def _kv_format(
 
 
 def kv_form(model: ModelConfig, name: str) -> KVFormat:
-    """One of FORMATS as this model's layers have it."""
+    """Return one of FORMATS for the sizes of this model's layers."""
     form = FORMATS[name]
     return replace(form, hadamard=_hadamard(model)) if name == "int4" else form
 
 
 def _hadamard(model: ModelConfig) -> int:
-    """The largest power of two that divides what kernels have in hand: the halves of a head that
-    are rotated with each other, and the rest."""
+    """Return the largest power of two that divides the parts of a head that kernels hold.
+
+    The parts are the halves that rotary embeddings pair, and the rest.
+    """
     pieces = 0
     for layer in model.attention:
         if not layer.attends:

@@ -1,4 +1,4 @@
-"""A checkpoint -> the same in fewer bits, in the layouts that other programs write and read too:
+"""Writes a quantised copy of a checkpoint, in the layouts that other programs write and read too:
 compressed-tensors and bitsandbytes.
 
 Matrix by matrix, so host memory is that of the largest one. What no layout can keep, the embedding
@@ -52,7 +52,7 @@ def _weights(bits: int, kind: str, group: int = 0, symmetric: bool = True) -> di
 
 
 def _description(name: str, group: int) -> dict[str, Any]:
-    """quantization_config. group: of int4."""
+    """Return the `quantization_config` of a format. group: the group size of int4."""
     every = {"targets": ["Linear"]}
     if name == "fp8":
         inputs = {**_TOKENS, "type": "float"}
@@ -170,7 +170,10 @@ def _parts(model: Model) -> dict[str, list[Part]]:
 
 
 def _group(parts: dict[str, list[Part]]) -> int:
-    """Of int4: the largest that divides all rows that any divides."""
+    """Return the group size of int4: the largest of 128, 64 and 32 that divides all rows.
+
+    Rows that 32 does not divide do not count.
+    """
     widths = {part.in_features for same in parts.values() for part in same}
     widths = {width for width in widths if width % 32 == 0}
     return next((size for size in (128, 64) if all(width % size == 0 for width in widths)), 32)
@@ -203,14 +206,19 @@ def _values(stored: StoredTensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Encoder:
-    """name: of the format; quantized: of the folder that is written."""
+    """Encodes matrices in one format.
+
+    name: of the format; quantized: of the folder that is written.
+    """
 
     name: str
     quantized: Quantized
 
     def all(self, stem: str, ours: str, weight: Tensor) -> dict[str, Tensor]:
-        """Tensors by their names. stem: the matrix's in the file. Of a matrix without memory,
-        tensors without memory."""
+        """Return the encoded tensors of a matrix, by name; for a meta matrix, meta tensors.
+
+        stem: the matrix's name in the file. ours: its name in the model.
+        """
         scheme = self.quantized.scheme(ours)
         assert scheme is not None
         if weight.device == _META:
@@ -227,7 +235,7 @@ class _Encoder:
         return {f"{stem}.{key}": tensor for key, tensor in found.items()}
 
     def _grown(self, key: str, tensor: Tensor, weight: Tensor) -> tuple[int, ...]:
-        """The shape of what is `tensor` for 8 rows."""
+        """Return the whole shape of a tensor that was encoded for 8 rows."""
         if key == _STATE:
             return tuple(_state(weight).shape)
         if key in ("weight_shape", "weight.quant_map"):
@@ -235,7 +243,7 @@ class _Encoder:
         return tensor.shape[0] * weight.shape[0] // 8, *tensor.shape[1:]
 
     def _encoded(self, weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
-        """weight float32 [out, in]."""
+        """Encode a matrix. weight: float32 [out, in]."""
         out, width = weight.shape
         shape = {"weight_shape": torch.tensor([out, width])}
         if self.name == "fp8":
@@ -258,8 +266,11 @@ class _Encoder:
 
 
 def _with_zeros(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """4-bit codes [out, in], scales [out, groups] float16, and whole zero points of that shape:
-    weight is about scale * (code - zero)."""
+    """Quantise a matrix to 4 bits with zero points.
+
+    Returns codes [out, in], scales [out, groups] float16, and integer zero points [out, groups]:
+    weight is about scale * (code - zero).
+    """
     groups = weight.unflatten(1, (-1, group))
     low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
     # Of float16; its smallest number stands for groups that are all zeros.
@@ -271,7 +282,7 @@ def _with_zeros(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _words(codes: Tensor) -> Tensor:
-    """4-bit codes [n, m] -> int32 [n, m / 8], the first lowest."""
+    """Pack 4-bit codes [n, m] into int32 [n, m / 8], the first code lowest."""
     both = codes.reshape(codes.shape[0], -1, 2)
     return (both[..., 0] | (both[..., 1] << 4)).contiguous().view(torch.int32)
 

@@ -27,8 +27,8 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor by a safetensors header: bytes [offset, offset + num_bytes) of the file. code: of
-    its type, as safetensors has it."""
+    """A tensor in a safetensors header: bytes [offset, offset + num_bytes) of the file. code: its
+    dtype as safetensors names it."""
 
     name: str
     file: Path
@@ -43,8 +43,10 @@ def file_error(file: Path, message: str) -> ConfigError:
 
 
 def read_headers(folder: Path) -> dict[str, Entry]:
-    """The tensors of a folder's safetensors; {} of other files. Raises ConfigError for a file that
-    is missing, cut short or none, naming it."""
+    """Return the tensors of a folder's safetensors by name; {} for other kinds of files.
+
+    Raises ConfigError naming a file that is missing, cut short or no safetensors.
+    """
     shards = find_shards(folder)
     if shards is None or shards.suffix != SAFETENSORS:
         return {}
@@ -70,9 +72,12 @@ class Shards:
 
 
 def find_shards(folder: Path) -> Shards | None:
-    """Those of model.safetensors.index.json if it is there, else model.safetensors, else
-    model*.safetensors; then the same of pytorch_model*.bin; then every *.safetensors. None where
-    there is nothing of all this. Raises ConfigError naming a file that is missing."""
+    """Find the weight files of a folder; None where there are none.
+
+    The first kind found wins: model.safetensors.index.json, model.safetensors, model*.safetensors;
+    then the same of pytorch_model*.bin; then every *.safetensors. Raises ConfigError naming a file
+    that is missing.
+    """
     for stem, suffix in _KINDS:
         if (shards := _of_kind(folder, stem, suffix)) is not None:
             return shards
@@ -80,7 +85,7 @@ def find_shards(folder: Path) -> Shards | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """As `find_shards`; [] where there are none."""
+    """Return the weight files that `find_shards` finds; [] where there are none."""
     shards = find_shards(folder)
     return [] if shards is None else shards.files
 
@@ -101,9 +106,11 @@ def _of_kind(folder: Path, stem: str, suffix: str) -> Shards | None:
 
 
 def read_shards(shards: Shards, read: Callable[[Path], list[T]]) -> dict[str, T]:
-    """The tensors by name. The index decides: one that it does not list does not count, nor does
-    one in another file than it says. Raises ConfigError naming the file, and the tensor where there
-    is one."""
+    """Read the tensors of all files, by name. Raises ConfigError naming the file, and the tensor
+    where there is one.
+
+    The index decides: a tensor that it does not list, or lists in another file, does not count.
+    """
     listed = shards.listed
     tensors: dict[str, T] = {}
     for file in shards.files:
@@ -122,7 +129,7 @@ def read_shards(shards: Shards, read: Callable[[Path], list[T]]) -> dict[str, T]
 
 
 def _check_count(files: list[Path]) -> None:
-    """Names that count, model-00001-of-00003, have to be all there."""
+    """Check that files whose names count, model-00001-of-00003, are all there."""
     names = {file.name for file in files}
     for file in files:
         if match := re.fullmatch(r"(.+-)(\d+)(-of-)(\d+)(\..+)", file.name):
@@ -134,7 +141,8 @@ def _check_count(files: list[Path]) -> None:
 
 
 def read_header(file: Path) -> list[Entry]:
-    """The tensors of one file, in file order. Raises ConfigError if header and size disagree."""
+    """Return the tensors of one file, in file order. Raises ConfigError if header and size
+    disagree."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -176,7 +184,7 @@ def read_header(file: Path) -> list[Entry]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a JSON object. Raises ValueError for a name that is there twice."""
+    """Make a dict of a JSON object's pairs. Raises ValueError for a name that is there twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

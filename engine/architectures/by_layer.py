@@ -1,4 +1,4 @@
-"""How layers attend: what records say of windows, and of layers that do not turn."""
+"""The readers of how layers attend: which have windows, and which have no rotary embedding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +15,10 @@ FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> list[str]:
-    """Of each layer: FULL, WINDOW or CHUNK. default: of layer i, where config.json says nothing."""
+    """Return the kind of each layer: FULL, WINDOW or CHUNK.
+
+    default: the kind of layer i, where config.json says nothing.
+    """
     kinds = config.listed("layer_types", str)
     if kinds is None:
         return [default(i) for i in range(layers)]
@@ -27,8 +30,11 @@ def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> l
 
 
 def periodic(config: Reader, layers: int, period: int) -> list[str]:
-    """As layer_types; where the file does not list them, every so many'th layer is a full one, or
-    those of "G" in a text like "LLLG". period: where the file says nothing of that either."""
+    """Return the kind of each layer, as `layer_types`, for files that may give a period instead.
+
+    Every `period`-th layer is FULL, or with a text like "LLLG" the layers of "G".
+    period: the period where the file has none.
+    """
     key = "sliding_window_pattern"
     text = config.get(key)
     if not isinstance(text, str):
@@ -44,14 +50,14 @@ def three_to_one(i: int) -> str:
 
 
 def turning(config: Reader, layers: int) -> list[bool]:
-    """Whether each layer turns: every fourth does not, unless the file says otherwise."""
+    """Return whether each layer is rotary: every fourth is not, unless the file says otherwise."""
     each = config.size("no_rope_layer_interval", 4)
     turns = of_layers(config, "no_rope_layers", layers, int)
     return [bool(turn) for turn in turns or ((i + 1) % each != 0 for i in range(layers))]
 
 
 def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] | None:
-    """A value of these types for each layer; None where the file says nothing."""
+    """Return a value of these types for each layer; None where the file says nothing."""
     values = config.listed(key, *kinds)
     if values and len(values) < layers:
         raise config.error(key, f"has {len(values)} layers, the model {layers}")
@@ -59,24 +65,24 @@ def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] 
 
 
 def alike(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Every layer attends to all before it."""
+    """Return layers that all attend to every token before."""
     if kinds := {*(config.listed("layer_types", str) or ())} - {FULL}:
         raise config.error("layer_types", f"{sorted(kinds)} is not supported, only {FULL}")
     return [plain] * layers
 
 
 def windowed(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """All layers have the window, if there is one."""
+    """Return layers that all have the window, if there is one."""
     return [replace(plain, window=config.size_or_none("sliding_window") or 0)] * layers
 
 
 def still(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """No layer turns: positions are learned."""
+    """Return layers without rotary embeddings, for models whose positions are learned."""
     return [replace(plain, rope=None)] * layers
 
 
 def unstretched(plain: "LayerAttention", theta: float | None = None) -> "Rope":
-    """The layer's rope without scaling."""
+    """Return the layer's rope without scaling."""
     assert plain.rope is not None
     theta = plain.rope.theta if theta is None else theta
     return replace(plain.rope, theta=theta, type="default", factor=1.0, attention_factor=1.0)
@@ -85,8 +91,11 @@ def unstretched(plain: "LayerAttention", theta: float | None = None) -> "Rope":
 def rope_of(
     config: Reader, kind: str, plain: "LayerAttention", theta: float | None = None
 ) -> "Rope":
-    """That of layers of one kind, where rope_parameters has an object for each; where it has none
-    for this one, the plain layer's without scaling, from `theta` if that is given."""
+    """Return the rope of layers of one kind, where rope_parameters has an object for each kind.
+
+    Without an object for this kind it is the plain layer's rope without scaling.
+    theta: the base of that rope; None: the plain layer's base.
+    """
     own = config.inner("rope_parameters").get(kind)
     if own is None:
         return unstretched(plain, theta)

@@ -40,7 +40,11 @@ _NONE = ClassDefaults()
 
 
 def class_defaults(name: str, other: ClassDefaults = _NONE) -> ClassDefaults:
-    """name: a model_type, or a wrapper's. other: where transformers has no such class."""
+    """Return the defaults of a class of transformers.
+
+    name: a model_type, or the name of a wrapper.
+    other: the defaults where transformers has no such class.
+    """
     known = _read().get(name)
     return other if known is None else ClassDefaults(**known)
 

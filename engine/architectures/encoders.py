@@ -43,8 +43,11 @@ def _bert(network: str) -> Mapping[str, CheckpointTensor]:
 
 
 def _separator(config: Reader) -> int:
-    """As tokenizer.json beside the file has it: config.json says nothing of it. Only classifiers
-    read pairs: to an embedder a text is one text, whatever ids are in it."""
+    """Return the id of the separator token of a classifier that reads pairs; -1: no pairs.
+
+    The id is read from tokenizer.json, as config.json does not have it. To an embedder a text is
+    one text, whatever ids are in it.
+    """
     folder = Path(config.path).parent
     pairs = config.classifies() and config.size("type_vocab_size") > 1
     if not pairs or not (folder / "tokenizer.json").is_file():
@@ -135,7 +138,10 @@ def _record(
 
 
 def _modern(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Every third layer sees the whole text; the others see their neighbours, and turn faster."""
+    """Return the layers: every third one sees the whole text, the others have a window.
+
+    Both kinds have a rotary base of their own.
+    """
     every = config.size("global_attn_every_n_layers", 3)
     kinds = layer_types(config, layers, lambda i: WINDOW if i % every else FULL)
     ropes = config.inner("rope_parameters")
@@ -192,7 +198,10 @@ def _turned_both_ways(
 
 
 def _nomic_positions(config: Reader) -> int:
-    """A file with a factor turns texts otherwise that are longer than those of its training."""
+    """Return the longest text. A file with rotary_scaling_factor is limited to its training.
+
+    Beyond that such a file has another rotary embedding.
+    """
     longest = config.size("max_position_embeddings", 2048)
     if config.get("rotary_scaling_factor") is None:
         return longest
@@ -200,7 +209,7 @@ def _nomic_positions(config: Reader) -> int:
 
 
 def _nomic_activation(config: Reader) -> str:
-    """The hub's files name the gated MLP as a whole."""
+    """Return the activation; the hub's files name the gated MLP as a whole."""
     swiglu = config.get("activation_function") == "swiglu"
     return "silu" if swiglu else str(config.get("hidden_act", "silu"))
 

@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 class Experts:
     """The mixture of experts that stands in the place of an MLP.
 
-    layers: of the decoder, those that have it. count: experts of a layer. size: the inner width of
-        one. act, limit, weigh_input: see `kernels.experts.reference.ExpertWeights`.
-    bias: of the experts' matrices; router_bias: of the router.
+    layers: the decoder's layers that have experts.
+    count: experts of a layer.
+    size: the inner width of an expert.
+    act, limit, weigh_input: see `kernels.experts.reference.ExpertWeights`.
+    bias: whether the experts' matrices have biases.
+    router_bias: whether the router has a bias.
     shared_size: the inner width of an MLP that every token goes through beside its experts; 0 =
-        none. shared_gate: what it gives is multiplied by the sigmoid of a product of its own.
-    beside_mlp: they stand beside the layer's MLP, with norms of their own.
-    ahead: they read what the layer's MLP reads, and what they give is added behind the MLP of the
-        next layer, which has none.
-    same: experts behind the last one, which give back what they read; the router chooses among all.
+        none.
+    shared_gate: whether the shared MLP's output is multiplied by the sigmoid of a matmul.
+    beside_mlp: whether the experts stand beside the layer's MLP, with norms of their own.
+    ahead: whether the experts' output is added behind the MLP of the next layer, which has no
+        experts. They read what the MLP of their own layer reads.
+    same: experts behind the last one, which give back their input; the router chooses among all.
     """
 
     layers: tuple[int, ...]
@@ -43,7 +47,7 @@ class Experts:
 
     @property
     def choices(self) -> int:
-        """Of the router."""
+        """The number of experts that the router chooses among."""
         return self.count + self.same
 
 
@@ -58,10 +62,13 @@ def read_experts(
     jitter: float = 0.0,
     **others: Any,
 ) -> Experts | None:
-    """num_experts of moe_intermediate_size, of which a token gets num_experts_per_tok; where the
-    file has no such width, an expert is as wide as an MLP. layers: None = all. others: fields of
-    Experts. None if no layer has any.
+    """Read num_experts experts of width moe_intermediate_size; None if no layer has any.
 
+    A token gets num_experts_per_tok of them. Where the file has no such width, an expert is as wide
+    as an MLP.
+
+    layers: layers that have experts; None = all.
+    others: fields of Experts.
     Raises ConfigError for a file that contradicts itself.
     """
     layers = tuple(range(model.num_layers) if layers is None else layers)
@@ -87,7 +94,7 @@ def read_experts(
 
 
 def one_size(config: Reader, key: str) -> int:
-    """A size that some files repeat for each layer."""
+    """Read a size that some files repeat for each layer."""
     value = config.get(key)
     if isinstance(value, list) and value and all(each == value[0] for each in value):
         config = Reader({key: value[0]}, config.path)

@@ -9,7 +9,7 @@ from engine.config_reader import CLASSIFIER, Reader
 
 
 def find(config: Reader) -> tuple[Architecture, str, Reader]:
-    """The record, the name of the wrapper around it or "", and the text model's own keys."""
+    """Return the record, its wrapper's name or "", and the text model's own config keys."""
     names = config.get("architectures", [])
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise config.error("architectures", f"must be a list of one name, got {names!r}")
@@ -37,14 +37,17 @@ def find(config: Reader) -> tuple[Architecture, str, Reader]:
 
 
 def _family(name: str) -> str:
-    """Of a name its own part: that two are ForConditionalGeneration makes them no relatives."""
+    """Return a name's own part, without endings such as ForCausalLM that unrelated models share."""
     for ending in ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model"):
         name = name.removesuffix(ending)
     return name
 
 
 def _record_of(name: str) -> Architecture | None:
-    """Qwen3Model is Qwen3ForCausalLM without its head, BertForMaskedLM is BertModel with one."""
+    """Return the record of a name, with or without a head.
+
+    Qwen3Model is Qwen3ForCausalLM without its head. BertForMaskedLM is BertModel with one.
+    """
     base = name.removesuffix("Model").removesuffix("ForMaskedLM").removesuffix(CLASSIFIER)
     names = [name]
     if base != name:
@@ -53,7 +56,8 @@ def _record_of(name: str) -> Architecture | None:
 
 
 def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
-    """text_config, and what is said around it of the whole model."""
+    """Return the text model's config: text_config, and keys around it that are of the whole
+    model."""
     known = class_defaults(wrapper.name)
     inner = config.inner("text_config").values
     if config.get("text_config") is None:

@@ -17,10 +17,10 @@ from engine.architectures.record import Architecture, CheckpointTensor, Rows
 
 
 class Metadata(Protocol):
-    """What an entry may ask of a file."""
+    """The part of a GGUF file that an entry may ask for."""
 
     def own(self, key: str, default: Any = None) -> Any:
-        """The value of a key below the architecture's name."""
+        """Return the value of a key below the architecture's name."""
         ...
 
     def has(self, tensor: str) -> bool: ...
@@ -99,20 +99,22 @@ KEYS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """How GGUF files hold an architecture.
+    """The entry of an architecture: how GGUF files hold it.
 
-    record: its name; name: general.architecture.
+    record: the name of its record.
+    name: the value of general.architecture.
     stems: our name -> the file's, where not as in STEMS.
-    pieces: our name -> where the folder made of a file keeps it, where the file has it in another
-        form than the checkpoint: apart, transposed, its rows in order.
+    pieces: our name -> where the folder made of a file keeps it, where the file has another form
+        than the checkpoint: apart, transposed, its rows in order.
     rows: stem -> how its rows are ordered, where not as the folder's.
-    plus_one: weights of norms have one added.
-    keys: as KEYS, more of them.
+    plus_one: whether the weights of norms have one added.
+    keys: further keys, as KEYS.
     says: what config.json says whatever the file does.
-    made: key of config.json -> what makes it; None is null there, and not the class's default.
-    rope: the same, of its rope_parameters.
+    made: key of config.json -> what makes its value; None is null there, and not the class's
+        default.
+    rope: key of rope_parameters -> what makes its value.
     eps: the key of config.json that the epsilon of norms has.
-    when: which files of this name it is for, the first of several entries that fits.
+    when: whether the entry is for a file of this name; the first entry that fits is taken.
     """
 
     record: str
@@ -130,11 +132,11 @@ class Gguf:
 
     @property
     def architecture(self) -> str:
-        """What config.json of the folder says."""
+        """The architecture that config.json of the folder names."""
         return f"{self.record}, {self.name} in GGUF" if self.pieces else self.record
 
     def applied(self, record: Architecture) -> Architecture:
-        """The record of the folder."""
+        """Return the record of the folder that is made of a file."""
         return replace(
             record,
             name=self.architecture,
@@ -146,8 +148,12 @@ class Gguf:
         )
 
     def targets(self, record: Architecture) -> dict[str, str]:
-        """{the file's name, less "blk.<layer>.": the folder's}; "{i}" is the layer, and "{e}" or
-        "{h}" an expert or a head, of which the file has all in one tensor. record: as applied."""
+        """Return {the file's name, less "blk.<layer>.": the folder's name}.
+
+        "{i}" is the layer. "{e}" or "{h}" is an expert or a head, of which the file has all in one
+        tensor.
+        record: the record, as applied.
+        """
         found = {}
         for ours, stored in record.tensors.items():
             stems = self.stems.get(ours) or _STEMS_OF_WHOLE.get(ours, ())
@@ -198,8 +204,11 @@ def _layers(file: Metadata) -> range:
 
 
 def _layer_types(file: Metadata) -> list[str] | None:
-    """Of a list with true for each layer that has the window, or a period whose last has not; 0 is
-    no period: all have it."""
+    """Return layer_types of the file's sliding_window_pattern; None if the file has none.
+
+    The pattern is a list with true for each layer that has the window, or a period. The last layer
+    of a period has no window. With period 0 all layers have the window.
+    """
     pattern = file.own("attention.sliding_window_pattern")
     if pattern is None:
         return None
@@ -209,7 +218,7 @@ def _layer_types(file: Metadata) -> list[str] | None:
 
 
 def _window(file: Metadata) -> int | None:
-    """0 is none."""
+    """Return the file's sliding window; None where it is 0."""
     return int(file.own("attention.sliding_window", 0)) or None
 
 
@@ -223,8 +232,11 @@ def _head_dim(file: Metadata) -> int:
 
 
 def _gemma_scale(layers: int) -> Make:
-    """The file does not have it: all scale scores by the size of heads, but for the one with so
-    many layers, the 27B, by hidden size over heads."""
+    """Return what makes query_pre_attn_scalar, which files do not have.
+
+    The value is the size of heads. In a model of `layers` layers, which is the 27B, it is hidden
+    size over heads.
+    """
 
     def scalar(file: Metadata) -> int:
         if len(_layers(file)) == layers:
@@ -241,7 +253,7 @@ def _mpt(file: Metadata) -> dict[str, Any]:
 
 
 def _with(stem: str) -> Make:
-    """Whether the first layer has it."""
+    """Return a test of whether the file's first layer has this tensor."""
     return lambda file: file.has(f"blk.0.{stem}.weight")
 
 

@@ -22,14 +22,17 @@ _ATTENTION = "model.layers.{i}.self_attn."
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Keys and values of all heads are products of one latent a token, which is what the cache has.
+    """The latent attention of a layer, whose cache has one latent a token.
 
-    rank: elements of the latent. rope: of the key that all heads share and that turns, which the
-        cache has behind the latent. nope: of a head's query and key, before the `rope` elements
-        that turn. value: of a head's value.
-    query_rank: of the latent that queries are products of; 0 = they are of the hidden state.
-    neighbours: the checkpoint has what turns with each other side by side.
-    query_factor, factor: of the query's latent and of the other one, behind their norms.
+    Keys and values of all heads are made of the latent by matmuls.
+
+    rank: elements of the latent.
+    rope: elements of the rotary key that all heads share, which the cache has behind the latent.
+    nope: elements of a head's query and key before the `rope` rotary ones.
+    value: elements of a head's value.
+    query_rank: elements of the latent that queries are made of; 0 = of the hidden state.
+    neighbours: whether the checkpoint has rotary pairs side by side.
+    query_factor, factor: factors of the query's latent and of the other latent, behind their norms.
     """
 
     rank: int
@@ -53,12 +56,12 @@ ONE_KEY_HEAD: Mapping[str, Read] = {
 def latent_attention(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """All layers."""
+    """Return layers that all have latent attention."""
     return alike(config, latent_layer(config, plain), layers)
 
 
 def latent_layer(config: Reader, plain: "LayerAttention") -> "LayerAttention":
-    """One layer. Yarn's mscale_all_dim is a factor of the scores, twice."""
+    """Return a layer with latent attention. Yarn's mscale_all_dim is a factor of scores, twice."""
     heads = config.size("num_attention_heads")
     latent = Latent(
         config.size("kv_lora_rank"),
@@ -81,7 +84,10 @@ def _mscale(config: Reader) -> float:
 
 
 def _last_halves(latent: Latent, before: int, heads: int) -> "NDArray[np.int64]":
-    """Rows of heads of `before` elements and `rope` that turn, these in our order."""
+    """Return the stored rows of heads of `before` plain and `rope` rotary elements.
+
+    The rotary elements come in our order.
+    """
     import numpy as np
 
     rows = np.arange(heads * (before + latent.rope)).reshape(heads, -1)
@@ -100,7 +106,7 @@ def _queries(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _behind(queries: Rows) -> Rows:
-    """The rows of latent and shared key, behind those of queries."""
+    """Return the rows of the latent and the shared key, behind those of queries."""
 
     def rows(model: "ModelConfig") -> "NDArray[np.int64]":
         import numpy as np

@@ -1,6 +1,8 @@
-"""In which order checkpoints keep the rows of attention and MLP matrices. Each function gives the
-stored row of each of our rows; ours are all queries, all keys, all values, and within a head the
-first halves of the rotated pairs before the second ones."""
+"""The order in which checkpoints keep the rows of attention and MLP matrices.
+
+Each function gives the stored row of each of our rows. Ours are all queries, all keys, all values.
+Within a head the first halves of the rotary pairs come before the second halves.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -16,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def half_pairs(heads: int, size: int, turning: int | None = None) -> "NDArray[np.int64]":
-    """Rows of `heads` heads of this size, stored for rotary embeddings that turn (0, 1), (2, 3) and
-    so on; ours turn (0, turning / 2), (1, turning / 2 + 1) ...
+    """Return the stored rows of `heads` heads of this size, whose rotary pairs are neighbours.
 
-    turning: how many of each head's rows turn; the rest stay where they are. None: all.
+    Stored pairs are (0, 1), (2, 3) and so on; ours are (0, turning / 2), (1, turning / 2 + 1) ...
+
+    turning: how many of each head's rows are rotary; the rest stay where they are. None: all.
     """
     import numpy as np
 
@@ -30,7 +33,7 @@ def half_pairs(heads: int, size: int, turning: int | None = None) -> "NDArray[np
 
 
 def neighbours(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Queries and keys whose neighbours turn together, then values."""
+    """Return the rows of queries and keys, whose rotary pairs are neighbours, and then values."""
     import numpy as np
 
     q, k = (
@@ -42,7 +45,7 @@ def neighbours(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def neighbours_in_q(model: "ModelConfig") -> "NDArray[np.int64]":
-    """The same of the queries alone: their norm's rows."""
+    """Return the rows of the query norm, whose rotary pairs are neighbours."""
     return half_pairs(model.num_heads, model.head_dim, model.rotary_dim)
 
 
@@ -51,7 +54,7 @@ def neighbours_in_k(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def grouped(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Of each key head: the queries that share it, the key, the value."""
+    """Return the rows of a matrix grouped by key head: its queries, the key, the value."""
     import numpy as np
 
     group = model.num_heads // model.num_kv_heads
@@ -61,8 +64,10 @@ def grouped(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def four_blocks(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Four blocks, each with a quarter of the queries, of the values, of the keys: what CodeGen was
-    trained on had four cores."""
+    """Return the rows of four blocks, each with a quarter of queries, values and keys.
+
+    CodeGen was trained on a device of four cores.
+    """
     import numpy as np
 
     rows = np.arange(3 * model.num_heads * model.head_dim).reshape(4, 3, -1)
@@ -70,5 +75,5 @@ def four_blocks(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def both(stored: Rows, then: Rows) -> Rows:
-    """`then` of what `stored` has put into the order q, k, v."""
+    """Return the order `then`, applied to rows that `stored` puts into the order q, k, v."""
     return lambda model: stored(model)[then(model)]

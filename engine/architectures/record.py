@@ -1,5 +1,4 @@
-"""What is said of an architecture: Architecture, and where its checkpoints keep things. No torch
-here."""
+"""The record of an architecture, and where its checkpoints keep things. No torch here."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,17 +31,17 @@ Renames = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """Where a checkpoint keeps one of our matrices, norms or tables.
+    """The place of one of our matrices, norms or tables in a checkpoint.
 
-    names: without ".weight"; "{i}" is the layer, "{h}" the head where each head has a tensor; where
-        the checkpoint counts two layers of ours as one, "{pair}" is that one and "{half}" which of
-        the two. A matrix of ours that has several pieces (query, key and value; gate and up) is
-        stored as one tensor for each, or as one with all of them. A norm without a name has no
-        weight. Names of what experts have are whole, with "{e}" for the expert; without it all
-        experts are stacked.
+    names: the tensors' names without ".weight". "{i}" is the layer, "{h}" the head where each head
+        has a tensor. Where the checkpoint counts two layers of ours as one, "{pair}" is that one
+        and "{half}" which of the two. A matrix of ours that has several pieces (query, key and
+        value; gate and up) is stored as one tensor for each, or as one with all of them. A norm
+        without a name has no weight. Names of experts' tensors are whole, with "{e}" for the
+        expert; without it all experts are stacked.
     rows: how rows are ordered, where not as ours; of all pieces below each other. Rows of one
         tensor cannot go to another. Biases and adapters follow their matrix.
-    transposed: the checkpoint keeps [in, out].
+    transposed: whether the checkpoint keeps [in, out].
     """
 
     names: tuple[str, ...]
@@ -63,8 +62,10 @@ class CheckpointTensor:
 class HeadLayer:
     """A linear layer or a LayerNorm of a classifier's head, over one pooled hidden state.
 
-    name: of its tensors, without ".weight". activation: behind it, as torch.nn or config.json name
-        it. bias: whether it has one. eps: of a LayerNorm; None = a linear layer.
+    name: the name of its tensors, without ".weight".
+    activation: the activation behind it, as torch.nn or config.json name it.
+    bias: whether it has a bias.
+    eps: the epsilon of a LayerNorm; None = a linear layer.
     """
 
     name: str
@@ -74,7 +75,7 @@ class HeadLayer:
 
 
 def score_of_last(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
-    """transformers' *ForSequenceClassification of decoders."""
+    """Return the head of transformers' *ForSequenceClassification of decoders."""
     return "last", (HeadLayer("score", bias=False),)
 
 
@@ -98,7 +99,7 @@ class Architecture:
     ignored: patterns of tensors that the model does not use; "{layers}" is how many layers it has,
         which is the number of the first one that is not of the model.
     network: the class that computes it, a key of `registry.MODELS`.
-    encoder: it makes vectors of texts, and no text.
+    encoder: whether it makes embeddings of texts, and no text.
     absent: (the model, a layer) -> our names of `tensors` that it does not have.
     classifier: of a sequence classifier's checkpoint, which hidden state is pooled (Pooling.mode)
         and the layers over it; the last one gives a number for each label.
@@ -124,8 +125,10 @@ class Architecture:
     classifier: ReadClassifier = score_of_last
 
     def filled(self, config: Reader) -> Reader:
-        """A config.json whose missing keys have the values of its class of transformers, and those
-        that the record adds."""
+        """Return config.json with missing keys filled in.
+
+        The values are those of its class of transformers, and those that the record adds.
+        """
         known, kind = class_defaults(self.model_type), config.get("model_type")
         if kind is not None and (known.values or not self.model_type):
             known = class_defaults(str(kind), known)  # of a relative, or what a variant is of
@@ -138,13 +141,16 @@ class Architecture:
         return Reader(values, config.path).renamed(self.keys, defaults)
 
     def ignores(self, name: str, layers: int) -> bool:
-        """layers: of the model."""
+        """Whether the model does not use this tensor. layers: the number of the model's layers."""
         patterns = (pattern.replace("{layers}", str(layers)) for pattern in self.ignored)
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     def stored_name(self, name: str) -> str:
-        """A name of the checkpoint as `tensors` has it. A network that was saved without its head
-        leaves out its own name: layers.0 for model.layers.0."""
+        """Return the name that `tensors` has for a tensor of the checkpoint.
+
+        A network that was saved without its head leaves out its own name: layers.0 for
+        model.layers.0.
+        """
         name = renamed(name, self.renames)
         network, dot, _ = self.tensors["embedding"].names[0].partition(".")
         inside = f"{network}.{name.partition('.')[0]}."
@@ -184,5 +190,5 @@ def renamed(name: str, renames: Renames) -> str:
 
 
 def always(value: Any) -> Read:
-    """A switch that no file sets."""
+    """Return a switch that no file sets."""
     return lambda config: value

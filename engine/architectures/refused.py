@@ -1,5 +1,7 @@
-"""Architectures that a relative of theirs seems to fit and does not: what is missing of each, for
-the error. No torch here."""
+"""The architectures that are refused although the record of a relative seems to fit.
+
+For each the error says what is missing. No torch here.
+"""
 
 from collections.abc import Mapping
 

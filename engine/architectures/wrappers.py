@@ -1,4 +1,4 @@
-"""Models of text and pictures or sound, of which the text model is run."""
+"""The wrappers: models of text and pictures or sound, of which the text model is run."""
 
 from engine.architectures.record import Wrapper
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Divergence:
-    """Sums over the tokens of texts, and what follows from them.
+    """Sums over the tokens of texts, and the divergence figures that follow from the sums.
 
     kl: the mean of sum(p * log(p / q)), p exact, in nats (Kullback and Leibler 1951).
     same_token: the share of tokens behind which both find the same token most likely.
@@ -25,8 +25,11 @@ class Divergence:
     largest: float = 0.0
 
     def add(self, ids: Tensor, exact: Tensor, other: Tensor) -> None:
-        """Of one text. ids [n]; exact, other [n, vocab_size]: log-probabilities behind each of
-        them, float32."""
+        """Add the tokens of one text to the sums.
+
+        ids: the text's token ids [n].
+        exact, other: log-probabilities behind each of the ids [n, vocab_size], float32.
+        """
         self.tokens += len(ids)
         self.predicted += len(ids) - 1
         # Where p is 0, p log p is; a difference of infinities would be no number.

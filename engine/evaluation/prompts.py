@@ -17,10 +17,12 @@ class Prompt:
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]:
-    """Of a text file each line that is not blank; of a .jsonl file each line's "prompt", or its
-    "messages" through the chat template.
+    """Read the prompts of a file and encode each.
 
-    longest: tokens of a prompt; others are refused. Raises ConfigError naming the file and line.
+    A text file has a prompt on each line that is not blank. A line of a .jsonl file has a "prompt",
+    or "messages" for the chat template.
+    longest: the most tokens that a prompt may have.
+    Raises ConfigError naming the file and line, also for a longer prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

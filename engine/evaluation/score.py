@@ -1,4 +1,5 @@
-"""score: what a model makes of a text and of tasks; and how far it is from another's."""
+"""score: a model's perplexity on a text and its accuracy on tasks; and its distance from another
+model."""
 
 import gc
 import tempfile
@@ -30,8 +31,12 @@ PIECE = 512  # tokens of a text that are seen together
 
 @dataclass(slots=True)
 class Score:
-    """Of one model. perplexity: of the text, each piece by itself. tasks: name -> accuracy and
-    number of questions; "acc_norm" is that of log-probabilities by a choice's bytes."""
+    """The scores of one model.
+
+    perplexity: of the text, each piece by itself.
+    tasks: name -> accuracy and number of questions; "acc_norm" is the accuracy of log-probabilities
+        divided by a choice's bytes.
+    """
 
     model: str
     perplexity: float | None = None
@@ -41,8 +46,11 @@ class Score:
 
 @dataclass(slots=True)
 class Agreement:
-    """With another model: KL from the other to this in nats a token, how often the most likely
-    token is the same."""
+    """The agreement of a model with another model on one text.
+
+    kl: the divergence from the other model to this one, in nats a token.
+    same_token: the share of tokens at which both models find the same token most likely.
+    """
 
     kl: float
     same_token: float
@@ -57,8 +65,12 @@ def score(
     keep: Path | None = None,
     beside: Path | None = None,
 ) -> tuple[Score, Agreement | None]:
-    """keep: a folder for the text's log-probabilities. beside: the folder of another model's, of
-    the same tokens. Raises ConfigError where that one has other tokens."""
+    """Score a model on a text and on tasks; compare it with another model's log-probabilities.
+
+    keep: a folder for the text's log-probabilities.
+    beside: the folder with another model's log-probabilities of the same tokens.
+    Raises ConfigError where the other model has other tokens.
+    """
     tokenizer = Tokenizer.load(config.model)
     found = Score(config.model)
     resolved = resolve(config)
@@ -95,8 +107,10 @@ def compare(
     tasks: Sequence[Task],
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[Score, Score, Agreement | None]:
-    """One model after the other. Raises ConfigError where the text has other tokens for one, before
-    either is loaded."""
+    """Score two models, one after the other, and compare their log-probabilities.
+
+    Raises ConfigError before either model is loaded, where the text has other tokens for one.
+    """
     if text and _tokens(config, text) != _tokens(against, text):
         raise _other_tokens(config)
     with tempfile.TemporaryDirectory(prefix="manta-eval-") as kept:
@@ -108,7 +122,7 @@ def compare(
 
 
 def _beside(file: Path, config: EngineConfig, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """The other model's log-probabilities of the same piece."""
+    """Read the other model's log-probabilities of the same piece."""
     exact = load_file(file) if file.exists() else {"ids": ids.new_empty(0)}
     if not torch.equal(exact["ids"], ids) or exact["logprobs"].shape != logprobs.shape:
         raise _other_tokens(config)
@@ -137,7 +151,7 @@ def _pieces(tokenizer: Tokenizer, text: str, longest: int) -> list[Tensor]:
 
 @torch.inference_mode()
 def _logprobs(model: Model, ids: Tensor, form: KVFormat) -> Tensor:
-    """ids [n] -> [n, vocab_size] float32 on the CPU."""
+    """Compute the log-probabilities of a piece: ids [n] -> [n, vocab_size] float32 on the CPU."""
     blocks = range(-(-len(ids) // BLOCK))
     (logits,) = Paged(model, len(blocks), BLOCK, form).run((ids, blocks, 0))
     return logits.float().log_softmax(-1).cpu()

@@ -30,8 +30,11 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """choices: of multiple_choice, with the delimiter before each; answer: the right one's number.
-    target: of generate_until, the right text."""
+    """One question of a task.
+
+    choices: of multiple_choice, with the delimiter before each; answer: the right one's number.
+    target: of generate_until, the right text.
+    """
 
     context: str
     choices: tuple[str, ...] = ()
@@ -41,7 +44,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """until: a generated answer ends before the first of these; max_tokens: at the latest."""
+    """A task: its questions, and how an answer is generated.
+
+    until: strings; a generated answer ends before the first of them.
+    max_tokens: the most tokens of a generated answer.
+    """
 
     name: str
     generates: bool
@@ -51,7 +58,10 @@ class Task:
 
 
 def read_task(path: Path, limit: int | None = None) -> Task:
-    """limit: questions at most. Raises ConfigError naming the file and key."""
+    """Read a task from its YAML file. Raises ConfigError naming the file and key.
+
+    limit: the most questions that are read.
+    """
     try:
         found = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -147,7 +157,7 @@ class _Reader:
         return [str(each) for each in found]
 
     def _value(self, key: str, number: int, document: dict[str, Any]) -> Any:
-        """A field of the document, a number, or a template."""
+        """Return a field of the document, a number, or a rendered template."""
         asked = self._task.get(key)
         if isinstance(asked, str) and asked in document:
             return document[asked]

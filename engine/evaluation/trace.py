@@ -31,8 +31,11 @@ Trace = dict[str, Tensor]
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Over the tokens, the largest |ours - theirs| / |theirs|, of Euclidean lengths; infinite if a
-    number is not finite. Both [n, size]."""
+    """Return the largest relative distance of a token's two vectors; infinite if not finite.
+
+    The relative distance is |ours - theirs| / |theirs|, of Euclidean lengths. ours, theirs: [n,
+    size].
+    """
     ours, theirs = ours.float(), theirs.float()
     length = theirs.norm(dim=-1).clamp(min=1e-30)
     found = ((ours - theirs).norm(dim=-1) / length).max()
@@ -41,8 +44,10 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 @contextmanager
 def traced(model: Model) -> Iterator[Trace]:
-    """While it is open, each forward pass writes its points over those of the one before, float32
-    on the CPU."""
+    """Record a trace of each forward pass of a model, float32 on the CPU.
+
+    The context manager yields the trace; each pass overwrites the points of the pass before.
+    """
     decoder = cast(Decoder, model)
     trace: Trace = {}
     scale = decoder.config.residual_scale
@@ -77,8 +82,10 @@ def _kept(values: Tensor, scale: float = 1.0) -> Tensor:
 
 
 class _BlockTap:
-    """In the place of a block. The norm before it and the residual behind it are computed apart, so
-    that there is an output of its own to be seen."""
+    """A stand-in for a block that records the block's output in the trace.
+
+    The tap adds the residual itself, so that the block's output is seen without it.
+    """
 
     def __init__(self, sublayer: Any, name: str, trace: Trace) -> None:
         self.sublayer = sublayer
@@ -100,7 +107,10 @@ class _BlockTap:
 
 
 class _LayerTap:
-    """In the place of a layer. The residual is kept divided by `scale`."""
+    """A stand-in for a layer that records the residual, multiplied by `scale`, in the trace.
+
+    The decoder keeps the residual divided by `scale`.
+    """
 
     def __init__(self, layer: DecoderLayer, first: bool, scale: float, trace: Trace) -> None:
         self.number = layer.number

@@ -40,7 +40,7 @@ FEW = 2  # of the prompts, for what takes a pass over each alone
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is no more than rounding.
+    """The differences that rounding explains.
 
     logits: the largest difference, relative to the largest logit; None where kl decides.
     kl: nats a token. layer: of a layer's output, as `trace.distance` has it.
@@ -54,8 +54,11 @@ class Bounds:
 
     @classmethod
     def of(cls, resolved: Resolved, max_kl: float | None) -> "Bounds":
-        """float32 differs by the order of sums alone, 16 bits by the rounding of each activation,
-        and fewer bits by that of the weights."""
+        """Return the bounds for the model's dtype and weights.
+
+        float32 differs by the order of sums alone, 16 bits by the rounding of each activation, and
+        quantised weights by the rounding of the weights.
+        """
         if in_fewer_bits(resolved):
             return cls(None, 0.1 if max_kl is None else max_kl, 0.5, math.inf)
         if resolved.dtype != torch.float32:
@@ -64,7 +67,7 @@ class Bounds:
 
 
 def in_fewer_bits(resolved: Resolved) -> str:
-    """How weights are kept, if in fewer bits than the type has; else ""."""
+    """Return how weights are kept, if they are quantised; else ""."""
     if resolved.model.quantized is not None:
         return resolved.model.quantized.name
     asked = resolved.config.quantization
@@ -73,7 +76,10 @@ def in_fewer_bits(resolved: Resolved) -> str:
 
 @dataclass(slots=True)
 class Difference:
-    """Between two ways to compute the same logits. logits: see Bounds. kl, logprob: nats."""
+    """The difference of two ways to compute the same logits.
+
+    logits: see Bounds. kl, logprob: nats.
+    """
 
     logits: float = 0.0
     kl: float = 0.0
@@ -87,8 +93,11 @@ class Difference:
 
 @dataclass(slots=True)
 class Texts:
-    """Greedy texts beside others. ties: those that differ first where both tokens are as good as
-    equally likely. different: one line each for the others."""
+    """The comparison of greedy texts with others.
+
+    ties: the texts that differ first where both tokens are about equally likely.
+    different: one line for each of the other texts that differ.
+    """
 
     texts: int = 0
     same: int = 0
@@ -98,7 +107,9 @@ class Texts:
 
 @dataclass(slots=True)
 class Report:
-    """reference: what was compared with, "" for nothing; no_reference says why.
+    """What a verification compared and found.
+
+    reference: what was compared with, "" for nothing; no_reference says why.
 
     layers: point of a trace -> its largest distance over all tokens. begins: the first layer
         beyond the bound, and what of its blocks is; "" if none.
@@ -137,14 +148,15 @@ class Report:
 
 
 class _Logits:
-    """Sums for a Difference over texts."""
+    """The sums over texts that a Difference is made of."""
 
     def __init__(self) -> None:
         self._divergence = Divergence()
         self._largest = 0.0
 
     def add(self, ids: Tensor, ours: Tensor, theirs: Tensor) -> None:
-        """theirs: the exact ones. Logits [n, vocab_size] behind each of ids [n]."""
+        """Add the logits of one text. theirs: the exact ones. Logits [n, vocab_size] behind each of
+        ids [n]."""
         ours, theirs = ours.float().cpu(), theirs.float().cpu()
         found = float((ours - theirs).abs().max() / theirs.abs().max())
         self._largest = max(self._largest, found if math.isfinite(found) else math.inf)
@@ -158,8 +170,11 @@ class _Logits:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """max_tokens: of each greedy text. reference: a folder of the same weights that transformers
-    reads; None asks it nothing. dump: a folder for the traces."""
+    """The options of a verification.
+
+    max_tokens: of each greedy text. reference: a folder of the same weights that transformers
+    reads; None asks it nothing. dump: a folder for the traces.
+    """
 
     max_tokens: int = 16
     reference: Path | None = None
@@ -175,7 +190,11 @@ def verify(
     options: Options,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Report:
-    """progress: called with what is done next. Raises ConfigError for a model that cannot run."""
+    """Verify a checkpoint against transformers and against itself.
+
+    progress: called with a description of the next step.
+    Raises ConfigError for a model that cannot run.
+    """
     longest = max(len(prompt.ids) for prompt in prompts) + options.max_tokens
     blocks = sum(_blocks(len(prompt.ids) + options.max_tokens) + 1 for prompt in prompts)
     config = msgspec.structs.replace(
@@ -242,7 +261,7 @@ def _ask_reference(
     folder: Path,
     progress: Callable[[str], None],
 ) -> list[list[int]]:
-    """Its greedy texts; its traces go to the folder. Empty if there is none."""
+    """Generate the reference's greedy texts and save its traces; [] without a reference."""
     if options.reference is None:
         report.no_reference = "it was not asked for"
         return []
@@ -274,7 +293,7 @@ def _texts(
     max_tokens: int,
     progress: Callable[[str], None],
 ) -> list[Output]:
-    """The engine's greedy texts, and in the report whether they depend on how they came."""
+    """Generate the engine's greedy texts; report whether a text depends on how it was computed."""
     core, _ = build(config)
     ids = [prompt.ids for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
@@ -347,7 +366,7 @@ def _trace(
     options: Options,
     progress: Callable[[str], None],
 ) -> None:
-    """Ours, beside the reference's if there is one."""
+    """Compute the engine's traces, and compare each with the reference's trace if there is one."""
     if folder is None:
         return
     logits = _Logits()
@@ -370,7 +389,7 @@ def _trace(
 
 
 def _compare(report: Report, ours: Trace, theirs: Trace) -> None:
-    """Points that both have, in the order of the network."""
+    """Compare the points that both traces have, in the order of the network."""
     for name, values in ours.items():
         if name in theirs and name not in ("ids", "logits"):
             there = report.layers.get(name, 0.0)
@@ -378,7 +397,11 @@ def _compare(report: Report, ours: Trace, theirs: Trace) -> None:
 
 
 def _begins(report: Report) -> str:
-    """Some of transformers' blocks add the residual themselves: of these the layer alone tells."""
+    """Describe the first layer beyond the bound, and its blocks.
+
+    Some of transformers' blocks add the residual themselves: such a block is judged by its layer
+    alone.
+    """
     bound = report.bounds.layer
     for name, found in report.layers.items():
         if not found <= bound and not name.endswith(("attention", "mlp")):
@@ -394,8 +417,10 @@ def _begins(report: Report) -> str:
 def consistency(
     model: Model, sequences: Sequence[Tensor], progress: Callable[[str], None] = lambda phase: None
 ) -> dict[str, Difference]:
-    """The logits of the few longest sequences, [n] token ids each, from other steps than one with
-    the whole sequence alone."""
+    """Compare logits of other kinds of steps with one step over the whole sequence alone.
+
+    Only the few longest sequences are computed, [n] token ids each.
+    """
     sequences = sorted(sequences, key=len)[-FEW:]
     each = _blocks(max(map(len, sequences))) + 1
     # Blocks out of order; behind the tables as many, which no sequence has.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Block(Protocol):
-    """Attention, a mixer, an MLP, a mixture of experts."""
+    """A part of a decoder layer: attention, a mixer, an MLP or a mixture of experts."""
 
     @property
     def linears(self) -> Sequence[Linear]: ...
@@ -26,7 +26,7 @@ class Block(Protocol):
     def norms(self) -> Sequence[Norm]: ...
     @property
     def others(self) -> Sequence[Parameter]:
-        """Parameters of neither."""
+        """The parameters that belong to no linear layer, stack or norm."""
         ...
 
     @property

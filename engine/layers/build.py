@@ -23,7 +23,8 @@ from kernels.experts.routing import up_rows
 class Builder:
     """What all parts of a model share. Sizes passed in are those of the whole model.
 
-    `ours` is a name of the record's tensors. layer: of a decoder; None outside of its layers.
+    ours: in methods, a name of the record's tensors.
+    layer: the number of a decoder layer; None outside of the layers.
     """
 
     config: ModelConfig
@@ -46,16 +47,16 @@ class Builder:
         return replace(self, layer=layer)
 
     def outline(self) -> "Builder":
-        """Of parts that another rank has: they take no memory."""
+        """Return a builder of parts that another rank has; these parts take no memory."""
         return replace(self, device=torch.device("meta"))
 
     def undivided(self) -> "Builder":
-        """Of parts that every rank holds whole."""
+        """Return a builder of parts that every rank holds whole."""
         return replace(self, group=TensorParallelGroup())
 
     @property
     def head_group(self) -> TensorParallelGroup:
-        """That the heads of attention are divided among."""
+        """The group that divides attention heads; a single rank with data-parallel attention."""
         return TensorParallelGroup() if self.by_requests else self.group
 
     def has(self, ours: str) -> bool:
@@ -78,11 +79,12 @@ class Builder:
         ranges: Sequence[tuple[int, int]] | None = None,
         stored: Sequence[int] = (),
     ) -> Linear:
-        """Output features are divided among the ranks.
+        """Make a linear layer whose output features are divided among the ranks.
 
         sizes: output features of each piece, one below the other.
-        ranges: of each piece, those of this rank; None = equal parts.
-        stored: how many pieces each of the checkpoint's tensors has; () = all in one, or one each.
+        ranges: the range of each piece that this rank has; None = equal parts.
+        stored: the number of pieces of each of the checkpoint's tensors; () = all in one, or one
+            each.
         """
         kept = ranges or [self.group.part(size, f"{ours} rows") for size in sizes]
         parts = self._parts(ours, sizes, kept, in_features, (0, in_features), stored)
@@ -97,8 +99,10 @@ class Builder:
         bias: bool = False,
         columns: tuple[int, int] | None = None,
     ) -> RowParallelLinear:
-        """Input features are divided among the ranks. columns: this rank's; None = an equal
-        part."""
+        """Make a linear layer whose input features are divided among the ranks.
+
+        columns: the range that this rank has; None = an equal part.
+        """
         columns = columns or self.group.part(in_features, f"{ours} columns")
         parts = self._parts(ours, (out_features,), [(0, out_features)], in_features, columns)
         if bias and self.group.rank:  # the first adds it
@@ -108,11 +112,11 @@ class Builder:
         return RowParallelLinear(spec, self.method, self.group)
 
     def norm(self, ours: str, size: int, *, of_residual: bool = False, scale: float = 1.0) -> Norm:
-        """Of the config's kind.
+        """Make a norm of the config's kind.
 
-        of_residual: it reads the residual, which is kept divided by residual_scale so that blocks
-            can add to it as they are; a norm does not see that but for its eps.
-        scale: of what comes out.
+        of_residual: whether the norm reads the residual, which is kept divided by residual_scale so
+            that blocks can add to it as they are; a norm does not see that but for its eps.
+        scale: the factor of the output.
         """
         config = self.config
         eps = config.norm_eps
@@ -136,7 +140,10 @@ class Builder:
     def head_products(
         self, ours: str, out_features: int, rank: int, rows: tuple[int, int]
     ) -> HeadProducts:
-        """rows: this rank's."""
+        """Make the layer that turns latents into keys and values.
+
+        rows: the range that this rank has.
+        """
         parts = self._parts(ours, (out_features,), (rows,), rank, (0, rank))
         return HeadProducts(self._spec(ours, parts, False), self.method)
 
@@ -146,8 +153,10 @@ class Builder:
         return RMSNorm(self.kernels, ones, self.config.norm_eps if eps is None else eps)
 
     def head_norm(self, ours: str, heads: int, size: int, kept: tuple[int, int]) -> Parameter:
-        """This rank's heads' of weights for all elements of all heads, [kept heads * size]: one
-        tensor, or one a head."""
+        """Make this rank's norm weights [kept heads * size] for all elements of all its heads.
+
+        The checkpoint stores one tensor, or one a head.
+        """
         (name,) = self.stored(ours).names
         begin, end = kept
         shape = ((end - begin) * size,)
@@ -166,14 +175,15 @@ class Builder:
         return Parameter(f"{self._name(ours)}.weight", tensor, sources, std=0.0)
 
     def sinks(self, heads: int, kept: tuple[int, int]) -> Parameter:
-        """This rank's heads' of a vector of all heads, float32, stored under the record's name."""
+        """Make this rank's part of the sinks, a float32 vector of all heads, stored under the
+        record's name."""
         (name,) = self.stored("sinks").names
         begin, end = kept
         tensor = torch.empty(end - begin, dtype=torch.float32, device=self.device)
         return Parameter(self._name("sinks"), tensor, (Source(name, (heads,), (begin, end)),))
 
     def kept(self, ours: str, out_features: int, in_features: int) -> Parameter:
-        """A small matrix that every rank has whole, as activations are kept."""
+        """Make a small matrix that every rank has whole, in the dtype of activations."""
         (name,) = self.stored(ours).names
         shape = (out_features, in_features)
         tensor = torch.empty(shape, dtype=self.activation_dtype, device=self.device)
@@ -194,9 +204,14 @@ class Builder:
         std: float = 0.02,
         scale: float = 1.0,
     ) -> Parameter:
-        """Float32, in pieces of these sizes, stored in any shape under one name each, or all under
-        the record's whole name. ranges: of each piece, those of this rank; None = all. std, scale:
-        see Parameter."""
+        """Make a float32 vector of pieces of these sizes.
+
+        The pieces are stored in any shape under one name each, or all under the record's whole
+        name.
+
+        ranges: the range of each piece that this rank has; None = all.
+        std, scale: see `Parameter`.
+        """
         names, kept = self.stored(ours).names, ranges or [(0, size) for size in sizes]
         length = sum(end - begin for begin, end in kept)
         tensor = torch.empty(length, dtype=torch.float32, device=self.device)
@@ -213,7 +228,8 @@ class Builder:
         return Parameter(self._name(ours), tensor, sources, std=std, scale=scale)
 
     def experts(self) -> ExpertsSpec:
-        """Of this layer: this rank's part of each expert, or its experts."""
+        """Return the spec of this layer's experts: this rank's part of each expert, or its whole
+        experts."""
         experts = self.config.experts
         assert experts is not None
         size, hidden = experts.size, self.config.hidden_size
@@ -251,7 +267,7 @@ class Builder:
         )
 
     def experts_here(self) -> range:
-        """Those that this rank has, or has a part of."""
+        """The numbers of the experts that this rank has whole or in part."""
         assert self.config.experts is not None
         count = self.config.experts.count
         return range(*self.group.part(count, "experts")) if self.spread_experts else range(count)
@@ -264,7 +280,10 @@ class Builder:
         kept: Sequence[tuple[int, int]],  # of its rows
         columns: tuple[int, int] | None,
     ) -> tuple[Source, ...]:
-        """One expert after the other; a matrix is stored whole, or its pieces apart."""
+        """Return the sources of all experts here, one expert after the other.
+
+        The checkpoint stores a matrix whole, or its pieces apart.
+        """
         assert self.config.experts is not None
         count, stored = self.config.experts.count, self.stored(ours)
         order = np.arange(shape[0]) if stored.rows is None else stored.rows(self.config)
@@ -296,15 +315,15 @@ class Builder:
         return tuple(found)
 
     def numbers(self, ours: str, names: Sequence[str]) -> Parameter:
-        """Single numbers beside each other, float32: what the checkpoint keeps under these names
-        below ours."""
+        """Make a float32 vector of single numbers that the checkpoint keeps under these names below
+        ours."""
         (prefix,) = self.stored(ours).names
         tensor = torch.empty(len(names), dtype=torch.float32, device=self.device)
         sources = tuple(Source(f"{prefix}.{name}", (1,)) for name in names)
         return Parameter(self._name(ours), tensor, sources, std=0.0)
 
     def table(self, ours: str, rows: int, begin: int, end: int, width: int) -> Parameter:
-        """Rows from begin to end of a table of so many rows, looked up by number."""
+        """Make the rows from begin to end of a table of so many rows, looked up by number."""
         (name,) = self.stored(ours).names
         tensor = torch.empty(end - begin, width, dtype=self.dtype, device=self.device)
         source = Source(f"{name}.weight", (rows, width), (begin, end))
@@ -319,7 +338,10 @@ class Builder:
         offset: float,
         scale: float,
     ) -> Parameter:
-        """Of a norm. What is changed at loading keeps the precision that this takes."""
+        """Make the weight or bias of a norm.
+
+        A vector that loading changes is float32, the precision that the change takes.
+        """
         dtype = self.activation_dtype if (offset, scale) == (0.0, 1.0) else torch.float32
         tensor = torch.empty(size, dtype=dtype, device=self.device)
         order = self.stored(ours).rows
@@ -342,7 +364,7 @@ class Builder:
         columns: tuple[int, int],
         counts: Sequence[int] = (),  # of the pieces of each tensor
     ) -> tuple[Part, ...]:
-        """One for each tensor of the checkpoint."""
+        """Return a part for each tensor of the checkpoint."""
         stored = self.stored(ours)
         order = np.arange(sum(sizes)) if stored.rows is None else stored.rows(self.config)
         starts = list(accumulate(sizes, initial=0))

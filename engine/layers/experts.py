@@ -54,12 +54,12 @@ class Stack:
 
     @property
     def num_bytes(self) -> int:
-        """Once finished."""
+        """The bytes of the experts once finished."""
         packed = self.method.packed_experts_bytes(self.spec)
         return self.loading_bytes if packed is None else packed
 
     def finish(self) -> None:
-        """Call once all parameters are filled."""
+        """Pack the experts; call once all parameters are filled."""
         self.state = self.method.finish_experts(self.state)
         self.parameters = ()
 
@@ -127,7 +127,8 @@ class Experts:
     def _routed(
         self, x: Tensor, norm: Norm | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """norm(x), in other memory than the residual, its weights and its experts."""
+        """Route norm(x): returns it, in other memory than the residual, with its weights and its
+        experts."""
         router, routing = (self.router.tensor, self.router_bias), self.config.routing
         if isinstance(norm, RMSNorm):
             return self.kernels.norm_route(
@@ -257,7 +258,7 @@ class MlpBehindExperts(Mlp):
 
 
 def mlp_block(build: Builder) -> Experts | Mlp:
-    """The one that a layer's record asks for."""
+    """Make the MLP or the mixture of experts that a layer's record asks for."""
     experts, layer = build.config.experts, build.layer
     assert layer is not None
     if experts is None:

@@ -14,7 +14,10 @@ from kernels.metadata import AttentionMeta
 
 
 class LayerInputs:
-    """For each token and layer: (norm(product of the embedding) + row of a table) / sqrt(2)."""
+    """The inputs that each token has for each layer beside its embedding.
+
+    An input is (norm(projected embedding) + row of a table) / sqrt(2).
+    """
 
     def __init__(self, build: Builder) -> None:
         config = build.config
@@ -36,8 +39,10 @@ class LayerInputs:
         self.scale = config.hidden_size**-0.5
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
-        """token_ids [n], embedded [n, hidden] -> [n, layers, size]. Ids behind the table, which are
-        adapters' own tokens, have the first row's."""
+        """Compute token_ids [n], embedded [n, hidden] -> [n, layers, size].
+
+        Ids behind the table, which are adapters' own tokens, have the first row's input.
+        """
         projected = self.project.forward(embedded).mul_(self.scale)
         normed = self.norm(projected.view(-1, self.size)).view(-1, self.layers, self.size)
         known = torch.where(token_ids < self.rows, token_ids, 0)
@@ -51,7 +56,7 @@ class LayerInputs:
 
 
 class LayerInput:
-    """residual + norm(out(act(gate(residual)) * the layer's input))."""
+    """A block that adds a layer's input: residual + norm(out(act(gate(residual)) * the input))."""
 
     def __init__(self, build: Builder) -> None:
         config = build.config
@@ -62,6 +67,9 @@ class LayerInput:
         self.linears: tuple[Linear, ...] = (self.gate, self.out)
 
     def add(self, residual: Tensor, mine: Tensor, meta: AttentionMeta) -> Tensor:
-        """residual [n, hidden] is written over. mine [n, size]."""
+        """Add the layer's input to residual [n, hidden], which is written over.
+
+        mine: the input [n, size].
+        """
         gate = self.kernels.activation(self.gate.forward(residual, meta.lora), self.act)
         return self.norm.added(self.out.forward(gate.mul_(mine), meta.lora), residual)

@@ -22,7 +22,8 @@ from kernels.metadata import LoraLinear, LoraStep
 
 
 class Linear:
-    """x [n, in] -> [n, out]. Parts of several checkpoint matrices are merged along the output."""
+    """A linear layer: x [n, in] -> [n, out]. Parts of several checkpoint matrices are merged along
+    the output."""
 
     adaptable = True  # adapters may change it
 
@@ -45,7 +46,7 @@ class Linear:
 
     @property
     def num_bytes(self) -> int:
-        """Once finished."""
+        """The bytes of the layer once finished."""
         packed = self.method.packed_bytes(self.spec)
         return self.loading_bytes if packed is None else packed
 
@@ -83,13 +84,16 @@ class Linear:
         return self.method.kernels.lora_add(y, x, self.lora, lora)
 
     def finish(self) -> None:
-        """Call once all parameters are filled."""
+        """Pack the layer; call once all parameters are filled."""
         self.state = self.method.finish(self.state)
         self.parameters = ()
 
 
 class RowParallelLinear(Linear):
-    """Each rank holds columns of the matrix and the outputs are summed; rank 0 adds the bias."""
+    """A linear layer of which each rank holds columns; rank 0 adds the bias.
+
+    The outputs of all ranks are added by an all-reduce.
+    """
 
     def __init__(self, spec: LinearSpec, method: LinearMethod, group: TensorParallelGroup) -> None:
         super().__init__(spec, method)
@@ -120,7 +124,8 @@ class RowParallelLinear(Linear):
         return self._summed(y, residual)
 
     def _summed(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """This rank's part with those of the others."""
+        """All-reduce y, this rank's part; a residual is written over with the residual plus the
+        sum."""
         if residual is None:
             return self.group.all_reduce(y)
         return add_reduced(self.group, y, residual, self.then)
@@ -129,8 +134,10 @@ class RowParallelLinear(Linear):
 def add_reduced(
     group: TensorParallelGroup, x: Tensor, residual: Tensor, then: RMSNorm | None
 ) -> Tensor:
-    """residual + the sum of x over the ranks, written over residual. then: the norm that reads it
-    next, and nothing is added in between."""
+    """Return residual + the all-reduce of x, written over residual.
+
+    then: the norm that reads the residual next, with nothing added in between.
+    """
     if then is not None:
         normed = group.norm_reduced(x, residual, then.weight, then.eps)
         if normed is not None:
@@ -140,9 +147,12 @@ def add_reduced(
 
 
 class HeadProducts(Linear):
-    """What makes keys and values of a latent, as numbers: decodes multiply queries by the one part
-    and what was attended by the other, so that no key or value is made. Adapters cannot change it,
-    as every token of a step would need its own."""
+    """The layer that makes keys and values of a latent, kept as numbers.
+
+    Decodes multiply queries by one part of the matrix, and what was attended by the other, so that
+    no key or value is made. Adapters cannot change the layer, as every token of a step would need a
+    matrix of its own.
+    """
 
     adaptable = False
 
@@ -156,7 +166,8 @@ class HeadProducts(Linear):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """However the method keeps the weight, its product with a one is a column of it."""
+        """Make `weight` of the method's state: a matmul with the identity, or the dense weight
+        itself."""
         super().finish()
         spec = self.spec
         if isinstance(self.state, DenseState):

@@ -37,7 +37,7 @@ class RMSNorm(Norm):
         self.ahead: tuple[Tensor, Tensor] | None = None
 
     def is_ahead(self, x: Tensor) -> bool:
-        """Whether x is normed already."""
+        """Whether x was normed already, with the all-reduce before it."""
         return self.ahead is not None and self.ahead[0] is x
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -20,7 +20,10 @@ class Tables:
         return sum(table.nbytes for table in self._made.values())
 
     def __call__(self, rope: Rope | None, head_dim: int) -> Tensor:
-        """See `cos_sin_table`. None: a rotation by nothing."""
+        """Return the rotary table of a layer, made once; see `cos_sin_table`.
+
+        rope: None = a rotation by nothing.
+        """
         key = (rope, head_dim)
         if key not in self._made:
             self._made[key] = (

@@ -39,8 +39,11 @@ class RequestHandle:
     def __init__(
         self, progress: RequestProgress, ids: Sequence[int], abort: Callable[[list[int]], None]
     ) -> None:
-        """ids: in the engine, by choice. abort(ids): each that is open ends with an "abort"
-        delta."""
+        """Make the handle of a request's choices.
+
+        ids: the choices' ids in the engine, by choice.
+        abort: called with the ids of open choices; each then ends with an "abort" delta.
+        """
         self._progress: RequestProgress | None = progress  # None: released
         self._ids = ids
         self._abort = abort
@@ -51,7 +54,8 @@ class RequestHandle:
     # For `RequestManager`, which started the request.
 
     def _push(self, choice: int, delta: Delta) -> bool:
-        """Take a delta. True: a stop string ended this choice, and the engine should hear of it."""
+        """Take a delta. Returns True if a stop string ended the choice, which the engine must be
+        told."""
         with self._lock:
             if self._progress is None:
                 return False
@@ -60,7 +64,7 @@ class RequestHandle:
             return cut
 
     def _fail(self, error: MantaError) -> None:
-        """Nothing more will come."""
+        """End the request with an error; no more deltas will come."""
         with self._lock:
             if self._progress is not None and self._progress.running and self._error is None:
                 self._error = error
@@ -74,14 +78,14 @@ class RequestHandle:
             return RequestStatus.INTERRUPTED if self._error else progress.status()
 
     def get(self, timeout: float | None = None) -> RequestOutput | None:
-        """Wait for something new and return only that; None when all has ended and been read.
+        """Wait for new output and return only the new part; None when all has ended and been read.
 
         Raises TimeoutError after timeout seconds.
         """
         return self._block(self._news, timeout)
 
     def get_nowait(self) -> RequestOutput | None:
-        """What is new, without waiting; None if there is nothing."""
+        """Return the new output without waiting; None if there is none."""
         with self._lock:
             out = self._news()
         return None if out is ... else out
@@ -96,9 +100,8 @@ class RequestHandle:
         return out
 
     def stop(self) -> None:
-        """Cancel. The engine frees what it holds in its next step; what was generated stays
-        readable.
-        """
+        """Cancel the request. The engine frees the request's memory in its next step; the generated
+        output stays readable."""
         with self._lock:
             choices = self._unreleased().open()
         self._abort([self._ids[choice] for choice in choices])
@@ -159,7 +162,7 @@ class RequestHandle:
                 raise
 
     def _ask(self, find: Find, wake: Wake) -> RequestOutput | EllipsisType | None:
-        """What is found; if it is not there yet, wake is called when it may be, once."""
+        """Return the output that `find` finds; else call `wake` once when there may be some."""
         with self._lock:
             found = find()
             if found is ...:
@@ -201,7 +204,7 @@ class RequestHandle:
 
 
 def _resolve(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[None]") -> None:
-    """From any thread."""
+    """Resolve a future of the event loop, from any thread."""
     if asyncio._get_running_loop() is not loop:
         with contextlib.suppress(RuntimeError):  # that loop is closed
             loop.call_soon_threadsafe(_set, future)

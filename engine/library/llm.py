@@ -108,7 +108,7 @@ class LLM(RequestManager):
         progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """The same for one chat or many, through the model's chat template.
+        """Generate the answer to one chat or many, rendered by the model's chat template.
 
         template: variables for it, e.g. enable_thinking=False.
         """
@@ -127,8 +127,8 @@ class LLM(RequestManager):
         adapter: str | Sequence[str] = "",
         progress: bool | None = None,
     ) -> "list[NDArray[np.float32]]":
-        """The vector of each text, pooled as the checkpoint's sentence-transformers files say:
-        [elements] float32.
+        """Return the embedding of each text, pooled as the checkpoint's sentence-transformers files
+        say: [elements] float32.
 
         prompt_name: one of the checkpoint's prompts goes before each text; "" = none. dimensions:
         only the first elements, of models that were trained for it. truncate: a text that is too
@@ -199,18 +199,22 @@ class LLM(RequestManager):
         return self._loop.call(self._client.remove_adapter(name))
 
     def stats(self) -> EngineStats:
-        """The engine's state after all that was asked of it before. Raises EngineDead."""
+        """Return the engine's state after all earlier calls. Raises EngineDead."""
         return self._loop.call(self._stats())
 
     def sleep(self) -> None:
-        """Give the memory of weights and caches back once no request is left; the weights stay in
-        host memory. Returns when that is so. The next request, or `wake`, takes it again. Raises
-        ConfigError without `sleep_in_host_memory`, EngineDead."""
+        """Move the weights to host memory and free the caches, once no request is left.
+
+        Returns when the memory is free. The next request, or `wake`, takes the memory again. Raises
+        ConfigError without `sleep_in_host_memory`, EngineDead.
+        """
         self._loop.call(self._sleep())
 
     def wake(self) -> None:
-        """End the sleep; returns when the engine could go on. Raises EngineDead, with the code
-        device_taken where the device has no room any more."""
+        """End the sleep; return when the engine can run again.
+
+        Raises EngineDead, with the code device_taken where the device has no room any more.
+        """
         self._loop.call(self._wake())
 
     def close(self) -> None:
@@ -227,7 +231,7 @@ class LLM(RequestManager):
 
 
 class _LoopThread:
-    """An event loop in a thread, for callers that block. It takes calls until it is closed."""
+    """An event loop in a thread, for callers that block. The thread runs until it is closed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -245,7 +249,7 @@ class _LoopThread:
         await self._closed.wait()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """What it returns or raises. Raises EngineDead once closed."""
+        """Run a coroutine in the thread and return its result. Raises EngineDead once closed."""
         with self._lock:
             if self._ended:
                 work.close()
@@ -254,7 +258,7 @@ class _LoopThread:
         return future.result()
 
     def close(self) -> None:
-        """Cancel what runs, wait until it has ended, and end the thread. Idempotent."""
+        """Cancel all running calls, wait for their ends, and end the thread. Idempotent."""
         with self._lock:
             if not self._ended:
                 self._ended = True

@@ -7,7 +7,7 @@ from engine.batch import TokenLogprobs
 
 
 class RequestStatus(enum.StrEnum):
-    """Where a request is. The last two are final."""
+    """The status of a request. FINISHED and INTERRUPTED are final."""
 
     INIT = "init"  # no token yet
     CONTEXT_FINISHED = "context_finished"  # the prompt is computed, the first token is there

@@ -1,4 +1,4 @@
-"""Prompts: text, token ids or chat messages to the token ids of a model, checked."""
+"""Prompts: encodes text, token ids or chat messages into the token ids of a model, checked."""
 
 import logging
 import operator
@@ -20,8 +20,11 @@ Prompt = str | Sequence[int]  # or an array of NumPy, torch or DLPack
 
 
 def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -> Tokenizer | None:
-    """The tokenizer given, or the model folder's; None of a folder without one, and of a fake
-    engine: prompts are token ids then, and answers have no text."""
+    """Return the given tokenizer, or the model folder's.
+
+    Returns None for a folder without one, and for a fake engine: prompts are token ids then, and
+    answers have no text.
+    """
     if isinstance(given, Tokenizer):
         return given
     recommended = config.generation_config == "auto"
@@ -43,7 +46,9 @@ def load_tokenizer(config: EngineConfig, given: Tokenizer | str | Path | None) -
 
 
 class Prompts:
-    """Every method raises InvalidRequest if a prompt is empty, too long or not of this model.
+    """An encoder of prompts into checked token ids.
+
+    Every method raises InvalidRequest if a prompt is empty, too long or not of this model.
 
     tokenizer: None allows only prompts of token ids.
     """
@@ -63,7 +68,8 @@ class Prompts:
         )
 
     def encode_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """`encode` for many; texts on all cores. An error names the prompt, e.g. ``prompts[3]``."""
+        """Encode many prompts, texts on all cores. An error names the prompt, e.g.
+        ``prompts[3]``."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         every: Sequence[Prompt] = prompts
         if len(texts) == len(prompts) > 1:
@@ -73,7 +79,7 @@ class Prompts:
     def encode_chats(
         self, chats: Sequence[Messages], options: Mapping[str, Any]
     ) -> list[list[int]]:
-        """The same for chats; options as in `Tokenizer.encode_chat`."""
+        """Encode many chats. options: as in `Tokenizer.encode_chat`."""
 
         def encode(chat: Messages) -> list[int]:
             return self._checked(self._text().encode_chat(chat, **options))
@@ -83,8 +89,12 @@ class Prompts:
     def encode_pooled(
         self, texts: Sequence[Prompt], before: str, limit: int, *, truncate: bool
     ) -> list[list[int]]:
-        """Ids of texts that become vectors. before: is put before each text. limit: tokens of one;
-        truncate cuts longer ones."""
+        """Encode texts that will be embedded.
+
+        before: the text that is put before each text.
+        limit: the most tokens of one text.
+        truncate: whether longer texts are cut.
+        """
 
         def encode(text: Prompt) -> list[int]:
             text = as_list(text)
@@ -110,7 +120,10 @@ class Prompts:
         return self._tokenizer
 
     def _checked(self, ids: list[int], limit: int | None = None) -> list[int]:
-        """limit: of tokens, which the prompt has less than; None = the context."""
+        """Return the ids of a prompt after checking them.
+
+        limit: the number of tokens that the prompt must stay below; None = the context.
+        """
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         vocab_size = self._ready.vocab_size
@@ -127,9 +140,10 @@ class Prompts:
 
 
 def as_list(prompt: Any) -> Any:
-    """Arrays of NumPy, torch and what else speaks DLPack as lists; the rest as it is.
+    """Convert arrays of NumPy, torch and other DLPack libraries to lists; return the rest as it is.
 
-    Raises InvalidRequest for a single number."""
+    Raises InvalidRequest for a single number.
+    """
     if isinstance(prompt, (str, list, tuple)):
         return prompt
     if hasattr(prompt, "tolist"):
@@ -147,7 +161,7 @@ def as_list(prompt: Any) -> Any:
 
 
 def is_token_id(value: object) -> bool:
-    """Whether it is one integer; an array of one integer is a prompt."""
+    """Whether the value is one integer; an array of one integer is a prompt."""
     return isinstance(value, int) or (
         hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
     )
@@ -168,7 +182,7 @@ def _each(name: str, items: Sequence[T], encode: Callable[[T], list[int]]) -> li
 
 
 def _token_id(token: object) -> int:
-    """An integer of numpy or torch, too. Raises InvalidRequest."""
+    """Return the value as an int, also from NumPy or torch. Raises InvalidRequest."""
     try:
         return operator.index(token)  # type: ignore[arg-type]
     except TypeError:

@@ -22,8 +22,8 @@ _LOOK_SECONDS = 0.02  # between looks at whether the engine sleeps
 
 
 class RequestManager:
-    """What `LLM` and `AsyncEngine` share. Coroutines belong to the event loop that `_start` ran on,
-    other methods to any thread.
+    """The base class of `LLM` and `AsyncEngine`. Coroutines belong to the event loop that `_start`
+    ran on, other methods to any thread.
 
     tokenizer: None allows only prompts of token ids and gives no text.
     """
@@ -41,7 +41,7 @@ class RequestManager:
 
     @property
     def pid(self) -> int:
-        """Of the engine process."""
+        """The process id of the engine process."""
         return self._client.pid
 
     def start_request(
@@ -82,7 +82,7 @@ class RequestManager:
         cache_salt: str = "",
         adapter: str = "",
     ) -> RequestHandle:
-        """n engine requests with one seed, of a checked prompt."""
+        """Start n engine requests with one seed for a checked prompt."""
         params.check_vocabulary(self.ready.vocab_size)
         tokenizer = self.tokenizer if detokenize else None
         if params.stop and tokenizer is None:
@@ -146,7 +146,7 @@ class RequestManager:
     # On the loop.
 
     async def _start(self, timeout: float, progress: OnProgress | None) -> None:
-        """Raises ConfigError, EngineDead."""
+        """Start the engine process. Raises ConfigError, EngineDead."""
         self.ready = await self._client.start(self.config, timeout=timeout, progress=progress)
         self._prompts = Prompts(self.tokenizer, self.ready)
 
@@ -187,7 +187,7 @@ class RequestManager:
                 future.set_result(frame.stats)
 
     def _on_death(self, error: MantaError) -> None:
-        """Everything that waits ends with this error."""
+        """End all waiting requests and calls with this error."""
         entries, self._open = self._open, {}
         for handle, _ in entries.values():
             handle._fail(error)
@@ -199,8 +199,11 @@ class RequestManager:
 def each_params(
     params: Any, count: int, tokenizer: Tokenizer | None = None
 ) -> list[SamplingParams]:
-    """For each of `count` prompts; params: None, one for all, or a list. None is what the model's
-    authors recommend (`Tokenizer.sampling_defaults`). Raises InvalidRequest."""
+    """Return the sampling parameters of each of `count` prompts. Raises InvalidRequest.
+
+    params: one for all, a list, or None for the values that the model's authors recommend
+        (`Tokenizer.sampling_defaults`).
+    """
     if params is None:
         defaults: dict[str, Any] = {} if tokenizer is None else tokenizer.sampling_defaults
         return [SamplingParams(**defaults)] * count

@@ -16,8 +16,11 @@ def model_name(path: str) -> str:
 
 
 def another_model(base: str, model: str) -> str:
-    """What to tell if an adapter's base_model_name_or_path is not the model that it is used with;
-    "" if it is, or if it says nothing."""
+    """Return what to say if an adapter was trained for another model than the one that it is used
+    with.
+
+    "" if the adapter's base_model_name_or_path is the model, or says nothing.
+    """
     if not base or model_name(base).lower() == model_name(model).lower():
         return ""
     return f"it was trained for {base[:200]!r}, and this model is {model_name(model)!r}"

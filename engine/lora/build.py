@@ -43,7 +43,7 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAdapters:
-    """loader: fills the two others."""
+    """The adapters on the device, and the loader that fills them."""
 
     loader: AdapterLoader
     lora: LoraDevice
@@ -51,7 +51,7 @@ class DeviceAdapters:
 
     @classmethod
     def allocate(cls, resolved: Resolved, model: Model) -> "DeviceAdapters":
-        """The slots, and the model's layers told of them."""
+        """Allocate the slots, and give the model's layers their places in the adapters' tables."""
         config, device = resolved.config, resolved.device
         linears = list(model.linears())
         layout = LoraLayout(linear.spec for linear in linears)

@@ -20,8 +20,13 @@ from kernels.metadata import LoraStep
 def slot_sizes(
     slots: int, slot_elements: int, num_parts: int, tokens: int, max_rank: int, deterministic: bool
 ) -> tuple[int, int, int]:
-    """On CUDA: elements of the slots, int32s of their tables, float32s of the partial sums of steps
-    of up to `tokens` tokens."""
+    """Return the sizes of the tensors for adapters on CUDA.
+
+    The sizes are elements of the slots, int32s of their tables, and float32s of partial sums of
+    steps.
+
+    tokens: the most tokens of a step.
+    """
     try:
         from kernels.lora import partial_size
     except ImportError:  # no Triton, so planned here for another machine: some MiB are left out
@@ -32,7 +37,7 @@ def slot_sizes(
 
 @dataclass(slots=True)
 class _Layout:
-    """Where the metadata of steps is, on CUDA."""
+    """The buffers for the metadata of steps on CUDA."""
 
     meta: Tensor  # int32 on the device
     # Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and n has ended by then.
@@ -41,7 +46,10 @@ class _Layout:
 
     @classmethod
     def allocate(cls, capacity: int, device: torch.device, steps: int) -> "_Layout":
-        """steps: in flight at once."""
+        """Allocate the buffers.
+
+        steps: the number of steps in flight at once.
+        """
         return cls(
             torch.zeros(capacity, dtype=torch.int32, device=device),
             [
@@ -56,9 +64,16 @@ class _Layout:
 
 
 class LoraDevice:
-    """slots: how many; slot_elements: of the largest adapter; num_parts: of the layout.
-    deterministic: see LoraStep. steps: in flight at once. layouts: of a step: 2, where one of some
-    of its tokens lies beside that of all."""
+    """The adapters in device slots, and for each step the slot of each token.
+
+    slots: the number of slots.
+    slot_elements: the elements of the largest adapter.
+    num_parts: the number of parts of the `LoraLayout`.
+    deterministic: see `LoraStep`.
+    steps: the number of steps in flight at once.
+    layouts: the number of layouts of a step: 2, where a layout of some of its tokens lies beside
+        that of all.
+    """
 
     def __init__(
         self,
@@ -103,7 +118,8 @@ class LoraDevice:
     # ---- slots ---------------------------------------------------------------------------------
 
     def upload(self, weights: HostLora, slot: int) -> None:
-        """Into a slot that no step uses; from any thread. Returns when it is there."""
+        """Copy an adapter into a slot that no step uses; from any thread. Returns when the copy is
+        done."""
         if not self._cuda:
             self._parts[slot] = weights.parts
             return
@@ -111,8 +127,11 @@ class LoraDevice:
         self._uploader.copy([(weights.blob, place), (weights.table, self._table[slot])])
 
     def pretend(self, num_tokens: int) -> LoraStep:
-        """For warm-up: a step whose tokens have adapters of the largest rank on all parts, evenly
-        spread. `forget` afterwards. CUDA only."""
+        """Return a step for warm-up, whose tokens evenly have adapters of the largest rank on all
+        parts.
+
+        Call `forget` afterwards. CUDA only.
+        """
         self._table[:, :, 0] = padded(self.max_rank)
         return self.lay_out((np.arange(num_tokens) % self.num_slots).astype(np.int16))
 
@@ -122,7 +141,7 @@ class LoraDevice:
     # ---- steps ---------------------------------------------------------------------------------
 
     def set_row(self, row: int, slot: int) -> None:
-        """The request that takes this row uses this slot; -1 = none."""
+        """Set the slot that the request of this row uses; -1 = none."""
         self._row_slots[row] = slot
         self._used |= slot >= 0
 
@@ -136,15 +155,22 @@ class LoraDevice:
         return slots if batch.num_decodes == len(slots) else np.repeat(slots, batch.lengths)
 
     def step(self, batch: Batch, *, beside: bool = False) -> LoraStep | None:
-        """Of an eager step; None if none of its tokens has an adapter. beside: of some tokens of
-        the step that was laid out last, which stays."""
+        """Lay out an eager step; None if no token of the step has an adapter.
+
+        beside: whether the batch is some tokens of the step that was laid out last, whose layout
+            stays.
+        """
         slots = self.slots_of(batch)
         return None if slots is None else self.lay_out(slots, beside=beside)
 
     def lay_out(
         self, slots: "np.ndarray[Any, np.dtype[np.int16]]", *, beside: bool = False
     ) -> LoraStep:
-        """slots: of each token of an eager step; -1 = none. beside: as of `step`."""
+        """Lay out an eager step with these slots.
+
+        slots: the slot of each token; -1 = none.
+        beside: see `step`.
+        """
         if self._cuda:
             return self._upload(slots, self._layouts[beside])
         order = np.argsort(slots, kind="stable")
@@ -157,13 +183,16 @@ class LoraDevice:
         return self._make(torch.empty(0), torch.empty(0), 0, segments)
 
     def upload_step(self, slots: "np.ndarray[Any, np.dtype[np.int16]]", num_tokens: int) -> None:
-        """What a graph of num_tokens reads. slots: of the batch's tokens, which come first."""
+        """Upload the metadata that a CUDA graph of num_tokens tokens reads.
+
+        slots: the slots of the batch's tokens, which come first.
+        """
         padded_slots = np.full(num_tokens, -1, dtype=np.int16)
         padded_slots[: len(slots)] = slots
         self._upload(padded_slots, self._layouts[0])
 
     def graph_step(self, num_tokens: int) -> LoraStep:
-        """What such a graph is captured with: the place that `upload_step` writes."""
+        """Return the step to capture a CUDA graph with: the place where `upload_step` writes."""
         return self._view(num_tokens, self._layouts[0])
 
     def _tile_rows(self, tokens: int) -> int:
@@ -212,7 +241,8 @@ class LoraDevice:
 
 
 def make_tiles(slots: "np.ndarray[Any, Any]", block: int) -> "np.ndarray[Any, Any]":
-    """slots, sorted [n] -> [num_tiles, 3]: (slot, first, count <= block), all of one slot."""
+    """Cut sorted slots [n] into tiles of one slot each: [num_tiles, 3] of (slot, first, count <=
+    block)."""
     first = np.flatnonzero(np.diff(slots, prepend=-2))
     counts = np.diff(first, append=len(slots))
     per = -(-counts // block)

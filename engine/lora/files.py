@@ -17,7 +17,7 @@ from engine.weights.stored import StoredTensor
 
 
 def list_tensors(folder: Path) -> list[StoredTensor]:
-    """What the adapter's file holds, in the order of the file. Raises AdapterError."""
+    """Return the tensors of the adapter's file, in the order of the file. Raises AdapterError."""
     try:
         return read_safetensors(file_in(folder, WEIGHTS_FILE))
     except ConfigError as error:
@@ -54,7 +54,10 @@ def read_tensors(
 
 
 def check_finite(stored: Sequence[StoredTensor], values: Sequence[Tensor], copied: Tensor) -> None:
-    """copied: all values, as they will be computed with. Raises AdapterError naming the tensor."""
+    """Raise AdapterError naming the tensor that holds a NaN or infinity.
+
+    copied: all values, as they will be computed with.
+    """
     if not torch.isfinite(copied).all():
         for tensor, value in zip(stored, values, strict=True):
             if not torch.isfinite(value.to(copied.dtype)).all():

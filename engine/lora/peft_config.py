@@ -63,7 +63,7 @@ class PeftConfig:
 
 
 def check_name(name: str) -> None:
-    """Raises AdapterError for a name that could be a path or break a log line."""
+    """Raise AdapterError for a name that could be a path or break a log line."""
     if not NAME.fullmatch(name):
         raise AdapterError(
             f"adapter name {name[:140]!r} is not allowed: 1 to 128 of A-Z a-z 0-9 . _ - and not "
@@ -99,7 +99,8 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Raises AdapterError naming the field that is wrong or not supported."""
+    """Read an adapter's configuration. Raises AdapterError naming the field that is wrong or not
+    supported."""
     path = file_in(folder, CONFIG_FILE)
     try:
         with path.open("rb") as file:

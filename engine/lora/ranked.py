@@ -9,7 +9,7 @@ from engine.parallel.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class _OnRanks:
-    """Rank 0's part, and where the others read theirs."""
+    """The weights of rank 0's part, and where the other ranks read theirs."""
 
     weights: Any
     path: str

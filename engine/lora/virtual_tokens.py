@@ -38,15 +38,22 @@ TENSOR = "prompt_embeddings"  # the only one of its file; PEFT has run the encod
 
 @dataclass(frozen=True, slots=True)
 class HostVirtualTokens:
-    """values: a row for each virtual token: [n, hidden_size] vectors, or if `prefix` [n, 2 *
-    num_layers, num_kv_heads, head_dim] the first layer's keys, its values, the second's ..."""
+    """The virtual tokens of an adapter in host memory.
+
+    values: a row for each virtual token: [n, hidden_size] embeddings, or if `prefix` [n, 2 *
+        num_layers, num_kv_heads, head_dim] the first layer's keys, its values, the second's ...
+    """
 
     values: Tensor
     prefix: bool
 
 
 class VirtualTokensReader:
-    """Reads prompts for one model. dtype: of its embedding. kv_dtype: of the KV cache."""
+    """A reader of virtual tokens for one model.
+
+    dtype: the dtype of the model's embedding.
+    kv_dtype: the dtype of the KV cache.
+    """
 
     def __init__(
         self,
@@ -67,7 +74,10 @@ class VirtualTokensReader:
         self._max_tokens = max_tokens
 
     def describe(self, folder: Path, seen: str) -> AdapterDescription:
-        """seen: the stamp to give it."""
+        """Describe an adapter from its configuration.
+
+        seen: the stamp of the description.
+        """
         return self._describe(folder, read_peft_config(folder), seen)
 
     def _describe(self, folder: Path, config: PeftConfig, seen: str) -> AdapterDescription:
@@ -112,7 +122,7 @@ class VirtualTokensReader:
         return AdapterDescription(config.kind, 0, 0, [], seen, count)
 
     def read(self, folder: Path, seen: str) -> LoadedAdapter:
-        """All of it, checked: names, shape, finite numbers."""
+        """Read a whole adapter, and check its names, shape and numbers (finite)."""
         before = stamp(folder)
         config = read_peft_config(folder)
         described = self._describe(folder, config, seen)
@@ -192,7 +202,8 @@ class VirtualTokensDevice:
         return self._vectors.nbytes + sum(prefix.nbytes for prefix in self._prefixes)
 
     def upload(self, prompt: HostVirtualTokens, slot: int) -> None:
-        """Into a slot that no step uses; from any thread. Returns when it is there."""
+        """Copy an adapter into a slot that no step uses; from any thread. Returns when the copy is
+        done."""
         values, count = prompt.values, len(prompt.values)
         if not prompt.prefix and self._vectors.is_meta:
             return

@@ -51,12 +51,13 @@ class LoraLayout:
             self.parts += spec.parts
 
     def num_elements(self, rank: int) -> int:
-        """Of an adapter of this rank on all parts."""
+        """The number of elements of an adapter of this rank on all parts."""
         return padded(rank) * sum(_width(part) + _height(part) for part in self.parts)
 
 
 def _module_of(tensor: StoredTensor) -> str:
-    """The module's name in the model that the adapter was trained on, which its patterns match."""
+    """Return the module's name in the model that the adapter was trained on, which its patterns
+    match."""
     return tensor.name.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
@@ -70,8 +71,12 @@ def _height(part: Part) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostLora:
-    """blob: all matrices, 1-D in the model's activation dtype. table: [num_parts, 4] int32, as
-    LoraStep.table. parts: views, part -> (A, B)."""
+    """An adapter's matrices in host memory.
+
+    blob: all matrices, 1-D in the model's activation dtype.
+    table: [num_parts, 4] int32, as `LoraStep.table`.
+    parts: views, part -> (A, B).
+    """
 
     blob: Tensor
     table: Tensor
@@ -79,10 +84,12 @@ class HostLora:
 
 
 class LoraReader:
-    """Reads adapters for one model. Raises AdapterError for whatever is wrong with one.
+    """A reader of adapters for one model. Raises AdapterError for whatever is wrong with an
+    adapter.
 
-    renamed: what the model's record calls a module of this name. elsewhere: modules that other
-    ranks have. ignored: whether texts alone never reach a module of this name.
+    renamed: the record's name of a module of the model.
+    elsewhere: the modules that other ranks have.
+    ignored: whether texts alone never reach a module of this name.
     """
 
     def __init__(
@@ -104,7 +111,10 @@ class LoraReader:
         self._filling = Lock()  # several threads at it would keep Python from the step loop
 
     def describe(self, folder: Path, seen: str) -> AdapterDescription:
-        """seen: the stamp to give it."""
+        """Describe an adapter from its configuration.
+
+        seen: the stamp of the description.
+        """
         return self._describe(folder, read_peft_config(folder), seen)
 
     def _describe(self, folder: Path, config: PeftConfig, seen: str) -> AdapterDescription:
@@ -117,7 +127,7 @@ class LoraReader:
         return AdapterDescription(config.kind, config.max_rank, 0, targets, seen)
 
     def read(self, folder: Path, seen: str) -> LoadedAdapter:
-        """All of it, checked: names, shapes, ranks, finite numbers."""
+        """Read a whole adapter, and check its names, shapes, ranks and numbers (finite)."""
         before = stamp(folder)
         config = read_peft_config(folder)
         described = self._describe(folder, config, seen)
@@ -137,7 +147,7 @@ class LoraReader:
     def _match(
         self, path: Path, stored: Sequence[StoredTensor], config: PeftConfig
     ) -> dict[int, dict[str, StoredTensor]]:
-        """Part -> its "A" and "B" on disk."""
+        """Pair the tensors on disk: part -> its "A" and "B"."""
         pairs: dict[int, dict[str, StoredTensor]] = {}
         used = [tensor for tensor in stored if not self._ignored(_module_of(tensor))]
         for tensor in used:

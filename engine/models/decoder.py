@@ -34,8 +34,10 @@ from kernels.metadata import AttentionMeta
 
 
 class Sublayer:
-    """residual + after(block(before(residual))); either norm may be missing. Whether a norm or the
-    residual rides along with one of the block's products is for the block to see."""
+    """The residual plus after(block(before(residual))); either norm may be missing.
+
+    The block decides whether a norm or the residual is fused into one of its GEMMs.
+    """
 
     def __init__(self, block: Block, before: Norm | None, after: Norm | None) -> None:
         self.block = block
@@ -43,7 +45,7 @@ class Sublayer:
         self.after = after
 
     def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
-        """residual [n, hidden] is written over."""
+        """Add the block's output to the residual [n, hidden], which is overwritten."""
         if self.after is None:
             return self.block.forward(residual, kv, meta, norm=self.before, residual=residual)
         return self.after.added(self.block.forward(residual, kv, meta, norm=self.before), residual)
@@ -55,7 +57,7 @@ class Sublayer:
 
 
 class PostNormSublayer(Sublayer):
-    """after(residual + block(residual))."""
+    """A sublayer that normalises the sum: after(residual + block(residual))."""
 
     def forward(self, residual: Tensor, kv: KV, meta: AttentionMeta) -> Tensor:
         assert self.after is not None
@@ -63,8 +65,8 @@ class PostNormSublayer(Sublayer):
 
 
 class DecoderLayer:
-    """Attention or what stands for it, then the MLP or the experts in its place; some models have
-    layers of one of the two alone."""
+    """A layer of attention or its replacement, then of an MLP or experts; some models have layers
+    of one of the two alone."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
@@ -101,12 +103,12 @@ class DecoderLayer:
 
     @property
     def ends_with_block(self) -> bool:
-        """Nothing is done to the residual behind the last block."""
+        """Whether the residual is left alone behind the last block."""
         return self.input is None and self.scale is None
 
     @property
     def num_parameters(self) -> int:
-        """Of its matrices."""
+        """The number of parameters in the layer's matrices."""
         found = sum(each.spec.num_parameters for each in self.linears)
         return found + sum(each.spec.num_parameters for each in self.stacks)
 
@@ -144,8 +146,10 @@ class DecoderLayer:
     def forward(
         self, residual: Tensor, kv: KV, meta: AttentionMeta, inputs: Tensor | None = None
     ) -> Tensor:
-        """residual [n, hidden] -> the same with attention and MLP added; its memory is reused.
-        inputs: of all layers, see LayerInputs."""
+        """Return the residual [n, hidden] with attention and MLP added; its memory is reused.
+
+        inputs: of all layers, see LayerInputs.
+        """
         for each in self.sublayers:
             residual = each.forward(residual, kv, meta)
         if self.input is not None and inputs is not None:
@@ -154,7 +158,8 @@ class DecoderLayer:
 
 
 class PostNormLayer(DecoderLayer):
-    """Of which all that follows attention may be one launch."""
+    """A layer that normalises after each block; one launch may compute all that follows
+    attention."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)
@@ -191,7 +196,7 @@ class PostNormLayer(DecoderLayer):
 
 
 class ParallelLayer(DecoderLayer):
-    """Attention and the MLP of one residual, which both are added to."""
+    """A layer whose attention and MLP read the same residual and are both added to it."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)
@@ -211,8 +216,10 @@ class ParallelLayer(DecoderLayer):
 
 
 def _look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
-    """Let what is summed over ranks know the norm that reads the residual next. last: the norm
-    behind all layers."""
+    """Tell each layer whose output is all-reduced the norm that reads the residual next.
+
+    last: the norm behind all layers.
+    """
     row = [(layer, each) for layer in layers for each in layer.sublayers]
     # These give their norm to a product; experts give it to their router.
     norms = [each.before if type(each.block) in (Attention, Mlp) else None for _, each in row[1:]]
@@ -230,16 +237,17 @@ def _look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
 
 
 def _finish_left(each: Linear | Stack) -> None:
-    """What the loader has not finished yet."""
+    """Finish a linear layer or a stack of experts, unless the loader has done so."""
     if each.parameters:
         each.finish()
 
 
 class Decoder:
-    """See registry.Model."""
+    """A network built from a model's record; it fulfils registry.Model."""
 
     def __init__(self, build: Builder, tied: LinearMethod, virtual_tokens: int) -> None:
-        """tied: for the head, if it is the embedding."""
+        """Build the layers of this stage. tied: the linear method of a head that is the
+        embedding."""
         self.build = build
         self.config = config = build.config
         self.dtype, self.device, self.kernels = build.dtype, build.device, build.kernels
@@ -326,9 +334,12 @@ class Decoder:
             self.num_active_parameters -= in_stacks * (count - chosen) // count
 
     def _divide(self, outlines: "list[DecoderLayer]") -> range:
-        """The layers of this stage, of outlines of all; and what only others have is noted. A layer
-        costs what it has to read; so do the ends, and of an embedding that is not the head a step
-        reads a few rows."""
+        """Return this stage's layers, and note the tensors that only other stages have.
+
+        A layer costs the parameters that it reads, and so do embedding and head. An embedding that
+        is not the head costs nothing, as a step reads few of its rows.
+        outlines: all layers of the model.
+        """
         ends = sum(each.spec.num_parameters for each in self._ends())
         if self.head is None:
             ends += self.table.num_parameters
@@ -373,7 +384,7 @@ class Decoder:
         return [stack.spec for stack in self._stacks()]
 
     def _tied_bytes(self, spec: LinearSpec) -> int:
-        """Of what the head's method makes of the embedding, beside it."""
+        """Return the bytes of the packed head that is made of a tied embedding, beside it."""
         if self.head is not None or not self.config.generates or self.table.head() is not None:
             return 0
         return self._tied.packed_bytes(spec) or 0
@@ -392,8 +403,10 @@ class Decoder:
         return self.leave(self.through(residual, metas, kv, inputs))
 
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The first part of `forward`: what the first layer sees, [num_tokens, hidden_size]. On a
-        later stage, where `receive` tells it, zeros of that shape."""
+        """Compute the first layer's input from the token ids, [num_tokens, hidden_size].
+
+        A later stage gets zeros of that shape, for `receive` to fill.
+        """
         if not self.stage.first:
             shape, dtype = (len(token_ids), self.config.hidden_size), self.build.activation_dtype
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -414,7 +427,10 @@ class Decoder:
         return residual
 
     def leave(self, residual: Tensor) -> Tensor:
-        """The last: the final norm. Of the whole model's layers, so not before the last stage."""
+        """Apply the final norm to the output of the model's last layer.
+
+        Only the first stage has the norm; the other stages return the residual as it is.
+        """
         return residual if self.norm is None or not self.stage.first else self.norm(residual)
 
     def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
@@ -481,7 +497,7 @@ class Decoder:
         yield from self._stacks()
 
     def _most_open(self, late: Sequence[Linear | Stack]) -> int:
-        """See Model.open_bytes. late: those that are packed."""
+        """Return `open_bytes` (see Model). late: the parameters' owners that are packed."""
         sizes = [each.loading_bytes for each in late]
         layers = [
             sum(each.loading_bytes for each in layer.packed if each.late) for layer in self.layers
@@ -500,7 +516,10 @@ class Decoder:
         return name if self.config.quantized is None else self.config.quantized.canonical(name)
 
     def ignores(self, stored: str) -> bool:
-        """A tied head may be in the checkpoint all the same; it is the embedding."""
+        """Whether the model does not use the checkpoint's tensor of this name.
+
+        The head of a tied model is ignored: it is the embedding.
+        """
         name = self.config.tensor_name(stored)
         tied = False
         if self.head is None and self.build.has("head"):
@@ -513,7 +532,7 @@ class Decoder:
         return tied or self.config.ignores(stored)
 
     def _is_elsewhere(self, name: str) -> bool:
-        """The tensor, or a module that it is of."""
+        """Whether only another stage has the tensor, or a module that the tensor is part of."""
         while name:
             if name in self.build.elsewhere:
                 return True

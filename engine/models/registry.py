@@ -1,4 +1,4 @@
-"""Model: what the engine asks of a network; and the classes that fulfil it. How to add one:
+"""Model: the interface of a network to the engine, and the classes that fulfil it. How to add one:
 docs/adding-a-model.md."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,8 +49,8 @@ class Model(Protocol):
         metas: Sequence[AttentionMeta],
         kv: Mapping[int, KV],
     ) -> Tensor:
-        """token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size] after the
-        final norm.
+        """Compute a step: token_ids [num_tokens] int32 or int64 -> hidden [num_tokens, hidden_size]
+        after the final norm.
 
         metas: of each view, in the order of `KVGroups.views`, planned. kv: of each layer that
         keeps something (see `KVCache.layers`), as AttentionMeta describes; written in place.
@@ -58,7 +58,8 @@ class Model(Protocol):
         ...
 
     def enter(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The first part of `forward`: what the first layer sees, [num_tokens, hidden_size]."""
+        """Compute the first layer's input, the first part of `forward`: [num_tokens,
+        hidden_size]."""
         ...
 
     def through(
@@ -67,32 +68,38 @@ class Model(Protocol):
         metas: Sequence[AttentionMeta],
         kv: Mapping[int, KV],
     ) -> Tensor:
-        """The middle: this stage's layers. residual may be written over."""
+        """Run this stage's layers, the middle part of `forward`. residual may be overwritten."""
         ...
 
     def leave(self, residual: Tensor) -> Tensor:
-        """The last part: what comes out of the last layer of all, after the final norm."""
+        """Apply the final norm to the output of the last layer of all, the last part of
+        `forward`."""
         ...
 
     def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
-        """hidden [n, hidden_size] -> [n, vocab_size], float32 on the CPU, else in the model's
-        dtype. Every rank has to call it; what any but the first gets has no meaning. Not whole:
-        [n, share], of this rank's share of the vocabulary (`TensorParallelGroup.share`)."""
+        """Compute logits: hidden [n, hidden_size] -> [n, vocab_size], float32 on the CPU, else in
+        the model's dtype.
+
+        Every rank has to call it; only the first rank's result has a meaning.
+        whole: False for [n, share], of this rank's share of the vocabulary
+            (`TensorParallelGroup.share`).
+        """
         ...
 
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        """Look for the fastest products for steps of these numbers of tokens, and of tokens that
+        """Look for the fastest GEMMs for steps of these numbers of tokens, and of tokens that
         sample (CUDA; a no-op elsewhere)."""
         ...
 
     def matrices(self) -> list[LinearSpec]:
-        """Of all linear layers, the head's too where it is not the embedding."""
+        """Return the specs of all linear layers; the head is left out where it is the embedding."""
         ...
 
     def expert_specs(self) -> list[ExpertsSpec]: ...
 
     def one_layer(self) -> "Model":
-        """The same weights without the layers that launch what others launch too."""
+        """Return the model with one layer of each kind; layers of one kind launch the same
+        kernels."""
         ...
 
     def parameters(self) -> Iterator[Parameter]:
@@ -100,12 +107,15 @@ class Model(Protocol):
         ...
 
     def units(self) -> Iterator[Unit]:
-        """Each is finished from any thread, before `finish`. Parameters of none wait for that, and
-        are allocated before any is filled."""
+        """Return the units of parameters that any thread may finish, before `finish`.
+
+        Parameters of no unit wait for `finish`, and are allocated before any is filled.
+        """
         ...
 
     def tensor_name(self, stored: str) -> str:
-        """What the sources of parameters call the checkpoint's tensor of this name."""
+        """Return the name that parameters' sources have for the checkpoint's tensor of this
+        name."""
         ...
 
     def ignores(self, stored: str) -> bool:
@@ -113,17 +123,20 @@ class Model(Protocol):
         ...
 
     def linears(self) -> Iterator[Linear]:
-        """Those that adapters may change: of the layers, not the head, in a fixed order."""
+        """Return the linear layers that adapters may change, in a fixed order; the head is not
+        one."""
         ...
 
     def step_bytes(self, tokens: int, samples: int) -> int:
-        """About the most that is alive at once in a step of so many tokens, of which so many
-        sample."""
+        """Estimate the most bytes alive at once in a step. tokens: of the step. samples: of these,
+        those that sample."""
         ...
 
     def finish(self) -> None:
-        """All parameters are filled: let the layers repack those that are not yet. Called once, by
-        the loader."""
+        """Let the layers repack what is not yet repacked, after all parameters are filled.
+
+        The loader calls it once.
+        """
         ...
 
 

@@ -26,8 +26,9 @@ _SIOCGIFADDR = 0x8915  # of <linux/sockios.h>
 class RemoteRanks(msgspec.Struct, frozen=True):
     """The ranks of an engine on other nodes.
 
-    address: of rank 0's node, at which they reach it. hosts: address and port of the `RankHost` of
-    each other node, in the order of their ranks. key: that both sides have.
+    address: the address of rank 0's node, at which the other nodes reach it.
+    hosts: address and port of the `RankHost` of each other node, in the order of their ranks.
+    key: the secret that both sides have.
     """
 
     address: str
@@ -36,7 +37,10 @@ class RemoteRanks(msgspec.Struct, frozen=True):
 
 
 def connect(address: str, port: int, key: bytes) -> "Connection[Any, Any]":
-    """Raises OSError, EOFError, AuthenticationError."""
+    """Connect to a node and check that both sides have the key.
+
+    Raises OSError, EOFError, AuthenticationError.
+    """
     found = socket.create_connection((address, port), _CONNECT_SECONDS)
     found.settimeout(None)
     connection = _connection(found)
@@ -51,7 +55,10 @@ def connect(address: str, port: int, key: bytes) -> "Connection[Any, Any]":
 
 
 def accept(listener: socket.socket, key: bytes) -> "Connection[Any, Any]":
-    """The next one that has the key. Raises OSError where the listener is closed."""
+    """Accept the next connection whose other side has the key.
+
+    Raises OSError where the listener is closed.
+    """
     while True:
         found, _ = listener.accept()
         connection = _connection(found)
@@ -66,15 +73,19 @@ def accept(listener: socket.socket, key: bytes) -> "Connection[Any, Any]":
 
 
 def hang_up(connection: "Connection[Any, Any]", how: int = socket.SHUT_WR) -> None:
-    """Say to the other side that nothing more will come. With SHUT_RDWR threads that wait for it
-    on this side stop to, too."""
+    """Tell the other side that nothing more will be sent.
+
+    With SHUT_RDWR, threads on this side that wait for the connection stop too.
+    """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.shutdown(how)
 
 
 def use_interface(address: str) -> None:
-    """Have gloo and NCCL talk over the interface that has this address, here and in processes that
-    this one starts; unless the environment names one, or none has the address as its first."""
+    """Have gloo and NCCL use the interface that has this address, here and in child processes.
+
+    Nothing changes if the environment names an interface, or none has the address as its first.
+    """
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             try:
@@ -101,7 +112,7 @@ def _connection(ours: socket.socket) -> "Connection[Any, Any]":
 
 
 def _set_timeout(connection: "Connection[Any, Any]", seconds: int) -> None:
-    """Of each read and write; 0: none."""
+    """Set the timeout of each read and write; 0 is no timeout."""
     value = struct.pack("ll", seconds, 0)
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)

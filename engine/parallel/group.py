@@ -1,4 +1,5 @@
-"""TensorParallelGroup: which part of a layer this process holds, and the sums between the parts."""
+"""TensorParallelGroup: which part of a layer this process holds, and the all-reduces of the
+parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +15,19 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelGroup:
-    """Layers take one and ask it what they keep; with size 1 that is everything and nothing is
-    communicated. With more it only knows the parts: `SharedMemoryGroup` and `DistributedGroup` also
-    communicate. Every rank makes the same calls in the same order.
+    """The ranks that layers are divided among. Every rank makes the same calls in the same order.
+
+    Layers ask the group which part they keep. With size 1 a layer keeps everything, and nothing is
+    communicated. With more ranks this class only knows the parts. `SharedMemoryGroup` and
+    `DistributedGroup` also communicate.
     """
 
     rank: int = 0
     size: int = 1
 
     def part(self, total: int, what: str) -> tuple[int, int]:
-        """This rank's half-open range of ``total`` units. ConfigError if they do not divide."""
+        """Return this rank's half-open range of ``total`` units. ConfigError if ranks do not divide
+        them."""
         if total % self.size:
             raise ConfigError(
                 f"{what}: {total} cannot be divided among {self.size} ranks; tensor_parallel must"
@@ -34,8 +38,10 @@ class TensorParallelGroup:
         return self.rank * each, (self.rank + 1) * each
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """This rank's half-open ranges of query and key heads; see `divide_heads`. ConfigError if
-        they cannot be divided."""
+        """Return this rank's half-open ranges of query and key heads; see `divide_heads`.
+
+        ConfigError if the heads cannot be divided.
+        """
         if self.size > num_kv_heads:
             self.part(num_heads, "num_attention_heads")
             if self.size % num_kv_heads:
@@ -43,58 +49,67 @@ class TensorParallelGroup:
         return divide_heads(num_heads, num_kv_heads, self.size, self.rank)
 
     def share(self, total: int, rank: int | None = None) -> tuple[int, int]:
-        """Like part; but the last ranks have fewer units where they do not divide, or none (rows of
-        a vocabulary). rank: None = this one."""
+        """Return a rank's half-open range of units, such as rows of a vocabulary.
+
+        Unlike `part`, the last ranks have fewer units, or none, where ranks do not divide the
+        total.
+        rank: None = this one.
+        """
         rank, each = self.rank if rank is None else rank, -(-total // self.size)
         return min(rank * each, total), min((rank + 1) * each, total)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of x over the ranks, in place: the same bits on every rank."""
+        """All-reduce x in place: the sum over the ranks has the same bits on every rank."""
         self._alone()
         return x
 
     def add_reduced(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + the sum of x over the ranks, written over residual."""
+        """Add the all-reduced x to the residual, in place, and return the residual."""
         return residual.add_(self.all_reduce(x))
 
     def norm_reduced(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor | None:
-        """As add_reduced, and RMSNorm of the residual then, in new memory, where both are one
-        kernel. None: they are not, and nothing was done."""
+        """Run `add_reduced` and the RMSNorm of the residual as one kernel; None without such a
+        kernel.
+
+        Returns the norm in new memory. With None nothing was done.
+        """
         return None
 
     @property
     def recordable(self) -> bool:
-        """Whether sums can stand in a program (`kernels.cpu.codegen.program`)."""
+        """Whether all-reduces can stand in a program (`kernels.cpu.codegen.program`)."""
         return self.size == 1
 
     def all_can(self, attempt: Callable[[], bool]) -> bool:
-        """Whether what each rank tries succeeds on all of them. Sums in it add up nothing."""
+        """Whether `attempt` succeeds on all ranks. All-reduces inside it add up nothing."""
         return attempt()
 
     def check(self) -> None:
-        """After a program with sums in it, or a step on a GPU. Raises RankFailed where one of them
+        """Raises RankFailed where an all-reduce of the last program, or of the last GPU step,
         failed."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """x of each rank, of one shape -> [ranks, *x.shape] on all of them."""
+        """Gather x of each rank, of one shape -> [ranks, *x.shape] on all ranks."""
         self._alone()
         return x[None]
 
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
-        """[n, columns] of each rank, its `share` of total -> [n, total] on rank 0. What the others
-        get has no meaning."""
+        """Gather each rank's [n, columns], its `share` of total -> [n, total] on rank 0.
+
+        The result on other ranks has no meaning.
+        """
         self._alone()
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's x, written over that of the others."""
+        """Write rank 0's x over the x of the other ranks."""
         self._alone()
         return x
 
     def least(self, number: int) -> int:
-        """Of what each rank says. Also a barrier."""
+        """Return the smallest number that any rank gives. This is also a barrier."""
         self._alone()
         return number
 
@@ -105,10 +120,11 @@ class TensorParallelGroup:
 
 @dataclass(frozen=True, slots=True)
 class DistributedGroup(TensorParallelGroup):
-    """Over torch.distributed, with NCCL between GPUs: all of it can be captured in a CUDA graph,
-    but for `least`.
+    """The group of ranks that communicate over torch.distributed, with NCCL between GPUs.
 
-    process_group: a ``torch.distributed`` group of ``size`` processes. device: this rank's.
+    All calls but `least` can be captured in a CUDA graph.
+    process_group: a ``torch.distributed`` group of ``size`` processes.
+    device: this rank's device.
     """
 
     process_group: Any = None
@@ -127,13 +143,13 @@ class DistributedGroup(TensorParallelGroup):
         return self.beside(self.gather(self.padded(x, total)), total)
 
     def padded(self, x: Tensor, total: int) -> Tensor:
-        """[n, columns] of a rank with as many as the first has."""
+        """Return x [n, columns], padded to as many columns as the first rank has."""
         lacking = -(-total // self.size) - x.shape[1]
         return torch.nn.functional.pad(x, (0, lacking)) if lacking else x
 
     @staticmethod
     def beside(parts: Tensor, total: int) -> Tensor:
-        """[ranks, n, columns] of all ranks, `padded` -> [n, total]."""
+        """Join the `padded` parts of all ranks, [ranks, n, columns] -> [n, total]."""
         return parts.movedim(0, 1).flatten(1)[:, :total].contiguous()
 
     def broadcast(self, x: Tensor) -> Tensor:

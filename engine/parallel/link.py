@@ -31,26 +31,35 @@ _SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # words of a line
 
 
 class Link(Protocol):
-    """Of one rank. Steps go through it in the order of their launches."""
+    """One rank's link to the stages before and after it. Steps pass in the order of their
+    launches."""
 
     def begin(self) -> None:
-        """A step is launched on this rank."""
+        """Count a step that is launched on this rank."""
         ...
 
     def send(self, x: Tensor) -> None:
-        """To the next stage, of the step begun last; x [n, hidden_size]. Does not wait."""
+        """Send x [n, hidden_size] of the step begun last to the next stage. Does not wait."""
         ...
 
     def receive(self, rows: int) -> Tensor:
-        """From the stage before, of the oldest step that nothing was received of: [rows,
-        hidden_size], which may be written over. Raises RankFailed."""
+        """Receive the output [rows, hidden_size] of the stage before, which may be written over.
+
+        The output is that of the oldest step that was not received yet. Raises RankFailed.
+        """
         ...
 
 
 class SharedMemoryLink:
-    """world: the group of all ranks. descriptor: of its file; it can be closed afterwards. at:
-    where the memory of the first link begins in it. number: of this link, and of this rank in its
-    stage. steps: in flight at once. shape: the most tokens of a step, and hidden_size."""
+    """The link between stages that are processes of one machine.
+
+    world: the group of all ranks.
+    descriptor: the descriptor of the memory's file; it can be closed afterwards.
+    at: the offset of the first link's memory in the file.
+    number: the number of this link, and of this rank in its stage.
+    steps: the number of steps in flight at once.
+    shape: the most tokens of a step, and hidden_size.
+    """
 
     def __init__(
         self,
@@ -116,13 +125,13 @@ class SharedMemoryLink:
                 raise RankFailed(f"the step has failed on stage {rank} of {self._size}")
 
     def late(self) -> list[tuple[int, int]]:
-        """The stage that this one waits for, and how many steps it has done."""
+        """Return the stage that this one waits for, and how many steps that stage has done."""
         sent = [self._words[rank * LINE_WORDS + _SENT] for rank in range(self._size)]
         behind = [(rank, done) for rank, done in enumerate(sent) if rank and done < self._waiting]
         return behind[:1]
 
     def fail(self) -> None:
-        """The step begun last has failed on this rank: let those who wait for it know."""
+        """Tell the stages that wait for this rank that the step begun last has failed."""
         line = self._rank * LINE_WORDS
         if self._words[line + _FAILED] <= self._world.round:  # the first counts
             self._words[line + _FAILED_STEP] = self._begun
@@ -130,18 +139,20 @@ class SharedMemoryLink:
                 self._words[line + _FAILED] = self._world.round + 1
 
     def join_round(self) -> None:
-        """After a failure, with no other rank in a step: begin to count anew."""
+        """Reset the step counters after a failure. Legal when no other rank is in a step."""
         self._begun = self._received = 0
         self._words[self._rank * LINE_WORDS + _SENT] = 0
 
 
 class DistributedLink:
-    """Over torch.distributed. Each of the ring's links has a group of its own, so that none waits
-    for another: what is sent lies on the way, behind the kernels that made it, while the sender
-    goes on.
+    """The link between stages that communicate over torch.distributed.
 
-    ranks: of the stages that this link is between, in their order. outward, inward: groups of this
-    rank with the next and with the one before. steps: in flight at once, whose tensors are kept.
+    Each of the ring's links has a group of its own, so that no link waits for another. Sent tensors
+    lie on the way, behind the kernels that made them, while the sender goes on.
+
+    ranks: the ranks of the stages that this link is between, in their order.
+    outward, inward: the groups of this rank with the next rank and with the one before.
+    steps: the number of steps in flight at once, whose tensors are kept.
     """
 
     def __init__(
@@ -182,7 +193,7 @@ class DistributedLink:
 
 
 def ring(ranks: Sequence[int]) -> list[Any]:
-    """A group for each of these with its next, made by all ranks in one order."""
+    """Make a group of each rank with its next one; all ranks make the groups in one order."""
     return [dist.new_group([each, ranks[(at + 1) % len(ranks)]]) for at, each in enumerate(ranks)]
 
 

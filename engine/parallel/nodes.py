@@ -34,8 +34,11 @@ logger = logging.getLogger("manta.engine")
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A node, or a share of one. cores: that may be used, ascending. memory: whether the process
-    may take memory there."""
+    """A node, or a share of one.
+
+    cores: the cores that may be used, ascending.
+    memory: whether the process may take memory there.
+    """
 
     number: int
     cores: tuple[int, ...]
@@ -46,7 +49,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def said(numbers: Sequence[int]) -> str:
-    """Ascending numbers as Linux writes them: 0-3,8."""
+    """Write ascending numbers as Linux does: 0-3,8."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -57,7 +60,7 @@ def said(numbers: Sequence[int]) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    """The other way round."""
+    """Read numbers that `said`, or Linux, has written."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -68,9 +71,12 @@ def _numbers(text: str) -> list[int]:
 def read_nodes(
     allowed: Collection[int] | None = None, sysfs: Path = SYSFS, status: Path = STATUS
 ) -> list[Node]:
-    """The nodes that have cores which this process may use, with these cores: what a container, a
-    cpuset or taskset has taken away is not there. Where the system tells no nodes, all cores are
-    one. allowed: None = by this process's affinity."""
+    """Return the nodes whose cores this process may use, each with these cores.
+
+    Cores that a container, a cpuset or taskset has taken away are left out. Where the system lists
+    no nodes, all cores are one node.
+    allowed: the cores that may be used; None = by this process's affinity.
+    """
     cores = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
     memory: set[int] | None = None
     with contextlib.suppress(OSError):
@@ -88,8 +94,10 @@ def read_nodes(
 
 
 def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node]:
-    """What each rank of an engine gets, of the nodes that it uses, which are no more than ranks.
-    Those that follow each other, which add up the most, are on one node. Raises ConfigError."""
+    """Return each rank's share of the nodes that an engine uses, which are no more than ranks.
+
+    Ranks that follow each other, which communicate the most, are on one node. Raises ConfigError.
+    """
     each, left = divmod(ranks, len(nodes))
     if left:
         raise ConfigError(
@@ -121,11 +129,12 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
 
 
 class Places:
-    """Which nodes are taken by engines of this user on this machine. Each holds a lock on a file,
-    which ends with the process, however that ends.
+    """The nodes that engines of this user have taken on this machine.
+
+    Each engine holds a lock on a file, which ends with the process, however that ends.
 
     folder: None = in the machine's temporary folder. Where none can be written, nodes are taken in
-    their order.
+        their order.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -134,7 +143,10 @@ class Places:
         self._held: list[int] = []
 
     def take(self, nodes: Sequence[Node], count: int) -> list[Node]:
-        """The nodes that the fewest others have, in their order. Held until this process ends."""
+        """Take the nodes that the fewest other engines have; return them in order.
+
+        The nodes are held until this process ends.
+        """
         chosen: list[Node] = []
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -162,8 +174,11 @@ class Places:
 
 
 def place(config: EngineConfig, places: Places, nodes: Sequence[Node] | None = None) -> list[Node]:
-    """The node of each rank on this machine; nothing where numa is "none". nodes: None = of this
-    machine. Raises ConfigError."""
+    """Return the node of each rank on this machine; nothing where numa is "none".
+
+    nodes: the nodes to choose from; None = this machine's.
+    Raises ConfigError.
+    """
     if config.numa == "none":
         return []
     nodes = read_nodes() if nodes is None else nodes
@@ -174,7 +189,7 @@ def place(config: EngineConfig, places: Places, nodes: Sequence[Node] | None = N
 
 
 def set_mempolicy(mode: int, node: int) -> None:
-    """Of this thread and those that it starts. Raises OSError."""
+    """Set the memory policy of this thread and of threads that it starts. Raises OSError."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         raise OSError(f"not known on {platform.machine()}")
@@ -192,8 +207,11 @@ def bind(
     set_affinity: Callable[[int, Collection[int]], None] | None = None,
     set_memory: Callable[[int, int], None] = set_mempolicy,
 ) -> None:
-    """This thread, and all that it starts from now on, to the node's cores; their memory from that
-    node as long as it has some. Raises ConfigError where the cores are not to be had."""
+    """Bind this thread, and all threads that it starts from now on, to the node's cores.
+
+    Their memory comes from the node as long as the node has some. Raises ConfigError where the
+    process cannot have the cores.
+    """
     try:
         (set_affinity or os.sched_setaffinity)(0, node.cores)
     except OSError as error:

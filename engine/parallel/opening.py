@@ -1,4 +1,4 @@
-"""How the ranks of a model come together, once each knows its device."""
+"""The opening of a model's ranks: how they come together, once each knows its device."""
 
 import logging
 import os
@@ -30,11 +30,13 @@ logger = logging.getLogger("manta.engine")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of one rank among all.
+    """The place of one rank among all ranks.
 
-    world: of all ranks, that agree on something in it. group: that layers are divided among, which
-    is a stage's. stage: which layers this rank has. link: to the stages before and after it.
-    groups: on rank 0, those of all stages, if they are others than the world.
+    world: the group of all ranks, in which they agree on numbers.
+    group: the group that layers are divided among, which is a stage's.
+    stage: which layers this rank has.
+    link: the link to the stages before and after this one.
+    groups: on rank 0, the groups of all stages, if they are others than the world.
     """
 
     world: TensorParallelGroup = TensorParallelGroup()  # noqa: RUF009, it is frozen
@@ -45,12 +47,15 @@ class Place:
 
     @property
     def recovers(self) -> bool:
-        """Between GPUs, kernels that wait for each other cannot be ended."""
+        """Whether the ranks can go on after a failed step: GPU kernels that wait cannot be
+        ended."""
         return isinstance(self.world, SharedMemoryGroup)
 
     def fail(self, error: Exception) -> None:
-        """This rank's step has failed with it: let the ranks that wait for it know. Where they are
-        in a stage and in a link, those that it was told by one of these are to tell the others."""
+        """Tell the ranks that wait for this rank that its step has failed with this error.
+
+        A rank in both a stage's group and a link passes the failure of one on to the other.
+        """
         assert self.recovers
         meets = [each for each in (self.link, self.group) if each is not None]
         both = self.link is not None and self.group.size > 1
@@ -60,19 +65,19 @@ class Place:
                 each.fail()
 
     def begin_round(self) -> None:
-        """On rank 0: end all waits of the others for the failed step."""
+        """End the other ranks' waits for the failed step. On rank 0 only."""
         for each in (self.world, *self.groups):
             assert isinstance(each, SharedMemoryGroup)
             each.begin_round()
 
     def join_round(self) -> None:
-        """The failed step is put behind; no rank is in one."""
+        """Start counting anew after a failed step. Legal when no rank is in a step."""
         for each in (self.world, self.group, self.link):
             if isinstance(each, SharedMemoryGroup | SharedMemoryLink):
                 each.join_round()
 
     def late(self) -> list[tuple[int, int]]:
-        """On rank 0, of ranks that it waits for in a step: the number, and how far it has come."""
+        """Return the ranks that rank 0 waits for in a step, and how far each has come."""
         world, link, each = self.world, self.link, self.group.size
         assert isinstance(world, SharedMemoryGroup)
         if not isinstance(link, SharedMemoryLink):
@@ -88,7 +93,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What stages hand on: of so many steps at once, each of at most so many tokens."""
+    """The activations that stages hand on: of `steps` steps at once, each of at most `tokens`
+    tokens."""
 
     steps: int
     tokens: int
@@ -102,12 +108,12 @@ Open = Callable[[torch.device, Activations, bool], Place]
 
 
 def alone(device: torch.device, handed_on: Activations, exact: bool) -> Place:
-    """The place of a rank that has the whole model."""
+    """Return the place of a rank that has the whole model."""
     return Place()
 
 
 def first(ranks: Ranks) -> Open:
-    """How rank 0 opens it."""
+    """Return the function that opens rank 0's place."""
 
     def open_place(device: torch.device, handed_on: Activations, exact: bool) -> Place:
         size, stages, memory = ranks.size, ranks.stages, ranks.memory
@@ -134,7 +140,10 @@ def first(ranks: Ranks) -> Open:
 def other(
     rank: int, config: EngineConfig, memory: int, meet: Callable[[], tuple[str, int]]
 ) -> Open:
-    """How another rank does. meet: waits for what rank 0 says to `meet_at`."""
+    """Return the function that opens another rank's place.
+
+    meet: waits for the address that rank 0 sends by `meet_at`.
+    """
     size, stages, per_node = config.num_ranks, config.pipeline_parallel, config.ranks_per_node
 
     def open_place(device: torch.device, handed_on: Activations, exact: bool) -> Place:
@@ -154,7 +163,9 @@ def other(
 
 def _check_alike(store: Store, rank: int, per_node: int, device: torch.device) -> None:
     """Raises ConfigError where the GPUs of this rank's node are of another kind than rank 0's.
-    Those of one node are compared by `engine.resolve`."""
+
+    GPUs of one node are compared by `engine.resolve`.
+    """
     if device.type == "cpu" or rank % per_node:
         return
     kind = torch.cuda.get_device_properties(device)
@@ -162,7 +173,10 @@ def _check_alike(store: Store, rank: int, per_node: int, device: torch.device) -
 
 
 def same_kind(store: Store, rank: int, kind: str) -> None:
-    """kind: of this rank's GPU, in words. Raises ConfigError."""
+    """Check that this rank's GPU is of rank 0's kind. Raises ConfigError.
+
+    kind: the GPU of this rank, in words.
+    """
     if not rank:
         store.set("kind", kind)
         return
@@ -177,7 +191,10 @@ def same_kind(store: Store, rank: int, kind: str) -> None:
 
 
 def _shared(rank: int, size: int, stages: int, memory: int, handed_on: Activations) -> Place:
-    """In the file are the world, the stages' groups if they have several ranks, the links."""
+    """Open the place of a rank whose groups and link all lie in one shared memory file.
+
+    The file has the world, then the stages' groups if stages have several ranks, then the links.
+    """
     world = SharedMemoryGroup.open(rank, size, memory)
     if stages == 1:
         return Place(world, world)
@@ -224,8 +241,10 @@ def distributed(
     exact: bool,
     memory: int | None = None,
 ) -> Place:
-    """Over torch.distributed. On the CPU a stage's ranks, which are on one machine, share memory:
-    a file that all of these have open."""
+    """Open the place of a rank that communicates over torch.distributed.
+
+    memory: on the CPU, the file that a stage's ranks share, which are on one machine.
+    """
     backend = "gloo" if device.type == "cpu" else BACKEND
     library = backend == "nccl"
     bound = device if library else None

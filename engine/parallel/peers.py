@@ -1,5 +1,7 @@
-"""PeerGroup: ranks that are GPUs which see each other's memory. Small sums go through it, large
-ones through NCCL."""
+"""PeerGroup: ranks that are GPUs which see each other's memory.
+
+Small all-reduces go through that memory, large ones through NCCL.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -24,16 +26,21 @@ logger = logging.getLogger("manta.engine")
 
 @dataclass(frozen=True, slots=True)
 class PeerGroup(DistributedGroup):
-    """memory: `kernels.peer_sums.PeerMemory`, whose kernels can be captured. exact: a sum has the
-    same bits however large the message is, so none is NCCL's, which chooses its order by size. Nor
-    is one where process_group is not NCCL's, as where ranks share a device."""
+    """The group of ranks that are GPUs which see each other's memory.
+
+    memory: `kernels.peer_sums.PeerMemory`, whose kernels can be captured.
+    exact: an all-reduce has the same bits however large the message is. NCCL, which chooses its
+        order by size, then makes none.
+    NCCL is not used either where process_group is of another back end, as where ranks share a
+    device.
+    """
 
     memory: Any = None
     exact: bool = False
 
     @property
     def crossings(self) -> tuple[int, int]:
-        """Those of CROSSINGS for as many ranks, or for the next more."""
+        """The entry of CROSSINGS for this number of ranks, or for the next larger number."""
         return CROSSINGS[min(n for n in CROSSINGS if n >= min(self.size, max(CROSSINGS)))]
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -78,14 +85,14 @@ class PeerGroup(DistributedGroup):
         return x.copy_(self._gather(x, 1)[0])
 
     def _gather(self, x: Tensor, ranks: int) -> Tensor:
-        """[ranks, *x.shape], of the first so many ranks."""
+        """Gather x of the first `ranks` ranks -> [ranks, *x.shape]."""
         flat = x.contiguous().view(-1)
         pieces = [self.memory.gather(flat[begin:end], ranks) for begin, end in self._pieces(x)]
         found = pieces[0] if len(pieces) == 1 else torch.cat([flat.new_empty(ranks, 0), *pieces], 1)
         return found.view(ranks, *x.shape)
 
     def _beyond(self, x: Tensor, exact: bool = False) -> bool:
-        """Whether it is for NCCL, if that may do it."""
+        """Whether x goes through NCCL: it is large, and NCCL is allowed."""
         library = not exact and dist.get_backend(self.process_group) == "nccl"
         return library and x.nbytes > self.crossings[1]
 
@@ -100,8 +107,11 @@ class PeerGroup(DistributedGroup):
 
 
 def over_peers(group: DistributedGroup, device: torch.device, exact: bool) -> DistributedGroup:
-    """The same ranks as a PeerGroup; or as they are, and the log says why, where their devices do
-    not see each other's memory. All of them call this together."""
+    """Return a PeerGroup of the group's ranks, or the group itself with a warning in the log.
+
+    The group is returned where the devices do not see each other's memory. All ranks call this
+    together.
+    """
     here = torch.tensor([device.index], device=group.device)
     devices = [int(each) for each in group.gather(here).flatten()]
     memory, why = None, "they have no way into each other's memory that carries signals"

@@ -14,12 +14,17 @@ from engine.parallel.ranks import LastWords, RankProcesses
 
 
 class RankHost(RankProcesses):
-    """Waits for rank 0, starts this node's ranks with what it has connected, passes on what they
-    say, and ends them when rank 0's connection ends. They end with this process too.
+    """The ranks of one node, as another node than rank 0's runs them.
 
-    config: as rank 0 has it, but for the model's folder, which is this node's. node: number of this
-    node, from 1 on. address: that others reach this node at. key: see `RemoteRanks`. port: that it
-    listens on. Raises ConfigError, OSError.
+    The host waits for rank 0, starts this node's ranks and passes on what they report. It ends them
+    when rank 0's connection ends. The ranks end with this process too.
+
+    config: rank 0's config, but with this node's model folder.
+    node: the number of this node, from 1 on.
+    address: the address at which others reach this node.
+    key: see `RemoteRanks`.
+    port: the port that the host listens on.
+    Raises ConfigError, OSError.
     """
 
     def __init__(self, config: EngineConfig, node: int, address: str, key: bytes) -> None:
@@ -70,7 +75,7 @@ class RankHost(RankProcesses):
         self._tell(number, last, status)
 
     def close(self) -> None:
-        """End them, and wait for it. Idempotent."""
+        """End the ranks, and wait for their end. Idempotent."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # which ends a wait for rank 0

@@ -34,8 +34,12 @@ logger = logging.getLogger("manta.engine")
 
 
 class RankStart(msgspec.Struct, forbid_unknown_fields=True):
-    """The line on a rank's stdin. The numbers at the end are descriptors: of the memory that ranks
-    share, and of its ends of the pipes. node: that it binds itself to; None: to none."""
+    """The line on a rank's stdin.
+
+    memory: the descriptor of the memory that ranks share.
+    orders, adapters, words: the descriptors of the rank's ends of the pipes.
+    node: the node that the rank binds itself to; None: to none.
+    """
 
     config: EngineConfig
     rank: int
@@ -49,7 +53,7 @@ class RankStart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LastWords(msgspec.Struct):
-    """Why a rank ends, or (level > 0) a line for the log."""
+    """The reason why a rank ends, or (level > 0) a line for the log."""
 
     message: str
     code: str = EngineDead.code
@@ -72,12 +76,14 @@ class _Process:
 
 
 class RankProcesses:
-    """Processes of this machine that are ranks of an engine. They end with the one that makes this,
-    whose thread has to live as long as they shall.
+    """The processes of this machine that are ranks of an engine.
 
-    nodes: of each rank of this machine, if they are bound (`engine.parallel.nodes.place`).
-    address: of this machine in a cluster, if other ranks are on other nodes of it.
-    memory: descriptor of the file that they share, which has no name.
+    The processes end with the one that makes this object, whose thread has to live as long as they
+    shall.
+
+    nodes: the node of each rank of this machine, if they are bound (`engine.parallel.nodes.place`).
+    address: the address of this machine in a cluster, if other ranks are on other nodes of it.
+    memory: the descriptor of the file that the ranks share, which has no name.
     """
 
     PROGRAM: Sequence[str] = ("-m", "engine.process.rank")  # what Python runs
@@ -106,7 +112,10 @@ class RankProcesses:
     def _spawn(
         self, number: int, orders: "Connection[Any, Any]", adapters: "Connection[Any, Any]"
     ) -> None:
-        """orders, adapters: the rank's ends, which are closed here. Raises EngineDead."""
+        """Start a rank's process and the thread that watches it. Raises EngineDead.
+
+        orders, adapters: the rank's ends of its pipes, which are closed here.
+        """
         words, last = Pipe(duplex=False)
         passed = (self.memory, orders.fileno(), adapters.fileno(), last.fileno())
         node = self._nodes[number % self.per_node] if self._nodes else None
@@ -124,7 +133,7 @@ class RankProcesses:
         threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True).start()
 
     def _start(self, start: RankStart, passed: Sequence[int]) -> "subprocess.Popen[bytes]":
-        """passed: the descriptors."""
+        """Start a rank's process and write its line. passed: the descriptors that it inherits."""
         process = subprocess.Popen(
             [sys.executable, *self.PROGRAM],
             cwd=ROOT,
@@ -139,7 +148,7 @@ class RankProcesses:
         return process
 
     def _watch(self, rank: _Process) -> None:
-        """Its log, and its end."""
+        """Forward the rank's log lines until it ends, then report its end."""
         last: LastWords | None = None
         try:
             while True:
@@ -155,15 +164,15 @@ class RankProcesses:
             self._ended(rank.number, status, last)
 
     def _said(self, number: int, line: LastWords) -> None:
-        """A line for the log, from a thread."""
+        """Handle a line of a rank's log; called from a thread."""
         raise NotImplementedError
 
     def _ended(self, number: int, status: int, last: LastWords | None) -> None:
-        """A rank has ended that was not asked to; from a thread."""
+        """Handle the end of a rank that was not asked to end; called from a thread."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End them and wait for it. Idempotent."""
+        """End the ranks and wait for their end. Idempotent."""
         self._closing = True
         for rank in self._processes:
             rank.process.kill()
@@ -172,11 +181,13 @@ class RankProcesses:
 
 
 class Ranks(RankProcesses):
-    """Ranks 1 to config.num_ranks - 1, which begin to import and load at once. Those of this
-    machine are processes; those of other nodes are reached through the `RankHost` there.
+    """The ranks 1 to config.num_ranks - 1, which begin to import and load at once.
 
-    on_death(error): from a thread, once a rank has ended that was not asked to.
-    remote: where the other nodes are, if there are some.
+    Ranks of this machine are processes. Ranks of other nodes are reached through the `RankHost`
+    there.
+
+    on_death: called with the error, from a thread, once a rank has ended that was not asked to.
+    remote: the hosts of the other nodes, if there are some.
     Raises ConfigError, EngineDead.
     """
 
@@ -215,7 +226,7 @@ class Ranks(RankProcesses):
             raise
 
     def _join(self, node: int, address: str, port: int, key: bytes) -> None:
-        """The ranks of another node. Raises EngineDead."""
+        """Connect to the ranks of another node. Raises EngineDead."""
         first = node * self.per_node
         try:
             news = connect(address, port, key)
@@ -233,7 +244,7 @@ class Ranks(RankProcesses):
             ) from None
 
     def _follow(self, news: "Connection[Any, Any]", first: int, address: str) -> None:
-        """The log of another node's ranks, and their end."""
+        """Forward the log of another node's ranks, and report their end."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, said, status = news.recv()
@@ -250,8 +261,10 @@ class Ranks(RankProcesses):
     # ---- what they are told
 
     def order(self, what: str, *given: Any, below: int | None = None) -> None:
-        """A method of `engine.process.rank.RankLoop` that each calls, or those below a number.
-        Raises EngineDead."""
+        """Have each rank, or those below a number, call a method of `engine.process.rank.RankLoop`.
+
+        Raises EngineDead.
+        """
         for rank in self._ranks[: None if below is None else below - 1]:
             try:
                 rank.orders.send((what, given))
@@ -259,7 +272,7 @@ class Ranks(RankProcesses):
                 raise EngineDead(f"rank {rank.number} of {self.size} is gone") from None
 
     def answers(self) -> list[Any]:
-        """What each answers to an order that has an answer. Raises EngineDead."""
+        """Return each rank's answer to an order that has an answer. Raises EngineDead."""
         found = []
         for rank in self._ranks:
             try:
@@ -269,7 +282,10 @@ class Ranks(RankProcesses):
         return found
 
     def load_adapter(self, path: str, digest: str, slot: int) -> None:
-        """Into a slot of each, which no step uses. From any thread. Raises AdapterError."""
+        """Load an adapter into a slot of each rank that no step uses. Raises AdapterError.
+
+        May be called from any thread.
+        """
         refusals = []
         with self._adapters_lock:
             try:
@@ -299,8 +315,7 @@ class Ranks(RankProcesses):
         self._on_death(error)
 
     def check(self, seconds: float) -> None:
-        """A step has failed. Raises why, where that is a rank that has ended, as is noticed within
-        so many seconds."""
+        """Raises why a rank has ended, after a step has failed; waits `seconds` for such news."""
         if self._dead.wait(seconds) and self._death is not None:
             raise self._death
 
@@ -314,7 +329,10 @@ class Ranks(RankProcesses):
 
 
 def _death(number: int, size: int, where: str, status: int, last: LastWords | None) -> MantaError:
-    """where: " on NODE", or nothing for this one."""
+    """Return the error that says how a rank ended.
+
+    where: " on NODE"; "" for this node.
+    """
     rank = f"rank {number} of {size}{where}"
     if last is not None and (last.param is not None or last.code == ConfigError.code):
         return ConfigError(f"{last.message} ({rank})", param=last.param)

@@ -39,12 +39,14 @@ _SLEEP, _NAP = 5e-5, 5e-3  # seconds
 
 
 class RankFailed(Exception):
-    """Another rank's step has failed, so that this one cannot come to its end."""
+    """The error of a step that cannot come to its end because another rank's step has failed."""
 
 
 def wait_for(words: memoryview, at: int, wanted: int, check: Callable[[], None]) -> None:
-    """Until words[at] is as large as wanted. check: called now and then; what it raises ends the
-    wait."""
+    """Wait until words[at] is as large as wanted.
+
+    check: called now and then; an exception from it ends the wait.
+    """
     for _ in range(_LOOKS):
         if words[at] >= wanted:
             return
@@ -74,15 +76,18 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryGroup(TensorParallelGroup):
-    """state: see `open`."""
+    """The group of ranks that are processes of one machine. state: see `open`."""
 
     state: _State | None = None
 
     @classmethod
     def open(cls, rank: int, size: int, descriptor: int, at: int = 0) -> "SharedMemoryGroup":
-        """descriptor: of a file that all ranks have open; it can be closed afterwards. The file's
-        pages are taken when they are first used. at: where the group's memory begins in it, a
-        multiple of 64."""
+        """Open the group in a file that all ranks have open.
+
+        descriptor: the file's descriptor; it can be closed afterwards. The file's pages are taken
+            when they are first used.
+        at: the offset of the group's memory in the file, a multiple of 64.
+        """
         lines = size * 8 * LINE_WORDS
         length = at + cls.num_bytes(size)
         if os.fstat(descriptor).st_size < length:
@@ -98,7 +103,7 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     @staticmethod
     def num_bytes(size: int) -> int:
-        """Of its memory; what else lies in the file begins there."""
+        """Return the bytes of a group's memory; other contents of the file begin behind it."""
         return size * (8 * LINE_WORDS + 2 * SLOT)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -193,8 +198,10 @@ class SharedMemoryGroup(TensorParallelGroup):
         return found
 
     def _meet(self, piece: Tensor) -> list[Tensor]:
-        """What each rank brought, like `piece` but for its length; to be read before the next
-        meeting but one. Raises RankFailed."""
+        """Return each rank's piece, all of this piece's length. Raises RankFailed.
+
+        The pieces have to be read before the next meeting but one.
+        """
         state = self.state
         assert state is not None
         words, mine = state.words, self.rank * LINE_WORDS
@@ -213,18 +220,19 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     @property
     def fence(self) -> threading.Lock:
-        """What was written before it is taken is seen by those who see what is written in it."""
+        """The lock that orders writes: whoever sees a write made under it sees all earlier
+        writes."""
         assert self.state is not None
         return self.state.fence
 
     @property
     def round(self) -> int:
-        """Failed steps that this rank has put behind it."""
+        """The number of failed steps that this rank has put behind it."""
         assert self.state is not None
         return self.state.round
 
     def check_round(self) -> None:
-        """Raises RankFailed where rank 0 has given the steps of this round up."""
+        """Raises RankFailed where rank 0 has given up the steps of this round."""
         assert self.state is not None
         if self.state.words[ROUND] != self.state.round:
             raise RankFailed("the step was given up")
@@ -236,14 +244,16 @@ class SharedMemoryGroup(TensorParallelGroup):
             raise RankFailed(f"the step has failed on rank {rank} of {self.size}")
 
     def behind(self) -> list[tuple[int, int]]:
-        """Ranks that others have come to the next meeting before, likewise; none may be in one."""
+        """Return (rank, meetings) of each rank that has come to fewer meetings than another one.
+
+        The list is empty where no rank is in a meeting.
+        """
         assert self.state is not None
         met = [self.state.words[rank * LINE_WORDS] for rank in range(self.size)]
         return [(rank, each) for rank, each in enumerate(met) if each < max(met)]
 
     def late(self) -> list[tuple[int, int]]:
-        """Of ranks that this one waits for in a step: the number, and the meeting that it has come
-        to."""
+        """Return (rank, meetings) of each rank that this rank waits for in a step."""
         state = self.state
         assert state is not None
         if state.agrees:
@@ -254,19 +264,19 @@ class SharedMemoryGroup(TensorParallelGroup):
     # ---- after a step that failed
 
     def fail(self) -> None:
-        """This rank's step has failed: let the ranks that wait for it know."""
+        """Tell the ranks that wait for this rank that its step has failed."""
         assert self.state is not None
         if self.state.words[FAILED] <= self.state.round:  # the first counts
             self.state.words[FAILED_ON] = self.rank
             self.state.words[FAILED] = self.state.round + 1
 
     def begin_round(self) -> None:
-        """On rank 0: end all waits of the others for this round."""
+        """End the other ranks' waits of this round. On rank 0 only."""
         assert self.state is not None and self.rank == 0
         self.state.words[ROUND] += 1
 
     def join_round(self) -> None:
-        """With no other rank in a meeting or about to be: start counting anew."""
+        """Start counting anew. Legal when no other rank is in a meeting, or about to be."""
         state = self.state
         assert state is not None
         state.round = state.words[ROUND]

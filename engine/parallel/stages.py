@@ -18,14 +18,14 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of `count`."""
+    """One of a pipeline's `count` stages."""
 
     number: int = 0
     count: int = 1
 
     @property
     def first(self) -> bool:
-        """It has the embedding and the head."""
+        """Whether the stage has the embedding and the head."""
         return self.number == 0
 
     @property
@@ -37,15 +37,22 @@ class Stage:
         return self.number == self.count - 1
 
     def layers(self, costs: Sequence[int], ends: int) -> range:
-        """The layers of this stage, at least one. costs: of each layer, in any unit; ends: of what
-        the first stage has besides."""
+        """Return the layers of this stage, at least one.
+
+        costs: the cost of each layer, in any unit.
+        ends: the cost of what the first stage has besides.
+        """
         cuts = divide(costs, ends, self.count)
         return range(cuts[self.number], cuts[self.number + 1])
 
 
 def divide(costs: Sequence[int], ends: int, count: int) -> list[int]:
-    """Where to cut a row of layers into `count` pieces, so that the dearest piece is as cheap as it
-    can be: 0, the first layer of each other piece, and the number of layers."""
+    """Return where to cut a row of layers into `count` pieces, so that the dearest is cheapest.
+
+    The result is 0, the first layer of each other piece, and the number of layers.
+    costs: the cost of each layer, in any unit.
+    ends: the further cost of the first piece.
+    """
     sums = list(accumulate(costs, initial=0))
     total = len(costs)
     # best[i]: the dearest of the pieces so far, if these have the layers before i; cut where.

@@ -50,11 +50,13 @@ OnProgress = Callable[[str, float], None]
 
 
 class EngineClient:
-    """start, callbacks and close on one event loop; submit, abort and control from any thread.
+    """The parent's end of one engine process.
 
-    on_frame(frame): every StepFrame, in order.
-    on_death(error): once, when the engine ended without being closed; no frame comes after it, and
-        every request that was open is lost.
+    start, callbacks and close run on one event loop; submit, abort and control on any thread.
+
+    on_frame: a function that is called with every StepFrame, in order.
+    on_death: a function that is called once with the error, when the engine ended without being
+        closed; no frame comes after it, and every request that was open is lost.
     remote: where the engine's ranks of other nodes wait for it, if it has some.
     stats: the state in the last frame.
     """
@@ -121,7 +123,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """Of the engine process. Legal after start."""
+        """The process id of the engine process. Legal after start."""
         assert self._engine is not None
         return self._engine.pid
 
@@ -132,14 +134,16 @@ class EngineClient:
         self._live().send(request)
 
     def abort(self, ids: list[int]) -> None:
-        """Each of these that is open ends with an "abort" delta. Unknown ids are ignored. Raises
-        EngineDead.
+        """Abort these requests; each open request ends with an "abort" delta.
+
+        Unknown ids are ignored. Raises EngineDead.
         """
         self._live().send(Abort(ids))
 
     def control(self, what: str) -> int:
-        """ "drain", "stats", "reset_prefix_cache", "sleep" or "wake" (see `Control`). Returns the
-        order's ticket. Raises EngineDead.
+        """Send an order: "drain", "stats", "reset_prefix_cache", "sleep" or "wake" (see `Control`).
+
+        Returns the order's ticket. Raises EngineDead.
         """
         ticket = next(self._tickets)
         self._live().send(Control(what, ticket))
@@ -165,7 +169,7 @@ class EngineClient:
         )
 
     async def remove_adapter(self, name: str, revision: str = "") -> AdapterInfo:
-        """Forget it; accepted requests finish on it. Raises AdapterError, EngineDead."""
+        """Forget an adapter; accepted requests finish on it. Raises AdapterError, EngineDead."""
         return await self._ask(lambda ticket: RemoveAdapter(ticket, name, revision))
 
     async def close(self, timeout: float = STOP_SECONDS) -> None:
@@ -233,7 +237,7 @@ class EngineClient:
             self._on_progress(message.phase, message.fraction)
 
     def _death(self, status: int) -> MantaError:
-        """Why it ended."""
+        """Return the error that says why the engine ended."""
         failed = self._failed
         if failed is not None:
             if failed.param is not None or failed.code == ConfigError.code:
@@ -262,7 +266,8 @@ class EngineClient:
         self._loop.call_soon(self._readable)
 
     def _exited_elsewhere(self, status: int) -> None:
-        """In the thread that waits for the process."""
+        """Report the process's exit to the event loop; called in the thread that waits for the
+        process."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, and its callbacks with it
             self._loop.call_soon_threadsafe(self._exited, status)

@@ -79,7 +79,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, model: str) -> "FakeOptions":
-        """Raises ConfigError on an unknown key or a wrong value."""
+        """Read the options of a model name. Raises ConfigError on an unknown key or wrong value."""
         pairs = [item.partition("=") for item in model.removeprefix(PREFIX).split(",") if item]
         try:
             return msgspec.convert({k: v for k, _, v in pairs}, cls, strict=False)
@@ -153,7 +153,7 @@ class FakeCore:
                 self._lethal[request.id] = len(request.token_ids)
 
     def _kills(self) -> bool:
-        """A request does, in this step."""
+        """Whether a lethal request ends the process in this step."""
         options = self._options
         for id, begun in self._lethal.items():
             request = self._requests.get(id)
@@ -170,7 +170,10 @@ class FakeCore:
             self._store.claim(adapter)
 
     def _can_run(self, request: EngineRequest) -> bool:
-        """It has its adapter's slot, or gets it now. An adapter that cannot be had ends it."""
+        """Whether the request has its adapter's slot, or gets it now.
+
+        A request whose adapter cannot be loaded ends.
+        """
         adapter = self._adapters.get(request.id)
         if adapter is None or request.id in self._slots:
             return True
@@ -279,7 +282,8 @@ class FakeCore:
         return delta
 
     def _logprobs(self, token: int, k: int) -> TokenLogprobs:
-        """Of this token, the likeliest, and of those that would have come after it."""
+        """Return the log-probability of a token, which is the likeliest, and of the k tokens from
+        it on."""
         first, size = self._options.first, self._options.vocab_size
         ids = [first + (token - first + place) % (size - first) for place in range(k)]
         best = -1.0 - token / size
@@ -309,7 +313,7 @@ class FakeCore:
             self._stats.wake_seconds = self._options.wake_seconds
 
     def reset_prefix_cache(self) -> None:
-        """There is none."""
+        """Do nothing, as the fake core has no prefix cache."""
 
     def add_adapter(self, message: AddAdapter) -> None:
         self._store.add(message)

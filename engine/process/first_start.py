@@ -65,7 +65,8 @@ class FirstStart:
 
 
 def _digest(config: EngineConfig) -> str:
-    """Raises OSError where the model has no config.json."""
+    """Return a digest of configuration, model and code. Raises OSError where the model has no
+    config.json."""
     state = blake2b(msgspec.json.encode(config), digest_size=16)
     state.update((Path(config.model) / "config.json").read_bytes())
     for package in ("torch", "triton"):

@@ -10,8 +10,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def read_start() -> bytes:
-    """The line on stdin with what to do; b"" where the parent has ended. Nothing else ever comes,
-    and stdin's end is the parent's."""
+    """Read the line on stdin that says what to do; b"" where the parent has ended.
+
+    Nothing else ever comes, and stdin's end is the parent's.
+    """
     line = b""
     while not line.endswith(b"\n"):
         read = os.read(0, 65536)
@@ -22,7 +24,10 @@ def read_start() -> bytes:
 
 
 def tie_to_parent(parent: int) -> None:
-    """End with it, whatever this process is doing. parent: its process id."""
+    """End this process with its parent, whatever this process is doing.
+
+    parent: the parent's process id.
+    """
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -37,7 +42,10 @@ def _watch_parent() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Before torch is imported: OpenMP reads it once. 0 leaves the choice to the core."""
+    """Set OpenMP's environment before torch is imported, as OpenMP reads it once.
+
+    count: the number of threads; 0 leaves the choice to the core.
+    """
     # A thread that waits for the others of its step burns a core. GNU OpenMP's 300,000 turns are
     # 14 ms, in which a second engine or a router on the same cores gets nothing done (measured: two
     # engines on two cores, six times slower each); these are a millisecond, several times what

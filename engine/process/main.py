@@ -59,12 +59,14 @@ IDLE_MS = 3_600_000
 
 
 class EngineStart(msgspec.Struct, forbid_unknown_fields=True):
-    """The line on stdin.
+    """The order on stdin that starts an engine process.
 
-    core: name in CORES. directory: to work in, so that relative paths mean what they did there.
-    inbox, outbox: zmq addresses to pull from and push to. parent: its process id.
-    spawned: monotonic seconds just before the process was created. remote: where ranks of other
-    nodes are, if there are some.
+    core: the name in CORES.
+    directory: the folder to work in, so that relative paths mean what they did there.
+    inbox, outbox: zmq addresses to pull from and push to.
+    parent: the parent's process id.
+    spawned: monotonic seconds just before the process was created.
+    remote: where ranks of other nodes are, if there are some.
     """
 
     core: str
@@ -78,8 +80,9 @@ class EngineStart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Core(Protocol):
-    """What the loop needs of an engine core. Errors of one request come as its delta, not as
-    exceptions.
+    """The part of an engine core that the loop needs.
+
+    Errors of one request come as its delta, not as exceptions.
     """
 
     on_device: bool  # the step waits for the device
@@ -98,7 +101,7 @@ class Core(Protocol):
     def remove_adapter(self, message: RemoveAdapter) -> None: ...
 
     def answers(self) -> list[AdapterAnswer]:
-        """Those that came since the last call."""
+        """Return the adapter answers that came since the last call."""
         ...
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
@@ -177,13 +180,14 @@ class EngineLoop:
         core.on_loaded(self._wake)
 
     def _wake(self) -> None:
-        """Any thread: end the wait for input."""
+        """End the wait for input; from any thread."""
         with contextlib.suppress(BlockingIOError):  # full of earlier calls, so it wakes anyway
             os.write(self._waker, b"x")
 
     def run(self) -> None:
-        """Until "stop". Raises what `Core.step` raises: a step that fails leaves no state to go on
-        from.
+        """Run the loop until "stop".
+
+        Raises what `Core.step` raises: a step that fails leaves no state to go on from.
         """
         core = self._core
         checked = False
@@ -211,7 +215,7 @@ class EngineLoop:
                 self._send(StepFrame(core.stats(), deltas, ticket=self._ticket, taken=taken))
 
     def pulse(self) -> Pulse:
-        """For a thread beside the loop."""
+        """Return a sign of life of the loop, for a thread beside it."""
         doing = "input" if self._waiting else ""
         if self.stepping:
             doing = "device" if self._core.on_device else "step"
@@ -224,8 +228,9 @@ class EngineLoop:
         return bool(found)
 
     def _take_input(self, *, block: bool) -> bool:
-        """Handle everything that has arrived; with block, wait for something first. True: show the
-        state.
+        """Handle everything that has arrived; returns whether the state is to be shown.
+
+        block: whether to wait for a message first.
         """
         asked = False
         if block:
@@ -274,7 +279,7 @@ class EngineLoop:
             self._stopped = True
 
     def _refuse(self, raw: bytes, reason: str) -> None:
-        """One malformed request must not end the others."""
+        """Refuse one malformed request, which must not end the others."""
         fields = msgspec.msgpack.decode(raw)
         if isinstance(fields, list) and len(fields) > 1 and isinstance(fields[1], int):
             self._refused.append(Delta(fields[1], [], "error", error=f"invalid_value: {reason}"))
@@ -295,7 +300,7 @@ class LogToParent(logging.Handler):
 
 
 def _give_pulse(loop: EngineLoop, send: Callable[[FromEngine], None]) -> None:
-    """Sign of life while a step takes its time; a process that is stopped gives none."""
+    """Send signs of life while a step takes its time; a process that is stopped sends none."""
     while True:
         send(loop.pulse())
         time.sleep(PULSE_SECONDS)

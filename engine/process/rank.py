@@ -36,7 +36,7 @@ logger = logging.getLogger("manta.engine")
 
 
 class RankLoop:
-    """Carries out rank 0's orders, which are names of methods here."""
+    """The loop that carries out rank 0's orders, which are names of methods here."""
 
     def __init__(
         self, runner: "ModelRunner", place: "Place", orders: "Connection[Any, Any]"
@@ -47,7 +47,7 @@ class RankLoop:
         self._launched: deque[DeviceResult | StagedResult | None] = deque()  # None: has failed
 
     def run(self) -> None:
-        """Until rank 0 ends."""
+        """Carry out rank 0's orders until rank 0 ends."""
         while True:
             try:
                 what, given = self._orders.recv()
@@ -67,8 +67,8 @@ class RankLoop:
                 self._wait_for_oldest()
 
     def conclude(self) -> None:
-        """The end of the oldest step that has none, on the first of several stages of several
-        ranks."""
+        """Conclude the oldest step that has no end yet, on the first of several pipeline stages of
+        several ranks."""
         for at, launched in enumerate(self._launched):
             if launched is None:
                 del self._launched[at]
@@ -89,8 +89,10 @@ class RankLoop:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What is raised in a step fails it on the ranks that wait for this one; rank 0 has it
-        given up."""
+        """Fail the step on the ranks that wait for this rank, if an exception is raised inside.
+
+        Rank 0 has the step given up.
+        """
         from engine.parallel.shared_memory import RankFailed
 
         try:
@@ -105,7 +107,7 @@ class RankLoop:
             self._place.fail(error)
 
     def recover(self) -> None:
-        """After a step that failed anywhere."""
+        """Recover from a step that failed on any rank, and send the runner's answer to rank 0."""
         self._launched.clear()
         done = self._runner.recover()
         self._place.join_round()
@@ -117,7 +119,7 @@ class RankLoop:
 
 
 def _load_adapters(loader: "AdapterLoader", asked: "Connection[Any, Any]") -> None:
-    """In a thread of its own: see `Ranks.load_adapter`."""
+    """Load adapters that rank 0 asks for, in a thread of its own; see `Ranks.load_adapter`."""
     while True:
         try:
             path, digest, slot = asked.recv()
@@ -148,7 +150,10 @@ class _LogToRank0(logging.Handler):
 
 
 def run(start: RankStart) -> None:
-    """Load, then do as told until rank 0 ends. Raises what loading and steps raise."""
+    """Load the rank, then carry out rank 0's orders until rank 0 ends.
+
+    Raises what loading and steps raise.
+    """
     orders: Connection[Any, Any] = Connection(start.orders)
 
     def meet() -> tuple[str, int]:

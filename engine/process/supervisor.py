@@ -105,7 +105,10 @@ class EngineProcess:
         self._on_exit(process.wait())
 
     def send(self, message: ToEngine) -> None:
-        """Never blocks. Any thread. Raises EngineDead if the engine process is gone."""
+        """Send a message to the engine process. Never blocks. Any thread.
+
+        Raises EngineDead if the engine process is gone.
+        """
         raw = self._encoder.encode(message)
         with self._send_lock:
             if self._requests.closed:
@@ -121,7 +124,7 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """SIGKILL; legal at any time."""
+        """Send SIGKILL to the engine process; legal at any time."""
         if self._process is not None:
             self._process.kill()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ExpertsApart:
-    """States of the method, one an expert; the rest as in `ExpertWeights`."""
+    """The method's states of each expert of a layer; the rest is as in `ExpertWeights`."""
 
     gate_up: list[Any]
     down: list[Any]
@@ -33,8 +33,10 @@ def apply_apart(
     ids: Tensor,
     residual: Tensor | None,
 ) -> Tensor:
-    """See `Kernels.experts`. Experts come in their order, so a token's sum does not depend on other
-    tokens."""
+    """Apply each expert's own layers; see `Kernels.experts`.
+
+    Experts come in their order, so a token's sum does not depend on other tokens.
+    """
     out = torch.zeros_like(x) if residual is None else residual
     chosen = ids.shape[1]
     order = ids.flatten().argsort(stable=True)

@@ -100,7 +100,7 @@ class ExpertsSpec:
 
     @property
     def one_gate_up(self) -> LinearSpec:
-        """Of one expert."""
+        """The layer of one expert's gate and up; without a gate, of the up alone."""
         rows = up_rows(self.size, self.act)
         return self._one(rows, self.hidden, bool(self.gate_up_bias))
 
@@ -114,8 +114,10 @@ class ExpertsSpec:
 
 
 class LinearMethod(ABC):
-    """Subclasses say how weights are kept and applied; what can be fused with that, they
-    override."""
+    """The way in which linear layers keep and apply their weights.
+
+    Subclasses define `create` and `apply`, and override what they can fuse with the GEMM.
+    """
 
     FROM_DENSE = False  # made of weights as an unquantized checkpoint has them
 
@@ -124,14 +126,16 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def create(self, spec: LinearSpec) -> tuple[Any, Sequence[Parameter]]:
-        """Allocate. Returns the state that apply takes, and the parameters that loading fills."""
+        """Allocate a layer. Returns the state that `apply` takes, and the parameters that loading
+        fills."""
 
     def finish(self, state: Any) -> Any:
-        """Called once after loading; returns the state to apply from then on."""
+        """Pack the state, once after loading; returns the state to apply from then on."""
         return state
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
-        """What finish makes takes on the device; None where that is what create allocated."""
+        """The bytes that the result of `finish` takes on the device; None where `create` allocated
+        them."""
         return None
 
     def replaces(self, packed_bytes: int | None) -> bool:
@@ -142,11 +146,13 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def apply(self, state: Any, x: Tensor) -> Tensor:
-        """x [n, in] -> [n, out]. On CUDA it must be capturable in a graph."""
+        """Compute x [n, in] -> [n, out]. On CUDA this must be capturable in a CUDA graph."""
 
     def create_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
-        """As create, for the experts of a layer. Raises ConfigError where a method has no way to
-        keep them."""
+        """Allocate the experts of a layer, as `create` does for a linear layer.
+
+        Raises ConfigError where a method has no way to keep experts.
+        """
         raise ConfigError(
             f"{spec.name}: this kind of quantized weights has no products for mixtures of experts; "
             "take a checkpoint in 16 bits, or set quantization: none for a .gguf file",
@@ -154,17 +160,17 @@ class LinearMethod(ABC):
         )
 
     def finish_experts(self, state: Any) -> Any:
-        """As finish."""
+        """Pack the experts' state, as `finish` does for a linear layer."""
         return state
 
     def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
-        """As packed_bytes."""
+        """The bytes that `finish_experts` makes, None where `create_experts` allocated them."""
         return None
 
     def apply_experts(
         self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
     ) -> Tensor:
-        """See `Kernels.experts`."""
+        """Apply the experts that the router chose; see `Kernels.experts`."""
         raise NotImplementedError
 
     def tune(self, states: Sequence[Any], sizes: Sequence[int], add: bool) -> None:  # noqa: B027
@@ -175,8 +181,11 @@ class LinearMethod(ABC):
     def table(
         self, spec: LinearSpec, virtual: int, head: tuple[int, int] | None
     ) -> "EmbeddingTable":
-        """For the embedding. virtual: rows behind the vocabulary. head: those that this rank
-        multiplies by, where the head is the embedding."""
+        """Make the table of the embedding.
+
+        virtual: the number of rows behind the vocabulary.
+        head: the range of rows that this rank multiplies by, where the head is the embedding.
+        """
         return EmbeddingTable(spec, virtual)
 
     def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -235,10 +244,10 @@ class EmbeddingTable:
         self.num_parameters = spec.num_parameters
 
     def finish(self) -> None:
-        """Once its parameters are filled."""
+        """Pack the table, once its parameters are filled."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [n] -> [n, hidden], in any dtype."""
+        """Look up the rows of ids [n] -> [n, hidden], in any dtype."""
         return embedding(ids, self.lookup)
 
     def head(self) -> "tuple[LinearMethod, Any] | None":
@@ -323,7 +332,7 @@ class Dense(LinearMethod):
 
 
 class DenseCuda(Dense):
-    """Norm, gate and residual ride along with the product."""
+    """The dense method on CUDA: norm, gate and residual are fused with the matmul."""
 
     def tune(self, states: Sequence[DenseState], sizes: Sequence[int], add: bool) -> None:
         self.kernels.tune_linear([state.weight for state in states], sizes, add)
@@ -341,7 +350,8 @@ class DenseCuda(Dense):
 
 
 class DenseCpu(Dense):
-    """On the CPU activations are float32; weights are packed for that where it is faster."""
+    """The dense method on the CPU: activations are float32, and weights are packed where that is
+    faster."""
 
     def finish(self, state: DenseState) -> Any:
         packed = pack(state.weight, state.bias)

@@ -42,8 +42,11 @@ METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
 
 
 def check_quantization(name: str, device: str, quantized: Quantized | None) -> None:
-    """Raises ConfigError where there is no such method on this type of device, or it is not for a
-    checkpoint like this. quantized: of the checkpoint."""
+    """Raise ConfigError where the method does not exist, or is not for this device or checkpoint.
+
+    device: the type of the device.
+    quantized: the checkpoint's quantisation.
+    """
     if name not in _AS_THEY_ARE and name != AS_STORED and name not in METHODS:
         raise ConfigError(
             f"quantization {name!r} is not supported; supported: "
@@ -73,7 +76,10 @@ def check_quantization(name: str, device: str, quantized: Quantized | None) -> N
 def linear_method(
     name: str, kernels: Kernels, device: str, quantized: Quantized | None = None
 ) -> LinearMethod:
-    """device: its type. Raises ConfigError as check_quantization does."""
+    """Make the method of this name. Raises ConfigError as `check_quantization` does.
+
+    device: the type of the device.
+    """
     check_quantization(name, device, quantized)
     if quantized is not None:
         return (StoredCpu if device == "cpu" else StoredCuda)(kernels, quantized)

@@ -54,9 +54,10 @@ MIXED_SIZES: dict[int, tuple[int, ...]] = {
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then by 8 to 256, then by 32; max_num_seqs always is the last.
+    """Return the numbers of decodes to record: 1, 2, 4, then by 8 to 256, then by 32.
 
-    Padding wastes few rows where rows are dear: at most 7 up to 256, one in eight above.
+    The last size always is max_num_seqs. Padding wastes few rows where rows are dear: at most 7 up
+    to 256, one in eight above.
     """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs + 1, 32)]
     sizes = [size for size in sizes if size <= max_num_seqs]
@@ -71,8 +72,11 @@ class _Choice:
 
 
 class StepGraphs:
-    """All are recorded at the start, as recording waits for the device. With and without adapters
-    where the engine takes any: steps without one pay nothing for them."""
+    """The CUDA graphs of a runner, all recorded at the start, as recording waits for the device.
+
+    Steps are recorded with and without adapters where the engine takes any. Steps without adapters
+    pay nothing for them.
+    """
 
     def __init__(self, runner: "ModelRunner", sizes: Sequence[int], max_tokens: int) -> None:
         self._runner = runner
@@ -96,7 +100,7 @@ class StepGraphs:
         self._pool: Any = None
 
     def size_of(self, batch: Batch) -> Size | None:
-        """The graphs that a batch fits into; None: launch it kernel by kernel."""
+        """Return the recorded size that a batch fits into; None: launch it kernel by kernel."""
         count = len(batch.rows)
         if batch.num_decodes == count:
             at = bisect_left(self._decodes, count)
@@ -108,14 +112,14 @@ class StepGraphs:
         return None
 
     def capture(self) -> None:
-        """Record all, largest first so that smaller ones reuse its memory.
+        """Record all sizes, largest first so that smaller graphs reuse the memory of larger ones.
 
-        A mixed step that keeps the device busy for longer than the host takes to launch it gains
-        nothing from a graph and loses what it is padded with: that size is left out. Ranks leave
-        out the same, as what they add up has the size of the padded step.
+        A mixed size is left out if the device takes longer for its step than the host takes to
+        launch it. Such a step gains nothing from a graph and loses what it is padded with. All
+        ranks leave out the same sizes, as all-reduces have the size of the padded step.
 
-        Steps of many decodes whose attention has the tokens of all ranks, where it could have its
-        own alone, are left out if they take longer.
+        With data-parallel attention a recorded step's attention has the tokens of all ranks. Steps
+        of many decodes are left out if they take longer so than with this rank's tokens alone.
         """
         runner = self._runner
         group = runner.model.group
@@ -150,7 +154,8 @@ class StepGraphs:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """All that may be recorded, kernel by kernel: it tells which these are."""
+        """Launch all steps that may be recorded, kernel by kernel, to find the kernels that they
+        need."""
         self._allocate()
         mixed = ((entries, size) for entries, sizes in self._mixed.items() for size in sizes)
         for size in chain(((count, count) for count in reversed(self._decodes)), mixed):
@@ -176,11 +181,11 @@ class StepGraphs:
         self._masks = torch.zeros(most, words, dtype=torch.int32, device=runner.device)
 
     def _variants(self) -> tuple[bool, ...]:
-        """Of forwards: whether tokens may have adapters."""
+        """Return the variants of each forward: whether tokens may have adapters."""
         return (False, True)[: 1 + (self._runner.lora is not None)]
 
     def _each_choice(self) -> Iterator[tuple[int, bool, How]]:
-        """Entries, whether they are of a mixed step, how tokens are chosen; largest first."""
+        """Yield (entries, whether the step is mixed, how tokens are chosen), largest first."""
         if not self._runner.model.stage.alone:
             return
         hows: tuple[How, ...] = ("greedy", "sampled", "masked")
@@ -190,18 +195,21 @@ class StepGraphs:
                     yield count, mixed, how
 
     def _launch_seconds(self, size: Size) -> float:
-        """What launching such a step kernel by kernel costs the host."""
+        """Return the seconds that the host takes to launch such a step kernel by kernel."""
         self._all_padding(size)
         return self._seconds(lambda: self._forward(size, adapters=False), whole=False)
 
     def _device_seconds(self, size: Size) -> float:
-        """What its graph costs the device, without attention to what is not there yet."""
+        """Return the seconds that the step's graph takes, without attention to earlier tokens."""
         self._all_padding(size)
         return self._seconds(self._forwards[size, False].replay)
 
     def _divided_seconds(self, count: int) -> float:
-        """What a step of so many decodes costs kernel by kernel, host and device together, where
-        this rank's attention has its share of them alone."""
+        """Return the seconds of a step of `count` decodes, kernel by kernel, with data-parallel
+        attention.
+
+        Host and device count together. This rank's attention has its share of the decodes alone.
+        """
         runner = self._runner
         share = -(-count // runner.model.group.size)
         runner.inputs.all_padding(count, count)
@@ -217,7 +225,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _seconds(self, launch: Callable[[], None], *, whole: bool = True) -> float:
-        """Until it is done; or else until it is launched."""
+        """Return the seconds until the second launch is done; whole=False: until it is launched."""
         launch()  # the first time kernels are loaded and graphs uploaded
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -234,15 +242,17 @@ class StepGraphs:
                 inputs.all_padding(*size)
 
     def forget(self) -> None:
-        """Each is captured again when it is first needed."""
+        """Drop all graphs. Each is captured again when it is first needed."""
         self._forwards.clear()
         self._choices.clear()
         self._pool = None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, size: Size) -> None:
-        """Upload the batch and replay up to its hidden states, for `choose`, `choose_masked` or
-        `samples`."""
+        """Upload the batch and replay the step up to its hidden states.
+
+        `choose`, `choose_masked` or `samples` come next.
+        """
         runner = self._runner
         lora = runner.lora
         slots = None if lora is None else lora.slots_of(batch)
@@ -257,9 +267,11 @@ class StepGraphs:
         self._forwards[key].replay()
 
     def through(self, batch: Batch, size: Size, entered: Tensor | None) -> Tensor:
-        """A stage's layers: what they hand on, [n, hidden_size], valid until the next call. n: all
-        tokens of the batch; of the last stage, those that are sampled from. entered: what the stage
-        before has handed on, [num_tokens, hidden_size]."""
+        """Run a stage's layers and return their output [n, hidden_size], valid until the next call.
+
+        n is the number of the batch's tokens; on the last stage, of the entries that sample.
+        entered: the output of the stage before, [num_tokens, hidden_size].
+        """
         if entered is not None:
             self._entered[: len(entered)].copy_(entered)
         self.forward(batch, size)
@@ -267,17 +279,22 @@ class StepGraphs:
         return self._handed_on[: sum(batch.samples) if last else batch.num_tokens]
 
     def choose(self, size: Size, plan: SamplePlan) -> Tensor:
-        """The next token of each sampling entry, into its row as well: [entries] int64 (padded),
-        valid until the next choice. plan: a simple one."""
+        """Choose the next token of each sampling entry and write it into the entry's row.
+
+        Returns [entries] int64 (padded), valid until the next choice.
+        plan: a simple plan.
+        """
         choice = self._choice(size, "greedy" if plan.greedy else "sampled")
         choice.graph.replay()
         return choice.tokens
 
     def choose_masked(self, size: Size) -> Callable[[NDArray[np.int32] | None], Tensor]:
-        """`choose` in two halves, of a batch with masks. The first launches the logits. What it
-        returns launches the choice, once there are the masks: [M, ceil(vocab / 32)], not changed
-        until it is done; None on a rank that does not choose. Call that before the next
-        `forward`."""
+        """Launch the logits of a batch with masks, and return the function that launches the
+        choice.
+
+        The function takes the masks: [M, ceil(vocab / 32)], not changed until the choice is done;
+        None on a rank that does not choose. It has to be called before the next `forward`.
+        """
         choice = self._choice(size, "masked")
         assert choice.logits is not None
         choice.logits.replay()
@@ -292,7 +309,8 @@ class StepGraphs:
         return choose
 
     def _choice(self, size: Size, how: How) -> _Choice:
-        """That of a batch of this size, with its rows' parameters on the device."""
+        """Return the recorded choice of this size, with the rows' sampling parameters on the
+        device."""
         entries, num_tokens = size
         self._runner.sampler.flush()
         key = (entries, num_tokens > entries, how)
@@ -301,12 +319,15 @@ class StepGraphs:
         return self._choices[key]
 
     def samples(self, entries: int, mixed: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this many sampling entries: hidden states [entries, hidden_size], rows [entries] int64
-        and the positions of their new tokens [entries] int64."""
+        """Return hidden states, rows and positions of the step's sampling entries.
+
+        The hidden states are [entries, hidden_size]. Rows and positions of new tokens are [entries]
+        int64.
+        """
         return self._hidden[:entries], *self.places(entries, mixed)
 
     def places(self, entries: int, mixed: bool) -> tuple[Tensor, Tensor]:
-        """The last two of `samples`, in memory of their own."""
+        """Return the rows and positions of `samples`, in memory of their own."""
         inputs = self._runner.inputs
         rows, positions = inputs.rows, inputs.kv_len
         if mixed:
@@ -315,7 +336,7 @@ class StepGraphs:
         return rows[:entries].long(), positions[:entries].long()
 
     def _logits(self, entries: int, mixed: bool, how: How) -> tuple[Tensor, Tensor, Tensor]:
-        """Of what `samples` returns."""
+        """Return the logits of the sampling entries, and the rows and positions of `samples`."""
         hidden, rows, positions = self.samples(entries, mixed)
         parts = self._runner.by_parts(self._plan(how))
         return self._runner.model.logits(hidden, not parts), rows, positions
@@ -351,7 +372,7 @@ class StepGraphs:
 
     @contextmanager
     def _recording(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Nothing runs meanwhile, and kernels that are not there yet are compiled."""
+        """Record a graph. Nothing else runs meanwhile, and missing kernels are compiled."""
         graph = torch.cuda.CUDAGraph()
         # Only of this thread: another may be loading an adapter.
         with (

@@ -33,7 +33,8 @@ UPDATE_CAPACITY = 1 << 18  # int32s of updates in the pinned buffer; a larger st
 
 @dataclass(slots=True)
 class DeviceStep:
-    """A step, laid out. Samples are of the sampling entries, in batch order."""
+    """A step that is laid out on the device. Samples are of the sampling entries, in batch
+    order."""
 
     token_ids: Tensor  # [num_tokens] int32
     metas: list[AttentionMeta]  # of each group of layers; they differ in where keys are
@@ -46,13 +47,16 @@ class DeviceStep:
     own: "tuple[Tensor | None, list[AttentionMeta]] | None" = None
 
     def adapt(self, lora: LoraStep | None) -> None:
-        """Which adapter each token has."""
+        """Set which adapter each token has."""
         for meta in self.metas:
             meta.lora = lora
 
 
 class CpuInputs:
-    """Numpy views on the rows' tensors: 32 entries cost microseconds, not tensor launches."""
+    """The step inputs on the CPU: numpy views on the rows' tensors.
+
+    32 entries cost microseconds, not tensor launches.
+    """
 
     def __init__(self, rows: RequestRows, block_size: int) -> None:
         self._rows = rows
@@ -123,9 +127,11 @@ class CpuInputs:
         )
 
     def write(self, tokens: Tensor, bad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """New tokens into their rows, those of bad ones too, where nobody reads them. Returns the
-        tokens, -1 for bad ones; all are [n]. Three operations of torch take as long as a layer of a
-        small model does."""
+        """Write new tokens into their rows and return the tokens, -1 for bad ones.
+
+        Bad tokens are written too, where nobody reads them. All tensors are [n]. Three operations
+        of torch would take as long as a layer of a small model.
+        """
         chosen, failed = tokens.numpy(), bad.numpy()
         self._tokens[rows.numpy(), positions.numpy()] = chosen
         return torch.from_numpy(np.where(failed, -1, chosen)) if failed.any() else tokens
@@ -140,13 +146,15 @@ class _Staging:
 
 
 def max_entries(max_num_seqs: int) -> int:
-    """Of a step on CUDA. A mixed batch is padded by an entry more than it has, and batches like to
-    be multiples of 8."""
+    """Return the most entries of a step on CUDA, a multiple of 8.
+
+    A mixed batch needs one entry more than it has, for padding.
+    """
     return (max_num_seqs + 8) // 8 * 8
 
 
 class CudaInputs:
-    """Packs a Batch into pinned memory, uploads it in one copy, assembles it with two kernels."""
+    """The step inputs on CUDA: a Batch is packed, uploaded in one copy and assembled by kernels."""
 
     def __init__(
         self,
@@ -156,7 +164,7 @@ class CudaInputs:
         device: torch.device,
         steps: int = 2,
     ) -> None:
-        """steps: in flight at once."""
+        """Allocate the buffers. steps: the number of steps in flight at once."""
         self._rows = rows
         self._block_size = block_size
         entries = max_entries(rows.pad_row)
@@ -189,9 +197,9 @@ class CudaInputs:
     def upload(self, batch: Batch, num_entries: int, num_tokens: int) -> None:
         """Copy the batch's numbers, padded to this many entries and tokens; apply its updates.
 
-        Padding entries point at the padding row. Decodes are padded by decodes; behind a mixed
-        batch, which needs an entry to spare, one padding entry has the tokens that are left over
-        and the others none. Padding samples are that entry's.
+        Padding entries point at the padding row. Decodes are padded by decodes. Behind a mixed
+        batch, which needs an entry to spare, one padding entry has all padding tokens. Padding
+        samples are that entry's.
         """
         from kernels.batch import apply_updates
 
@@ -261,7 +269,7 @@ class CudaInputs:
             )
 
     def all_padding(self, num_entries: int, num_tokens: int) -> None:
-        """As if a batch of nothing but padding had been uploaded."""
+        """Fill the inputs as an upload of a batch of nothing but padding would."""
         decodes = num_entries == num_tokens
         self.rows[:num_entries].fill_(self._rows.pad_row)
         self.starts[:num_entries].zero_()
@@ -283,8 +291,8 @@ class CudaInputs:
         num_decodes: int,
         max_kv_len: int,
     ) -> tuple[Tensor, list[AttentionMeta]]:
-        """Launch the assembly of what `upload` brought: token ids, and where each group of layers
-        finds its keys.
+        """Launch the assembly of an uploaded batch; return its token ids and the meta of each
+        group.
 
         Graph-safe: fixed addresses, sizes from the arguments.
         """

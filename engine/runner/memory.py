@@ -53,7 +53,7 @@ GRAPHS_TOO_LARGE = (
 
 
 def kv_ways_out(cuda: bool, has_states: bool) -> str:
-    """What a user can do where keys and values have too little memory, after the numbers."""
+    """Return the advice for errors where keys and values have too little memory."""
     more = "memory_fraction, kv_cache_bytes" if cuda else "kv_cache_bytes"
     fewer = "max_num_batched_tokens and max_num_seqs"
     if has_states:
@@ -62,8 +62,11 @@ def kv_ways_out(cuda: bool, has_states: bool) -> str:
 
 
 def outline(resolved: Resolved, stage: int = 0) -> Model:
-    """The model of `resolved`, or the largest rank's part of it, without its memory, on any
-    machine. stage: of a pipeline."""
+    """Build the model of `resolved` without its memory, on any machine.
+
+    Of several ranks it is the part of the largest rank.
+    stage: the stage of a pipeline.
+    """
     config = resolved.config
     return build_model(
         resolved.model,
@@ -81,7 +84,10 @@ def outline(resolved: Resolved, stage: int = 0) -> Model:
 
 
 def parts_here(resolved: Resolved, model: Model) -> list[Model]:
-    """Of all ranks that share this rank's memory; model: its own, the first."""
+    """Return the model parts of all ranks that share this rank's memory.
+
+    model: this rank's part, the first of the list.
+    """
     if resolved.device.type == "cuda":
         return [model]
     first = model.stage.number
@@ -91,15 +97,20 @@ def parts_here(resolved: Resolved, model: Model) -> list[Model]:
 
 
 def lora_host_bytes(config: EngineConfig, available: int) -> int:
-    """Of host memory, for adapters that were read."""
+    """Return the bytes of host memory for adapters that were read.
+
+    available: free bytes of host memory.
+    """
     if not config.max_loras:
         return 0
     return config.lora_host_bytes or min(LORA_HOST_BYTES, available // 4)
 
 
 def chunk_bytes(resolved: Resolved) -> int:
-    """That the launches of a recurrent layer hand on at most in a step of prompts, on CUDA: each
-    request may begin a chunk that its tokens do not fill. `model.step_bytes` knows no device."""
+    """Return the most bytes that a recurrent layer's launches hand on in a prompt step on CUDA.
+
+    Each request may begin a chunk that its tokens do not fill. `model.step_bytes` knows no device.
+    """
     if resolved.device.type != "cuda" or resolved.config.deterministic:
         return 0
     tokens, most = resolved.max_num_batched_tokens, 0
@@ -121,12 +132,15 @@ def plan_memory(
     host_bytes: int,
     activations: int | None = None,
 ) -> "MemoryPlan":
-    """What each part takes; KV blocks get the rest, or what the configuration says. On the CPU it
-    is what all ranks take, which share the memory.
+    """Plan what each part takes; KV blocks get the rest, or what the configuration says.
 
-    model: one rank's, the first. device, total: name and bytes of the device's memory, or of what
-    is free of the host's.
-    others: what else is taken of it. host_bytes: see lora_host_bytes. activations: as measured.
+    On the CPU the plan is of all ranks, which share the memory.
+
+    model: the first rank's part.
+    device, total: name and bytes of the device's memory, or of the host's free memory.
+    others: name and bytes of other uses of the memory.
+    host_bytes: see lora_host_bytes.
+    activations: the measured bytes.
     Raises ConfigError with the numbers and the ways out where something does not fit.
     """
     config, cuda = resolved.config, resolved.device.type == "cuda"
@@ -212,7 +226,8 @@ def plan_memory(
 
 @dataclass(slots=True)
 class MemoryPlan:
-    """Bytes by purpose: those in rows, then the KV cache; the rest of total stays free."""
+    """A plan of memory, in bytes by purpose: `rows`, then the KV cache; the rest of total stays
+    free."""
 
     device: str
     total: int
@@ -227,8 +242,12 @@ class MemoryPlan:
     cuda: bool = False
 
     def keep_snapshots(self, config: EngineConfig, share: int, spare: int) -> int:
-        """Snapshots of states, if there are any, in `share` bytes unless the configuration says how
-        many, up to `spare`. Returns the bytes that they take. Raises ConfigError."""
+        """Plan the snapshots of states, if there are any, and return their bytes. Raises
+        ConfigError.
+
+        share: bytes for snapshots unless the configuration says how many.
+        spare: the most bytes for snapshots.
+        """
         size = self.state_bytes
         if not size or not config.prefix_caching:
             return 0
@@ -248,23 +267,25 @@ class MemoryPlan:
         return self.snapshots * size
 
     def largest(self) -> str:
-        """The three largest of its parts, for messages."""
+        """Return the three largest parts of the plan, for messages."""
         parts = sorted(self.rows, key=lambda row: -row[1])[:3]
         return ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts)
 
     @property
     def positions(self) -> int:
-        """For how many block_size tokens of typical requests its blocks last."""
+        """The number of positions, block_size tokens each, that the blocks hold of typical
+        requests."""
         kinds = (Full(),) if self.groups is None else self.groups.kinds
         return self.kv_ranks * positions(kinds, self.num_blocks, self.block_size)
 
     @property
     def where(self) -> str:
-        """Its blocks are, if not together for all requests; for people."""
+        """The text that says which ranks have so many blocks each; "" where all requests share
+        blocks."""
         return f" on each of {self.kv_ranks} ranks" if self.kv_ranks > 1 else ""
 
     def table(self) -> str:
-        """One line a purpose, aligned, in GiB."""
+        """Return the plan as a table in GiB: one line a purpose, aligned."""
         rows = [
             *self.rows,
             (
@@ -280,7 +301,7 @@ class MemoryPlan:
 
 
 def available_host_memory() -> int:
-    """Bytes of host memory that can be had without swapping; a container's limit counts."""
+    """Return the bytes of host memory available without swapping; a container's limit counts."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo") as file:
@@ -302,10 +323,10 @@ def available_host_memory() -> int:
 def count_blocks(
     budget: int, block_bytes: int, max_model_len: int, needed: int, *, given: str, ways_out: str
 ) -> int:
-    """Blocks that fit into budget bytes.
+    """Return the number of blocks that fit into budget bytes.
 
-    needed: of a request of max_model_len tokens. given, ways_out: where the budget comes from, and
-        what a user can do, for the message.
+    needed: blocks of a request of max_model_len tokens.
+    given, ways_out: where the budget comes from, and what a user can do, for the message.
     Raises ConfigError when not even one full-length request fits.
     """
     num_blocks = budget // block_bytes
@@ -331,8 +352,11 @@ def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
 
 
 def check_weights(parts: Sequence[Model], free: int) -> None:
-    """Raises ConfigError where the weights do not fit while they are loaded, before the system ends
-    the process. parts: that are loaded at once."""
+    """Raises ConfigError where the weights do not fit while they are loaded.
+
+    Without this check the system would end the process.
+    parts: models that are loaded at once.
+    """
     num_bytes = sum(max(model.loading_bytes, model.num_bytes) for model in parts)
     if num_bytes > free:
         raise ConfigError(

@@ -41,7 +41,7 @@ from kernels.metadata import AttentionMeta, OwnTokens
 
 @dataclass(slots=True)
 class _Samples:
-    """What a forward pass leaves to choose from, n tokens."""
+    """The n samples of a forward pass whose tokens are to be chosen."""
 
     # [n, vocab_size], or this rank's part of them; launched behind the forward pass, so that masks
     # may be made meanwhile
@@ -74,8 +74,12 @@ class ModelRunner:
         steps: int = 2,
         by_requests: bool = False,
     ) -> None:
-        """link: to the stages before and after this one. steps: in flight at once. by_requests:
-        ranks divide attention so."""
+        """Set up the runner.
+
+        link: the link to the stages before and after this one.
+        steps: the number of steps in flight at once.
+        by_requests: whether attention is data-parallel.
+        """
         self.model = model
         self.kernels = kernels
         self.sampler = sampler
@@ -194,7 +198,7 @@ class ModelRunner:
             step.own = self._own(batch)
 
         def conclude(hidden: Tensor) -> DeviceResult:
-            """What is left to do with what comes out of the last layer."""
+            """Launch what follows the last layer: log-probabilities, pooling and sampling."""
             prompt_logprobs = []
             pooled = None
             if not decodes_only:
@@ -230,8 +234,7 @@ class ModelRunner:
         plan: SamplePlan,
         entries: list[int] | None,
     ) -> DeviceResult:
-        """The tokens of a recorded step, chosen by a recorded choice; later, if they wait for
-        masks."""
+        """Launch the recorded choice of a recorded step; with masks, the choice waits for these."""
         count = len(batch.rows) if entries is None else len(entries)
         if not batch.masked:
             return self._finish(batch.step, graphs.choose(size, plan)[:count], entries)
@@ -251,8 +254,11 @@ class ModelRunner:
         step: DeviceStep,
         conclude: Callable[[Tensor], DeviceResult],
     ) -> "DeviceResult | StagedResult":
-        """This stage's layers, and what they give to the next. The first concludes the step when
-        `StagedResult` is told to, so that other steps are launched meanwhile."""
+        """Launch this stage's layers and send their output to the next stage.
+
+        On the first stage `StagedResult` concludes the step when asked to. So other steps are
+        launched meanwhile.
+        """
         stage, count = self.model.stage, step.token_ids.shape[0]
         if stage.first:
             entered = self.model.enter(step.token_ids, step.metas[0].positions)
@@ -282,7 +288,7 @@ class ModelRunner:
         sample_rows: list[int],
         entries: list[int] | None,
     ) -> "DeviceResult | StagedResult":
-        """As `_launch_stage`, where the layers are a graph."""
+        """Launch this stage's layers as a CUDA graph; see `_launch_stage`."""
         first, count = self.model.stage.first, len(sample_rows)
         out = graphs.through(batch, size, None if first else link.receive(batch.num_tokens))
         link.send(out.clone())  # the next step writes there
@@ -310,8 +316,10 @@ class ModelRunner:
         prompt_logprobs: "Sequence[tuple[int, HostLogprobs]]" = (),
         pooled: tuple[list[int], Tensor] | None = None,
     ) -> DeviceResult:
-        """What is sampled from these hidden states [n, hidden_size]. rows to plan: as of
-        _Samples."""
+        """Launch the sampling from hidden states [n, hidden_size].
+
+        rows, positions, host_rows, entries, plan: see _Samples.
+        """
         parts = self.by_parts(plan, batch.masked)
         logits = self.model.logits(hidden, not parts)
         samples = _Samples(logits, rows, positions, host_rows, entries, plan, parts)
@@ -324,7 +332,7 @@ class ModelRunner:
         prompt_logprobs: "list[tuple[int, HostLogprobs]]",
         pooled: tuple[list[int], Tensor] | None,
     ) -> DeviceResult:
-        """Later, when there are masks, if samples wait for these."""
+        """Launch the sampling now, or when the masks are there if samples wait for masks."""
         if not batch.masked or self.model.group.rank:  # the first rank has the masks
             pending = self._choose(batch.step, samples, prompt_logprobs, None)
             pending.pooled = pooled
@@ -345,11 +353,14 @@ class ModelRunner:
         entries: list[int] | None,
         sample: Callable[[NDArray[np.int32]], DeviceResult],
     ) -> DeviceResult:
-        """A step whose second half waits for masks: what `sample` makes of these."""
+        """Return the result of a step whose sampling waits for masks.
+
+        sample: launches the sampling, given the masks.
+        """
         pending = DeviceResult(batch.step, torch.empty(0, dtype=torch.int64), entries)
 
         def launch(masks: NDArray[np.int32]) -> None:
-            """Raises OutOfMemory."""
+            """Launch the sampling with these masks. Raises OutOfMemory."""
             try:
                 with torch.inference_mode():
                     found = sample(masks)
@@ -373,7 +384,7 @@ class ModelRunner:
         prompt_logprobs: list[tuple[int, "HostLogprobs"]],
         masked: Masked | None,
     ) -> DeviceResult:
-        """The tokens of a step, chosen and on their way to the host."""
+        """Choose the tokens of a step and send them to the host."""
         given = samples.logits, samples.rows, samples.positions, samples.plan
         sampled = self.sample(*given, masked, by_parts=samples.by_parts)
         pending = self._finish(step, sampled.tokens, samples.entries)
@@ -385,7 +396,7 @@ class ModelRunner:
         return pending
 
     def recover(self) -> bool:
-        """After a step that raised: give back its memory; False if the device has failed for good.
+        """Give the memory of a step that raised back; False if the device has failed for good.
 
         An error such as an illegal access stays with the CUDA context: every later call raises it.
         """
@@ -398,7 +409,7 @@ class ModelRunner:
         return True
 
     def shrink(self, num_blocks: int) -> None:
-        """Go on with so few KV blocks, all empty. Legal when nothing is in flight."""
+        """Replace the KV cache by `num_blocks` empty blocks. Legal when nothing is in flight."""
         if self.graphs is not None:
             self.graphs.forget()  # they know the old blocks' addresses
         if self.programs is not None:
@@ -406,18 +417,18 @@ class ModelRunner:
         self.kv.shrink(num_blocks)
 
     def forward(self, step: DeviceStep) -> Tensor:
-        """The model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
+        """Run the model over a laid-out step: [num_tokens, hidden_size], after the final norm."""
         return self.run(step.token_ids, step.metas, own=step.own)
 
     def padded_to_own(self, batch: Batch) -> Batch:
-        """The layout of a step in which entries whose keys another rank has are padding."""
+        """Return the layout of a step in which entries whose keys another rank has are padding."""
         here, pad = self._kv_rank[batch.rows] == self.model.group.rank, self.rows.pad_row
         rows = [row if own else pad for row, own in zip(batch.rows, here, strict=True)]
         starts = [start if own else 0 for start, own in zip(batch.starts, here, strict=True)]
         return Batch(batch.step, rows, starts, batch.lengths, batch.samples, batch.num_decodes)
 
     def _own(self, batch: Batch) -> tuple[Tensor, list[AttentionMeta]]:
-        """As `DeviceStep.own` has it."""
+        """Return `DeviceStep.own`: the tokens whose keys this rank has, and their metas."""
         here = self._kv_rank[batch.rows] == self.model.group.rank
         entries = np.flatnonzero(here)
         tokens = torch.from_numpy(np.flatnonzero(np.repeat(here, batch.lengths)))
@@ -444,9 +455,13 @@ class ModelRunner:
         entered: Tensor | None = None,
         own: tuple[Tensor | None, list[AttentionMeta]] | None = None,
     ) -> Tensor:
-        """The same. metas: of each group of layers; they are planned here. entered: what the first
-        of this stage's layers sees; the result is then what comes out of the last. own: as of
-        DeviceStep."""
+        """Run the model, or this stage's layers, over tokens that are laid out.
+
+        metas: the meta of each group of layers; attention is planned here.
+        entered: the input of this stage's first layer; the result is then the output of its last
+            layer.
+        own: see DeviceStep.
+        """
         layers, groups = self.kv.layers, self.kv.groups
         views = attending = in_views(groups, metas, self.kv.block_size)
         if self.own_inputs is not None:
@@ -467,8 +482,11 @@ class ModelRunner:
         return self.model.forward(token_ids, views, layers)
 
     def _replayed(self, step: DeviceStep, entered: Tensor | None = None) -> Tensor | None:
-        """What `StepPrograms.through` gives of a step of decodes; None where there is no program.
-        entered: as of `run`."""
+        """Return the output of `StepPrograms.through` for a step of decodes; None without a
+        program.
+
+        entered: see `run`.
+        """
         if self.programs is None:
             return None
         views = in_views(self.kv.groups, step.metas, self.kv.block_size)
@@ -476,7 +494,9 @@ class ModelRunner:
 
     def by_parts(self, plan: SamplePlan, masked: Sequence[int] = ()) -> bool:
         """Whether ranks bring the best token of their part of the vocabulary, not its logits.
-        masked: of the batch."""
+
+        masked: the batch's masked samples.
+        """
         return self.model.group.size > 1 and plan.greedy and plan.simple and not masked
 
     def sample(
@@ -489,9 +509,10 @@ class ModelRunner:
         *,
         by_parts: bool = False,
     ) -> Sampled:
-        """Sampling, and the new tokens into their rows.
+        """Sample tokens and write them into their rows.
 
-        logits [n, vocab_size], or by_parts this rank's part of them; rows and positions [n] int64.
+        logits: [n, vocab_size], or by_parts this rank's part of the vocabulary.
+        rows, positions: [n] int64.
         The token of a row whose logits are not finite is -1.
         """
         group = self.model.group
@@ -542,14 +563,17 @@ class ModelRunner:
         )
 
     def _wants_hidden(self, batch: Batch) -> bool:
-        """Of tokens that do not sample, which graphs do not give out."""
+        """Whether hidden states of tokens that do not sample are needed; graphs do not return
+        these."""
         return any(self._prompt_logprobs[row] >= 0 or self._pooled[row] for row in batch.rows)
 
     def _launch_pooled(
         self, batch: Batch, hidden: Tensor, mode: str
     ) -> tuple[list[int], Tensor] | None:
-        """What the chunks of texts add to their vectors: entries, and [entries, hidden_size]
-        float32. None if nothing."""
+        """Return what the chunks of texts add to their embeddings; None if nothing.
+
+        The result is the entries, and [entries, hidden_size] float32.
+        """
         entries, spans = [], []
         at = 0
         for entry, (row, start, length) in enumerate(
@@ -572,7 +596,8 @@ class ModelRunner:
     def _launch_prompt_logprobs(
         self, batch: Batch, hidden: Tensor
     ) -> list[tuple[int, HostLogprobs]]:
-        """Rare and eager: the chunk's own next tokens under the model, entry by entry."""
+        """Launch the log-probabilities of the chunks' own next tokens, entry by entry; rare and
+        eager."""
         found = []
         at = 0
         for entry, (row, start, length) in enumerate(

@@ -26,7 +26,7 @@ _MOST_COPIED = 1 << 28
 
 
 class StepPrograms:
-    """Inputs lie here, at fixed addresses. `through` gives None for a step that is not recorded."""
+    """The recorded programs of a decoder, whose inputs lie at fixed addresses."""
 
     def __init__(self, model: Decoder, rows: RequestRows, kv: KVCache) -> None:
         self._model, self._kv = model, kv
@@ -59,20 +59,24 @@ class StepPrograms:
         self._tried = model.group.size == 1
 
     def forget(self) -> None:
-        """The KV cache has moved."""
+        """Drop all programs, because the KV cache has moved."""
         self._programs.clear()
 
     @property
     def gives_logits(self) -> bool:
-        """Whether `through` gives those of the step's tokens, until it is called again."""
+        """Whether `through` returns the logits of the step's tokens, valid until it is called
+        again."""
         return self._leaves
 
     def through(
         self, token_ids: Tensor, metas: Sequence[AttentionMeta], entered: Tensor | None = None
     ) -> Tensor | None:
-        """The model's layers over a step, or with `gives_logits` the whole model; None: they have
-        to be computed as usual. metas: of each view. entered: what the first layer sees; None: what
-        `Decoder.enter` makes."""
+        """Run the model's layers over a step, or with `gives_logits` the whole model.
+
+        metas: the meta of each view.
+        entered: the input of the first layer; None: the output of `Decoder.enter`.
+        Returns None for a step that has no program: compute it as usual.
+        """
         first = metas[0]
         count = token_ids.shape[0]
         if not self._able or first.num_decodes != count or count > self._most:
@@ -117,7 +121,7 @@ class StepPrograms:
     def _enter(
         self, token_ids: Tensor, metas: Sequence[AttentionMeta], entered: Tensor | None
     ) -> Tensor:
-        """The step's inputs, in their places."""
+        """Copy the step's inputs to their fixed places; return the first layer's input."""
         count = token_ids.shape[0]
         positions, kv_len, slots, tables, rows, ids = self._arrays
         first = metas[0]

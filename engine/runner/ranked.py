@@ -10,7 +10,7 @@ _NOTICED = 0.5  # seconds: what is sent to a rank that has ended fails before it
 
 
 class RankedRunner:
-    """See `engine.scheduling.core.Runner`."""
+    """The `engine.scheduling.core.Runner` of rank 0, whose orders the other ranks follow."""
 
     def __init__(self, runner: ModelRunner, place: Place, ranks: Ranks) -> None:
         self._runner = runner
@@ -28,8 +28,11 @@ class RankedRunner:
         return launched
 
     def recover(self) -> bool:
-        """Between CPU ranks all waits for the failed step are ended, and steps begin anew. Between
-        GPUs, or nodes, the engine is lost: raises why, where a rank has ended."""
+        """Get all ranks ready for the next step after one has raised; False: the engine is lost.
+
+        Between CPU ranks, all waits for the failed step are ended, and steps begin anew. Between
+        GPUs, or nodes, the engine is lost. Raises why a rank has ended, if one has.
+        """
         if not self._place.recovers:
             self._ranks.check(_NOTICED)
             return False

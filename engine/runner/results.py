@@ -35,11 +35,13 @@ class DeviceResult:
         launch(masks)
 
     def conclude(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the step has no rest to launch."""
 
     def wait(self) -> StepResult:
-        """Block until the step is done on the device and return what it produced. Raises RankFailed
-        where a sum of several ranks failed."""
+        """Block until the step is done on the device and return what it produced.
+
+        Raises RankFailed where an all-reduce failed.
+        """
         if self.unsampled is not None:
             raise RuntimeError("the step was not sampled")
         if self.event is not None:
@@ -113,8 +115,11 @@ class HostLogprobs:
 
 @dataclass(slots=True)
 class StagedResult:
-    """A step that is on its way through the stages of a pipeline. take_back: receives what the last
-    stage hands back, and samples. ask: lets the other ranks of the first stage do that too."""
+    """A step that is on its way through the stages of a pipeline.
+
+    take_back: receives the output of the last stage, and samples.
+    ask: lets the other ranks of the first stage conclude the step too.
+    """
 
     take_back: Callable[[], DeviceResult]
     ask: Callable[[], None] | None = None
@@ -127,11 +132,11 @@ class StagedResult:
         return self._pending is not None or self._failure is not None
 
     def sample(self, masks: NDArray[np.int32]) -> None:
-        """Once there is something to sample from."""
+        """Keep the masks for the sampling that `conclude` launches."""
         self.masks = masks
 
     def conclude(self) -> None:
-        """As of `engine.scheduling.core.PendingResult`. Raises as `wait` does."""
+        """Receive the last stage's output and launch the sampling. Raises as `wait` does."""
         if self._pending is None and self._failure is None:
             if self.ask is not None:
                 self.ask()
@@ -149,8 +154,10 @@ class StagedResult:
             raise self._failure
 
     def wait(self) -> StepResult:
-        """As of DeviceResult. Raises OutOfMemory; and RankFailed where another stage's part of the
-        step has failed."""
+        """Block until the step is done and return what it produced, as `DeviceResult.wait`.
+
+        Raises OutOfMemory, and RankFailed where another stage's part of the step has failed.
+        """
         self.conclude()
         assert self._pending is not None
         return self._pending.wait()

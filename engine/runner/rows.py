@@ -11,7 +11,10 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class RequestRows:
-    """One row a request, and a last one for padding: graphs point their unused entries at it."""
+    """The rows of the device: one for each request, and a last one for padding.
+
+    Graphs point their unused entries at the padding row.
+    """
 
     # [max_num_seqs + 1, max_model_len + 1] int32: [row, i] is the request's i-th token
     tokens: Tensor

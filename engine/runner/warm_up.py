@@ -1,5 +1,7 @@
-"""What a start does with a ModelRunner before the first request: the largest step, the kernels that
-will be launched, and the graphs."""
+"""The warm-up of a ModelRunner before the first request.
+
+It runs the largest step, finds the kernels that will be launched, and records the graphs.
+"""
 
 from collections.abc import Sequence
 
@@ -12,15 +14,17 @@ from engine.sampling.sampler import MOST, Masked
 
 
 def capture_graphs(runner: ModelRunner, sizes: Sequence[int]) -> None:
-    """Record steps of these numbers of decodes, and mixed ones. CUDA only; after `warm_up`."""
+    """Record steps of these numbers of decodes, and mixed steps. CUDA only; after `warm_up`."""
     runner.graphs = StepGraphs(runner, sizes, runner.max_num_batched_tokens)
     runner.graphs.capture()
 
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Run the largest step on the padding row, with everything that can be asked of sampling:
-    compiles kernels, shows the peak of memory."""
+    """Run the largest step on the padding row, with everything that sampling can be asked for.
+
+    This compiles kernels and shows the peak of memory.
+    """
     pad = runner.rows.pad_row
     batch = largest_step(runner, num_tokens)
     step = runner.inputs.assemble(batch)
@@ -48,8 +52,11 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def launch_everything(runner: ModelRunner, sizes: Sequence[int]) -> None:
-    """What a start launches, where launches only tell which kernels they need
-    (`kernels.launch.compiling`). sizes: as for `capture_graphs`; none, if there will be none."""
+    """Launch all that a start launches, where launches only record which kernels they need.
+
+    See `kernels.launch.compiling`.
+    sizes: as for `capture_graphs`; none, if no graphs will be recorded.
+    """
     pad = runner.rows.pad_row
     update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
     try:
@@ -63,7 +70,10 @@ def launch_everything(runner: ModelRunner, sizes: Sequence[int]) -> None:
 
 
 def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
-    """Of prompts as long as they can be: this many tokens, or as many as all rows can bring."""
+    """Return the largest step of prompts, each as long as a request can be.
+
+    num_tokens: the tokens of the step, if all rows can hold as many.
+    """
     pad = runner.rows.pad_row
     max_len = runner.rows.tokens.shape[1] - 1
     batch = Batch(step=-1)
@@ -78,8 +88,11 @@ def largest_step(runner: ModelRunner, num_tokens: int) -> Batch:
 
 
 def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
-    """How many prompts a step has decides launches of layers that keep states. So one step of each
-    number, up to that from which they are the same, through a layer of each kind."""
+    """Run steps of each number of prompts through a layer of each kind.
+
+    The number of prompts in a step decides the launches of recurrent layers. From ENTRIES prompts
+    on the launches are the same.
+    """
     from kernels.recurrent.chunks_cuda import CHUNK, ENTRIES
 
     pad, whole = runner.rows.pad_row, runner.model
@@ -96,7 +109,7 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def _warm_up_adapters(runner: ModelRunner, largest: Batch) -> None:
-    """Small steps compile what the largest does not need."""
+    """Run small steps with adapters, for kernels that the largest step does not need."""
     from kernels.lora import warm_up_sizes
 
     assert runner.lora is not None

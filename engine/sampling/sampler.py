@@ -26,7 +26,7 @@ _MINUS_INF = -0x800000  # the bits of that float32, as an int32
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """What a batch needs of the sampler; decided on the host. Equal plans launch equal kernels.
+    """The sampler's operations for a batch, decided on the host. Equal plans launch equal kernels.
 
     logprobs: alternatives to report for the row that wants most; -1 = no row asked.
     """
@@ -40,17 +40,17 @@ class SamplePlan:
 
     @property
     def greedy(self) -> bool:
-        """Nothing but an argmax of the logits as edited."""
+        """Whether the plan is only an argmax of the edited logits."""
         return not self.sampled
 
     @property
     def edits(self) -> bool:
-        """The logits change before the choice."""
+        """Whether logits are edited before the choice."""
         return self.biased or self.penalised or self.banned
 
     @property
     def simple(self) -> bool:
-        """Greedy or temperature only: what most ask for, and in a CUDA graph of its own."""
+        """Whether the plan is greedy or temperature only, which has a CUDA graph of its own."""
         return not (self.filtered or self.edits) and self.logprobs < 0
 
 
@@ -72,8 +72,11 @@ class Masked:
     def upload(
         cls, which: Sequence[int], count: int, masks: NDArray[np.int32], device: torch.device
     ) -> "Masked":
-        """which: the samples that have these masks, among `count`. Asynchronous on CUDA, where
-        masks that lie in `memory` are not copied on the host first."""
+        """Upload masks to the device. Asynchronous on CUDA, without a copy on the host for masks in
+        `memory`.
+
+        which: the samples that have these masks, among `count`.
+        """
         index = torch.full((count,), -1, dtype=torch.int32)
         index[list(which)] = torch.arange(len(which), dtype=torch.int32)
         words = torch.from_numpy(masks)
@@ -84,7 +87,8 @@ class Masked:
 
     @staticmethod
     def memory(device: torch.device) -> Callable[[int, int], NDArray[np.int32]]:
-        """rows, words -> [rows, words] int32 on the host, for `upload` to this device."""
+        """Return an allocator of masks on the host: (rows, words) -> [rows, words] int32, for
+        `upload`."""
 
         def allocate(rows: int, words: int) -> NDArray[np.int32]:
             pinned = device.type == "cuda"
@@ -97,7 +101,7 @@ class Masked:
 
     @classmethod
     def everything(cls, count: int, vocab_size: int, device: torch.device) -> "Masked":
-        """Of samples 0 .. count - 1, to which all tokens are allowed."""
+        """Return masks that allow all tokens, for samples 0 .. count - 1."""
         mask_of = torch.arange(count, dtype=torch.int32, device=device)
         shape = (count, -(-vocab_size // 32))
         return cls(mask_of, torch.full(shape, -1, dtype=torch.int32, device=device))
@@ -105,8 +109,8 @@ class Masked:
 
 @dataclass(slots=True)
 class Sampled:
-    """tokens of bad rows are 0. The log-probability tensors are None unless the plan has them; rows
-    that did not ask hold values of no meaning. k is the plan's."""
+    """The sampled tokens, and log-probabilities where the plan has them. Tokens of bad rows are 0.
+    Rows that asked for no log-probabilities hold values of no meaning. k is the plan's."""
 
     tokens: Tensor  # [S] int64
     bad: Tensor  # [S] bool: NaN, +inf or nothing but -inf; the row has no valid token
@@ -118,7 +122,8 @@ class Sampled:
 
 
 class Sampler:
-    """Holds the parameters of every row. Nothing here waits for the device.
+    """The sampling parameters of every row, and the sampling of tokens. No method waits for the
+    device.
 
     never: ids that are never chosen, ascending, since no text has them. Log-probabilities are of
         all ids all the same.
@@ -151,7 +156,7 @@ class Sampler:
             self._scratch = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def set_row(self, new: NewRow) -> None:
-        """A request takes a row. Staged on the host; the next `flush` or `sample` uploads it."""
+        """Give a row to a request. Staged on the host; the next `flush` or `sample` uploads it."""
         self._rows.set(new)
 
     def flush(self) -> None:
@@ -175,9 +180,12 @@ class Sampler:
         )
 
     def best(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Of this part of the vocabulary, what `of_best` takes of each: [2, S] int32, the bits of
-        the largest logit in float32, and its id, the first of equals. logits [S, part] may be
-        overwritten; rows [S] int64, of the samples."""
+        """Find the largest logit in this rank's part of the vocabulary, for `of_best`.
+
+        Returns [2, S] int32: the bits of the logit in float32, and its id, the first of equals.
+        logits: [S, part], may be overwritten.
+        rows: [S] int64, of the samples.
+        """
         first, end = self._part
         logits = logits[:, : max(0, min(end, self._width) - first)]
         if not logits.shape[1]:
@@ -193,8 +201,10 @@ class Sampler:
         return torch.stack([values.view(torch.int32), (ids + first).to(torch.int32)])
 
     def of_best(self, parts: Tensor) -> Sampled:
-        """The most likely tokens: [parts, 2, S] int32, of each part of the vocabulary in their
-        order what `best` found."""
+        """Choose the most likely tokens from the results of `best` on all parts of the vocabulary.
+
+        parts: [parts, 2, S] int32, in the order of the parts.
+        """
         if self._rows.device_words is not None:
             from kernels.sampling.choose import best_of_parts
 
@@ -207,7 +217,7 @@ class Sampler:
 
     @staticmethod
     def simple_plan(greedy: bool) -> SamplePlan:
-        """The plan of a batch that is all greedy, or has temperatures and nothing else."""
+        """Return the plan of a batch that is all greedy, or has temperatures and nothing else."""
         return SamplePlan(sampled=not greedy)
 
     def sample(
@@ -314,9 +324,13 @@ class Sampler:
     def prompt_logprobs(
         self, logits: Tensor, targets: Tensor, k: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Raw logits [T, vocab] and the tokens that came next [T] int64 -> (log-probability [T]
-        float32, rank [T] int64, ids of the k most likely [T, k] int64, their log-probabilities [T,
-        k] float32, log of the sum of exp(logits) [T] float32)."""
+        """Compute log-probabilities of a prompt's next tokens.
+
+        logits: raw [T, vocab]. targets: the tokens that came next [T] int64.
+        Returns the targets' log-probabilities [T] float32 and ranks [T] int64; ids of the k most
+        likely tokens [T, k] int64 and their log-probabilities [T, k] float32; log of the sum of
+        exp(logits) [T] float32.
+        """
         if self._rows.device_words is not None:
             from kernels.sampling.logprobs import logprobs
 

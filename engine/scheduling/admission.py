@@ -50,11 +50,13 @@ class Footprint(NamedTuple):
 
 @dataclass(slots=True)
 class KVMemory:
-    """What a policy knows. `running()` includes ended requests whose blocks are not released yet.
+    """The memory as an admission policy sees it.
 
-    uncomputed: known tokens of running requests that have no keys yet; budget: tokens a step that
-        are left for them. cuts: steps that they may take beyond that, because chunks end where
-        snapshots are taken.
+    `running()` includes ended requests whose blocks are not released yet.
+
+    uncomputed: known tokens of running requests that have no keys yet.
+    budget: tokens a step that are left for uncomputed tokens.
+    cuts: further steps for uncomputed tokens, because chunks end where snapshots are taken.
     lag: steps from a request's last step until its blocks are free, less 1.
     """
 
@@ -84,7 +86,7 @@ class KVMemory:
             self._running.append(admitted)
 
     def blocks(self, tokens: int) -> int:
-        """The most that a request of so many tokens needs at once."""
+        """Return the most blocks that a request of so many tokens needs at once."""
         return blocks_for(self.kinds, tokens, self.block_size)
 
 
@@ -95,7 +97,7 @@ class Fits(Protocol):
 
 
 class Joins(Protocol):
-    """A batching strategy. running: by id; queue: still with the request."""
+    """A batching strategy. running: running requests by id; queue: still has the request."""
 
     def __call__(
         self, request: "Request", running: "Mapping[int, Request]", queue: "WaitingQueue", /
@@ -103,7 +105,7 @@ class Joins(Protocol):
 
 
 def fits_now(memory: KVMemory, new: Footprint) -> bool:
-    """There are blocks for its known tokens. The scheduler checks this for every policy."""
+    """Whether blocks are free for the request's known tokens; checked for every policy."""
     return memory.blocks(new.now) - new.shared <= memory.free - memory.promised
 
 
@@ -150,11 +152,13 @@ def peak(memory: KVMemory, new: Footprint) -> bool:
 
 
 def future_peak(now: Sequence[int], left: Sequence[int], gain: int = 1) -> int:
-    """The most tokens in use at any future time, if request i holds now[i], gains `gain` a step for
-    left[i] steps, and then frees all.
+    """Return the most tokens in use at any future time.
 
-    The peak is at one of the ends. Sorted by left, descending, at the end of request i there run
-    requests 0 .. i, and each has gained left[i] steps' (LightLLM, "efficient router").
+    Request i holds now[i], gains `gain` a step for left[i] steps, and then frees all.
+
+    The peak is at the end of a request. Sort requests by left, descending: at the end of request i,
+    requests 0 .. i run. Each of them has gained left[i] steps' tokens (LightLLM, "efficient
+    router").
     """
     if not now:
         return 0

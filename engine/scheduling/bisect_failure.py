@@ -17,9 +17,12 @@ from engine.scheduling.request import Request, RequestPhase
 
 
 class FailureBisection:
-    """`group` is what may run now. poison: requests found so far; they fail at the end.
+    """The search for the requests that make steps fail.
 
-    error: the last failure. healthy: a step has succeeded since the bisection began.
+    group: the requests that may run now.
+    poison: the requests found so far; they fail at the end.
+    error: the last failure.
+    healthy: whether a step has succeeded since the bisection began.
     """
 
     def __init__(self, suspects: list[Request], error: Exception) -> None:
@@ -31,7 +34,11 @@ class FailureBisection:
         self.next_group()
 
     def failed(self, suspects: list[Request], error: Exception) -> None:
-        """A step of the group has raised. suspects: requests of that step; the rest runs later."""
+        """Split the requests of a step that has raised; a single one is a poison request.
+
+        suspects: the requests of that step; the rest of the group runs later.
+        error: what the step raised.
+        """
         self.error = error
         others = [request for request in self._untried() if request not in suspects]
         if others:
@@ -46,7 +53,7 @@ class FailureBisection:
         return not self._untried()
 
     def next_group(self) -> None:
-        """Choose what runs next; an empty group means that the bisection is over."""
+        """Choose the group that runs next; an empty group means that the bisection is over."""
         self.group = {}
         while self._groups and not self.group:
             members = self._groups.popleft()

@@ -24,7 +24,7 @@ from engine.scheduling.request import Request
 
 
 class FreeBlocks(Protocol):
-    """Which blocks are free; all are at first. len() is exact."""
+    """The free blocks; all blocks are free at first. len() is exact."""
 
     def __len__(self) -> int: ...
 
@@ -40,7 +40,7 @@ class FreeBlocks(Protocol):
 
 
 class FreeList(list[int]):
-    """The block that was freed last is taken first. The default."""
+    """A list of free blocks: the block that was freed last is taken first. The default."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(range(num_blocks - 1, -1, -1))
@@ -52,8 +52,9 @@ class FreeList(list[int]):
 
 
 class BlockManager:
-    """Owns all KV blocks of a device, or of all those whose blocks are alike. It knows nothing of
-    steps: the scheduler frees a block when no step in flight uses it.
+    """The owner of all KV blocks of a device, or of several devices whose blocks are alike.
+
+    The manager knows nothing of steps: the scheduler frees a block when no step in flight uses it.
 
     Blocks enter and leave the prefix cache in two places only, `_register` and `_forget`. Events
     for the router would be sent from there.
@@ -86,7 +87,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can give."""
+        """The number of blocks that `allocate` can give."""
         return len(self._free) + len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
@@ -105,28 +106,32 @@ class BlockManager:
         self._free.append(block)
 
     def blocks_for(self, tokens: int) -> int:
-        """The most that a request of so many tokens needs at once."""
+        """Return the most blocks that a request of so many tokens needs at once."""
         return blocks_for(self.kinds, tokens, self.block_size)
 
     def positions(self, blocks: int) -> int:
-        """For how many positions of a typical request so many blocks last."""
+        """Return the number of positions of a typical request for which `blocks` blocks last."""
         return positions(self.kinds, blocks, self.block_size)
 
     def next_cost(self, request: Request) -> int:
-        """Blocks that its next position takes."""
+        """Return the number of blocks that the request's next position takes."""
         return self._growing if request.blocks else self._growing + self._fixed
 
     def num_extensions(self, request: Request) -> int:
-        """For how many more positions of it there are blocks; sys.maxsize where those that it has
-        are enough for all."""
+        """Return the number of further positions of the request that free blocks allow.
+
+        The number is sys.maxsize where the request needs no further blocks.
+        """
         free = self.num_free if request.blocks else self.num_free - self._fixed
         if not self._growing:
             return sys.maxsize if free >= 0 else 0
         return max(0, free) // self._growing
 
     def extend(self, requests: Sequence[Request], count: int = 1) -> list[tuple[int, int, int]]:
-        """Blocks for `count` more positions of each, of which there are enough: (row, index in its
-        table, block) of each block."""
+        """Allocate blocks for `count` more positions of each request; enough have to be free.
+
+        Returns (row, index in the request's table, block) of each block.
+        """
         needed = len(requests) * count * self._growing
         if self._fixed:
             needed += self._fixed * sum(not request.blocks for request in requests)
@@ -146,10 +151,10 @@ class BlockManager:
         return new
 
     def drop_behind(self, request: Request, position: int) -> None:
-        """Give back what no token of it from `position` on reads.
+        """Give back the blocks that no token of the request from `position` on reads.
 
-        Legal while a launched step still reads the block: the next request that takes it writes it
-        in a later step, and the device runs steps in order.
+        Legal while a launched step still reads the block: the next request that takes the block
+        writes it in a later step. The device runs steps in order.
         """
         table, groups = request.blocks, self.num_groups
         dropped = []
@@ -162,7 +167,7 @@ class BlockManager:
         self.free(dropped)
 
     def num_behind(self, request: Request, position: int) -> int:
-        """How many blocks `drop_behind` would add to num_free."""
+        """Return by how many blocks `drop_behind` would raise num_free."""
         table, groups, count = request.blocks, self.num_groups, 0
         for group, kind in enumerate(self.kinds):
             at = (kind.behind(position, self.block_size) - 1) * groups + group
@@ -172,14 +177,16 @@ class BlockManager:
         return count
 
     def held(self, request: Request) -> list[int]:
-        """The blocks of its table."""
+        """Return the blocks of the request's table."""
         if self.whole and not self._fixed:
             return request.blocks
         return [block for block in request.blocks if block >= 0]
 
     def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """The table of the longest prefix from whose end a request can go on with what is resident.
-        Changes nothing: follow with `share`."""
+        """Return the table of the longest resident prefix from whose end a request can go on.
+
+        Changes nothing: follow with `share`.
+        """
         count = len(hashes)
         found: list[list[int]] = []  # of each group
         for kind, resident in zip(self.kinds, self._resident, strict=True):
@@ -198,8 +205,11 @@ class BlockManager:
         ]
 
     def _resumable(self, found: list[list[int]], count: int) -> int:
-        """The most positions, up to count, after which each group finds what it reads; what it does
-        not read becomes -1."""
+        """Return the most positions, up to count, after which each group finds the blocks that it
+        reads.
+
+        found: each group's blocks; blocks that the group does not read become -1.
+        """
         size, best = self.block_size, 0
         runs = [0] * self.num_groups  # resident blocks in a row
         for end in range(1, count + 1):
@@ -216,16 +226,16 @@ class BlockManager:
         return best
 
     def is_resident(self, digest: bytes) -> bool:
-        """Every group has the block of this hash."""
+        """Whether every group has the block of this hash."""
         groups = zip(self._resident, self._by_position, strict=True)
         return all(digest in resident for resident, named in groups if named)
 
     def num_unused(self, blocks: Iterable[int]) -> int:
-        """How many of them no request uses, so that sharing them takes from num_free."""
+        """Return how many of the blocks no request uses; sharing these lowers num_free."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def num_exclusive(self, blocks: Iterable[int]) -> int:
-        """How many of them one request uses, so that freeing them adds to num_free."""
+        """Return how many of the blocks exactly one request uses; freeing these raises num_free."""
         return sum(self._refs[block] == 1 for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -263,7 +273,7 @@ class BlockManager:
                     self._free.append(block)
 
     def hash_prefix(self, request: Request, count: int) -> list[bytes]:
-        """The hashes of its first `count` blocks, whose tokens must be known."""
+        """Return the hashes of the request's first `count` blocks, whose tokens must be known."""
         extend_hashes(request.hashes, request.root, request.token_ids, self.block_size, count)
         return request.hashes[:count]
 

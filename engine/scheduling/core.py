@@ -77,14 +77,20 @@ class PendingResult(Protocol):
     """A launched step."""
 
     def sample(self, masks: Masks) -> None:
-        """Launch the sampling of a batch with `masked` entries, a row of masks for each: [n,
-        ceil(vocab / 32)] int32, 1 = allowed; unchanged until the step is done. Once, before
-        `wait`. Raises OutOfMemory."""
+        """Launch the sampling of a batch with `masked` entries; once, before `wait`.
+
+        masks: a row for each masked entry, [n, ceil(vocab / 32)] int32, 1 = allowed. They are
+            unchanged until the step is done.
+        Raises OutOfMemory.
+        """
         ...
 
     def conclude(self) -> None:
-        """With several lanes: launch what is left to do for the step, without waiting for it where
-        the device allows that. The next step launched may need the tokens. Raises as `wait`."""
+        """Launch the rest of the step, where there are several lanes.
+
+        The call does not wait for the step where the device allows that. The next step launched may
+        need the tokens. Raises as `wait`.
+        """
         ...
 
     def wait(self) -> StepResult:
@@ -93,8 +99,10 @@ class PendingResult(Protocol):
 
 
 class Runner(Protocol):
-    """Runs batches on a device, in order. At most `CoreConfig.depth` are launched and not waited
-    for."""
+    """The runner of batches on a device, in order.
+
+    At most `CoreConfig.depth` batches are launched and not waited for.
+    """
 
     def launch(self, batch: Batch) -> PendingResult:
         """Start a step, and take all it needs from `batch` before returning. Raises OutOfMemory."""
@@ -111,8 +119,9 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """Call `step` while `has_work`. An exception from `step` is fatal: the device is lost, or every
-    step on it fails.
+    """The step loop of an engine: call `step` while `has_work`.
+
+    An exception from `step` is fatal: the device is lost, or every step on it fails.
 
     The failure of one request never raises: the request ends with a delta whose finish is "error".
     """
@@ -127,7 +136,11 @@ class EngineCore:
         memory: Sleeper | None = None,
         mask_memory: HostMemory = host_memory,
     ) -> None:
-        """memory: of an engine that may sleep. mask_memory: what the device copies masks from."""
+        """Set up the core.
+
+        memory: the memory of an engine that may sleep.
+        mask_memory: allocates the host memory that the device copies masks from.
+        """
         self.config = replace(config, max_model_len=_longest(config))
         self._adapters = adapters or AdapterStore.disabled()
         threads = min(_MOST_MASK_THREADS, len(os.sched_getaffinity(0)))
@@ -197,7 +210,8 @@ class EngineCore:
         self.scheduler.add(request)
 
     def _take_prepared(self) -> None:
-        """Requests whose grammars are compiled line up; those whose are not, end."""
+        """Queue the requests whose grammars are compiled; end the requests whose grammars
+        failed."""
         for id, made in self._grammars.poll():
             request = self._preparing.pop(id, None)
             if request is None:
@@ -324,8 +338,10 @@ class EngineCore:
         return deltas
 
     def _launch_with_masks(self, batch: Batch) -> list[Delta]:
-        """All that the masks depend on is known: they are made while the host launches the forward
-        pass, or computes it."""
+        """Launch a step whose masks are made while the host launches or computes the forward pass.
+
+        All that the masks depend on is known.
+        """
         launched = self.scheduler.in_flight[-1]
         finish = self._step_grammars.begin(_constraints(launched))
         try:
@@ -337,23 +353,26 @@ class EngineCore:
         return self._fail_masks(launched, errors)
 
     def _sample_late(self, launched: LaunchedStep, finish: Callable[[], Filled]) -> list[Delta]:
-        """The second half of the newest launched step, whose masks were begun a call of `step`
-        ago."""
+        """Launch the sampling of the newest launched step, whose masks the last `step` began."""
         self._filling = None
         masks, errors = finish()
         self._pending[-1].sample(masks)
         return self._fail_masks(launched, errors)
 
     def _fail_masks(self, launched: LaunchedStep, errors: dict[int, str]) -> list[Delta]:
-        """End those whose grammar can go no further. errors: by the row of the masks."""
+        """End the requests whose grammar can go no further. errors: messages by row of the
+        masks."""
         deltas = []
         for row, why in errors.items():
             deltas += self.scheduler.fail([launched.requests[launched.constrained[row]]], why)
         return deltas
 
     def _retry_smaller(self, failure: OutOfMemory, newest: LaunchedStep) -> None:
-        """The device had no memory for this step: requeue all requests and make smaller steps from
-        now on. If a step of one token does not fit and the KV cache cannot shrink, bisect."""
+        """Requeue all requests and make smaller steps from now on: the device had no memory for
+        this one.
+
+        If a step of one token does not fit and the KV cache cannot shrink, bisect.
+        """
         self._shortages += 1
         if self._shortages == 1:
             self._patience *= 2
@@ -384,8 +403,10 @@ class EngineCore:
             self.config = scheduler.config
 
     def _begin_bisection(self, failure: Exception, suspect: int) -> None:
-        """A step has raised: drop the steps in flight and run the requests in groups. Raises
-        `failure` if the device is lost."""
+        """Drop the steps in flight, of which one has raised, and run the requests in groups.
+
+        Raises `failure` if the device is lost.
+        """
         logger.warning("a step has failed; trying its requests in groups", exc_info=failure)
         failure.with_traceback(None)  # its frames hold tensors
         self._drop_pending()
@@ -401,15 +422,17 @@ class EngineCore:
         self.scheduler.admit_only(self._bisection.group)
 
     def _drop_pending(self) -> None:
-        """Let the steps in flight come to their ends, which nobody wants to know."""
+        """Wait for the launched steps and discard their results."""
         for pending in self._pending:
             with contextlib.suppress(Exception):  # its inputs may be wrong already
                 pending.wait()
         self._pending.clear()
 
     def _continue_bisection(self, bisection: FailureBisection, *, succeeded: bool) -> list[Delta]:
-        """After each step of a bisection: start the next group if this one has passed, or fail the
-        poison requests if it was the last.
+        """Go on with the bisection after one of its steps.
+
+        If the group has passed, the next group starts. If that was the last group, the poison
+        requests fail.
 
         Raises the last failure if no group's step has succeeded: then the engine itself is broken.
         """
@@ -460,12 +483,13 @@ class EngineCore:
         self._adapters.remove(message)
 
     def answers(self) -> list[AdapterAnswer]:
-        """To adapter messages; those that came since the last call."""
+        """Return the answers to adapter messages that came since the last call."""
         self.scheduler.take_loaded()
         return self._adapters.take_answers()
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
-        """wake() is called, from any thread, when `has_work` or `answers` has news."""
+        """Set the function that is called, from any thread, when `has_work` or `answers` has
+        news."""
         self._adapters.on_loaded(wake)
         self._grammars.on_ready(wake)
 
@@ -507,13 +531,13 @@ class EngineCore:
 
 
 def _constraints(launched: LaunchedStep) -> list[Constraint]:
-    """Of its constrained entries, in order."""
+    """Return the constraints of the step's constrained entries, in order."""
     found = [launched.requests[entry].constraint for entry in launched.constrained]
     return [one for one in found if one is not None]
 
 
 def _of_states(scheduler: Scheduler) -> dict[str, int]:
-    """What the stats say of models whose layers keep states."""
+    """Return the stats of the recurrent state of a model, if its layers have any."""
     kept = scheduler.memory.snapshots
     if kept is None:
         return {}
@@ -527,7 +551,7 @@ def _of_states(scheduler: Scheduler) -> dict[str, int]:
 
 
 def _longest(config: CoreConfig) -> int:
-    """Tokens of the longest request that the blocks can hold, up to max_model_len."""
+    """Return the tokens of the longest request that the blocks can hold, up to max_model_len."""
     return (
         bisect_right(
             range(config.max_model_len + 1),

@@ -9,23 +9,25 @@ from engine.scheduling.snapshots import SnapshotPlan
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """What an engine core may use.
+    """The resolved numbers that an engine core works with.
 
-    max_num_seqs: device rows. max_num_batched_tokens: tokens a step. max_model_len: tokens of a
-        request, prompt and output; the core lowers it to what num_blocks can hold.
-    num_blocks, block_size: the KV cache, and tokens a block.
-    kv_ranks: that have so many blocks each, for other requests than the others.
+    max_num_seqs: device rows.
+    max_num_batched_tokens: tokens a step.
+    max_model_len: tokens of a request, prompt and output; the core lowers it to what num_blocks can
+        hold.
+    num_blocks, block_size: blocks of the KV cache, and tokens a block.
+    kv_ranks: ranks that have num_blocks blocks each, for requests of their own.
     async_scheduling: launch a lane's next step before the tokens of its last one are known.
-    lanes: groups of requests that take turns, each in a step of its own; as many as a model has
-        stages, which compute steps of different lanes at once.
-    target_tpot: seconds between a request's tokens that steps are kept within; 0 = any.
+    lanes: groups of requests that take turns, each in a step of its own. There are as many as
+        pipeline stages, which compute steps of different lanes at once.
+    target_tpot: the TPOT target in seconds that steps are kept within; 0 = any.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
-    kinds: what each group of layers keeps, the order of a request's tables.
-    snapshots: of the states that layers keep in requests' rows; None: no layer does.
+    kinds: what each group of layers keeps, in the order of a request's tables.
+    snapshots: the plan for snapshots of recurrent states; None: no layer is recurrent.
     model_key: distinguishes models (and weights) in the keys of the prefix cache.
-    pooling: how texts become vectors; None: requests for these are refused.
-    generates: False: all others are.
-    whole_texts: a text is computed in one step or not at all.
+    pooling: how texts become embeddings; None: requests for embeddings are refused.
+    generates: whether the model generates text; False: all other requests are refused.
+    whole_texts: whether a text is computed in one step or not at all.
     """
 
     max_num_seqs: int
@@ -51,6 +53,8 @@ class CoreConfig:
 
     @property
     def depth(self) -> int:
-        """Steps in flight at once, the one included that is launched before the oldest one's result
-        is waited for."""
+        """The number of steps in flight at once.
+
+        The newest one is launched before the oldest one's result is waited for, and counts.
+        """
         return self.lanes + self.async_scheduling

@@ -22,9 +22,13 @@ from engine.scheduling.request import Request, RequestPhase
 
 
 class DecodeGroup:
-    """Membership changes by `join` and `leave`, O(1) each; the order of members means nothing.
+    """The requests of a lane that decode, one token each a turn.
 
-    turn: the last that was taken. step: the one that it was in. lane: which of the groups this is.
+    Membership changes by `join` and `leave`, O(1) each; the order of members means nothing.
+
+    turn: the turn taken last.
+    step: the step of that turn.
+    lane: the number of this group.
     """
 
     def __init__(self, block_size: int, num_groups: int = 1, lane: int = 0) -> None:
@@ -48,11 +52,11 @@ class DecodeGroup:
 
     @property
     def context(self) -> int:
-        """Tokens whose keys the next turn reads, of all members together."""
+        """The number of tokens whose keys the next turn reads, of all members together."""
         return self._sum_of_bases + (self.turn + 2) * len(self)
 
     def take_turn(self, step: int) -> None:
-        """In this step, which is being built."""
+        """Count a turn of the group, in the step that is being built."""
         self.turn += 1
         self.step = step
 
@@ -91,7 +95,7 @@ class DecodeGroup:
                 del self._last_sample[key]
 
     def block_due(self, turn: int) -> list[Request]:
-        """Members whose token of this turn begins a block that they do not have. Asked once."""
+        """Return the members whose token of this turn begins a block that they lack. Ask once."""
         due = self._block_due.pop(turn, None)
         if due is None:
             return []
@@ -106,11 +110,12 @@ class DecodeGroup:
         return list(dict.fromkeys(members))  # a request that left and joined again is in it twice
 
     def extended(self, request: Request) -> None:
-        """Its table has the next position."""
+        """Note that the request's table has its next position."""
         self._expect_block(request)
 
     def last_samples(self) -> list[Request]:
-        """Members that may not run after this turn: it samples their last token. Asked once."""
+        """Return the members whose last token this turn samples; they may not run again. Ask
+        once."""
         return list(self._last_sample.pop(self.turn, ()))
 
     def _expect_block(self, request: Request) -> None:
@@ -119,9 +124,12 @@ class DecodeGroup:
 
 
 def next_turn(groups: Sequence[DecodeGroup], busy: Collection[int]) -> DecodeGroup:
-    """The group whose turn it is: of those that may take it (there is one) the one that has waited
-    longest, and of these one with members. busy: lanes that may not. What it has more than its
-    share goes to the smallest group, so that stages have equally much to do."""
+    """Return the group that takes the next turn: the one with members that has waited longest.
+
+    If all free groups are empty, an empty group is returned. Members beyond a group's share move to
+    the smallest group, so that stages have equally much to do.
+    busy: lanes that may not take the turn; at least one lane is free.
+    """
     free = [group for group in groups if group.lane not in busy]
     found = min(free, key=lambda group: (not group, group.step))
     share = -(-sum(map(len, groups)) // len(groups))

@@ -13,9 +13,13 @@ from engine.scheduling.snapshots import Snapshots
 
 
 class Start(NamedTuple):
-    """kv_rank: whose pool it is. cached: the blocks of the request's prefix there, as its table.
-    num_resident: positions of these and of others whose states are not there. footprint: what it
-    takes of the memory."""
+    """The place where a waiting request can start.
+
+    kv_rank: the rank of the pool.
+    cached: the blocks of the request's prefix in the pool, as its table.
+    num_resident: cached positions, including positions whose states are not there.
+    footprint: the memory that the request takes.
+    """
 
     kv_rank: int
     cached: list[int]
@@ -31,12 +35,13 @@ def find_start(
     snapshots: Snapshots | None,
     fits: Fits,
 ) -> Start | None:
-    """Where a waiting request can start now; None: nowhere.
+    """Return the place where a waiting request can start now; None: nowhere.
 
-    Of several pools it is the one with the fewest blocks that its requests hold and that this one
-    would have to compute there: a prefix is found where it is cached, until its rank has more to do
-    than another one by as much. hashes: of the blocks of its prefix that may be shared. memories:
-    of each pool.
+    Of several pools the best has the fewest blocks that its requests hold, plus blocks that this
+    request would have to compute. So a prefix is found where it is cached, until that rank has as
+    much more to do than another one.
+    hashes: hashes of the blocks of the prefix that may be shared.
+    memories: the memory of each pool.
     """
     num_tokens = len(request.token_ids)
     found: list[tuple[int, Start]] = []

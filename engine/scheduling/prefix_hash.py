@@ -21,7 +21,10 @@ _KEYED = blake2b(digest_size=DIGEST_SIZE, key=b"manta prefix hash 1")  # copied,
 
 
 def root_hash(model_key: str, adapter: str, cache_salt: str) -> bytes:
-    """Where the chain of one (model, adapter, salt) begins. Each part is hashed with its length."""
+    """Return the root of the hash chain of one (model, adapter, salt).
+
+    Each part is hashed with its length.
+    """
     state = _KEYED.copy()
     for part in (model_key, adapter, cache_salt):
         data = part.encode()

@@ -9,7 +9,10 @@ from engine.scheduling.request import Request, RequestPhase
 
 
 class WaitingQueue:
-    """Order of service is (priority, arrival). num_tokens: known tokens of all queued requests."""
+    """The queue of requests without a row, in the order of service: (priority, arrival).
+
+    num_tokens: known tokens of all queued requests.
+    """
 
     def __init__(self) -> None:
         self.waiting: list[Request] = []  # in the order of service
@@ -23,7 +26,7 @@ class WaitingQueue:
         return len(self.waiting) + sum(map(len, self.waiting_for_adapter.values()))
 
     def first(self) -> Request | None:
-        """The request that may start next."""
+        """Return the request that may start next."""
         if self.only is None:
             return self.waiting[0] if self.waiting else None
         return next((r for r in self.waiting if r in self.only), None)

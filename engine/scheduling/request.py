@@ -27,7 +27,7 @@ from engine.structured.constraint import Constraint
 
 
 class RequestPhase(enum.Enum):
-    """Which of the scheduler's lists a request is in. It says nothing about prefill or decode."""
+    """The list of the scheduler that a request is in. It says nothing about prefill or decode."""
 
     WAITING = enum.auto()  # no row, no blocks: new, or preempted
     WAITING_FOR_ADAPTER = enum.auto()  # as WAITING, and its adapter is not on the device
@@ -38,7 +38,7 @@ class RequestPhase(enum.Enum):
 
 
 class Request:
-    """State of one request, changed by the scheduler alone. It takes over message.token_ids."""
+    """The state of one request, changed by the scheduler alone. It takes over message.token_ids."""
 
     __slots__ = (
         "adapter",
@@ -150,22 +150,25 @@ class Request:
         return f"Request({self.id}, {self.phase.name}, {known} tokens, {done} computed)"
 
     def __lt__(self, other: Any) -> bool:
-        """In the order of service."""
+        """Whether this request comes before the other one in the order of service."""
         return bool(self.order < other.order)
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and the pending one. Not while decoding."""
+        """The number of known tokens and the pending one. Not while decoding."""
         return max(len(self.token_ids), self.num_computed + 1)
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next one is sampled. Not while decoding."""
+        """The number of tokens to compute before the next one is sampled. Not while decoding."""
         return self.num_tokens - self.num_computed
 
     def footprint(self, turn: int, held: int) -> Footprint:
-        """Its memory when this turn of its group is launched, and at its end. held: blocks in its
-        table. Legal while it has a row."""
+        """Return the request's memory when this turn of its group is launched, and at its end.
+
+        held: blocks in the request's table.
+        Legal while the request has a row.
+        """
         if self.phase is RequestPhase.DECODING:
             now = self.base + turn + 1
         else:
@@ -173,7 +176,7 @@ class Request:
         return Footprint(now, max(now, self.limit - 1), held)
 
     def new_row(self) -> NewRow:
-        """The request as the device needs it. Legal while it has a row."""
+        """Return the request as the device needs it. Legal while the request has a row."""
         new = NewRow(
             self.row,
             self.token_ids.copy(),
@@ -191,16 +194,18 @@ class Request:
         return new
 
     def stops_at(self, token: int) -> bool:
-        """The newest token, already appended, ends the request. Below min_tokens none does. Not of
-        a request with a grammar: that decides."""
+        """Whether the newest token, already appended, ends the request. Below min_tokens none does.
+
+        A request with a grammar never stops here: the grammar decides.
+        """
         if self.constraint is not None:
             return False
         return token in self.stop_ids and len(self.token_ids) - self.num_prompt > self.min_tokens
 
     def collect_prompt_logprobs(self, start: int, items: list[TokenLogprobs]) -> None:
-        """Append the prompt log-probabilities of a chunk that began at `start`: those of the tokens
-        from start + 1 on.
+        """Append the prompt log-probabilities of a chunk that began at `start`.
 
+        items: log-probabilities of the tokens from start + 1 on.
         After a preemption the same tokens are computed again, and only new items are appended.
         """
         if self.prompt_logprobs is not None and not self.delivered:
@@ -210,7 +215,7 @@ class Request:
             self.prompt_logprobs.extend(items[known - start - 1 :])
 
     def deliver_first(self, delta: Delta) -> None:
-        """If this is the first delta, set the fields that only the first delta has."""
+        """Set the fields that only a request's first delta has, if this delta is the first."""
         if not self.delivered:
             self.delivered = True
             delta.cached = self.num_cached
@@ -222,10 +227,11 @@ class Request:
 
 
 def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -> None:
-    """Refuse what the engine cannot run. Raises InvalidRequest.
+    """Refuse a request that the engine cannot run. Raises InvalidRequest.
 
-    num_virtual: tokens that its adapter puts before the prompt. The router or the library has
-    checked all fields before; this check keeps a faulty client from ending the engine.
+    num_virtual: tokens that the request's adapter puts before the prompt.
+    The router or the library has checked all fields before; this check keeps a faulty client from
+    ending the engine.
     """
     token_ids, num_prompt = message.token_ids, message.num_prompt_tokens
     if not token_ids or not 1 <= num_prompt <= len(token_ids):

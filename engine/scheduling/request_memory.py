@@ -27,8 +27,12 @@ class DeferredRelease:
 
 
 class RequestMemory:
-    """pools: of each rank that has blocks of its own; they are numbered from 0 in each. running:
-    requests that have a row, by id. reserved_blocks: of all of these at their maximum lengths."""
+    """The rows, blocks and snapshots of all requests.
+
+    pools: the pool of each rank that has blocks of its own; blocks are numbered from 0 in each.
+    running: requests that have a row, by id.
+    reserved_blocks: blocks of all running requests at their maximum lengths.
+    """
 
     def __init__(
         self,
@@ -45,7 +49,7 @@ class RequestMemory:
         self.empty(config.num_blocks)
 
     def empty(self, num_blocks: int) -> None:
-        """Begin with so many blocks a pool, all empty. Legal when no request has any."""
+        """Begin with so many empty blocks a pool. Legal when no request has any block."""
         assert not self.running and not self.deferred
         config, size = self._config, self._config.block_size
         self.pools = [
@@ -63,11 +67,12 @@ class RequestMemory:
             pool.on_forget = self.snapshots.forget
 
     def pool(self, request: Request) -> BlockManager:
-        """That its blocks are of, while it has a row."""
+        """Return the pool of the request's blocks, while the request has a row."""
         return self.pools[request.kv_rank]
 
     def by_pool(self, requests: list[Request]) -> list[tuple[BlockManager, list[Request]]]:
-        """Those of each pool that some of them have blocks of."""
+        """Return each pool with the requests that have blocks of it; empty pools may be left
+        out."""
         if len(self.pools) == 1:
             return [(self.pools[0], requests)]
         found = ([r for r in requests if r.kv_rank == rank] for rank in range(len(self.pools)))
@@ -77,7 +82,7 @@ class RequestMemory:
 
     @property
     def has_row(self) -> bool:
-        """A request more can have one."""
+        """Whether one more request can have a row."""
         return len(self.running) + len(self.deferred) < self.num_rows
 
     def start(self, request: Request, start: Start, *, cacheable: bool) -> None:
@@ -100,13 +105,13 @@ class RequestMemory:
         self.reserved_blocks += self.most_blocks(request)
 
     def extend_to(self, request: Request, tokens: int) -> list[int]:
-        """Blocks for its keys up to so many tokens, of which there are enough."""
+        """Allocate blocks for the request's keys up to so many tokens; enough have to be free."""
         pool = self.pool(request)
         count = -(-tokens // pool.block_size) - len(request.blocks)
         return [block for _, _, block in pool.extend((request,), count)]
 
     def release(self, request: Request) -> None:
-        """Take its row and blocks. `give_back` frees them when its last step is done."""
+        """Take the request's row and blocks. `give_back` frees them when its last step is done."""
         pool = self.pool(request)
         pool.hash_blocks(request, request.num_computed)
         if self.snapshots is not None:
@@ -127,7 +132,8 @@ class RequestMemory:
         request.num_registered = 0
 
     def give_back(self, done_step: int) -> list[DeferredRelease]:
-        """Free what no step after this one uses. Returns what became free."""
+        """Free the rows and blocks that no step after this one uses, and return what became
+        free."""
         freed = [release for release in self.deferred if release.step <= done_step]
         for release in freed:
             self.pools[release.kv_rank].free(release.blocks)
@@ -136,13 +142,13 @@ class RequestMemory:
         return freed
 
     def discard_cached(self, request: Request) -> None:
-        """Its keys may be wrong: remove its blocks from the prefix cache."""
+        """Remove the blocks of a request from the prefix cache, because its keys may be wrong."""
         request.cacheable = False
         for pool in self.pools:  # it may have run in another one before
             pool.forget(request.hashes)
 
     def reset_prefix_cache(self) -> None:
-        """From now on no request matches a block that was computed before this call."""
+        """Make all blocks that were computed before this call unfit for a match."""
         for pool in self.pools:
             pool.reset()
         for request in self.running.values():
@@ -151,13 +157,17 @@ class RequestMemory:
     # ---- what there is -------------------------------------------------------------------------
 
     def most_blocks(self, request: Request) -> int:
-        """Blocks at its maximum length. The key of the last token is never computed."""
+        """Return the blocks of a request of maximum length. Its last token's key is never
+        computed."""
         return self.pool(request).blocks_for(max(request.num_prompt, request.limit - 1))
 
     def coming(self, rank: int, chunks: Sequence[tuple[Request, int]]) -> int:
-        """Blocks of a pool that will be free without anybody's preemption: of requests that have
-        left or are in their last step, and behind these chunks' windows. chunks: requests and how
-        many tokens they compute in the step that is being built."""
+        """Return how many blocks of a pool will become free without a preemption.
+
+        These are blocks of requests that have left or are in their last step, and blocks behind the
+        chunks' windows.
+        chunks: requests, and how many tokens they compute in the step that is being built.
+        """
         pool = self.pools[rank]
         found = sum(pool.num_exclusive(r.blocks) for r in self.deferred if r.kv_rank == rank)
         found += sum(
@@ -174,12 +184,12 @@ class RequestMemory:
         return found
 
     def last_in_order(self, rank: int) -> Request:
-        """Of the requests that have blocks of this pool and are not in their last step."""
+        """Return the pool's last request in the order of service that is not in its last step."""
         found = (r for r in self.running.values() if r.kv_rank == rank)
         return max((r for r in found if r.phase is not RequestPhase.FINISHING), key=_order)
 
     def footprint(self, request: Request, turn: int) -> Footprint:
-        """turn: of its lane."""
+        """Return the request's memory at this turn of its lane."""
         return request.footprint(turn, len(self.pool(request).held(request)))
 
     def seen(
@@ -190,8 +200,11 @@ class RequestMemory:
         budget: int,
         lag: int,
     ) -> KVMemory:
-        """A pool as the admission policies see it now. computing: requests of all pools that are
-        not in a decode group. budget and lag are `KVMemory`'s."""
+        """Return a pool as the admission policies see it now.
+
+        computing: requests of all pools that are not in a decode group.
+        budget, lag: see `KVMemory`.
+        """
         pool, snapshots = self.pools[rank], self._config.snapshots
         memory = KVMemory(
             num_blocks=pool.num_blocks,

@@ -59,8 +59,10 @@ logger = logging.getLogger("manta.engine")
 
 
 class Scheduler:
-    """Owns the requests and, in `memory`, their rows and blocks. See the module for the order of
-    calls."""
+    """The owner of the requests and, in `memory`, of their rows and blocks.
+
+    See the module for the order of calls.
+    """
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class Scheduler:
 
     @property
     def rows(self) -> int:
-        """Requests that may run at once, as things are."""
+        """The number of requests that may run at once, as things are."""
         return self.pace.rows(self._most_rows)
 
     def next_arrival(self) -> int:
@@ -132,7 +134,7 @@ class Scheduler:
         return deltas
 
     def fail(self, requests: Iterable[Request], error: str) -> list[Delta]:
-        """End those of the requests that have not ended. error: "code: message"."""
+        """End the requests, unless they have ended already. error: "code: message"."""
         deltas = []
         for request in requests:
             if request.phase is not RequestPhase.ENDED:
@@ -147,12 +149,12 @@ class Scheduler:
             self.queue.adapter_ready(adapter)
 
     def take_failed(self) -> list[Delta]:
-        """The last deltas of requests that `schedule` ended with an error. Each comes once."""
+        """Return the last deltas of requests that `schedule` ended with an error, each once."""
         failed, self._failed = self._failed, []
         return failed
 
     def can_run(self) -> bool:
-        """A request runs or may start. False if all requests wait for their adapters."""
+        """Whether a request runs or may start; False if all requests wait for their adapters."""
         if self.running:
             return True
         request = self.queue.first()
@@ -178,12 +180,12 @@ class Scheduler:
             self._return_to_queue(request)
 
     def admit_only(self, requests: Container[Request] | None) -> None:
-        """From now on only these requests may leave the queue; None lifts the restriction."""
+        """Let only these requests leave the queue from now on; None lifts the restriction."""
         self.queue.only = requests
         self.queue.retry = True
 
     def shrink(self, num_blocks: int) -> None:
-        """Go on with num_blocks blocks, all empty. Legal when no request runs."""
+        """Replace the KV cache by num_blocks empty blocks. Legal when no request runs."""
         self.memory.empty(num_blocks)
         self.config = replace(self.config, num_blocks=num_blocks)
 
@@ -263,7 +265,10 @@ class Scheduler:
             self._add_chunk(request, length, builder)
 
     def _prompt_limit(self) -> int:
-        """Prompt tokens that this step may compute; of the whole budget, if no request decodes."""
+        """Return the prompt tokens that this step may compute.
+
+        If no request decodes they may fill the whole budget.
+        """
         # With several steps in flight a prompt is worth cutting for its own sake: its pieces are in
         # several stages at once.
         if not self.decoding and len(self.lanes) == 1:
@@ -276,7 +281,7 @@ class Scheduler:
         return self.pace.limit(wanted, len(self.decoding), self.decoding.context)
 
     def _budget(self, builder: StepBuilder) -> int:
-        """Tokens that this step can still take."""
+        """Return the number of tokens that this step can still take."""
         room = self.token_limit - len(self.decoding)
         return min(room, builder.prompt_limit) - builder.chunk_tokens
 
@@ -294,11 +299,12 @@ class Scheduler:
         return length
 
     def _make_room(self, request: Request, builder: StepBuilder) -> None:
-        """Preempt the last request in the order of service that has blocks of the same pool, until
-        those of this one's next position are free or will be.
+        """Preempt requests of the same pool until the request's next position has its blocks.
 
-        No request is preempted for a later one: the last request waits for its block.
-        A chunk scheduled in this step is never a victim: chunks are scheduled in order.
+        The last request in the order of service goes first. The blocks may be free already, or
+        become free when steps are done. No request is preempted for a later one: the last request
+        waits for its block. A chunk scheduled in this step is never a victim: chunks are scheduled
+        in order.
         """
         pool, rank = self.memory.pool(request), request.kv_rank
         needed = pool.next_cost(request)
@@ -357,8 +363,10 @@ class Scheduler:
         return False
 
     def _start(self, request: Request, memories: list[KVMemory], builder: StepBuilder) -> bool:
-        """Give the request a row and the cached blocks of its prefix, if memory allows. memories:
-        of each pool."""
+        """Give the request a row and the cached blocks of its prefix, if memory allows.
+
+        memories: the memory of each pool.
+        """
         held, size, num_tokens = self.memory, self.config.block_size, len(request.token_ids)
         caching = self.config.prefix_caching and request.pooled is None
         lookup = caching and request.prompt_logprobs is None
@@ -404,7 +412,7 @@ class Scheduler:
         return True
 
     def _copy_prefix(self, request: Request, builder: StepBuilder) -> None:
-        """Give it blocks for prefix keys that are not cached. They are copied, not computed."""
+        """Give the request blocks for prefix keys that are not cached, and copy these keys."""
         start, stop, pool = request.num_computed, request.num_prefix, self.memory.pool(request)
         assert pool.num_groups == 1 and pool.whole, "such adapters are refused"
         blocks = self.memory.extend_to(request, stop)
@@ -415,7 +423,7 @@ class Scheduler:
         pool.hash_blocks(request, stop)
 
     def _memories(self) -> list[KVMemory]:
-        """Each pool as the admission policies see it at this point of the step."""
+        """Return each pool as the admission policies see it at this point of the step."""
         budget = max(1, self.token_limit - len(self.running))
         return [
             self.memory.seen(rank, self.computing, self._turn, budget, self._lag)
@@ -423,7 +431,7 @@ class Scheduler:
         ]
 
     def _turn(self, request: Request) -> int:
-        """Of its lane."""
+        """Return the current turn of the request's lane."""
         return self.lanes[request.lane].turn
 
     def _add_chunk(self, request: Request, length: int, builder: StepBuilder) -> None:
@@ -474,7 +482,7 @@ class Scheduler:
         return builder.batch
 
     def _constrain(self, launched: LaunchedStep, batch: Batch) -> None:
-        """Which samples need masks, and whether all that these depend on is known."""
+        """Set which samples need masks, and whether all that these masks depend on is known."""
         found = []
         for entry, request in enumerate(launched.requests[: len(launched.ids)]):
             constraint = request.constraint
@@ -505,14 +513,15 @@ class Scheduler:
     # ---- ends ----------------------------------------------------------------------------------
 
     def _return_to_queue(self, request: Request) -> None:
-        """Put it back into the queue. It may find its blocks again in the prefix cache."""
+        """Put the request back into the queue. Its blocks may be found again in the prefix
+        cache."""
         self._leave(request)
         self._release(request)
         request.num_computed = 0
         self.queue.put(request)
 
     def _leave(self, request: Request) -> None:
-        """Remove it from the list of its phase. The caller sets the new phase."""
+        """Remove the request from the list of its phase. The caller sets the new phase."""
         if request.phase is RequestPhase.DECODING:
             self.lanes[request.lane].leave(request)
         elif request.phase is RequestPhase.COMPUTING:
@@ -542,7 +551,7 @@ class Scheduler:
             self._adapters.release(request.adapter, started=request.num_cached >= 0)
 
     def _release(self, request: Request) -> None:
-        """Release its row and blocks, now or when the steps in flight that use them are done."""
+        """Release the request's row and blocks when no step in flight uses them."""
         self.memory.release(request)
         self._give_back()
 
@@ -556,13 +565,15 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """The number of requests without a row."""
         return len(self.requests) - len(self.running)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Known tokens that are not computed yet, of waiting and running requests. Tokens of steps
-        in flight count as not computed."""
+        """The number of known tokens of all requests that are not computed yet.
+
+        Tokens of steps in flight count as not computed.
+        """
         in_flight = sum(launched.prompt_tokens for launched in self.in_flight)
         computing = sum(r.remaining for r in self.computing if r.remaining > 1)
         return self.queue.num_tokens + computing + in_flight

@@ -12,12 +12,16 @@ class Sleeper(Protocol):
 
     def sleep(self) -> None: ...
     def wake(self) -> None:
-        """Raises MantaError where there is no room."""
+        """Take the memory again. Raises MantaError where there is no room."""
         ...
 
 
 class EngineSleep:
-    """memory: None: the engine cannot sleep. wanted: it is to sleep once it has no request."""
+    """The sleep of an engine: when memory is given back and taken again.
+
+    memory: the memory to give back; None: the engine cannot sleep.
+    wanted: whether the engine is to sleep once it has no request.
+    """
 
     def __init__(self, memory: Sleeper | None) -> None:
         self._memory = memory
@@ -39,7 +43,7 @@ class EngineSleep:
 
     def end(self) -> None:
         """Take the memory again, or do not sleep after all. Raises MantaError where there is no
-        room for it."""
+        room."""
         self.wanted = False
         if not self.asleep:
             return

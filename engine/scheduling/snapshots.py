@@ -39,8 +39,11 @@ WORTH = 512
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
-    """slots: snapshots that have memory of their own; 0 = no prefix is found again. every, gap,
-    worth: tokens, as the module says."""
+    """The plan of where snapshots are taken.
+
+    slots: snapshots that have memory of their own; 0 = no prefix is found again.
+    every, gap, worth: tokens, see the module.
+    """
 
     slots: int
     every: int
@@ -57,20 +60,25 @@ class SnapshotPlan:
         slots: int,
         device_type: str,
     ) -> "SnapshotPlan":
-        """every: tokens whose keys take as much memory as a snapshot, or that a step computes if
-        these are more, so that no full step is cut. form: of keys. step_tokens: at most."""
+        """Return the plan of a model.
+
+        `every` becomes the tokens whose keys take as much memory as a snapshot. If a step computes
+        more tokens, `every` becomes these, so that no full step is cut.
+        form: the format of keys.
+        step_tokens: the most tokens of a step.
+        """
         token = sum(taken for _, taken in groups.token_bytes(form).values())
         every = max(groups.state_bytes // token, step_tokens)
         worth = WORTH if device_type == "cuda" else 0
         return cls(slots, -(-every // block_size) * block_size, worth=worth)
 
     def cuts(self, tokens: int) -> int:
-        """The most steps that so many tokens take beyond those that they would take uncut."""
+        """Return the most steps that snapshots add to a chunked prompt of so many tokens."""
         return tokens // self.every + 2 if self.slots else 0
 
 
 class Computed(Protocol):
-    """What is asked of a request (`engine.scheduling.request.Request`)."""
+    """The part of a request that snapshots need (`engine.scheduling.request.Request`)."""
 
     row: int
     hashes: list[bytes]
@@ -84,7 +92,7 @@ class Computed(Protocol):
 
 @dataclass(slots=True)
 class Marks:
-    """Of a running request. Positions are in tokens."""
+    """The snapshot marks of a running request. Positions are in tokens."""
 
     last: int = 0  # of the newest snapshot that it has taken or began from
     border: int = -1  # where its chunk is to end, and a snapshot to be taken
@@ -93,11 +101,13 @@ class Marks:
 
 
 class Snapshots:
-    """Which slots hold which states: rows, and behind these, from `first` on, slots of their own.
-    The least recently used goes first; `forget` is told of each block that leaves the prefix cache.
+    """The slots that hold states: rows, and behind these, from `first` on, slots of their own.
 
-    resident: whether all groups of layers have a block. free_rows: that neither a request nor a
-    snapshot has; whoever takes one removes it there.
+    The least recently used snapshot goes first. `forget` is called for each block that leaves the
+    prefix cache.
+
+    resident: whether all groups of layers have a block.
+    free_rows: rows that neither a request nor a snapshot has; whoever takes a row removes it there.
     """
 
     def __init__(
@@ -125,20 +135,22 @@ class Snapshots:
 
     @property
     def capacity(self) -> int:
-        """Snapshots that there is memory for as long as no other request begins."""
+        """The number of snapshots that there is memory for as long as no other request begins."""
         return len(self._slots) + len(self._free) + len(self._free_rows) if self.plan.slots else 0
 
     @property
     def rows(self) -> list[int]:
-        """That snapshots lie in."""
+        """The rows that snapshots lie in."""
         return [slot for slot in self._slots.values() if slot < self._first]
 
     # ---- where they are taken ------------------------------------------------------------------
 
     def advance(self, request: Computed, step: int) -> int:
-        """A request outside the decode group is to go on, in this step or as soon as it can: take a
-        snapshot of what it has, if one is wanted. Returns how many tokens a chunk may have, up to
-        where the next one is taken."""
+        """Take a snapshot of a request outside the decode group, if one is wanted where it is.
+
+        Returns how many tokens the request's chunk may have, up to where the next snapshot is
+        taken. The chunk is in this step or a later one.
+        """
         marks, at = request.marks, request.num_computed
         left = request.num_tokens - at
         if marks is None or not request.cacheable:
@@ -159,7 +171,10 @@ class Snapshots:
         return left if marks.border < 0 else marks.border - at
 
     def decoded(self, request: Computed, position: int, step: int) -> None:
-        """A step takes the request on from `position` by a token: the same for its output."""
+        """Take a snapshot of a decoding request's output, if one is wanted at `position`.
+
+        The step takes the request on from there by a token.
+        """
         marks = request.marks
         if marks is None or position % self._block_size or not request.cacheable:
             return
@@ -193,7 +208,7 @@ class Snapshots:
         marks.last = position
 
     def take_saves(self) -> list[tuple[int, int]]:
-        """(row, slot) of each state to copy before the step; each comes once."""
+        """Return (row, slot) of each state to copy before the step, each once."""
         pairs = [(row, slot) for slot, row in self._to_save.items()]
         self._to_save.clear()
         return pairs
@@ -203,8 +218,11 @@ class Snapshots:
     def match(
         self, hashes: Sequence[bytes], table_of: Callable[[Sequence[bytes]], list[int]], groups: int
     ) -> tuple[list[int], int]:
-        """The table of the longest prefix that a request can go on from, and how many of its blocks
-        are cached beyond it or not. table_of: `BlockManager.match_prefix`. Changes nothing."""
+        """Return the table of the longest prefix that a request can go on from. Changes nothing.
+
+        The second number counts all cached positions of the prefix, with or without a snapshot.
+        table_of: `BlockManager.match_prefix`.
+        """
         table = table_of(hashes)
         cached = len(table) // groups
         for count in range(cached, 0, -1):
@@ -217,8 +235,11 @@ class Snapshots:
         return [], cached
 
     def give_row(self, beginning: bytes) -> int:
-        """A row for a request where `free_rows` has none; at least one has a snapshot. beginning:
-        the block that the request goes on from; b"" = from none."""
+        """Return a row for a request where `free_rows` has none; at least one snapshot lies in a
+        row.
+
+        beginning: the hash of the block that the request goes on from; b"" = none.
+        """
         for digest, slot in self._slots.items():
             if slot < self._first and digest != beginning:
                 self.forget(digest)
@@ -227,8 +248,11 @@ class Snapshots:
         return self._slots[beginning]  # no other one: see `begin`
 
     def begin(self, request: Computed, cached: int) -> int:
-        """The request starts at num_computed, in its row. cached: see `match`. Returns the slot to
-        copy its state from; -1 = it has none yet, or has it in its row."""
+        """Start a request at num_computed, in its row, and return the slot to copy its state from.
+
+        The slot is -1 where the request has no state yet, or has it in its row.
+        cached: see `match`.
+        """
         begin = request.num_computed
         request.marks = Marks(last=begin, branch=cached * self._block_size)
         if not begin:
@@ -245,14 +269,17 @@ class Snapshots:
     # ---- what is lost --------------------------------------------------------------------------
 
     def leave(self, request: Computed) -> None:
-        """The request gives its row back; its newest snapshot is of its end."""
+        """Let go of the request, which gives its row back; its newest snapshot is of its end."""
         if request.marks is not None:
             self._rolling.discard(request.marks.rolling)
             request.marks = None
 
     def forget(self, digest: bytes) -> None:
-        """Its block is not found again, or the slot is needed. A copy to it that is due in this
-        step is made: a request may have begun from it before its slot was given away."""
+        """Drop a block's snapshot, because the block is not found again or the slot is needed.
+
+        A copy to the slot that is due in this step is made. A request may have begun from the
+        snapshot before the slot was given away.
+        """
         slot = self._slots.pop(digest, None)
         if slot is not None:
             (self._free_rows if slot < self._first else self._free).append(slot)
@@ -260,7 +287,7 @@ class Snapshots:
             del self._steps[digest]
 
     def forget_after(self, step: int) -> None:
-        """Those that are taken by later steps, which do not count."""
+        """Drop the snapshots taken by steps after this one, which do not count."""
         self._to_save.clear()
         for digest in [digest for digest, taken in self._steps.items() if taken > step]:
             self.forget(digest)

@@ -18,7 +18,7 @@ from engine.scheduling.request import Request, RequestPhase
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step has produced. The scheduler ends the requests, first those that failed."""
+    """The outcome of a step. The scheduler ends the requests, first those that failed."""
 
     deltas: list[Delta]
     num_tokens: int  # sampled tokens that go into deltas
@@ -121,8 +121,10 @@ class LaunchedStep:
     def _complete(
         self, tokens: list[int], dropped: list[int], failed: dict[int, str]
     ) -> dict[int, int | None]:
-        """Tell the grammars their tokens: the entries that end so, each with its end token, or None
-        where nothing but one could follow. Adds to `failed`."""
+        """Tell the grammars their tokens and return the entries that end so. Adds to `failed`.
+
+        Each entry comes with its end token, or None where only an end token could follow.
+        """
         ended: dict[int, int | None] = {}
         for entry in self.constrained:
             constraint = self.requests[entry].constraint

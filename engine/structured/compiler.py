@@ -1,4 +1,4 @@
-"""Compiler: grammars to matchers, for one vocabulary, within limits, each once."""
+"""Compiler: compiles each grammar once into a matcher, for one vocabulary, within limits."""
 
 import json
 import re
@@ -74,7 +74,7 @@ _TRIES = 16  # compilations to find which use of a keyword is at fault
 
 
 class Vocabulary:
-    """The tokens of a model, as the matcher wants them.
+    """The tokens of a model, in the form that the matcher takes.
 
     num_tokens: the width of the logits. end_ids: what ends an answer; legal where the grammar is
     satisfied.
@@ -87,8 +87,11 @@ class Vocabulary:
         end_ids: Sequence[int],
         marks: Mapping[int, str] | None = None,
     ) -> None:
-        """marks: names of tokens that `tokens` knows by others, see `hide_marks`; None: an
-        outline."""
+        """Make a vocabulary of llguidance's tokens.
+
+        marks: names of tokens that `tokens` knows by others, see `hide_marks`; None: an
+        outline.
+        """
         self.tokens = tokens  # llguidance's
         self.num_tokens = num_tokens
         self.end_ids = frozenset(end_ids)
@@ -97,15 +100,17 @@ class Vocabulary:
         self._ids = {name: i for i, name in self._marks.items()}
 
     def text_of(self, token: int) -> bytes:
-        """Of one token; of a mark its name."""
+        """Return the text of one token; the name of a mark."""
         if token in self._marks:
             return self._marks[token].encode()
         text: bytes = self.tokens.decode_bytes([token])
         return text
 
     def spells(self, text: str) -> bool:
-        """Tell whether the characters of a grammar's source are in the tokens that it is encoded
-        in. Of Llama 2's vocabulary a "▁" is a space."""
+        """Whether the vocabulary's tokens have the characters of a grammar's source as they are.
+
+        Llama 2's vocabulary, for example, writes a space as "▁".
+        """
         if self._is_outline:  # of bytes
             return True
         text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
@@ -130,10 +135,11 @@ class Vocabulary:
         end_ids: Sequence[int],
         declared: Iterable[str] = (),
     ) -> "Vocabulary":
-        """Of a checkpoint: 0.4 s for 49,000 tokens, and 55 MB for 131,000. The interpreter is
-        held meanwhile. declared: control tokens that its tokenizer.json does not say to be some.
+        """Read the vocabulary of a checkpoint: 0.4 s for 49,000 tokens, and 55 MB for 131,000.
 
-        Raises InvalidRequest (structured_not_supported): it has no tokenizer.json, or one of a kind
+        The interpreter lock is held meanwhile.
+        declared: control tokens that tokenizer.json does not mark as control tokens.
+        Raises InvalidRequest (structured_not_supported) without a tokenizer.json, or for a kind
         whose tokens are no bytes.
         """
         path = Path(folder) / "tokenizer.json"
@@ -152,14 +158,16 @@ class Vocabulary:
     def outline(
         cls, special: Mapping[int, str], num_tokens: int, end_ids: Sequence[int]
     ) -> "Vocabulary":
-        """Enough to tell whether a grammar compiles, for 10 MB: single bytes, and special tokens
-        by their names and ids. Masks of it mean nothing."""
+        """Make a small vocabulary (10 MB) that tells whether a grammar compiles.
+
+        It has single bytes, and special tokens by their names and ids. Its masks mean nothing.
+        """
         outline: Any = _Outline(special, num_tokens, end_ids)
         return cls(llg.LLTokenizer(outline), num_tokens, end_ids)
 
 
 class _Outline:
-    """What llguidance calls a tokenizer wrapper."""
+    """A tokenizer wrapper, as llguidance calls it."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -190,7 +198,7 @@ def _not_supported(why: str) -> InvalidRequest:
 
 
 class Use:
-    """Of a lexer, by one request, for as long as this object is kept. number: the lexer's."""
+    """One request's lease of a compiled lexer; it ends with this object. number: the lexer's."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -199,7 +207,8 @@ class Use:
 
 
 class _Lexer:
-    """What copies of one matcher share: it learns its states as they are met, behind a lock."""
+    """The state that copies of one matcher share: a lexer learns its states as they are met, behind
+    a lock."""
 
     def __init__(self) -> None:
         self.matcher: Future[Any] = Future()
@@ -207,7 +216,7 @@ class _Lexer:
 
 
 class _Known:
-    """One grammar, compiled as often as it has lexers.
+    """One compiled grammar, with its lexers.
 
     Of two requests that share one, one waits until the other has its mask. So each has its own,
     up to `LEXERS`. They are not made ahead, as each learns what the others have learnt.
@@ -219,7 +228,7 @@ class _Known:
 
 
 class Compiler:
-    """Thread-safe. A grammar that is being compiled, or has been, is compiled again only for
+    """A cache of compiled grammars. Thread-safe. A cached grammar is compiled again only for
     another lexer; one that failed is not."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -228,8 +237,8 @@ class Compiler:
         self._known: OrderedDict[Grammar, _Known] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> Any:
-        """A matcher before its first token, to be copied. Blocks: milliseconds for most schemas,
-        seconds for the worst; other threads run meanwhile.
+        """Return a matcher before its first token, to be copied. Blocks: milliseconds for most
+        schemas, seconds for the worst; other threads run meanwhile.
 
         Raises InvalidRequest: invalid_grammar, unsatisfiable_schema, grammar_too_complex;
         UnsupportedSchema.
@@ -237,8 +246,10 @@ class Compiler:
         return _result(self._compiled(grammar).lexers[0].matcher)
 
     def matcher(self, grammar: Grammar) -> tuple[Any, Use]:
-        """A matcher of its own for a request, before its first token, and what the request is to
-        keep as long. Blocks and raises as `compile` does."""
+        """Return a request's own matcher before its first token, and its lease of the lexer.
+
+        The request keeps the lease as long as the matcher. Blocks and raises as `compile` does.
+        """
         known = self._compiled(grammar)
         first = _result(known.lexers[0].matcher)
         with self._lock:
@@ -266,7 +277,7 @@ class Compiler:
         return own, use
 
     def _compiled(self, grammar: Grammar) -> _Known:
-        """Its first matcher is there, or has failed."""
+        """Return the entry of a grammar once its first matcher is compiled or has failed."""
         with self._lock:
             known = self._known.get(grammar)
             mine = known is None
@@ -292,7 +303,7 @@ class Compiler:
         return known
 
     def _trim(self) -> None:
-        """Forget what was asked for longest ago, but not the newest. Under the lock."""
+        """Forget the grammars that were used longest ago, but not the newest. Under the lock."""
         lexers = sum(len(known.lexers) for known in self._known.values())
         while len(self._known) > CACHED or (lexers > MOST_LEXERS and len(self._known) > 1):
             _, gone = self._known.popitem(last=False)
@@ -305,7 +316,7 @@ class Compiler:
         raise self._explained(grammar, error)
 
     def _try(self, kind: str, text: str) -> tuple[Any, str]:
-        """A matcher, and what is wrong with it or ""."""
+        """Return a matcher, and the error of compiling it or ""."""
         try:
             return self._tried(kind, text)
         except (KeyboardInterrupt, SystemExit):
@@ -360,7 +371,7 @@ class Compiler:
         return UnsupportedSchema(f"the schema cannot be enforced{where}: {error}", pointer)
 
     def _at_fault(self, schema: dict[str, Any], error: str) -> str:
-        """The pointer of the keyword that an error is about, if that can be told."""
+        """Return the pointer of the keyword that an error is about, if that can be told."""
         meant = [name for sign, names in _SIGNS.items() if sign in error for name in names]
         for keyword in dict.fromkeys([*meant, *(k for k in _KEYWORDS if k in error)]):
             found = list(places(schema, keyword))
@@ -388,12 +399,12 @@ def _result(found: Future[Any]) -> Any:
 
 
 def is_too_much(error: str) -> bool:
-    """A matcher's error is about one of its limits."""
+    """Whether a matcher's error is about one of its limits."""
     return any(sign in error for sign in _TOO_MUCH)
 
 
 def _unforced(native: str) -> str:
-    """A grammar as llguidance takes it, of whose texts no tokens are forced."""
+    """Return a grammar, as llguidance takes it, whose texts have no forced tokens."""
     option = '%llguidance {"no_forcing": true}\n'
     if not native.startswith("{"):
         return option + native

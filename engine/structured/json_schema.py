@@ -61,7 +61,8 @@ class UnsupportedSchema(InvalidRequest):
 
 
 def enforceable(schema: Any, *, strict: bool) -> tuple[dict[str, Any], list[str]]:
-    """The schema without what changes nothing, and the pointers of keywords that are not enforced.
+    """Return the schema without keywords that change nothing, and the pointers of keywords that are
+    not enforced.
 
     A `oneOf` whose branches exclude each other becomes `anyOf`, a list under `items` becomes
     `prefixItems`, and integers without bounds get those of 64 bits, or a model might write digits
@@ -142,7 +143,7 @@ class _Walk:
         self.left_out.append(at)
 
     def _reword(self, schema: dict[str, Any]) -> None:
-        """What llguidance takes in other words, in place."""
+        """Reword keywords in place into the forms that llguidance takes."""
         items = schema.get("items")
         if isinstance(items, list) and not self._old:
             del schema["items"]
@@ -164,14 +165,14 @@ class _Walk:
     # ---- oneOf ---------------------------------------------------------------------------------
 
     def _disjoint(self, branches: list[Any]) -> bool:
-        """No document is valid under two of them, for sure."""
+        """Whether surely no document is valid under two of the branches."""
         if len(branches) > _MOST_BRANCHES:
             return False
         seen = [self._resolved(branch) for branch in branches]
         return all(_exclude(a, b) for i, a in enumerate(seen) for b in seen[i + 1 :])
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
-        """Behind a `$ref` of this document; {} where that is not known."""
+        """Follow the `$ref`s of a schema within this document; {} where a target is not known."""
         for _ in range(8):
             if not isinstance(schema, dict):
                 return {}
@@ -183,12 +184,12 @@ class _Walk:
 
 
 def _is_old(draft: Any) -> bool:
-    """`items` may be a list there."""
+    """Whether the draft allows a list under `items`."""
     return isinstance(draft, str) and "json-schema.org" in draft and "2020-12" not in draft
 
 
 def _exclude(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """No value is valid under both."""
+    """Whether surely no value is valid under both schemas."""
     kinds_a, kinds_b = _kinds(a), _kinds(b)
     if kinds_a is None or kinds_b is None:
         return False
@@ -225,7 +226,8 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _kinds(schema: dict[str, Any]) -> set[str] | None:
-    """Types that its documents may have; None: not known. Integers are numbers."""
+    """Return the types that a schema's documents may have; None: not known. Integers are
+    numbers."""
     kind = schema.get("type")
     if isinstance(kind, str):
         kind = [kind]
@@ -252,7 +254,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _lookup(document: Any, reference: str) -> Any:
-    """What a reference such as "#/$defs/a" is to; None for any other or a broken one."""
+    """Return the target of a reference such as "#/$defs/a"; None for any other or a broken one."""
     if not reference.startswith("#") or "%" in reference:
         return None
     node = document
@@ -272,7 +274,8 @@ def _escaped(name: str) -> str:
 
 
 def places(schema: Any, keyword: str, at: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """(pointer, the schema that holds it) of each use of a keyword, also where it is only data."""
+    """Yield (pointer, the schema that holds it) for each use of a keyword, also where it is only
+    data."""
     if isinstance(schema, dict):
         if keyword in schema:
             yield f"{at}/{_escaped(keyword)}", schema
@@ -284,8 +287,10 @@ def places(schema: Any, keyword: str, at: str = "") -> Iterator[tuple[str, dict[
 
 
 def without(schema: dict[str, Any], pointer: str) -> tuple[dict[str, Any], Any]:
-    """The schema, changed in place, without the keyword there, and the keyword's value; of a
-    `oneOf` it keeps that one of the branches holds."""
+    """Remove the keyword at a pointer from the schema, in place.
+
+    Returns the schema and the keyword's value. A `oneOf` becomes an `anyOf`.
+    """
     path, _, name = pointer.rpartition("/")
     holder = _lookup(schema, f"#{path}")
     value = holder.pop(name)

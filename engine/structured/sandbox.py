@@ -42,7 +42,10 @@ class _Setup(msgspec.Struct):
 
 
 class _Outcome(msgspec.Struct):
-    """code "": it compiles. pointer: of an UnsupportedSchema; None for other refusals."""
+    """The result of a trial compilation. code: "" if the grammar compiles.
+
+    pointer: of an UnsupportedSchema; None for other refusals.
+    """
 
     code: str = ""
     message: str = ""
@@ -50,7 +53,7 @@ class _Outcome(msgspec.Struct):
 
 
 class GrammarSandbox:
-    """For one vocabulary; see `Vocabulary.outline`. Thread-safe."""
+    """The trial compiler of grammars for one vocabulary; see `Vocabulary.outline`. Thread-safe."""
 
     def __init__(self, special: Mapping[int, str], num_tokens: int, end_ids: Sequence[int]) -> None:
         self._setup = _Setup(dict(special), num_tokens, list(end_ids))
@@ -61,8 +64,11 @@ class GrammarSandbox:
             self._children.put(None)
 
     def check(self, grammar: Grammar, seconds: float) -> None:
-        """Blocks. Raises what `Compiler.compile` raises; grammar_too_complex if it takes longer, or
-        more memory or stack than there is."""
+        """Compile a grammar in a child process; blocks.
+
+        Raises the errors of `Compiler.compile`; grammar_too_complex for too much time, memory or
+        stack.
+        """
         with self._lock:
             outcome = self._known.get(grammar)
             if outcome is not None:
@@ -99,7 +105,8 @@ class GrammarSandbox:
 
 
 class _Child:
-    """Ends with its parent: its standard input does."""
+    """A child process that compiles grammars; it ends with its parent, whose end closes its
+    input."""
 
     def __init__(self, setup: _Setup) -> None:
         self._process = subprocess.Popen(
@@ -115,8 +122,10 @@ class _Child:
         self.ask(msgspec.json.encode(setup), START_SECONDS)
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """The line that answers this one. Raises EOFError, OSError: it has ended, or takes too
-        long."""
+        """Return the child's answer to a line.
+
+        Raises EOFError or OSError if the child has ended or takes too long.
+        """
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(b"%d " % max(1, round(seconds)) + line + b"\n")
@@ -152,7 +161,8 @@ def _serve() -> None:
     from engine.structured.compiler import Compiler, Vocabulary
 
     def line() -> bytes:
-        """The next one. Its time runs from now on: even in Rust, the alarm ends this process."""
+        """Read the next line and start its time limit: the alarm ends this process, even in Rust
+        code."""
         signal.alarm(0)
         seconds, _, content = sys.stdin.buffer.readline().partition(b" ")
         if not content:

@@ -187,7 +187,7 @@ class ChatTemplate:
         return template
 
     def forms(self, name: str) -> dict[str, Form]:
-        """The forms of contents that one of the templates shows, by role."""
+        """Return the forms of contents that one of the templates shows, by role."""
         known = self._forms.get(name)
         if known is None:
 
@@ -201,7 +201,7 @@ class ChatTemplate:
         return known
 
     def plain_turns(self) -> str:
-        """What the template writes around turns without tools or thoughts."""
+        """Return the text that the template writes around turns without tools or thoughts."""
         if self.forms("default")["user"] == Form():
             return ""  # it renders no chat
         user, answer = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
@@ -240,7 +240,8 @@ class ChatTemplate:
         max_chars: int = MAX_CHARS,
         **variables: Any,
     ) -> str:
-        """The text of a chat, equal to transformers' ``apply_chat_template(tokenize=False)``.
+        """Render the text of a chat, equal to transformers'
+        ``apply_chat_template(tokenize=False)``.
 
         variables: more names for the template, e.g. enable_thinking, documents.
         Raises InvalidRequest when the template refuses the messages or a limit is met.
@@ -283,7 +284,7 @@ class ChatTemplate:
     def _refusal(
         self, error: Exception, template: jinja2.Template, context: dict[str, Any]
     ) -> InvalidRequest:
-        """What the caller is told: which message it is, and what is wrong with it."""
+        """Return the error for the caller: the message at fault, and its fault."""
         chat: list[dict[str, Any]] = context["messages"]
         index = _first_at_fault(error, template, context)
         where = "messages" if index is None else f"messages[{index}]"
@@ -324,8 +325,11 @@ def _generate(template: jinja2.Template, context: dict[str, Any], max_chars: int
 def _first_at_fault(
     error: Exception, template: jinja2.Template, context: dict[str, Any]
 ) -> int | None:
-    """The first message with which the template fails in this way. None if it does with any chat,
-    if it only lacks a message of the user, or if that takes long to find."""
+    """Return the index of the first message with which the template fails in this way.
+
+    Returns None if the template fails with any chat, lacks only a message of the user, or takes
+    long.
+    """
     chat: list[dict[str, Any]] = context["messages"]
     deadline = time.thread_time() + _SEARCH_SECONDS
     parts = isinstance(next((m["content"] for m in chat if m.get("content")), None), list)
@@ -343,7 +347,11 @@ def _first_at_fault(
     ours = f"{type(error).__name__} {error}"
 
     def fails(messages: list[dict[str, Any]]) -> bool:
-        """Where they fail otherwise, it may be for the want of a question, which came later."""
+        """Whether the template fails in the same way for these messages, or for them and a
+        question.
+
+        A shortened chat may fail otherwise for want of a question, which came later.
+        """
         told = raised(messages)
         return told == ours or (told is not None and raised([*messages, asked]) == ours)
 
@@ -367,7 +375,7 @@ def _of_tools(message: Mapping[str, Any]) -> bool:
 
 
 def map_strings(value: Any, change: Callable[[str], str], depth: int = MAX_DEPTH) -> Any:
-    """A copy of JSON-like data with every string (dictionary keys too) changed.
+    """Return a copy of JSON-like data with every string (dictionary keys too) changed.
 
     Raises InvalidRequest where it has more than `depth` levels.
     """

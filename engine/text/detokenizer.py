@@ -70,9 +70,8 @@ class ChoiceDecoder:
     def feed(
         self, token_ids: Sequence[int], finish: str = "", stop_token: int | None = None
     ) -> Decoded:
-        """Take the tokens of a `Delta` (finish and stop_token as there). After the end it returns
-        nothing more.
-        """
+        """Take the tokens of a `Delta` (finish and stop_token as there). Returns nothing more after
+        the end."""
         if self.finished:
             return Decoded("", None, None, 0)
         shown = len(token_ids)
@@ -128,8 +127,9 @@ class ChoiceDecoder:
         return self._end("".join(out), finish, stop_token, count, offsets)
 
     def _advance(self, new: str, *, search: bool) -> tuple[str, str, int] | None:
-        """Add decoded text. If it completes a stop string: (text to emit, the string, characters of
-        new up to its end).
+        """Add decoded text; find a stop string that it completes.
+
+        Returns (text to emit, the string, characters of new up to its end), or None.
         """
         held = len(self._held)
         self._held += new
@@ -147,7 +147,7 @@ class ChoiceDecoder:
         return self._held[: end if self._include_stop else start], stop, end - held
 
     def _emit(self, *, final: bool) -> str:
-        """Give out the text that can no longer become part of a stop string."""
+        """Return the text that can no longer become part of a stop string."""
         text = self._held
         keep = (
             len(text)
@@ -158,7 +158,7 @@ class ChoiceDecoder:
         return text[:keep]
 
     def _tokens_until(self, part: Sequence[int], before: Any, end: int, new: str) -> int:
-        """How many tokens of part it takes to decode `end` characters of its text."""
+        """Return how many tokens of part decode to `end` characters of its text."""
         if len(part) == 1:
             return 1
         self._stream.restore(before)
@@ -178,8 +178,9 @@ class ChoiceDecoder:
 
 
 def open_at(text: str, stop: str) -> int:
-    """Where the longest end of text begins that is a proper beginning of stop; len(text) if there
-    is none.
+    """Return where the longest end of text that is a proper beginning of stop begins.
+
+    Returns len(text) if there is none.
     """
     at = max(0, len(text) - len(stop) + 1)
     first = stop[0]

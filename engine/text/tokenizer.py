@@ -1,4 +1,4 @@
-"""Tokenizer: text and chats to token ids, over the Rust `tokenizers` library alone."""
+"""Tokenizer: encodes text and chats to token ids, over the Rust `tokenizers` library alone."""
 
 import json
 import re
@@ -33,7 +33,7 @@ _PIECE = 16_384  # characters
 
 
 class TooManyTokens(InvalidRequest):
-    """A text has more tokens than were asked for. at_least: how many it has, or fewer than that."""
+    """A text has more tokens than its limit. at_least: how many it has, or a lower bound."""
 
     code = "context_length_exceeded"
 
@@ -148,7 +148,7 @@ class Tokenizer:
         return found
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token given as in the vocabulary; None if there is none."""
+        """Return the id of a token given as in the vocabulary; None if there is none."""
         found: int | None = self.backend.token_to_id(token) if token else None
         return found
 
@@ -160,7 +160,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         keep_end: bool = False,
     ) -> list[int]:
-        """Ids of a text. add_special_tokens: as tokenizer.json has it, e.g. with a BOS.
+        """Encode a text. add_special_tokens: as tokenizer.json has it, e.g. with a BOS.
 
         max_tokens: a longer text is cut at its end, between its special tokens; with keep_end at
         its beginning.
@@ -181,8 +181,11 @@ class Tokenizer:
         return ids[:before] + inner + ids[before + len(plain) :]
 
     def written(self, text: str, ids: Sequence[int]) -> tuple[int, int]:
-        """Which of a prompt's ids are written in its text: not a BOS that the tokenizer adds. All
-        of them where the text is what the ids make."""
+        """Return the range of a prompt's ids that its text spells: not a BOS that the tokenizer
+        adds.
+
+        All ids count where the text is their decoded form.
+        """
         everything = 0, len(ids)
         if not ids or (ids[0] not in self.special_ids and ids[-1] not in self.special_ids):
             return everything
@@ -203,7 +206,8 @@ class Tokenizer:
         max_tokens: int,
         keep_end: bool = False,
     ) -> tuple[list[int], list[int]]:
-        """Ids of two texts as tokenizer.json puts them together, and the places of the second's.
+        """Encode two texts as tokenizer.json joins them; also return the places of the second's
+        ids.
 
         max_tokens: what is far behind so many tokens is left out of both texts; with keep_end, what
         is far before the last so many of the second.
@@ -217,13 +221,14 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[list[int]]:
-        """The same for many texts, on all cores."""
+        """Encode many texts, on all cores. add_special_tokens: as in `encode`."""
         found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [item.ids for item in found]
 
     def check_length(self, text: str, limit: int) -> None:
         """Refuse a text that surely has more than `limit` tokens, before it is encoded as a whole.
-        Most texts are too short for that, and cost nothing here; others the tokens up to the limit.
+        Most texts are too short for that, and cost nothing here; others cost the tokens up to the
+        limit.
 
         Raises TooManyTokens.
         """
@@ -241,7 +246,7 @@ class Tokenizer:
                 raise TooManyTokens(at_least, limit)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text in which control tokens are only characters."""
+        """Encode a text in which control tokens are only characters."""
         ids = _encode(self._plain, text, add_special_tokens=False)
         if self._control.ids.isdisjoint(ids):
             return ids
@@ -258,7 +263,7 @@ class Tokenizer:
         return ControlTokens.of(self.backend.get_added_tokens_decoder(), self.chat_template)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The text the template makes of a chat; options as in `ChatTemplate.render`.
+        """Render a chat with the model's template; options as in `ChatTemplate.render`.
 
         Raises InvalidRequest if the model has no template, or the template refuses the messages.
         """
@@ -279,7 +284,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Ids of a chat, equal to transformers' ``apply_chat_template``.
+        """Encode a chat, equal to transformers' ``apply_chat_template``.
 
         Control tokens typed inside a message or a tool are encoded as the characters they are: a
         message cannot end its turn or start another role by ``<|im_end|>``.
@@ -312,7 +317,7 @@ class Tokenizer:
         return self._encode_marked(text, nonce, written) if typed else self.encode(text)
 
     def _encode_marked(self, text: str, nonce: str, typed: Mapping[str, str]) -> list[int]:
-        """Encode as usual, but plainly where marks stand.
+        """Encode a text as usual, but plainly where marks stand.
 
         A stretch between two control tokens of the template is encoded plainly if it holds a mark.
         """
@@ -337,16 +342,16 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         prompt: Sequence[int] = (),
     ) -> str:
-        """The text of ids behind a prompt, at once; `TextStream` gives the same piece by piece."""
+        """Decode ids behind a prompt at once; `TextStream` gives the same text piece by piece."""
         stream = TextStream(self, skip_special_tokens=skip_special_tokens, prompt=prompt)
         return stream.feed(list(token_ids)) + stream.finish()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, special or not (for logprobs)."""
+        """Return the bytes that one token stands for, special or not (for logprobs)."""
         return self.tables.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """The same as text; bytes that are no whole character become U+FFFD."""
+        """Return the text of one token; bytes that are no whole character become U+FFFD."""
         return self.tables.token_bytes(token_id).decode("utf-8", "replace")
 
 
@@ -359,9 +364,11 @@ _in_use: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
 def _substitute(
     pattern: re.Pattern[str], change: Callable[[re.Match[str]], str], text: str, reach: int
 ) -> str:
-    """``pattern.sub(change, text)``, in slices: one call keeps the interpreter lock until its end,
-    a tenth of a second for megabytes of what nearly matches. reach: characters of the longest
-    match."""
+    """Compute ``pattern.sub(change, text)`` in slices, so that other threads run between them.
+
+    One call would hold the interpreter lock for a tenth of a second on megabytes that nearly match.
+    reach: characters of the longest match.
+    """
     pieces: list[str] = []
     at = 0
     for end in range(_PIECE, len(text) + _PIECE, _PIECE):
@@ -387,8 +394,11 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
 
 
 def _longest(backend: tokenizers.Tokenizer) -> int:
-    """Characters of the longest token, as the vocabulary writes it. Other threads run meanwhile:
-    the library holds the GIL while it makes a dict of the vocabulary, 0.03 s for 50,000 tokens."""
+    """Return the characters of the longest token, as the vocabulary writes it.
+
+    Other threads run meanwhile: the library holds the GIL while it makes a dict of the vocabulary,
+    0.03 s for 50,000 tokens.
+    """
     found = 1
     for token_id in range(backend.get_vocab_size(with_added_tokens=True)):
         token = backend.id_to_token(token_id)
@@ -409,8 +419,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _sampling_defaults(path: Path) -> dict[str, Any]:
-    """What the model's authors would have requests ask for that do not say otherwise, as fields of
-    SamplingParams. Raises ConfigError for values that these do not take."""
+    """Return the sampling values that the model's authors recommend, as fields of SamplingParams.
+
+    Raises ConfigError for values that SamplingParams does not take.
+    """
     values = _json(path)
     if values.get("do_sample") is False:  # what stands beside it is not meant
         return {"temperature": 0.0}
@@ -424,7 +436,8 @@ def _sampling_defaults(path: Path) -> dict[str, Any]:
 
 
 def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTokens]:
-    """What the files beside tokenizer.json say, the special tokens in it, and all tokens in it."""
+    """Read the files beside tokenizer.json: their keys, the special tokens, and all declared
+    tokens."""
     named = {
         **_json(folder / "special_tokens_map.json"),
         **_json(folder / "tokenizer_config.json"),
@@ -435,13 +448,16 @@ def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTok
 
 
 def declared_special(folder: str | Path) -> frozenset[str]:
-    """The control tokens that files beside a checkpoint's tokenizer.json name. Raises
-    ConfigError."""
+    """Return the control tokens that files beside a checkpoint's tokenizer.json name.
+
+    Raises ConfigError.
+    """
     return _declared(Path(folder))[2].special
 
 
 def _named(name: str, value: Any) -> str | None:
-    """The text of a special token ("bos_token": "<s>" or {"content": "<s>", ...}), or None."""
+    """Return the text of a special token ("bos_token": "<s>" or {"content": "<s>", ...}), or
+    None."""
     if not name.endswith("_token"):
         return None
     if isinstance(value, Mapping):
@@ -450,7 +466,7 @@ def _named(name: str, value: Any) -> str | None:
 
 
 def _without_first_prefix(splitter: Any) -> Any:
-    """A splitter that adds no space before the first word.
+    """Return a splitter that adds no space before the first word.
 
     A stretch inside a chat is not the start of a text.
     """

@@ -33,8 +33,11 @@ SHARD_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """device: the type of those that it is for: norms on the CPU are float32. quantization: of the
-    weights, "none" if they have the dtype's bits."""
+    """The description of a converted folder.
+
+    device: the type of the devices that the folder is for: norms on the CPU are float32.
+    quantization: the quantisation of the weights, "none" if they have the dtype's bits.
+    """
 
     version: int
     architecture: str
@@ -45,8 +48,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
-        """None for a folder that is not converted. Raises ConfigError for one that this engine
-        cannot read."""
+        """Read a folder's manifest; None for a folder that is not converted.
+
+        Raises ConfigError for a manifest that this engine cannot read.
+        """
         file = folder / MANIFEST
         if not file.exists():
             return None
@@ -67,7 +72,7 @@ class Manifest:
             raise ConfigError(f"{file}: {error}", param="model") from None
 
     def check(self, folder: Path, device: str, dtype: str) -> None:
-        """Raises ConfigError where the engine would hold the parameters otherwise."""
+        """Raise ConfigError where the engine would hold the parameters otherwise."""
         for what, made, asked in (
             ("device", self.device, device),
             ("dtype", self.dtype, dtype),
@@ -82,7 +87,7 @@ class Manifest:
 
 
 def named(parameters: Iterable[Parameter]) -> Iterator[tuple[str, Parameter]]:
-    """Each with a name that no other has."""
+    """Return each parameter with a name that no other parameter has."""
     seen: dict[str, int] = {}
     for parameter in parameters:
         count = seen[parameter.name] = seen.get(parameter.name, 0) + 1
@@ -90,7 +95,7 @@ def named(parameters: Iterable[Parameter]) -> Iterator[tuple[str, Parameter]]:
 
 
 def as_converted(parameter: Parameter, name: str, stored: dict[str, StoredTensor]) -> Parameter:
-    """The same, to be filled from a converted folder's tensors."""
+    """Return the parameter with a converted folder's tensor as its only source."""
     shape = tuple(parameter.tensor.shape)
     rows = None
     there = stored.get(name)
@@ -102,7 +107,7 @@ def as_converted(parameter: Parameter, name: str, stored: dict[str, StoredTensor
 
 
 class Writer:
-    """Writes parameters as they come, from any thread, each once."""
+    """A writer of parameters into files, in any order, from any thread, each parameter once."""
 
     def __init__(self, folder: Path, parameters: Iterable[Parameter], stem: str = "manta") -> None:
         entries = list(named(parameters))
@@ -140,7 +145,10 @@ class Writer:
         self.put(self._names[id(parameter.tensor)], parameter.tensor)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """The parameter of this name. tensor: of its shape and type."""
+        """Write the parameter of this name.
+
+        tensor: the values, of the parameter's shape and type.
+        """
         data = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         descriptor, offset = self._places[name]
@@ -151,7 +159,7 @@ class Writer:
             self._digests[name] = digest
 
     def close(self) -> dict[str, str]:
-        """The digests of all."""
+        """Close the files; returns the digests of all written parameters."""
         for descriptor in self._open:
             os.close(descriptor)
         self._open.clear()

@@ -124,8 +124,12 @@ def check_headers(model: Loadable, folder: Path) -> None:
 
 
 def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[Unit]:
-    """The model's, and one for each parameter that is in none, which has its memory. converted: the
-    tensors of a folder that has the parameters themselves."""
+    """Return the model's units, and one unit for each parameter that is in none.
+
+    The parameters of the latter have their memory.
+
+    converted: the tensors of a folder that has the parameters themselves.
+    """
     units = [*model.units()]
     inside = {id(each.tensor) for unit in units for each in unit.parameters}
     for each in model.parameters():
@@ -190,7 +194,8 @@ def _settle(parameters: list[Parameter]) -> None:
 
 
 def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """By the names of the model's record, without the tensors that it ignores."""
+    """Return the stored tensors by the names of the model's record, without the tensors that it
+    ignores."""
     found: dict[str, StoredTensor] = {}
     unread: Counter[str] = Counter()
     for name, tensor in stored.items():
@@ -211,8 +216,10 @@ def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, Stored
 
 
 def _part(name: str) -> str:
-    """Of the model, that a tensor belongs to: vision_tower, model.visual, model.layers.61; "" for a
-    table that is computed."""
+    """Return the part of the model that a tensor belongs to; "" for a table that is computed.
+
+    Parts are vision_tower, model.visual, model.layers.61 and the like.
+    """
     if name.endswith(".inv_freq"):
         return ""
     names = name.split(".")
@@ -224,7 +231,7 @@ def _match(
     stored: dict[str, StoredTensor],
     folder: Path,
 ) -> list[list[Transfer]]:
-    """Pair each source with its tensor on disk; the transfers of each unit."""
+    """Pair each source with its tensor on disk; returns the transfers of each unit."""
     transfers: list[list[Transfer]] = []
     wanted = set()
     for parameters in units:
@@ -274,7 +281,7 @@ def _match(
 
 
 def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor, int]]:
-    """Each source with the tensor that it fills, and from which row on."""
+    """Return each source with the tensor that it fills, and the first row that it fills."""
     at = 0
     for source in parameter.sources:
         yield source, parameter.tensor, at
@@ -283,9 +290,12 @@ def _targets(parameter: Parameter) -> Iterator[tuple[Source, Tensor, int]]:
 
 
 def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) -> None:
-    """On CUDA; on the CPU they are looked at while they are read. A sum reads each weight once,
-    allocates nothing, and keeps any NaN or infinity. Integers have none; 8-bit floats
-    and the scales among a block's bytes are looked at when they are decoded."""
+    """Raise ConfigError for a NaN or infinity in parameters on CUDA; the CPU checks them while
+    reading.
+
+    A sum reads each weight once, allocates nothing, and keeps any NaN or infinity. Integers have
+    neither. 8-bit floats, and the scales among a block's bytes, are checked when they are decoded.
+    """
     parameters = [
         each
         for each in parameters
@@ -301,9 +311,13 @@ def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) 
 
 
 def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
-    """Ones for norms, else normal numbers, made on the device, in the order of the model's
-    parameters; each unit is packed as soon as it is filled. by_name: those of a parameter do not
-    depend on which others there are."""
+    """Fill the model with random weights, made on the device, in the order of the model's
+    parameters.
+
+    Norms get ones, other parameters normal numbers. Each unit is packed as soon as it is filled.
+
+    by_name: whether a parameter's numbers do not depend on which other parameters there are.
+    """
     generator = torch.Generator(model.device).manual_seed(seed)
     units = {}
     for unit in _units(model, None):

@@ -16,7 +16,7 @@ Rows = tuple[int, int] | NDArray[np.int64]
 
 
 def as_rows(numbers: NDArray[np.int64]) -> Rows:
-    """A range if they are one, which is read without detours."""
+    """Return the numbers as a range if they are one, which is read without detours."""
     if len(numbers) and bool((np.diff(numbers) == 1).all()):
         return int(numbers[0]), int(numbers[-1]) + 1
     return numbers
@@ -27,19 +27,19 @@ def num_rows(rows: Rows) -> int:
 
 
 def some_rows(rows: Rows, begin: int, end: int) -> Rows:
-    """Of them those from begin to end."""
+    """Return the rows from begin to end of these rows."""
     if isinstance(rows, tuple):
         return rows[0] + begin, min(rows[0] + end, rows[1])
     return rows[begin:end]
 
 
 def span(rows: Rows) -> tuple[int, int]:
-    """The smallest range that has them."""
+    """Return the smallest range that has these rows."""
     return rows if isinstance(rows, tuple) else (int(rows.min()), int(rows.max()) + 1)
 
 
 def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
-    """A view where they are a range."""
+    """Take these rows of a tensor; a view where the rows are a range."""
     if isinstance(rows, tuple):
         return tensor[rows[0] : rows[1]]
     return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
@@ -47,19 +47,19 @@ def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is taken of one checkpoint tensor.
+    """What a parameter takes of one checkpoint tensor.
 
     Several sources merge along rows; rows and columns split a fused tensor, put its rows into our
     order or keep one rank's shard of it.
 
     shape: what the checkpoint must hold under ``name``.
-    rows, columns: those taken, after ``transpose``; None takes all.
+    rows, columns: the rows and columns taken, after ``transpose``; None takes all.
     transpose: the checkpoint keeps [in, out] where we keep [out, in].
-    flat: of any shape on disk, its elements are taken as a vector, of which rows are.
-    at: the checkpoint keeps several like this in one tensor, along its first axis: this one's
-        number. shape is the whole tensor's, whose first two axes may be one on disk, and whose
+    flat: a tensor of any shape on disk is taken as a vector of its elements, of which rows are.
+    at: the number of this matrix, where the checkpoint keeps several such in one tensor, along its
+        first axis. shape is the whole tensor's, whose first two axes may be one on disk, and whose
         last one may be two.
-    shorter: bytes of which there may be fewer on disk; the others are not written.
+    shorter: there may be fewer bytes on disk; the others are not written.
     """
 
     name: str
@@ -72,7 +72,8 @@ class Source:
     shorter: bool = False
 
     def take(self, tensor: Tensor) -> Tensor:
-        """What is taken of the checkpoint tensor; a view unless rows change their order."""
+        """Return the part of the checkpoint tensor that is taken; a view unless rows change their
+        order."""
         if self.transpose:
             tensor = tensor.t()
         if self.rows is not None:
@@ -82,7 +83,7 @@ class Source:
         return tensor
 
     def fits(self, stored: tuple[int, ...]) -> bool:
-        """Whether a checkpoint tensor of this shape holds it."""
+        """Whether a checkpoint tensor of this shape holds the source."""
         if self.shorter:
             return math.prod(stored) <= math.prod(self.shape)
         if self.flat:
@@ -106,14 +107,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """tensor: allocated, to be filled. sources: stacked along rows in this order; together its
-    exact shape.
+    """A tensor of the model, and the checkpoint tensors that fill it.
 
-    std: of the normal distribution that dummy weights are drawn from; 0 makes ones (norms).
-    fill: draws them into the tensor instead, where not every number is a weight. It must not hold
-        what holds the parameter, else what is packed is there twice until garbage is collected.
+    tensor: allocated, to be filled.
+    sources: stacked along rows in this order; together the tensor's exact shape.
+    std: the deviation of the normal distribution that random weights are drawn from; 0 makes ones
+        (norms).
+    fill: a function that draws random weights into the tensor instead, where not every number is a
+        weight. It must not hold what holds the parameter, else what is packed is there twice until
+        garbage is collected.
     offset, scale: what is read becomes (what is read + offset) * scale.
-    changed: in place, behind these.
+    changed: a function that changes the tensor in place, after offset and scale.
     """
 
     name: str
@@ -126,21 +130,23 @@ class Parameter:
     changed: Callable[[Tensor], object] | None = None
 
     def release(self) -> None:
-        """Give its memory back until `allocate`; the tensor must be all of it. Until then it has a
-        shape and a type, and neither it nor a view may be cut by rows."""
+        """Give the tensor's memory back until `allocate`; the tensor must be all of its storage.
+
+        Until then the tensor has a shape and a type, and neither it nor a view may be cut by rows.
+        """
         storage = self.tensor.untyped_storage()
         assert storage.nbytes() == self.tensor.nbytes, self.name
         storage.resize_(0)
 
     def allocate(self) -> None:
-        """Memory of any content in the place of what `release` gave back, for the tensor and all
-        its views."""
+        """Allocate memory of any content in the place of what `release` gave back, for the tensor
+        and all its views."""
         storage = self.tensor.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.tensor.nbytes)
 
     def settle(self) -> None:
-        """Once it is filled."""
+        """Apply offset, scale and `changed` to the tensor, once it is filled."""
         if self.offset:
             self.tensor.add_(self.offset)
         if self.scale != 1.0:

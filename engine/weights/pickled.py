@@ -36,7 +36,7 @@ def read_pickled(file: Path) -> list[StoredTensor]:
 
 
 def _reason(error: Exception) -> str:
-    """Without torch's advice to run what the file says."""
+    """Return the error's reason without torch's advice to run what the file says."""
     if found := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it wants {found[1]}, and nothing in a file is run; save it as safetensors"
     return str(error).split("\n")[0][:200]

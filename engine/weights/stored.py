@@ -19,7 +19,10 @@ class StoredTensor:
     num_bytes: int
 
     def one_of_stack(self, index: int, shape: tuple[int, ...]) -> "StoredTensor":
-        """Of the tensors along the first axis of this one, seen as of this shape."""
+        """Return one of the tensors along the first axis of this tensor.
+
+        shape: the shape as which this tensor is seen.
+        """
         each = self.num_bytes // shape[0]
         offset = self.offset + index * each
         return replace(self, shape=shape[1:], offset=offset, num_bytes=each)

@@ -57,11 +57,11 @@ class Transfer:
 
     @property
     def target(self) -> Tensor:
-        """The rows; the tensor must have memory."""
+        """The rows to fill; the tensor must have memory."""
         return self.whole[self.at : self.at + self.source.num_rows]
 
     def split(self, limit: int) -> Iterator["Transfer"]:
-        """By rows, so that each part reads at most ``limit`` bytes (or one row)."""
+        """Split the transfer by rows; each part reads at most ``limit`` bytes (or one row)."""
         source, stored = self.source, self.stored
         row_bytes = stored.num_bytes // max(1, stored.shape[0])
         each = max(1, limit // max(1, row_bytes))
@@ -85,7 +85,7 @@ class Transfer:
         return stored.offset + begin * row_bytes, (end - begin) * row_bytes
 
     def take(self, raw: Tensor) -> Tensor:
-        """raw uint8 [byte_range's length] -> the values, shaped like target."""
+        """Convert raw, uint8 [byte_range's length], to the values, shaped like target."""
         source, stored = self.source, self.stored
         values = raw.view(stored.dtype)
         if source.transpose or source.rows is None:
@@ -98,7 +98,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far it is. done, total: bytes of the files. seconds: since it began."""
+    """The progress of loading.
+
+    done, total: bytes of the files.
+    seconds: the time since loading began.
+    """
 
     done: int
     total: int
@@ -109,7 +113,7 @@ class Loading:
         return self.done / max(1, self.total)
 
     def __str__(self) -> str:
-        """For people: "12.3 of 16.1 GB, 9.8 GB/s, 1 s left"."""
+        """Return the progress for people: "12.3 of 16.1 GB, 9.8 GB/s, 1 s left"."""
         rate = self.done / max(self.seconds, 1e-6)
         speed = f"{rate / 1e9:.1f} GB/s"
         if self.done >= self.total:
@@ -144,9 +148,10 @@ def run_jobs(
     progress: Callable[[Loading], None] | None = None,
     open_bytes: int = 0,
 ) -> None:
-    """Do them all. Host memory: a chunk or two for each thread.
+    """Do all jobs. Host memory: a chunk or two for each thread.
 
-    open_bytes: that jobs allocate and have not given back, at most; or those of one job.
+    open_bytes: the bytes that jobs may have allocated and not given back, at most; or those of one
+        job.
     Raises ConfigError naming file and tensor, on the CPU also for a number that is not finite.
     """
     cuda = device.type == "cuda"
@@ -204,19 +209,26 @@ def run_jobs(
 
 class _Reader(Protocol):
     def allocate(self, job: Job) -> None:
-        """Before the first of its parts is read by any thread."""
+        """Allocate the job's memory, before any thread reads the job's first part."""
         ...
 
     def run(self, parts: Sequence[Transfer], late: Job | None) -> int:
-        """parts: of one file, behind each other. late: the job that they are of, if it allocates.
-        Returns the bytes read; on CUDA their copies to the device are launched."""
+        """Read parts into their targets. Returns the bytes read; on CUDA the copies to the device
+        are launched.
+
+        parts: parts of one file, behind each other.
+        late: the job of these parts, if it allocates.
+        """
         ...
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Parts that one thread reads at once, and the job of each. A checkpoint with ten thousand
-    small tensors would else pay for as many reads, each with a turn at the interpreter's lock."""
+    """The parts that one thread reads at once, and the job of each.
+
+    Otherwise a checkpoint with ten thousand small tensors would pay for as many reads, each with a
+    turn at the interpreter's lock.
+    """
 
     parts: list[Transfer]
     jobs: list[Job]
@@ -224,11 +236,11 @@ class _Piece:
 
     @property
     def late(self) -> Job | None:
-        """The one job, if it allocates."""
+        """The piece's one job, if it allocates; else None."""
         return self.jobs[0] if self.jobs[0].allocate is not None else None
 
     def takes(self, part: Transfer, job: Job, limit: int) -> bool:
-        """Whether the next part belongs here too."""
+        """Whether the next part belongs to this piece too."""
         if not self.parts or part.stored.file != self.parts[0].stored.file:
             return False
         if self.late is not (None if job.allocate is None else job):
@@ -249,8 +261,12 @@ class _Queue:
     over before the next one is, whatever the order, and no more than these two are held."""
 
     def __init__(self, jobs: Sequence[Job], chunk: int, together: int, open_bytes: int) -> None:
-        """chunk: bytes of a part at most. together: of parts that are read at once. open_bytes: see
-        run_jobs."""
+        """Cut the jobs into parts and order them.
+
+        chunk: the most bytes of a part.
+        together: the most bytes of parts that are read at once.
+        open_bytes: see `run_jobs`.
+        """
         entries = []
         self.total = self.largest = 0
         for number, job in enumerate(jobs, 1):
@@ -287,8 +303,11 @@ class _Queue:
         self._error: BaseException | None = None
 
     def work(self, make_reader: Callable[[], _Reader], then: bool, inference: bool) -> None:
-        """What a thread does. then: it also does what comes after a job's last part. inference:
-        torch's mode of the caller, which is one of each thread."""
+        """Read pieces until there is no other: what a thread does.
+
+        then: whether the thread also does what comes after a job's last part.
+        inference: torch's mode of the caller, which each thread has of its own.
+        """
         try:
             with torch.inference_mode():  # else parameters made in that mode refuse
                 reader = make_reader()
@@ -311,7 +330,7 @@ class _Queue:
                 self._changed.notify_all()
 
     def _read(self, reader: _Reader, piece: _Piece) -> list[Job]:
-        """The jobs that end with it."""
+        """Read a piece; returns the jobs that end with it."""
         if not piece.parts:
             return piece.jobs
         with torch.inference_mode():
@@ -326,8 +345,11 @@ class _Queue:
         return ended
 
     def _next(self, reader: _Reader) -> _Piece | None:
-        """None: there is no other. Waits while the memory that it needs is not to be had: for jobs
-        all parts of which are read or being read, as they stand before it."""
+        """Return the next piece, None if there is no other.
+
+        Waits while the memory that the piece needs is not to be had. All parts of the jobs that
+        hold memory are read or being read, as they stand before the piece.
+        """
         with self._changed:
             while self._waiting:
                 job = self._waiting[0].late
@@ -342,7 +364,7 @@ class _Queue:
         return None
 
     def _end(self, job: Job, then: Callable[[], None]) -> None:
-        """Do what comes after it."""
+        """Do what comes after a job's last part, and count its memory as given back."""
         then()
         job.then = _nothing
         if job.allocate is not None:
@@ -366,8 +388,11 @@ class _Queue:
         progress: Callable[[Loading], None] | None,
         finish: Callable[[Job], None],
     ) -> None:
-        """Report until the threads have ended, and `finish` the jobs that they leave to this one.
-        Raises what one has raised."""
+        """Report until the threads have ended, and `finish` the jobs that they leave to the
+        caller's thread.
+
+        Raises what a thread has raised.
+        """
         began = time.monotonic()
         last = -1
         over = False
@@ -433,7 +458,7 @@ class _CpuReader:
 
 
 def _check_finite(part: Transfer) -> None:
-    """Of what is on the CPU and in its cache."""
+    """Raise ConfigError for a NaN or infinity in a part on the CPU, while it is in the cache."""
     kind = _EXPONENTS.get(part.target.dtype)
     if kind is None:
         return
@@ -463,7 +488,8 @@ class _CudaReader:
         self._turn = 0
 
     def allocate(self, job: Job) -> None:
-        """On the stream that packs: what it packed before may still be read there."""
+        """Allocate the job's memory on the stream that packs, where its former content may still be
+        read."""
         with torch.cuda.stream(torch.cuda.default_stream(self._device)):
             _allocate(job)
             job.allocated = torch.cuda.Event()
@@ -486,7 +512,10 @@ class _CudaReader:
         return sum(length for _, length in ranges)
 
     def _copy(self, part: Transfer, raw: Tensor) -> None:
-        """Launch it. raw: the part's bytes, pinned."""
+        """Launch the copy of a part to the device.
+
+        raw: the part's bytes, pinned.
+        """
         target = part.target
         if _direct(part):
             target.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)

@@ -4,8 +4,10 @@ import math
 
 
 def slopes(heads: int) -> tuple[float, ...]:
-    """As BLOOM has them: 2^(-8 h / n) for the first n heads, a power of two, and between these for
-    the rest."""
+    """Return the ALiBi slopes of BLOOM: 2^(-8 h / n) for the first n heads, a power of two.
+
+    The other heads have slopes between these.
+    """
     whole = 1 << int(math.log2(heads))
     first = [2 ** (-8 * (h + 1) / whole) for h in range(whole)]
     rest = [2 ** (-4 * (2 * h + 1) / whole) for h in range(heads - whole)]
@@ -13,7 +15,8 @@ def slopes(heads: int) -> tuple[float, ...]:
 
 
 def mpt_slopes(heads: int, largest: float) -> tuple[float, ...]:
-    """As MPT has them: of the next power of two, every second one first."""
+    """Return the ALiBi slopes of MPT: the slopes of the next power of two, every second one
+    first."""
     whole = 1 << math.ceil(math.log2(heads))
     all_slopes = [2 ** (-largest * (h + 1) / whole) for h in range(whole)]
     if whole == heads:

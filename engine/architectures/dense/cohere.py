@@ -23,7 +23,7 @@ _SWITCHES = {
 
 
 def _cohere2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Full layers do not turn."""
+    """Return the layers: full layers have no rotary embedding, the others may have a window."""
     full, local = replace(plain, rope=None), plain
     if config.get("sliding_window") is not None:
         local = replace(plain, window=config.size("sliding_window"))

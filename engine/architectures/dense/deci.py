@@ -18,7 +18,7 @@ _OTHER = ("replace_with_linear", "sparsify", "is_mamba", "mamba", "moe", "llama4
 
 
 def _layers(config: Reader, part: str) -> Iterator[Reader]:
-    """What block_configs says of each layer's "attention" or "ffn"."""
+    """Yield what block_configs says of each layer's "attention" or "ffn"."""
     blocks, layers = config.listed("block_configs", dict), config.size("num_hidden_layers")
     if blocks is None or len(blocks) != layers:
         raise config.error("block_configs", f"must be a list of {layers} objects, one a layer")
@@ -47,7 +47,10 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
-    """Two thirds of so many times the hidden size, up to a multiple of 256."""
+    """Return each layer's inner width: the file's, or made of ffn_mult.
+
+    A width of ffn_mult is 2/3 * ffn_mult * hidden_size, up to a multiple of 256.
+    """
     hidden, found = config.size("hidden_size"), []
     for own in _layers(config, "ffn"):
         size = 0

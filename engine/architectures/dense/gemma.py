@@ -41,7 +41,7 @@ def _gemma2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
 
 
 def _gemma3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Windowed layers turn faster, and are not stretched with the full ones."""
+    """Return the layers: windowed layers have a rope of their own base, without scaling."""
     plain = _scaled(config, plain)
     rope = rope_of(config, WINDOW, plain, config.number("rope_local_base_freq", 10000.0))
     local = replace(plain, rope=rope, window=config.size("sliding_window"))

@@ -41,7 +41,7 @@ _TENSORS: Mapping[str, CheckpointTensor] = {
 
 
 def _kinds(config: Reader, layers: int) -> list[str]:
-    """The last one is always a full one."""
+    """Return the kind of each layer; the last layer always is a full one."""
     kinds = layer_types(config, layers, lambda i: WINDOW if (i + 1) % 6 else FULL)
     return [*kinds[:-1], FULL]
 
@@ -54,7 +54,7 @@ _PROPORTIONAL: Mapping[str, Any] = {
 
 
 def _ropes(kind: str, default: Mapping[str, Any]) -> Read:
-    """What the file says of the rope of one kind of layers."""
+    """Return the reader of the rope_parameters of one kind of layers."""
     return lambda config: {**(config.inner("rope_parameters").inner(kind).values or default)}
 
 
@@ -68,7 +68,10 @@ def _full_rope(config: Reader, plain: "LayerAttention") -> "Rope":
 
 
 def _full(config: Reader, kinds: Sequence[str]) -> Reader:
-    """What full layers have of their own: transformers 5 writes it layer by layer."""
+    """Return the config values that are of full layers alone.
+
+    transformers 5 writes these values layer by layer.
+    """
     each = config.inner("per_layer_config")
     for key in (str(kinds.index(FULL)), FULL):
         if each.get(key) is not None:
@@ -104,7 +107,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _without_keys(config: Reader, layers: int) -> int:
-    """The last layers, which read the keys of others."""
+    """Return the number of last layers that read the keys of other layers."""
     shared = config.count("num_kv_shared_layers")
     if shared >= layers:
         raise config.error("num_kv_shared_layers", f"{shared} of {layers} layers: none has keys")
@@ -112,7 +115,7 @@ def _without_keys(config: Reader, layers: int) -> int:
 
 
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
-    """Twice as wide in layers without keys, where the file says so."""
+    """Return each layer's inner width, doubled in layers without keys where the file says so."""
     size, layers = config.size("intermediate_size"), config.size("num_hidden_layers")
     shared = _without_keys(config, layers)
     wide = 2 if config.flag("use_double_wide_mlp") else 1

@@ -34,7 +34,10 @@ def _kv_heads(config: Reader) -> int:
 
 
 def _stretched(config: Reader) -> dict[str, object]:
-    """rope_ratio stretches the base; ChatGLM2's long model divides positions by it instead."""
+    """Return rope_parameters of rope_ratio, which stretches the base.
+
+    ChatGLM2's long model divides positions by the ratio instead.
+    """
     ratio = config.number("rope_ratio", 1.0)
     if ratio != 1 and "chatglm2" in str(config.get("_name_or_path", "")).lower():
         return {"rope_type": "linear", "rope_theta": 10000.0, "factor": ratio}

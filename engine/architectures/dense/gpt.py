@@ -1,5 +1,7 @@
-"""What came before Llama: layer norms with biases, plain MLPs, positions that are learned, turn in
-part or are a slope on the scores."""
+"""The models before Llama: layer norms with biases and plain MLPs.
+
+Their positions are learned, rotary in part, or slopes on the scores.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -94,7 +96,7 @@ _MPT = "transformer.blocks.{i}."
 
 
 def _conv(tensors: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-    """Matrices kept [in, out]."""
+    """Return the tensors with matrices that checkpoints keep as [in, out]."""
     turned = {
         ours: replace(tensors[ours], transposed=True) for ours in ("qkv", "out", "up", "down")
     }
@@ -106,7 +108,7 @@ def _one_key_head(config: Reader) -> int:
 
 
 def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Grouped by head, unless all heads share one key."""
+    """Return the stored rows of qkv: grouped by head, unless all heads share one key."""
     import numpy as np
 
     rows = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -114,7 +116,7 @@ def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _gpt_neo(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Scores are not scaled. Global and local layers, by default in turns."""
+    """Return global and local layers, by default in turns. Their scores are not scaled."""
     full = replace(plain, rope=None, scale=1.0)
     local = replace(full, window=config.size("window_size", 256))
     kinds = config.listed("attention_layers", str)
@@ -138,7 +140,7 @@ def _falcon_kv_heads(config: Reader) -> int:
 
 
 def _falcon_norms(config: Reader) -> str:
-    """Whether each block has a norm of its own, in parallel."""
+    """Return the name of the record by whether each block has a norm of its own, in parallel."""
     own = config.flag("new_decoder_architecture") and config.get("num_ln_in_parallel_attn", 2) == 2
     return "FalconForCausalLM, two norms" if own else "FalconForCausalLM"
 
@@ -150,7 +152,7 @@ def _falcon_parallel(config: Reader) -> str:
 
 
 def _falcon(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """ALiBi's slopes were rounded to 16 bits, and are scaled as the scores are."""
+    """Return the layers; ALiBi's slopes are rounded to 16 bits and scaled as the scores are."""
     if config.flag("alibi"):
         rounded = tuple(_bfloat16(slope) * plain.scale for slope in slopes(plain.num_heads))
         plain = replace(plain, rope=None, slopes=rounded)

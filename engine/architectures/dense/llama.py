@@ -49,7 +49,10 @@ def without(tensors: Mapping[str, CheckpointTensor], *ours: str) -> dict[str, Ch
 def ungated(
     tensors: Mapping[str, CheckpointTensor], up: str = "mlp.up_proj"
 ) -> dict[str, CheckpointTensor]:
-    """With a plain MLP in the place of the gated one."""
+    """Return the tensors with a plain MLP in the place of the gated one.
+
+    up: the name of the plain MLP's first matrix.
+    """
     return without(tensors, "gate_up") | {"up": CheckpointTensor((f"{LAYER}{up}",))}
 
 
@@ -60,7 +63,7 @@ def granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
 def _granite_swa(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """A base for each layer; 0 does not turn."""
+    """Return the layers, each with a rotary base of its own; base 0 means no rotary embedding."""
     plain = granite(config, plain, 1)[0]
     bases = of_layers(config, "layer_rope_theta", layers, int, float) or [None] * layers
     kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
@@ -92,7 +95,10 @@ def _ministral(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Windows are off unless they are asked for, and then begin at a certain layer."""
+    """Return the layers. Windows are off unless use_sliding_window is set.
+
+    The windows then begin at layer max_window_layers.
+    """
     if not config.flag("use_sliding_window"):
         return [plain] * layers
     local, first = windowed(config, plain, 1)[0], config.count("max_window_layers", 28)
@@ -101,7 +107,10 @@ def _qwen2(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
 
 
 def _ministral3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Queries grow with the logarithm of how often the trained context fits before them."""
+    """Return the layers, whose queries grow with the position beyond the trained context.
+
+    The factor grows with the logarithm of how often the trained context fits before the query.
+    """
     rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
     if rope.get("llama_4_scaling_beta"):
         beta = rope.number("llama_4_scaling_beta")

@@ -21,7 +21,8 @@ OUT_NORMS: Mapping[str, CheckpointTensor] = {
 
 
 def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Windowed layers turn as the model was trained first, whatever stretches the full ones."""
+    """Return the layers: windowed layers have the unscaled rope, whatever scales that of full
+    ones."""
     rope = rope_of(config, WINDOW, plain)
     local = replace(plain, rope=rope, window=config.size("sliding_window", 4096))
     kinds = layer_types(config, layers, three_to_one)
@@ -29,7 +30,7 @@ def _olmo3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
 
 
 def _exaone4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Where there are windows, full layers do not turn."""
+    """Return the layers; in models with windows, full layers have no rotary embedding."""
     window = config.size_or_none("sliding_window")
     if window is None:
         return [plain] * layers

@@ -20,7 +20,7 @@ _NORMED_HEAD = 125696  # vocabulary of Baichuan 2, whose head has rows of length
 
 
 def _baichuan(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """The 13B, the one with forty heads, has ALiBi."""
+    """Return the layers; the 13B, which has forty heads, has ALiBi."""
     if plain.num_heads == 40:
         plain = replace(plain, rope=None, slopes=slopes(plain.num_heads))
     return [plain] * layers

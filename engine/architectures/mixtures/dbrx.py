@@ -15,7 +15,7 @@ _EXPERTS = f"{_BLOCK}ffn.experts.mlp."
 
 
 def _inner(key: str, name: str, default: Any) -> Read:
-    """What an object inside config.json says."""
+    """Return the reader of a value in an object inside config.json."""
     return lambda config: config.inner(key).get(name, default)
 
 

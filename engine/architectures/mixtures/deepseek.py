@@ -22,7 +22,10 @@ _GROUPED = "group_limited_greedy"
 
 
 def _v2(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Softmax; of groups, which count as their best expert, where topk_method says so."""
+    """Return the experts, chosen by softmax; only group_limited_greedy chooses by groups.
+
+    A group counts as its best expert.
+    """
     found = _softmax(config, model)
     if found is None:
         return None
@@ -47,7 +50,7 @@ def _glm_lite(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _mistral4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Queries grow with their position, as Llama 4's."""
+    """Return layers with latent attention, whose queries grow with their position as Llama 4's."""
     rope = config.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
     if rope.get("llama_4_scaling_beta") is not None:
         trained = rope.size(

@@ -32,7 +32,10 @@ _BLOCK = f"{LAYER}block_sparse_moe."
 def experts_at(
     router: str, gate: str, up: str, down: str, **others: str
 ) -> dict[str, CheckpointTensor]:
-    """Names of one tensor for each of an expert's matrices. others: ours -> theirs."""
+    """Return the names of experts that have one tensor for each matrix.
+
+    others: our names -> theirs.
+    """
     names = {
         "router": CheckpointTensor((f"{LAYER}{router}",)),
         "experts_gate_up": CheckpointTensor((f"{gate}.weight", f"{up}.weight")),
@@ -83,7 +86,7 @@ def _mixtral(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def qwen(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Every decoder_sparse_step-th layer, less those that are listed."""
+    """Read experts in every decoder_sparse_step-th layer, less the layers in mlp_only_layers."""
     step, dense = config.size("decoder_sparse_step", 1), config.listed("mlp_only_layers", int) or ()
     layers = (i for i in range(model.num_layers) if (i + 1) % step == 0 and i not in dense)
     return read_experts(config, model, layers, renormalise=config.flag("norm_topk_prob"))
@@ -98,8 +101,10 @@ def _qwen2(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def deepseek(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Sigmoids and a correction, behind some dense layers; beside it an MLP of some experts'
-    size."""
+    """Read experts behind some dense layers, chosen by sigmoids and a correction.
+
+    An MLP of n_shared_experts experts' size stands beside the experts.
+    """
     dense = config.count("first_k_dense_replace")
     found = read_experts(
         config,
@@ -185,7 +190,7 @@ def _gpt_oss(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _in_turns(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Rows of gate and up in turns."""
+    """Return the stored rows of gate and up, which checkpoints keep in turns."""
     import numpy as np
 
     assert model.experts is not None
@@ -195,7 +200,7 @@ def _in_turns(model: "ModelConfig") -> "NDArray[np.int64]":
 def _sinks_and_windows(
     config: Reader, plain: "LayerAttention", layers: int
 ) -> Sequence["LayerAttention"]:
-    """Every other layer has a window, the first one too."""
+    """Return layers with sinks, of which every other one has a window, the first one too."""
     plain = replace(plain, sinks=True)
     local = windowed(config, plain, 1)[0]
     kinds = layer_types(config, layers, lambda i: "full_attention" if i % 2 else WINDOW)

@@ -41,7 +41,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """All layers but the first, unless the file says otherwise."""
+    """Read experts in all layers but the first, unless the file says otherwise."""
     kinds = of_layers(config, "mlp_layer_types", model.num_layers, str)
     found = read_experts(
         config,

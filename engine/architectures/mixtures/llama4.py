@@ -19,8 +19,11 @@ _SHARED = f"{_MLP}shared_expert."
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Queries and keys are divided by their length in layers that turn. A weightless norm over all
-    of a head is the same before the rotation as behind it."""
+    """Return the layers: those with a rotary embedding may have a chunk and a norm of q and k.
+
+    The norm has no weight and is over all of a head. So it is the same before and behind the rotary
+    embedding.
+    """
     turns = turning(config, layers)
     kinds = layer_types(config, layers, lambda i: CHUNK if turns[i] else FULL)
     chunk = config.size_or_none("attention_chunk_size") or 0
@@ -36,7 +39,8 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Each interleave_moe_layer_step-th layer, unless they are listed."""
+    """Read experts in each interleave_moe_layer_step-th layer, unless moe_layers lists the
+    layers."""
     step = config.size("interleave_moe_layer_step", 1)
     layers: Iterable[int] | None = config.listed("moe_layers", int)
     if layers is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Latents grow as if they were as long as the hidden state."""
+    """Return layers with latent attention, whose latents are scaled to the hidden state's size."""
     config.size("q_lora_rank")  # there is one
     layer = latent_layer(config, plain)
     assert layer.latent is not None
@@ -32,7 +32,10 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """Softmax over all, zero experts too, and a correction."""
+    """Read experts in every other layer, chosen among all by softmax and a correction.
+
+    The router chooses among zero experts too.
+    """
     return read_experts(
         config,
         model,
@@ -45,7 +48,7 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _of_pair(stored: CheckpointTensor) -> CheckpointTensor:
-    """A name of Llama's or DeepSeek's, as it is where layers go two by two."""
+    """Return a tensor of Llama's or DeepSeek's by its name where layers go two by two."""
     names = []
     for name in stored.names:
         for theirs, ours in (("{i}", "{pair}"), *_HALVES):

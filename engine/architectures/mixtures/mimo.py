@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """The first layer and every sixth see all, unless the file says otherwise: transformers by
-    layer_types, the hub's by hybrid_layer_pattern (1 = a window). The hub's window does not count
-    the token itself."""
+    """Return the layers; the first and every sixth see all, unless the file says otherwise.
+
+    transformers' files have layer_types. The hub's files have hybrid_layer_pattern (1 = a window),
+    and their window does not count the token itself.
+    """
     pattern = of_layers(config, "hybrid_layer_pattern", layers, int)
     if pattern is None:
         pattern = [int(i > 0 and (i + 1) % 6 > 0) for i in range(layers)]
@@ -53,8 +55,10 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    """All layers but the first, unless mlp_layer_types or the hub's moe_layer_freq (1 = experts)
-    say otherwise."""
+    """Read experts in all layers but the first, unless the file says otherwise.
+
+    transformers' files have mlp_layer_types, the hub's moe_layer_freq (1 = experts).
+    """
     count = model.num_layers
     named = of_layers(config, "mlp_layer_types", count, str)
     if named is None:

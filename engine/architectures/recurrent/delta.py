@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A layer that keeps a state of a request in the place of keys and values: for each value head
-    a matrix [key_size, value_size], and the last taps - 1 inputs of its convolution.
+    """A recurrent layer of Gated DeltaNet, whose state stands in the place of keys and values.
 
-    negative: a correction may be up to twice what is wrong, so that states may change their sign.
-    norm_eps: of the norm of what the heads make; None = as of the model's norms.
+    The state of a request is a matrix [key_size, value_size] for each value head. It also has the
+    last taps - 1 inputs of the layer's convolution.
+
+    negative: whether a correction may be up to twice what is wrong, so that states may change their
+        sign.
+    norm_eps: the epsilon of the norm of the heads' outputs; None = as of the model's norms.
     late: decodes whose part of the state is written later (`kernels.recurrent.delta_rule_cuda`).
     """
 
@@ -46,14 +49,16 @@ class Delta:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys, values."""
+        """The number of the convolution's channels: queries, keys and values."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a request, float32: the inputs of the convolution, the matrices, and what is not yet
-        in these: of each head and decode a key, a correction, and a sum in the first of four
-        elements, so that the next ones lie at 16 bytes."""
+        """The shapes of a request's float32 states: convolution inputs, matrices, late entries.
+
+        A late entry is what is not yet in the matrices. For each head and decode it has a key, a
+        correction, and a sum in the first of four elements. So the next entry lies at 16 bytes.
+        """
         matrices = (self.value_heads, self.key_size, self.value_size)
         entry = self.key_size + self.value_size + 4
         late = ((self.value_heads, self.late, entry),) if self.late else ()
@@ -61,16 +66,22 @@ class Delta:
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """As `kernels.recurrent.delta_chunks_cuda` allocates them in 16 bits: queries and keys;
-        weights, values, pairs of tokens, and sums of decays by value head."""
+        """The numbers of 16-bit and float32 elements of a chunk.
+
+        `kernels.recurrent.delta_chunks_cuda` allocates them. In 16 bits there are queries and keys
+        by key head, and weights, values and pairs of tokens by value head. In float32 there are
+        sums of decays by value head.
+        """
         keys, values = (max(64, padded(size)) for size in (self.key_size, self.value_size))
         each = CHUNK * (keys + values + CHUNK)
         return 2 * self.key_heads * CHUNK * keys + self.value_heads * each, self.value_heads * CHUNK
 
 
 def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Every fourth layer has attention with a gated output, the others are of LINEAR, unless
-    config.json says otherwise."""
+    """Return the layers: every fourth has attention with a gated output, the others are of LINEAR.
+
+    config.json may say otherwise.
+    """
     every = config.size("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)
@@ -97,8 +108,11 @@ def read_delta(config: Reader) -> Delta:
 
 
 def _by_key_head(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Of each key head: query, key, the values that share it, and what gates these; then, in
-    another tensor, beta and decay of these."""
+    """Return the stored rows of the input matrices, which checkpoints group by key head.
+
+    Of each key head one tensor has the query, the key, the values that share it, and their gates.
+    Another tensor has beta and decay of these values.
+    """
     import numpy as np
 
     delta = next(each.mixer for each in model.attention if isinstance(each.mixer, Delta))

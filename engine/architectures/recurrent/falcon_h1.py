@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """What multiplies the layer's input multiplies queries, keys and values: scores have it twice,
-    and what is attended once."""
+    """Return the layers, with the multipliers of the file.
+
+    The multiplier of the layer's input multiplies queries, keys and values. So scores have it
+    twice, and attended values once.
+    """
     into = config.number("attention_in_multiplier", 1.0)
     mixer = mamba2_mixer(config)
     through = config.number("ssm_in_multiplier", 1.0)
@@ -37,7 +40,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _factors(config: Reader, key: str, count: int) -> tuple[float, ...]:
-    """A list of so many positive numbers; ones where the file says nothing."""
+    """Read a list of `count` positive numbers; ones where the file says nothing."""
     given = config.get(key, [1.0] * count)
     if not isinstance(given, list | tuple) or len(given) != count:
         raise config.error(key, f"must be a list of {count} numbers, got {given!r}")

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mamba1:
-    """A layer of Mamba-1: of each request the last taps - 1 inputs of its convolution, and for each
-    channel state_size numbers.
+    """A recurrent layer of Mamba-1.
 
-    rank: of the product that makes the steps. conv_bias: of the convolution. bias: of the first and
-    the last product.
+    The state of a request is the last taps - 1 inputs of the layer's convolution, and state_size
+    numbers for each channel.
+
+    rank: the rank of the matmul that makes the steps.
+    conv_bias: whether the convolution has a bias.
+    bias: whether the first and the last matmul have biases.
     """
 
     channels: int

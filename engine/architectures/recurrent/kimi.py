@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Kimi:
-    """A layer of Kimi Delta Attention, which keeps for each head a matrix [size, size], and the
-    last taps - 1 inputs of its convolution.
+    """A recurrent layer of Kimi Delta Attention.
 
-    rank: of what decays and gates are products of; of every rank alike.
+    The state of a request is a matrix [size, size] for each head, and the last taps - 1 inputs of
+    the layer's convolution.
+
+    rank: elements of the latents that decays and gates are made of; every rank has all of them.
     late: decodes whose part of the state is written later (`kernels.recurrent.delta_rule_cuda`).
     """
 
@@ -41,23 +43,32 @@ class Kimi:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a request, float32: the inputs of the convolution, the matrices, and what is not yet
-        in these: of each head and decode a key, a correction, and sums."""
+        """The shapes of a request's float32 states: convolution inputs, matrices, late entries.
+
+        A late entry is what is not yet in the matrices. For each head and decode it has a key, a
+        correction, and sums.
+        """
         channels = 3 * self.heads * self.size
         late = ((self.heads, self.late, 3 * self.size),) if self.late else ()
         return (self.taps - 1, channels), (self.heads, self.size, self.size), *late
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """As `kernels.recurrent.kimi_chunks_cuda` allocates them in 16 bits, all by head: queries,
-        keys, weights, values, and pairs of tokens; sums of decays, and pairs."""
+        """The numbers of 16-bit and float32 elements of a chunk, all by head.
+
+        `kernels.recurrent.kimi_chunks_cuda` allocates them. In 16 bits there are queries, keys,
+        weights, values, and pairs of tokens. In float32 there are sums of decays, and pairs.
+        """
         size, pairs = max(64, padded(self.size)), CHUNK * CHUNK
         return self.heads * (4 * CHUNK * size + pairs), self.heads * (CHUNK * size + pairs)
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """transformers says layer_types; the hub's files have the numbers of layers, from 1 on, in
-    linear_attn_config."""
+    """Return the layers of latent attention, without rotary embeddings, and of delta attention.
+
+    transformers' files have layer_types. The hub's files have the numbers of layers, from 1 on, in
+    linear_attn_config.
+    """
     own = config.inner("linear_attn_config")
     default = [FULL if i and i % 4 == 0 else LINEAR for i in range(layers)]
     full, linear = own.listed("full_attn_layers", int), own.listed("kda_layers", int)

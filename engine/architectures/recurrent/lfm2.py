@@ -20,9 +20,9 @@ _CONV = "conv"
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """out(c * conv(b * x)), with b, c and x products of the layer's input.
+    """A layer of a short convolution: out(c * conv(b * x)); b, c, x are matmuls of its input.
 
-    bias: of the convolution and both products.
+    bias: whether the convolution and both matmuls have biases.
     """
 
     channels: int
@@ -58,13 +58,13 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _full_layers(config: Reader) -> list[int]:
-    """Of a file that says nothing of it, all."""
+    """Return the layers that have attention: all layers, where the file does not list them."""
     full = config.listed("full_attn_idxs", int)
     return [*range(config.size("num_hidden_layers"))] if full is None else full
 
 
 def _inner(config: Reader) -> int:
-    """The MLP's width, of which the file has what it is computed from."""
+    """Return the MLP's width, computed from the numbers that the file has."""
     size = config.size("intermediate_size")
     if not config.flag("block_auto_adjust_ff_dim", True):
         return size

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """A layer of Mamba-2: of each request the last taps - 1 inputs of its convolution, and for each
-    head a matrix [head_size, state_size]. Groups of heads share B and C.
+    """A recurrent layer of Mamba-2. Groups of heads share B and C.
 
-    conv_bias: of the convolution. bias: of both products. limits: between which steps are cut.
-    factors: of the gate, x, B, C and the steps as the first product makes them; () = none.
-    out_factor: of what the mixer makes. normed: what it makes is normed before the last product.
-    gate_last: the gate stands behind the norm.
+    The state of a request is the last taps - 1 inputs of the layer's convolution, and a matrix
+    [head_size, state_size] for each head.
+
+    conv_bias: whether the convolution has a bias.
+    bias: whether both matmuls have biases.
+    limits: the bounds between which steps are clipped.
+    factors: factors of the gate, x, B, C and the steps as the first matmul makes them; () = none.
+    out_factor: the factor of the mixer's output.
+    normed: whether the heads' output is normed before the last matmul.
+    gate_last: whether the gate stands behind the norm.
     """
 
     heads: int
@@ -41,7 +46,10 @@ class Mamba2:
     gate_last: bool = False
 
     def undivided(self, ranks: int) -> str:
-        """B and C of a single group are on every rank; a norm over all heads would be on none."""
+        """Return why ranks cannot divide the layer; "" = they can.
+
+        B and C of a single group are on every rank. A norm over all heads would be on none.
+        """
         if self.groups > 1:
             return f"{self.groups} groups of Mamba-2's heads" if self.groups % ranks else ""
         if self.normed:
@@ -54,12 +62,12 @@ class Mamba2:
 
     @property
     def inner(self) -> int:
-        """Elements of all heads."""
+        """The number of elements of all heads."""
         return self.heads * self.head_size
 
     @property
     def channels(self) -> int:
-        """Of the convolution: x, B, C."""
+        """The number of the convolution's channels: x, B and C."""
         return self.inner + 2 * self.groups * self.state_size
 
     @property
@@ -69,8 +77,11 @@ class Mamba2:
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """As `kernels.recurrent.mamba2_chunks_cuda` allocates them: x and states by head, B and C
-        by group; steps and sums of decays."""
+        """The numbers of 16-bit and float32 elements of a chunk.
+
+        `kernels.recurrent.mamba2_chunks_cuda` allocates them. In 16 bits there are x and states by
+        head, and B and C by group. In float32 there are steps and sums of decays.
+        """
         size, states = padded(self.head_size), padded(self.state_size)
         each = CHUNK * size + size * states
         shared = 2 * self.groups * CHUNK * states
@@ -78,7 +89,7 @@ class Mamba2:
 
 
 def mamba2_mixer(config: Reader) -> Mamba2:
-    """By the keys mamba_..., of which records rename others."""
+    """Read a layer of Mamba-2 from the keys mamba_..., of which records rename others."""
     heads = config.size("mamba_n_heads", 128)
     inner = config.size_or_none("mamba_d_ssm")
     if inner is None:
@@ -109,7 +120,7 @@ def mamba2_mixer(config: Reader) -> Mamba2:
 
 
 def _limits(config: Reader) -> tuple[float, float]:
-    """JSON has no infinity, which writers spell otherwise."""
+    """Read time_step_limit. JSON has no infinity, which writers spell otherwise."""
     given = config.get("time_step_limit", [0.0, "inf"])
     try:
         least, most = (
@@ -121,8 +132,10 @@ def _limits(config: Reader) -> tuple[float, float]:
 
 
 def mamba2_tensors(prefix: str) -> Mapping[str, CheckpointTensor]:
-    """The mixer's, of a layer that names it so. In our order as in theirs: the gate, x, B and C,
-    the steps."""
+    """Return the tensors of a mixer that the checkpoint names `prefix`.
+
+    The rows are in our order and in theirs: the gate, x, B and C, the steps.
+    """
     return {
         "mamba_in": CheckpointTensor((f"{prefix}in_proj",)),
         "mamba_conv": CheckpointTensor((f"{prefix}conv1d.weight",)),

@@ -16,46 +16,56 @@ CHUNK = 64  # tokens
 
 
 def padded(size: int) -> int:
-    """What a kernel makes of an axis: a power of 2 that the matrix unit takes."""
+    """Return the size that a kernel makes of an axis: a power of 2 that the matrix unit takes."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 class Mixer(Protocol):
-    """Frozen, and equal where the layers are alike. `engine.layers.recurrent.block` has the layer
-    of each."""
+    """The record of a recurrent layer: frozen, and equal where the layers are alike.
+
+    `engine.layers.recurrent.block` has the layer of each record.
+    """
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of a request's one to three tensors, float32: the last inputs of a convolution, what the
-        layer sums up of all tokens, and what is not yet in there."""
+        """The shapes of a request's one to three float32 tensors.
+
+        The tensors are the last inputs of a convolution, the layer's sums over all tokens, and what
+        is not yet in these sums.
+        """
         ...
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
-        """What the launches of a prompt on CUDA hand on of each CHUNK tokens: elements of the
-        activations' type, and float32 ones. (0, 0): tokens are walked."""
+        """The numbers of elements that the launches of a prompt on CUDA hand on for each CHUNK
+        tokens.
+
+        The first number is of elements of the activations' type, the second of float32 ones. (0,
+        0): tokens are walked.
+        """
         ...
 
     def undivided(self, ranks: int) -> str:
-        """Why the layer cannot be divided among so many ranks; "" = it can."""
+        """Return why so many ranks cannot divide the layer; "" = they can."""
         ...
 
     def of_rank(self, ranks: int) -> "Mixer":
-        """One rank's part, which is like that of every other one."""
+        """Return one rank's part of the layer, which is like that of every other rank."""
         ...
 
 
 def mixing(plain: "LayerAttention", mixer: Mixer) -> "LayerAttention":
-    """A layer that has the mixer in the place of attention."""
+    """Return a layer that has the mixer in the place of attention."""
     return replace(plain, mixer=mixer, attends=False)
 
 
 def mixed_kinds(
     config: Reader, layers: int, names: Mapping[str, str], default: Sequence[str] | None = None
 ) -> list[str]:
-    """Of each layer, one of the values of `names`, by what layer_types says. names: the file's ->
-    ours, FULL among ours. default: where the file says nothing; None = an error.
+    """Return one of the values of `names` for each layer, as layer_types says.
 
+    names: the file's names -> ours, FULL among ours.
+    default: the file's names where layer_types is missing; None = an error.
     Raises ConfigError for a file that names others, or no layer with keys and values.
     """
     kinds = config.get("layer_types")

@@ -21,7 +21,7 @@ _PATTERN = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}
 
 
 def _layer_types(config: Reader) -> list[str]:
-    """Files before transformers 5 have a letter for each layer."""
+    """Return the kind of each layer; files before transformers 5 have a letter for each."""
     kinds = config.listed("layers_block_type", str)
     if kinds is not None:
         return kinds

@@ -31,7 +31,7 @@ class BidirectionalAttention(Attention):
         return self.out.forward(attended, meta.lora, residual=residual)
 
     def attended(self, x: Tensor, meta: AttentionMeta, norm: Norm | None = None) -> Tensor:
-        """What `out` is to multiply."""
+        """Return the attended values, which `out` is to multiply."""
         return self.kernels.whole_texts(
             self.qkv.forward(x, meta.lora, norm=norm),
             self.cos_sin if self.rotates else None,

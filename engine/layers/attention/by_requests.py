@@ -10,11 +10,18 @@ from kernels.metadata import AttentionMeta, OwnTokens
 
 
 class AttentionByRequests:
-    """A rank adds nothing for the tokens of other ranks' requests to the sum that ends the layer,
-    so this is as large as where heads are divided, and no other message is needed."""
+    """Data-parallel attention: each rank attends for its own requests alone.
+
+    A rank adds nothing for the tokens of other ranks' requests to the all-reduce that ends the
+    layer. This all-reduce is as large as with divided heads, and no other message is needed.
+    """
 
     def __init__(self, attention: Block, group: TensorParallelGroup) -> None:
-        """attention: of one rank. group: that requests are divided among."""
+        """Wrap the attention of one rank.
+
+        attention: the undivided attention.
+        group: the ranks that requests are divided among.
+        """
         self.attention, self.group = attention, group
         self.linears, self.norms = attention.linears, attention.norms
         self.others, self.stacks = attention.others, attention.stacks
@@ -41,7 +48,7 @@ class AttentionByRequests:
         return self.group.add_reduced(found, residual)
 
     def _found(self, x: Tensor, kv: KV, own: OwnTokens, norm: Norm | None) -> Tensor:
-        """What was attended from this rank's tokens, and zeros for the others: of x's shape."""
+        """Attend from this rank's tokens; returns zeros for the others, in x's shape."""
         if own.others is not None:
             assert own.meta is not None
             return self.attention.forward(x, kv, own.meta, norm=norm).masked_fill_(own.others, 0)

@@ -25,7 +25,7 @@ from kernels.metadata import AttentionMeta
 
 
 def attention_block(build: Builder, tables: Tables) -> Block:
-    """The plain block wherever it serves. Of a layer that attends or has a mixer."""
+    """Make the attention of a layer, its mixer or both; the plain block wherever it serves."""
     layer = build.config.attention[build.layer or 0]
     if build.by_requests and build.group.size > 1:
         return AttentionByRequests(_attention(build.undivided(), tables, layer), build.group)
@@ -66,13 +66,19 @@ def _edits(config: ModelConfig, layer: LayerAttention) -> bool:
 
 
 class HeadNorm(Norm):
-    """Of this rank's queries or keys [n, heads, head_dim]; weights for all elements of all heads.
+    """The norm of this rank's queries or keys [n, heads, head_dim], with weights for all elements
+    of all heads.
 
-    flat: an RMS norm over all heads of all ranks together; else a layer norm of each.
+    flat: whether an RMS norm is over all heads of all ranks together; otherwise each head has a
+        layer norm.
     """
 
     def __init__(self, build: Builder, ours: str, heads: int, size: int, kept: tuple[int, int]):
-        """heads: of all ranks. kept: the range of them that this one has."""
+        """Make the norm and its parameter.
+
+        heads: the number of heads of all ranks.
+        kept: the range of heads that this rank has.
+        """
         self.kernels, self.eps = build.kernels, build.config.norm_eps
         self.flat = build.config.qk_norm == "flat"
         # Of heads that are fewer than ranks each is on several.
@@ -82,26 +88,30 @@ class HeadNorm(Norm):
         self.parameters: tuple[Parameter, ...] = (parameter,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of one rank, or of heads that are each their own."""
+        """Norm x [n, heads, head_dim] without other ranks: there is one rank, or each head has its
+        own norm."""
         if self.flat:
             return self.kernels.rms_norm(x.flatten(1), self.weight, self.eps).view(x.shape)
         normed = self.kernels.layer_norm(x, None, None, self.eps)
         return normed.mul_(self.weight.view(x.shape[1:]))
 
     def squared(self, x: Tensor) -> Tensor:
-        """What this rank adds to the sum of squares: [n] float32."""
+        """Return this rank's summand of the sum of squares: [n] float32."""
         return x.float().square().sum((1, 2))
 
     def by(self, x: Tensor, squares: Tensor) -> Tensor:
-        """x normed, by the sum of squares of all ranks [n]."""
+        """Norm x by the sum of squares of all ranks [n]."""
         rms = (squares / self.counted + self.eps).sqrt()[:, None]
         normed = x.flatten(1).float() / rms * self.weight.float()
         return normed.view(x.shape).to(x.dtype)
 
 
 class EditedAttention(Attention):
-    """Norms and rotations that are made here are followed by a rotation by nothing, which writes
-    the keys into the cache."""
+    """The attention whose queries, keys, values or outputs are edited beside the fused kernel.
+
+    Norms and rotations that are made here are followed by a rotation by nothing, which writes the
+    keys into the cache.
+    """
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)
@@ -184,7 +194,7 @@ class EditedAttention(Attention):
         return self.out.forward(attended, meta.lora, residual=residual)
 
     def _edit(self, qkv: Tensor, meta: AttentionMeta) -> None:
-        """Rotation and norms of queries and keys, written over them."""
+        """Apply rotary positions and norms to queries and keys, written over them."""
         if not self.apart:
             return
         heads, kv_heads = self.heads
@@ -204,7 +214,8 @@ class EditedAttention(Attention):
 
 
 class BorrowingAttention(Attention):
-    """Of a layer that has queries alone, and reads the keys and values of another one."""
+    """The attention of a layer that has queries alone, and reads the keys and values of another
+    layer."""
 
     def forward(
         self,

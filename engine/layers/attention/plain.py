@@ -15,8 +15,10 @@ from kernels.metadata import AttentionMeta
 
 
 class Attention:
-    """Causal, over the paged cache; rotary positions, an RMS norm on each head of q and k if the
-    model has them."""
+    """Causal attention over the paged cache.
+
+    Rotary positions, and an RMS norm on each head of q and k, are applied if the model has them.
+    """
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config

@@ -16,7 +16,7 @@ from engine.layers.recurrent.short_conv import GatedConvolution
 
 
 def mixer_block(build: Builder) -> Block:
-    """Of a layer that has one."""
+    """Make the mixer of a layer that has one."""
     assert build.layer is not None
     match build.config.attention[build.layer].mixer:
         case Delta():

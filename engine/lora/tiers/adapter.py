@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """What a look at the files says. stamp: changes when the files do; "" if a store does not
-    tell."""
+    """What the files of an adapter say at a look.
+
+    stamp: a text that changes when the files do; "" if a store does not report it.
+    """
 
     kind: str
     rank: int
@@ -42,18 +44,18 @@ class Loader(Protocol):
     """
 
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
-        """Configuration only."""
+        """Read the configuration only."""
         ...
 
     def read(self, path: str, digest: str = "") -> LoadedAdapter: ...
 
     def upload(self, weights: Any, slot: int) -> None:
-        """Into a slot that no step uses. Returns when the copy is done."""
+        """Copy weights into a slot that no step uses. Returns when the copy is done."""
         ...
 
 
 class NoLoader:
-    """Of an engine that takes no adapters: never called."""
+    """The loader of an engine that takes no adapters; it is never called."""
 
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
         raise NotImplementedError
@@ -66,7 +68,7 @@ class NoLoader:
 
 
 class Adapter:
-    """State of one revision of one adapter, changed by the store alone."""
+    """The state of one revision of one adapter, changed by the store alone."""
 
     __slots__ = (
         "digest",
@@ -101,17 +103,18 @@ class Adapter:
 
     @property
     def key(self) -> str:
-        """In the keys of the prefix cache."""
+        """The adapter's part of the keys of the prefix cache."""
         return f"{self.info.name}@{self.info.revision}"
 
     @property
     def is_prefix(self) -> bool:
-        """Its virtual tokens have keys and values, not vectors."""
+        """Whether the adapter is prefix tuning, whose virtual tokens have keys and values, not
+        embeddings."""
         return self.info.kind == PREFIX
 
     def is_same(self, info: AdapterInfo, described: AdapterDescription, digest: str) -> bool:
-        """Whether what is added is this one: of one revision, and of equal bytes as far as they
-        were read."""
+        """Whether the added adapter is this one: of one revision, and of equal bytes as far as
+        these were read."""
         if self.info.revision != info.revision:
             return False
         return self.digest == digest if self.digest else self.stamp == described.stamp

@@ -55,21 +55,25 @@ class CachedFolder:
         self.close()
 
     def reserve(self, num_bytes: int) -> None:
-        """Room for what will be written here. Raises AdapterError: adapter_incompatible if it is
-        more than the budget, storage_full if others keep the room for too long."""
+        """Reserve room for the files that will be written to this folder.
+
+        Raises AdapterError: adapter_incompatible if num_bytes is more than the budget, storage_full
+        if others keep the room for too long.
+        """
         self._cache.reserve(self, num_bytes)
 
     def keep(self, digest: str) -> None:
-        """It is complete: found by its digest from now on."""
+        """Mark the folder as complete; from now on its digest finds it."""
         self._cache.keep(self, digest)
 
     def become(self, folder: Path) -> None:
-        """It was renamed, and others may read it."""
+        """Take over the folder's new path after its renaming, and let others read the folder."""
         self.folder, self.filled = folder, True
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def remove(self) -> None:
-        """Its files are damaged: the next to ask gets an empty one."""
+        """Mark the folder's files as damaged; `close` removes them, and the next caller gets an
+        empty folder."""
         self.filled = False
 
     def close(self) -> None:
@@ -79,8 +83,12 @@ class CachedFolder:
 
 
 class DiskCache:
-    """folder: where it makes its own, when that is first needed; "" = the machine's temporary one.
-    budget: bytes; 0 = the smaller of 16 GiB and a quarter of what is free there."""
+    """The cache of downloaded adapters on the disk, shared by all engines of a user.
+
+    folder: where the cache makes a folder of its own, when that is first needed; "" = the machine's
+        temporary folder.
+    budget: bytes; 0 = the smaller of 16 GiB and a quarter of what is free there.
+    """
 
     def __init__(self, folder: str = "", budget: int = 0) -> None:
         self.folder = Path(folder or tempfile.gettempdir(), f"manta-adapters-{os.getuid()}")
@@ -92,15 +100,17 @@ class DiskCache:
             return sum(size for _, size in self._folders().values())
 
     def find(self, digest: str) -> CachedFolder | None:
-        """The adapter with this digest; None if it is not there. Raises AdapterError."""
+        """Return the adapter with this digest; None if the cache does not have it. Raises
+        AdapterError."""
         with self._alone():
             return self._find(digest)
 
     def open(self, digest: str = "") -> CachedFolder:
-        """The adapter with this digest, or else an empty entry to fill. While another thread or
-        process fills one for this digest it is waited for.
+        """Return the adapter with this digest, or else an empty entry to fill.
 
-        digest: "" = not known: always empty. Raises AdapterError storage_full.
+        While another thread or process fills an entry for this digest, the call waits.
+
+        digest: "" = not known: always an empty entry. Raises AdapterError storage_full.
         """
         known = digest if _DIGEST.fullmatch(digest) else ""
         prefix = f"part-{known}-"
@@ -195,8 +205,10 @@ class DiskCache:
         return min(DEFAULT_BYTES, (shutil.disk_usage(self.folder).free + held) // 4)
 
     def _make_room(self, most: int) -> bool:
-        """Remove what was used longest ago and is not in use, until `most` bytes are left. Whether
-        that is so."""
+        """Remove the least recently used folders that are not locked, until `most` bytes are left.
+
+        Returns whether at most that many bytes are left.
+        """
         folders = self._folders()
         held = sum(size for _, size in folders.values())
         for path in sorted(folders, key=lambda path: folders[path]):
@@ -230,7 +242,7 @@ def _remove_unused(folder: Path) -> bool:
 
 
 def _look(folder: Path) -> tuple[int, int]:
-    """Its last use, and the bytes that it takes or will take."""
+    """Return a folder's last use, and the bytes that the folder takes or will take."""
     sizes = {}
     try:
         used = folder.stat().st_mtime_ns

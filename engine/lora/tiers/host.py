@@ -12,7 +12,10 @@ UNUSED_SECONDS = 86_400.0
 
 
 class HostMemory:
-    """budget: bytes. What running requests may need again is kept beyond it."""
+    """The adapters in host memory.
+
+    budget: bytes; adapters that running requests may need again are kept beyond it.
+    """
 
     def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
@@ -25,14 +28,14 @@ class HostMemory:
         return self.num_bytes < self._budget
 
     def keep(self, adapter: Adapter, loaded: LoadedAdapter) -> None:
-        """It was read, or given with its name; it counts as just used."""
+        """Keep the adapter's loaded weights, and count the adapter as just used."""
         adapter.weights, adapter.digest = loaded.weights, loaded.digest
         adapter.host_bytes = loaded.host_bytes
         self.num_bytes += loaded.host_bytes
         self._adapters[adapter] = self._clock()
 
     def touch(self, adapter: Adapter) -> None:
-        """It is used."""
+        """Count the adapter as just used."""
         if adapter.weights is not None:
             self._adapters[adapter] = self._clock()
             self._adapters.move_to_end(adapter)
@@ -45,7 +48,7 @@ class HostMemory:
 
     @property
     def has_unused(self) -> bool:
-        """`drop_unused` has something to do."""
+        """Whether `drop_unused` has something to do."""
         oldest = next(iter(self._adapters.values()), None)
         return oldest is not None and self._clock() - oldest > UNUSED_SECONDS
 
@@ -59,9 +62,11 @@ class HostMemory:
                 self.forget(adapter)
 
     def evict(self, wanted: Container[Adapter]) -> None:
-        """Back to the budget. The newest stays, or nothing could ever be uploaded.
+        """Drop the least recently used adapters until the budget is met.
 
-        wanted: those that wait for a slot.
+        The newest adapter stays, or none could ever be uploaded.
+
+        wanted: the adapters that wait for a slot.
         """
         newest = next(reversed(self._adapters), None)
         for adapter in list(self._adapters):

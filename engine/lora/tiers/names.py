@@ -8,15 +8,17 @@ T = TypeVar("T")
 
 
 class AdapterNames(Generic[T]):
-    """name -> its current adapter; "name@revision" is understood too, while it is the current one
-    or still in `retired`."""
+    """The names of adapters: name -> its current adapter.
+
+    "name@revision" is understood too, while that is the current adapter or still in `retired`.
+    """
 
     def __init__(self) -> None:
         self._current: dict[str, tuple[str, T]] = {}  # name -> (revision, adapter)
         self._retired: dict[tuple[str, str], T] = {}  # replaced or removed, yet in use
 
     def put(self, name: str, revision: str, adapter: T) -> T | None:
-        """Make it current; returns what it replaces."""
+        """Make the adapter its name's current one; returns the adapter that it replaces."""
         before = self._current.get(name)
         self._current[name] = (revision, adapter)
         self._retired.pop((name, revision), None)
@@ -27,8 +29,8 @@ class AdapterNames(Generic[T]):
         return before[1]
 
     def remove(self, name: str, revision: str = "") -> T:
-        """Returns what the name meant. Raises AdapterError if it means nothing, or another
-        revision."""
+        """Remove a name; returns its adapter. Raises AdapterError if the name means nothing, or
+        another revision."""
         found = self._current.get(name)
         if found is None or revision not in ("", found[0]):
             raise not_found(f"{name}@{revision}" if revision else name)
@@ -37,7 +39,7 @@ class AdapterNames(Generic[T]):
         return found[1]
 
     def find(self, name: str) -> T:
-        """name: or "name@revision". Raises AdapterError."""
+        """Return the adapter that a name or "name@revision" means. Raises AdapterError."""
         base, _, revision = name.partition("@")
         found = self._current.get(base)
         if found is not None and revision in ("", found[0]):
@@ -51,7 +53,7 @@ class AdapterNames(Generic[T]):
         return None if found is None else found[1]
 
     def forget(self, name: str, revision: str, adapter: T) -> None:
-        """A retired adapter is used no more."""
+        """Forget a retired adapter that is used no more."""
         if self._retired.get((name, revision)) is adapter:
             del self._retired[name, revision]
 

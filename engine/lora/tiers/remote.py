@@ -94,7 +94,7 @@ def _copy(path: str, entry: CachedFolder, *, weights: bool) -> str:
 
 
 def _size(store: Any, path: str, limit: int) -> int:
-    """0 = not told."""
+    """Return the size of a file in bytes; 0 = not reported. Raises AdapterError above the limit."""
     size = store.info(path).get("size")
     if size is not None and size > limit:
         raise AdapterError(f"{size} bytes of {path} are more than the {limit} that are allowed")

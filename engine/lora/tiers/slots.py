@@ -28,12 +28,15 @@ class Slot:
 
     @property
     def wanted(self) -> bool:
-        """Requests run on it or wait to."""
+        """Whether requests run on the slot's adapter or wait to."""
         return self.adapter is not None and self.adapter.users > 0
 
 
 class DeviceSlots:
-    """count: how many there are."""
+    """The adapter slots of the device.
+
+    count: the number of slots.
+    """
 
     def __init__(self, count: int) -> None:
         self._slots = [Slot(index) for index in range(count)]
@@ -47,7 +50,7 @@ class DeviceSlots:
         return self._slots[index]
 
     def touch(self, slot: Slot) -> None:
-        """It is used."""
+        """Count the slot as just used."""
         self._clock += 1
         slot.used = self._clock
 
@@ -63,7 +66,7 @@ class DeviceSlots:
         return min(free, key=self._worth, default=None)
 
     def _worth(self, slot: Slot) -> tuple[bool, bool, float, int]:
-        """The least goes first."""
+        """The slot's sort key of worth; the slot with the least is given away first."""
         adapter = slot.adapter
         if adapter is None:
             return (False, False, 0.0, 0)
@@ -80,14 +83,16 @@ class DeviceSlots:
         self.touch(slot)
 
     def take(self, slot: Slot) -> None:
-        """Empty it."""
+        """Empty the slot."""
         assert slot.adapter is not None and not slot.pins
         slot.adapter.slot = None
         slot.adapter, slot.ready = None, False
 
     def promise(self, adapter: Adapter) -> None:
-        """It is the next in some slot that requests run on. Half of the slots at most are promised,
-        so that the others keep their requests going."""
+        """Promise the adapter the next use of a slot that requests run on.
+
+        At most half of the slots are promised, so that the others keep their requests going.
+        """
         if any(slot.promised is adapter for slot in self._slots):
             return
         open_slots = [slot for slot in self._slots if slot.promised is None and slot.ready]
@@ -97,7 +102,8 @@ class DeviceSlots:
                 victim.promised = adapter
 
     def unpromise(self, adapter: Adapter) -> list[Adapter]:
-        """The adapters whose slots are open to new requests again."""
+        """Withdraw the adapter's promise; returns the adapters whose slots are open to new requests
+        again."""
         opened = []
         for slot in self._slots:
             if slot.promised is adapter:
@@ -107,18 +113,21 @@ class DeviceSlots:
         return opened
 
     def due(self) -> list[Adapter]:
-        """Adapters whose promised slot has no rows any more."""
+        """Return the adapters whose promised slot has no rows any more."""
         return [s.promised for s in self._slots if s.promised is not None and not s.pins]
 
     @property
     def resident(self) -> list[str]:
-        """Names of the adapters on the device, the next to go last."""
+        """The names of the adapters on the device; the next adapter to go is last."""
         slots = [s for s in self._slots if s.adapter is not None and s.ready]
         slots.sort(key=self._worth, reverse=True)
         return [s.adapter.info.name for s in slots if s.adapter is not None]
 
     def check_integrity(self, pins: dict[int, int]) -> None:
-        """pins: slot index -> rows that use it."""
+        """Assert that pins and adapters of all slots agree.
+
+        pins: slot index -> rows that use it.
+        """
         for slot in self._slots:
             assert slot.pins == pins.get(slot.index, 0), f"slot {slot.index}: pins are lost"
             assert slot.adapter is None or slot.adapter.slot is slot

@@ -46,10 +46,13 @@ T = TypeVar("T")
 
 
 class AdapterStore:
-    """max_loras: slots; with 0 every adapter is refused.
+    """The adapters that the engine knows, and the tier of each.
 
-    host_bytes: budget of host memory; adapters that running requests may need
-    again are kept beyond it. disk, device: where reads and uploads run. clock: seconds.
+    max_loras: the number of slots; with 0 every adapter is refused.
+    host_bytes: the budget of host memory; adapters that running requests may need again are kept
+        beyond it.
+    disk, device: the executors of reads and uploads.
+    clock: seconds.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class AdapterStore:
     # ---- names ---------------------------------------------------------------------------------
 
     def add(self, message: AddAdapter) -> None:
-        """Begin; the answer comes by `take_answers`."""
+        """Begin to add an adapter; `take_answers` returns the answer."""
 
         def work() -> AdapterDescription | LoadedAdapter:
             self._check_enabled()
@@ -135,7 +138,7 @@ class AdapterStore:
         self._answers.append(AdapterAnswer(message.ticket, info))
 
     def remove(self, message: RemoveAdapter) -> None:
-        """Behind the additions of that name before it."""
+        """Remove an adapter after all earlier additions and removals of its name."""
 
         def then() -> None:
             self._removed(message)
@@ -144,7 +147,8 @@ class AdapterStore:
         self._line_up(message.name, lambda: self._later(then))
 
     def _line_up(self, name: str, begin: Callable[[], None]) -> None:
-        """begin() when what was asked for this name before is done; it ends with `_next`."""
+        """Call begin() when all that was asked for this name before is done; that work ends with
+        `_next`."""
         line = self._lines.setdefault(name, deque())
         line.append(begin)
         if len(line) == 1:
@@ -172,7 +176,7 @@ class AdapterStore:
         return cls(NoLoader(), 0, 0)
 
     def find(self, name: str) -> Adapter:
-        """What a request names: a name or "name@revision". Raises AdapterError."""
+        """Return the adapter that a name or "name@revision" means. Raises AdapterError."""
         self._check_enabled()
         return self._names.find(name)
 
@@ -190,8 +194,11 @@ class AdapterStore:
     # ---- requests ------------------------------------------------------------------------------
 
     def claim(self, adapter: Adapter) -> None:
-        """A request was accepted: bring its adapter into host memory while the request waits, if
-        that drives out no other and is not far ahead of its turn."""
+        """Count an accepted request of the adapter, and begin to read the adapter while the request
+        waits.
+
+        The adapter is read only if host memory has room and few other reads are under way.
+        """
         adapter.users += 1
         self._slots.popularity.count(adapter.info.name, self._clock())
         room = self._host.has_room and self._reading < READ_AHEAD
@@ -199,9 +206,10 @@ class AdapterStore:
             self._read(adapter)
 
     def ask(self, adapter: Adapter) -> bool:
-        """Whether a request may start on it now. If not, it is on its way, and `poll` will name it.
+        """Whether a request may start on the adapter now. If not, the adapter is on its way, and
+        `poll` will name it.
 
-        Raises AdapterError if it cannot be had.
+        Raises AdapterError if the adapter cannot be loaded.
         """
         if adapter.error is not None:
             if self._clock() < adapter.failed_at + RETRY_SECONDS:
@@ -222,7 +230,10 @@ class AdapterStore:
         return slot.ready
 
     def pin(self, adapter: Adapter, *, first: bool) -> int:
-        """A request starts (`first`: not after a preemption). Its slot's index."""
+        """Start a request on the adapter's slot; returns the slot's index.
+
+        first: whether the request starts for the first time, not after a preemption.
+        """
         slot = adapter.slot
         assert slot is not None and slot.ready
         slot.pins += 1
@@ -230,7 +241,7 @@ class AdapterStore:
         return slot.index
 
     def unpin(self, index: int) -> None:
-        """No step uses the row any more."""
+        """Release the slot of a row that no step uses any more."""
         slot = self._slots[index]
         slot.pins -= 1
         assert slot.pins >= 0
@@ -240,7 +251,7 @@ class AdapterStore:
             self._slot_changed()
 
     def release(self, adapter: Adapter, *, started: bool) -> None:
-        """A request has ended."""
+        """Count a request of the adapter as ended."""
         adapter.users -= 1
         adapter.started -= started
         assert 0 <= adapter.started <= adapter.users
@@ -277,7 +288,7 @@ class AdapterStore:
         work: Callable[[], T],
         then: Callable[[T | AdapterError], None],
     ) -> None:
-        """work() on the executor, then `then` with what came of it, here."""
+        """Run work() on the executor, and have `poll` call `then` with its result or error."""
 
         def job() -> None:
             result: T | AdapterError
@@ -293,7 +304,7 @@ class AdapterStore:
         executor.submit(job)
 
     def _later(self, then: Callable[[], None]) -> None:
-        """In `poll`; from any thread."""
+        """Have the next `poll` call then(); from any thread."""
         self._done.put(then)
         self._wake()
 
@@ -345,7 +356,7 @@ class AdapterStore:
         self._host.evict(self._wanted)
 
     def _advance(self, adapter: Adapter) -> None:
-        """The next thing to do for one that waits for a slot."""
+        """Read, upload or promise a slot: the next step of an adapter that waits for one."""
         if adapter.weights is None:
             self._read(adapter)
             return
@@ -393,7 +404,7 @@ class AdapterStore:
         self._drop_unused(adapter)
 
     def _drop_unused(self, adapter: Adapter) -> None:
-        """Of a retired adapter nothing is kept once its last request has ended."""
+        """Drop a retired adapter from all tiers once its last request has ended."""
         if not adapter.retired or adapter.users:
             return
         self._names.forget(adapter.info.name, adapter.info.revision, adapter)
@@ -410,16 +421,20 @@ class AdapterStore:
 
     @property
     def resident(self) -> list[str]:
-        """Names of the adapters on the device, the next to go last."""
+        """The names of the adapters on the device; the next adapter to go is last."""
         return self._slots.resident
 
     @property
     def host_bytes(self) -> int:
-        """Of the adapters in host memory."""
+        """The bytes of the adapters in host memory."""
         return self._host.num_bytes
 
     def check_integrity(self, pins: dict[int, int], users: dict[Adapter, int]) -> None:
-        """pins: slot index -> rows that use it; users: adapter -> requests that have not ended."""
+        """Assert that the counts of all tiers agree.
+
+        pins: slot index -> rows that use it.
+        users: adapter -> requests that have not ended.
+        """
         self._slots.check_integrity(pins)
         self._host.check_integrity()
         for adapter, count in users.items():

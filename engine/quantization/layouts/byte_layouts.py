@@ -35,7 +35,11 @@ _NAN = 127  # of an 8-bit float, without its sign
 
 
 def eight_bit_form(scheme: Scheme, group: int, rows: int) -> Format:
-    """Of a matrix that keeps a scale for so many inputs and outputs."""
+    """The format of an 8-bit matrix that shares a scale among so many inputs and outputs.
+
+    group: inputs that share a scale.
+    rows: outputs that share a scale.
+    """
     if scheme.kind == "fp8":
         return Format(
             8, group, torch.float32, code="e4m3", rows=rows, activations=scheme.activations
@@ -44,7 +48,7 @@ def eight_bit_form(scheme: Scheme, group: int, rows: int) -> Format:
 
 
 class EightBitLayout(Layout):
-    """e4m3 or signed codes [out, in], with a scale for the matrix, for each output or each
+    """A matrix [out, in] of e4m3 or signed codes, with a scale for the matrix, each output or each
     block."""
 
     def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
@@ -90,7 +94,7 @@ class EightBitLayout(Layout):
         return codes, self._scales(begin, end), None
 
     def _scales(self, begin: int, end: int) -> Tensor:
-        """[ceil(n / form.rows), groups] of the kept rows from begin to end."""
+        """Return the scales [ceil(n / form.rows), groups] of the kept rows from begin to end."""
         scheme, scale = self._scheme, self._scale
         if not scheme.group:
             if scheme.rows:
@@ -110,12 +114,12 @@ class EightBitLayout(Layout):
 
 
 def _fill_codes(tensor: Tensor, generator: torch.Generator) -> None:
-    """Bytes that are no NaN of e4m3."""
+    """Fill a tensor with random bytes that are no NaN of e4m3."""
     tensor.view(torch.uint8).random_(0, 256, generator=generator).bitwise_and_(0xBF)
 
 
 class FourBitFloats(Layout):
-    """e2m1 codes, two a byte, low half first."""
+    """A matrix of e2m1 codes, two a byte, low half first."""
 
     zero_scales = True
 
@@ -246,7 +250,7 @@ class Nf4Layout(Layout):
         return scale.view(-1, groups)[:, slice(*self._inputs)].contiguous()
 
     def _values(self) -> dict[str, Any]:
-        """What the JSON says. Raises TensorError where that is not what is supported."""
+        """Read the JSON beside the matrix. Raises TensorError where it says what is unsupported."""
         key = f"{self.name}.{_STATE}"
         try:
             found = json.loads(bytes(self._state.cpu().numpy()).rstrip(b"\0 "))

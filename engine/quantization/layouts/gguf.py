@@ -17,9 +17,13 @@ _TABLE = tuple(value + 128 for value in _IQ4)
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """width, num_bytes: of a block. halves: where its float16 numbers are.
+    """A type of GGUF blocks.
 
-    decode: bytes uint8 [n, blocks, num_bytes] -> what PackedBlocks.fill takes, for n rows."""
+    width, num_bytes: the weights and the bytes of a block.
+    halves: the places of the block's float16 numbers.
+    decode: a function, bytes uint8 [n, blocks, num_bytes] -> what `PackedBlocks.fill` takes, for n
+        rows.
+    """
 
     width: int
     num_bytes: int

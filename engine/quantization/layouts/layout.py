@@ -25,8 +25,11 @@ _AWQ_SHIFTS = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]  # of eight neig
 
 
 class Layout(ABC):
-    """Of one matrix [out, in] of the checkpoint, or a rank's part of it. rows, width: of what is
-    kept; parameters: what loading fills, by the name behind the matrix's."""
+    """How the checkpoint keeps one matrix [out, in], or a rank's part of it.
+
+    rows, width: the size of the kept part.
+    parameters: the tensors that loading fills, by the name behind the matrix's.
+    """
 
     form: Format
     parameters: dict[str, Parameter]
@@ -42,12 +45,18 @@ class Layout(ABC):
         self.part = part
 
     def inputs(self, unit: int) -> tuple[int, int]:
-        """The inputs that are kept, counted in units that cannot be cut. Raises ConfigError where a
-        rank's part begins or ends inside of one."""
+        """The inputs that are kept, counted in units that cannot be cut.
+
+        Raises ConfigError where a rank's part begins or ends inside of a unit.
+        """
         return self._cut(self.part.columns, self.part.in_features, unit, "inputs")
 
     def outputs(self, unit: int) -> tuple[int, int]:
-        """The outputs that are kept, which are a range, likewise."""
+        """The outputs that are kept, counted in units that cannot be cut.
+
+        Raises ConfigError where the outputs are no range, or where a rank's part begins or ends
+        inside of a unit.
+        """
         rows = self.part.rows
         if not isinstance(rows, tuple):
             raise ConfigError(
@@ -69,16 +78,22 @@ class Layout(ABC):
 
     @abstractmethod
     def decode(self, begin: int, end: int) -> Decoded:
-        """Of these rows."""
+        """Decode the kept rows from begin to end."""
 
     def grouped_order(self) -> Tensor | None:
-        """int32 [in]: the matrix's inputs so that those of a group are neighbours; None: there is
-        no such order, as groups differ in size. Only where `ordered`, once it is filled."""
+        """Return the order, int32 [in], of the matrix's inputs in which the inputs of a group are
+        neighbours.
+
+        None: there is no such order, as groups differ in size. Only where `ordered`, once the
+        layout is filled.
+        """
         return None
 
     def decoded(self, step: int) -> Iterator[Decoded]:
-        """All rows, so many at a time. Raises TensorError for a scale that is not finite, or zero
-        where none may be."""
+        """Decode all rows, `step` at a time.
+
+        Raises TensorError for a scale that is not finite, or zero where no scale may be.
+        """
         for begin in range(0, self.rows, step):
             codes, scale, offset = self.decode(begin, min(begin + step, self.rows))
             for part in (scale, offset):
@@ -99,7 +114,10 @@ class Layout(ABC):
         device: torch.device,
         fill: float | Fill | None = None,
     ) -> Tensor:
-        """Allocate a parameter. fill: what made-up weights have there, or what makes them up."""
+        """Allocate a parameter and return its tensor.
+
+        fill: the value of random weights there, or the function that draws them.
+        """
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if isinstance(fill, float):
             fill = partial(_fill_with, fill)
@@ -109,12 +127,16 @@ class Layout(ABC):
 
 
 def joined(name: str, key: str) -> str:
-    """The tensor's name of a matrix's: keys that begin with _ have no point before them."""
+    """Return the name of a matrix's tensor; a key that begins with _ has no point before it."""
     return f"{name}{key}" if key.startswith("_") else f"{name}.{key}"
 
 
 def of_stack(source: Source, stack: tuple[int, int] | None) -> Source:
-    """source: as if the matrix had tensors of its own. stack: see Part."""
+    """Return the source of one matrix of a stack; a source without a stack is returned as it is.
+
+    source: the source as if the matrix had tensors of its own.
+    stack: see `Part`.
+    """
     if stack is None:
         return source
     number, count = stack
@@ -132,7 +154,7 @@ def paired(codes: Tensor) -> Tensor:
 
 
 class GgufLayout(Layout):
-    """Blocks as in the file, row by row."""
+    """A matrix of GGUF blocks, kept as in the file, row by row."""
 
     scale_name = "weight"
     zero_scales = True
@@ -167,7 +189,7 @@ class GgufLayout(Layout):
 
 
 def _fill_blocks(block: BlockType, raw: Tensor, generator: torch.Generator) -> None:
-    """Any bytes are a block, but for its float16 numbers."""
+    """Fill blocks with random bytes, but for their float16 numbers, which are fixed."""
     raw.random_(0, 256, generator=generator)
     blocks = raw.view(raw.shape[0], -1, block.num_bytes)
     for number, at in enumerate(block.halves):
@@ -176,7 +198,7 @@ def _fill_blocks(block: BlockType, raw: Tensor, generator: torch.Generator) -> N
 
 
 class _Axis(NamedTuple):
-    """Of a tensor on disk: its size, and the half-open range that is kept."""
+    """An axis of a tensor on disk: its size, and the half-open range that is kept."""
 
     total: int
     begin: int
@@ -192,9 +214,11 @@ class _Axis(NamedTuple):
 
 
 class IntegerLayout(Layout):
-    """GPTQ, AWQ and the packed integers of compressed-tensors: a scale for each output and group,
-    and a zero point unless the weights are symmetric. As torch.int32 words of 4- or 8-bit fields,
-    low bits first."""
+    """A matrix of GPTQ, AWQ or the packed integers of compressed-tensors.
+
+    Each output and group has a scale, and a zero point unless the weights are symmetric. The
+    tensors are torch.int32 words of 4- or 8-bit fields, low bits first.
+    """
 
     def __init__(self, part: Part, scheme: Scheme, device: torch.device) -> None:
         super().__init__(part)
@@ -264,7 +288,7 @@ class IntegerLayout(Layout):
             self.parameters[key] = Parameter(f"{name}.{key}", tensor, (source,), fill=made_up)
 
     def _unpacked(self, words: Tensor, shifts: list[int] | None = None) -> Tensor:
-        """int32 [n, m] -> uint8 [n, m * fields]."""
+        """Unpack the fields of words: int32 [n, m] -> uint8 [n, m * fields]."""
         bits = self._scheme.bits
         every = shifts or list(range(0, 32, bits))
         by = torch.tensor(every, dtype=torch.int32, device=words.device)
@@ -291,14 +315,16 @@ class IntegerLayout(Layout):
         return order.int() if alike else None
 
     def _groups(self, count: int) -> Tensor:
-        """The group of each input; then a scale is an input's."""
+        """Return the group of each input, by which scales are repeated for inputs. Raises
+        TensorError for an unknown group."""
         order = self.parameters["order"]
         if bool((order.tensor < 0).any()) or bool((order.tensor >= count).any()):
             raise TensorError(order.name, f"there are groups 0 to {count - 1}, and it names others")
         return order.tensor
 
     def _fields_of(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [n, in], scales [n, groups] and zero points of the same shape."""
+        """Return codes [n, in], scales [n, groups] and zero points of the scales' shape, of the
+        rows from begin to end."""
         tensor = {key: parameter.tensor for key, parameter in self.parameters.items()}
         fields, none = self._fields, torch.empty(0)
         if self._scheme.kind == "packed":
@@ -330,11 +356,11 @@ class IntegerLayout(Layout):
 
 
 def _fill_words(bits: int, field: int, tensor: Tensor, generator: torch.Generator) -> None:
-    """The same field everywhere in int32 words."""
+    """Fill int32 words with fields of so many bits that all have one value."""
     word = sum(field << at for at in range(0, 32, bits))
     tensor.fill_(word - (1 << 32) if word >> 31 else word)
 
 
 def _fill_order(groups: int, first: int, tensor: Tensor, generator: torch.Generator) -> None:
-    """Inputs, from the first one on, are of one group after the other."""
+    """Assign the inputs, from the first one on, to the groups in turn."""
     tensor.copy_(torch.arange(first, first + len(tensor), device=tensor.device) % groups)

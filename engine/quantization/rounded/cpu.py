@@ -21,16 +21,20 @@ _STEP = 4096  # rows that are rounded at once, a multiple of 64
 
 
 class RoundedCpu(DenseCpu):
-    """Matrices of odd sizes stay as they are."""
+    """The method that rounds weights on the CPU. Matrices of odd sizes stay as they are."""
 
     def __init__(self, kernels: Kernels, name: str, bits: Literal[4, 8], group: int = 0) -> None:
-        """name: the configuration's. group: inputs; where it does not divide a row, the most below
-        that do; 0: all of them, and no offset."""
+        """Set what weights are rounded to.
+
+        name: the quantisation's name in the configuration.
+        group: inputs that share a scale; where this does not divide a row, the most below that do;
+            0: all of them, and no offset.
+        """
         super().__init__(kernels)
         self._name, self._bits, self._group = name, bits, group
 
     def format(self, width: int) -> Format:
-        """For rows of this width, a multiple of 32."""
+        """The format of rows of this width, a multiple of 32."""
         if not self._group:
             return Format(self._bits, width, torch.float32, zero=1 << (self._bits - 1))
         fitting = range(min(self._group, width), BLOCK, -BLOCK)

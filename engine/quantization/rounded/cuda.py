@@ -25,7 +25,7 @@ _GROUP = 128  # of 4-bit weights, where it divides a row
 
 
 class PackedCuda(DenseCuda):
-    """Applies what finish has packed, and dense weights where it has not."""
+    """The method that applies packed weights where `finish` made some, else dense weights."""
 
     def apply(self, state: Any, x: Tensor) -> Tensor:
         if isinstance(state, PackedWeight):
@@ -70,7 +70,11 @@ class PackedCuda(DenseCuda):
 
 
 def rounded_form(to: str, name: str, width: int) -> Format:
-    """Of a layer with rows of this width, a multiple of 32. to: a quantization above."""
+    """The format of a rounded layer with rows of this width, a multiple of 32.
+
+    to: a quantisation of the list above.
+    name: the layer's name.
+    """
     if to == "fp8":
         return Format(8, width, torch.float32, code="e4m3", activations=8)
     if to == "w8a8":
@@ -85,14 +89,15 @@ def rounded_form(to: str, name: str, width: int) -> Format:
 
 
 class RoundedCuda(PackedCuda):
-    """Matrices whose rows are no multiple of 32 stay as they are."""
+    """The method that rounds weights on CUDA. Matrices whose rows are no multiple of 32 stay as
+    they are."""
 
     def __init__(self, kernels: Kernels, to: Literal["fp8", "w8a8", "int8", "int4", "nf4"]) -> None:
         super().__init__(kernels)
         self._to = to
 
     def form(self, name: str, width: int) -> Format | None:
-        """Of a layer with rows of this width; None where it stays as it is."""
+        """The format of a layer with rows of this width; None where the layer stays as it is."""
         return None if width % BLOCK else rounded_form(self._to, name, width)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:

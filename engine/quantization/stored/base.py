@@ -36,8 +36,10 @@ STEP = 4096  # rows that are decoded at once, a multiple of 64
 
 
 def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout | None:
-    """Of a matrix in fewer bits; None where its kind cannot lie so. Raises ConfigError where a rank
-    would have a part of what the format keeps together."""
+    """Return the layout of a quantised matrix; None where its kind has no layout for such a part.
+
+    Raises ConfigError where a rank would have a part of what the format keeps together.
+    """
     if part.stack is not None:
         # Blocks are of inputs, even where experts in 16 bits have [in, out].
         scheme = None if quantized.method == "gguf" else quantized.scheme(part.name)
@@ -62,7 +64,7 @@ def layout_of(quantized: Quantized, part: Part, device: torch.device) -> Layout 
 
 @dataclass(slots=True)
 class LinearPiece:
-    """Parts of a layer, one below the other: of one format, or dense (no layouts)."""
+    """The parts of a layer, one below the other, that have one format or are dense (no layouts)."""
 
     spec: LinearSpec
     layouts: list[Layout]
@@ -79,7 +81,7 @@ class LinearPiece:
         return any(layout.ordered for layout in self.layouts)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """x [n, in] of the layer as state has it."""
+        """Return x [n, in] of the layer in the order of inputs that the piece's state has."""
         return x if self.order is None else x.index_select(1, self.order)
 
 
@@ -91,14 +93,19 @@ class StoredState:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Experts in 16 bits, of the method for dense weights."""
+    """The state of unquantised experts, of the method for dense weights."""
 
     state: Any
 
 
 class Stored(LinearMethod):
-    """A back end says how it packs, and applies pieces. quantized: of the checkpoint; dense: for
-    what is not in fewer bits."""
+    """The method for weights that the checkpoint stores quantised.
+
+    A back end defines how pieces are packed and applied.
+
+    quantized: the checkpoint's quantisation.
+    dense: the method for matrices that are not quantised.
+    """
 
     TABLES = False  # whether rows of what pack makes can be looked up: it has `rows`
 
@@ -116,11 +123,11 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def bytes_of(self, form: Format, outputs: int, width: int, bias: bool) -> int:
-        """That pack makes."""
+        """The bytes of what `pack` makes of a matrix of this size."""
 
     @abstractmethod
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> Any:
-        """Of a piece whose layouts are filled."""
+        """Pack a piece whose layouts are filled, and return the packed state."""
 
     def packs(self, piece: LinearPiece) -> bool:
         spec = piece.spec
@@ -132,8 +139,10 @@ class Stored(LinearMethod):
 
     @staticmethod
     def whole(state: StoredState) -> bool:
-        """One piece is the layer, and takes inputs as they come: what rides along with its product
-        rides along with the layer's."""
+        """Whether one piece is the whole layer, and takes inputs as they come.
+
+        Norm, gate and residual that the piece's matmul fuses are then fused for the layer.
+        """
         return len(state.pieces) == 1 and state.pieces[0].order is None
 
     def create(self, spec: LinearSpec) -> tuple[Any, Sequence[Parameter]]:
@@ -206,7 +215,8 @@ class Stored(LinearMethod):
         return state
 
     def expanded(self, state: StoredState) -> Tensor:
-        """All rows of a layer in the model's dtype, where they cannot be packed together."""
+        """Dequantise all rows of a layer to the model's dtype, where the rows cannot be packed
+        together."""
         found = []
         for piece in state.pieces:
             if piece.layouts:
@@ -218,7 +228,8 @@ class Stored(LinearMethod):
         return torch.cat(found)
 
     def _say_expanded(self, piece: LinearPiece) -> None:
-        """Once a format: the memory that its weights take is not the file's."""
+        """Warn, once for each format, that weights are dequantised and take more memory than the
+        file."""
         name = piece.spec.parts[0].name
         scheme = None if self._quantized.method == "gguf" else self._quantized.scheme(name)
         kind = self._quantized.name if scheme is None else scheme.name
@@ -253,7 +264,7 @@ class Stored(LinearMethod):
         return _StoredEmbedding(self, spec, virtual, head)
 
     def packs_rows(self, piece: LinearPiece, rows: tuple[int, int]) -> bool:
-        """Whether these rows of what pack makes are one more such."""
+        """Whether these rows of a packed matrix are a packed matrix of their own."""
         first, end = rows
         spec = piece.spec
         return first % 64 == 0 and self.fits(piece.form, end - first, spec.in_features)
@@ -281,7 +292,7 @@ class Stored(LinearMethod):
         return _Kept(state), parameters
 
     def _keeps_experts(self, spec: ExpertsSpec) -> bool:
-        """All in 16 bits."""
+        """Whether all experts of the layer are unquantised."""
         names = (source.name.removesuffix(".weight") for source in (*spec.gate_up, *spec.down))
         return all(self._quantized.keeps(name) for name in names)
 
@@ -306,7 +317,7 @@ class Stored(LinearMethod):
 
     @abstractmethod
     def apply_piece(self, piece: LinearPiece, x: Tensor) -> Tensor:
-        """x [n, in], as the piece's state has them -> [n, out] of this piece."""
+        """Compute x [n, in], in the order of the piece's state -> [n, out] of this piece."""
 
     def apply(self, state: StoredState, x: Tensor) -> Tensor:
         pieces = state.pieces

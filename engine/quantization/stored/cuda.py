@@ -19,7 +19,10 @@ from kernels.packed import BLOCK, E2M1, Decoded, Format, PackedWeight
 
 
 class StoredCuda(Stored):
-    """The embedding is expanded to 16 bits: tokens look up rows of it."""
+    """The method for stored weights on CUDA.
+
+    The embedding is dequantised to 16 bits, as tokens look up its rows.
+    """
 
     def __init__(self, kernels: Kernels, quantized: Quantized) -> None:
         super().__init__(kernels, quantized, PackedCuda(kernels))
@@ -31,7 +34,8 @@ class StoredCuda(Stored):
         return PackedWeight.num_bytes(self._kept(form, width), outputs, width) + 2 * outputs * bias
 
     def pack(self, piece: LinearPiece, bias: Tensor | None) -> PackedWeight:
-        """With scales of 16 bits if these are the same numbers; nearly all files have such."""
+        """Pack a piece with scales of 16 bits where these equal the file's scales, as in nearly all
+        files."""
         spec, form = piece.spec, self._kept(piece.form, piece.spec.in_features)
         shape = (spec.out_features, spec.in_features)
         try:
@@ -61,8 +65,10 @@ class StoredCuda(Stored):
         return _Loading(spec, first, second, *found), (*parameters, *filled, *more)
 
     def _packs_all(self, *pieces: list[LinearPiece]) -> bool:
-        """Else all are expanded: there is a product for experts of one format, which take inputs
-        as they come."""
+        """Whether the experts can be packed; otherwise all experts are dequantised.
+
+        The kernel for experts takes one format, and inputs as they come.
+        """
         return all(
             len(each) == 1 and self.packs(each[0]) and not each[0].ordered for each in pieces
         )
@@ -128,7 +134,7 @@ class StoredCuda(Stored):
 
 @dataclass(slots=True)
 class _Loading:
-    """Experts until finish_experts."""
+    """The experts of a layer until `finish_stored_experts`."""
 
     spec: ExpertsSpec
     gate_up: StoredState

@@ -13,14 +13,14 @@ from engine.weights.parameter import Parameter, Source
 
 
 class TwoLinears(NamedTuple):
-    """Of gate and up, and of down."""
+    """The two layers of experts: gate and up together, and down."""
 
     gate_up: LinearSpec
     down: LinearSpec
 
 
 def each_expert(spec: ExpertsSpec) -> list[TwoLinears]:
-    """A linear layer with its bias for each."""
+    """Return two linear layers with their biases for each expert."""
     all_of = (
         (spec.gate_up, bool(spec.gate_up_bias), "gate_up"),
         (spec.down, bool(spec.down_bias), "down"),
@@ -38,7 +38,7 @@ def each_expert(spec: ExpertsSpec) -> list[TwoLinears]:
 
 
 def all_experts(spec: ExpertsSpec) -> TwoLinears:
-    """Without biases."""
+    """Return two linear layers, without biases, that hold all experts one below the other."""
     up, down = (tuple(_part(source) for source in sources) for sources in (spec.gate_up, spec.down))
     return TwoLinears(
         LinearSpec(f"{spec.name}.gate_up", up, False, spec.dtype, spec.device),
@@ -49,7 +49,11 @@ def all_experts(spec: ExpertsSpec) -> TwoLinears:
 def biases(
     spec: ExpertsSpec,
 ) -> tuple[tuple[Tensor | None, Tensor | None], Sequence[Parameter]]:
-    """[experts, rows] of gate and up, and of down."""
+    """Allocate the biases [experts, rows] of gate and up, and of down; None where the model has
+    none.
+
+    Returns also the parameters that loading fills.
+    """
     found: list[Tensor | None] = []
     parameters = []
     for what, sources in (("gate_up_bias", spec.gate_up_bias), ("down_bias", spec.down_bias)):
@@ -70,7 +74,7 @@ def biases_bytes(spec: ExpertsSpec) -> int:
 
 
 def apart(spec: LinearSpec) -> LinearSpec:
-    """The same layer, whose bias is loaded apart."""
+    """Return the layer without its bias, which is loaded apart."""
     return replace(spec, bias=False)
 
 

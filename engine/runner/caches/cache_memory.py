@@ -9,11 +9,13 @@ from torch import Tensor
 
 
 class CacheMemory:
-    """Zeros, because an attention tile may load a slot that was never written, and 0 * NaN is still
-    NaN."""
+    """The allocator of caches, which are filled with zeros.
+
+    An attention tile may load a slot that was never written, and 0 * NaN is still NaN.
+    """
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[*shape] on the device."""
+        """Return zeros of this shape on the device."""
         size = math.prod(shape) * dtype.itemsize
         if device.type == "cpu" and size:  # an empty array has no stride to be seen by
             # numpy asks the kernel for zero pages, which cost nothing until a block is first used.
@@ -22,6 +24,6 @@ class CacheMemory:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def release(self, address: int) -> None:
-        """Nothing uses the zeros at this address any more."""
+        """Release the zeros at this address, which nothing uses any more."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

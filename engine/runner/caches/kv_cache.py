@@ -17,14 +17,16 @@ from kernels.metadata import AttentionMeta
 
 @dataclass(slots=True)
 class KVCache:
-    """One (keys, values) pair a layer, each [blocks, num_kv_heads, block_size, head_dim]; a layer
-    that reads another's has that one's, one of latents has them twice, one that keeps states has
-    these, behind its keys and values if it has any. blocks: num_blocks, or `KVView.parts` times as
-    many.
+    """The keys and values of all layers, one pair a layer.
+
+    Each tensor is [blocks, num_kv_heads, block_size, head_dim]. The number of blocks is num_blocks,
+    or `KVView.parts` times as many. A layer that reads another layer's keys has the pair of that
+    layer. A layer of latents has its latents twice. A recurrent layer has its states, behind its
+    keys and values if it has any.
 
     A head's keys of one block are contiguous: block_size * head_dim elements in one read. Layers of
-    several groups lie in the same memory, of which a block belongs to one group at a time. Keys and
-    values in fewer bits are `QuantizedKV`s over the same storage, of bytes then.
+    several groups lie in the same memory, of which a block belongs to one group at a time.
+    Quantised keys and values are `QuantizedKV`s over the same storage, which is of bytes then.
     """
 
     groups: KVGroups
@@ -50,8 +52,13 @@ class KVCache:
         snapshots: int = 0,
         memory: CacheMemory | None = None,
     ) -> "KVCache":
-        """dtype: of a plain form. A form of fewer bits is of layers that keep equally much.
-        rows, snapshots: that have a state each, where layers keep one. memory: where it lies."""
+        """Allocate the cache, all zeros. Raises ConfigError.
+
+        dtype: the element type of a plain form. A quantised form needs layers that keep equally
+            much.
+        rows, snapshots: numbers of state slots of recurrent layers.
+        memory: the allocator.
+        """
         memory = memory or CacheMemory()
         for group in groups.groups:
             if groups.elements % group.elements:
@@ -95,9 +102,12 @@ class KVCache:
         return dict(sorted(found.items()))
 
     def put(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
-        """Keys and values that no layer computed, of a model of one group: values [n, 2 *
-        num_layers, num_kv_heads, head_dim], the first layer's keys, its values, the second's ...,
-        to the places int64 [n] in the blocks int64 [n]."""
+        """Write keys and values that no layer computed, in a model of one group.
+
+        values: [n, 2 * num_layers, num_kv_heads, head_dim]; the first layer's keys, its values, the
+            second layer's keys, ...
+        blocks, places: int64 [n], the block and the place in it of each.
+        """
         if not self.form.name:
             shape = next(iter(self.layers.values()))[0].shape
             whole = self.storage.view(*self.storage.shape[:2], *shape)
@@ -115,8 +125,7 @@ class KVCache:
             own.write(*at, values[:, 2 * number + 1].reshape(-1, dim))
 
     def shrink(self, num_blocks: int) -> None:
-        """So few blocks, all empty; the memory of the others is free before that of these is
-        taken."""
+        """Replace the storage by `num_blocks` empty blocks; the old storage is released first."""
         old = self.storage
         shape, dtype, device, address = list(old.shape), old.dtype, old.device, old.data_ptr()
         shape[2] = num_blocks
@@ -131,8 +140,11 @@ class KVCache:
 def in_views(
     groups: KVGroups, metas: Sequence[AttentionMeta], block_size: int
 ) -> list[AttentionMeta]:
-    """metas: of each group -> of each view, which are what models take; with their windows. Pure
-    arithmetic on the device, at addresses that a graph keeps."""
+    """Return the meta of each view, as models take them, with the view's window.
+
+    The function is pure arithmetic on the device, at addresses that a graph keeps.
+    metas: the meta of each group.
+    """
     found = []
     for view in groups.views:
         meta, attention = metas[view.group], groups.groups[view.group].attention

@@ -28,7 +28,10 @@ _ALIGNMENT = 512  # bytes, as torch aligns what it allocates
 
 
 class SleepMemory(CacheMemory):
-    """On the CPU: weights stay where they are, and caches give their pages back."""
+    """The memory of an engine that can sleep, on the CPU.
+
+    Weights stay where they are, and caches give their pages back.
+    """
 
     num_bytes = 0  # on a device, of what torch does not count
 
@@ -48,23 +51,25 @@ class SleepMemory(CacheMemory):
         self._maps.pop(address, None)
 
     def keep(self, model: object, host_bytes: int, *, written: bool) -> None:
-        """Take the model's tensors, which are filled, into memory that can be given back.
+        """Move the model's tensors, which are filled, into memory that can be given back.
 
-        host_bytes: that are free. written: some of it may change later. Raises ConfigError where
-        the host has no room for them.
+        host_bytes: free bytes of host memory.
+        written: whether some of the tensors may change later.
+        Raises ConfigError where the host has no room for the tensors.
         """
 
     def sleep(self) -> None:
-        """Legal when nothing is in flight. The caches' content is lost."""
+        """Give the memory back; the caches' content is lost. Legal when nothing is in flight."""
         for pages in self._maps.values():
             pages.madvise(mmap.MADV_DONTNEED)
 
     def wake(self) -> None:
-        """As before, with zeros in the caches. Raises EngineDead where there is no room."""
+        """Take the memory again, with zeros in the caches. Raises EngineDead where there is no
+        room."""
 
 
 class Pages(Protocol):
-    """What is used of `kernels.device_memory.Region`."""
+    """The part of `kernels.device_memory.Region` that this module uses."""
 
     size: int
     bytes: Tensor
@@ -76,8 +81,11 @@ class Pages(Protocol):
 
 
 class CudaSleepMemory(SleepMemory):
-    """On CUDA: pages go back to the driver. The copy in host memory is pinned, made when it is
-    first needed, and kept, so that sleeping again copies nothing."""
+    """The memory of an engine that can sleep, on CUDA.
+
+    Pages go back to the driver. The copy of the weights in host memory is pinned, made when it is
+    first needed, and kept. So sleeping again copies nothing.
+    """
 
     def __init__(
         self, device: torch.device, make: Callable[[int, torch.device], Pages] = Region
@@ -134,8 +142,10 @@ class CudaSleepMemory(SleepMemory):
                 filled = 0
 
     def _move(self, slab: list[list[Tensor]], size: int) -> None:
-        """The tensors of these storages, of so many bytes together, into a region. slab is emptied,
-        so that nothing holds what they have left."""
+        """Move the tensors of these storages into a new region of `size` bytes.
+
+        slab: the tensors of each storage; emptied, so that nothing holds the old storages.
+        """
         region = self._make(size, self._device)
         self._weights.append(region)
         at = 0
@@ -194,8 +204,11 @@ class CudaSleepMemory(SleepMemory):
             torch.cuda.synchronize(self._device)
 
     def _pinned(self, size: int) -> Tensor:
-        """uint8 [size] of host memory that the device copies from by itself, exactly as much: torch
-        would round it up to a power of two. Huge pages are pinned many times faster."""
+        """Return uint8 [size] of host memory that is pinned for the device.
+
+        The memory has exactly this size: torch would round it up to a power of two. Huge pages are
+        pinned many times faster.
+        """
         pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -212,14 +225,19 @@ def sleep_memory(device: torch.device) -> SleepMemory:
 
 
 def _storage_bytes(tensors: Sequence[Tensor], num_bytes: int = -1) -> int:
-    """That their storage takes in a region. num_bytes: of it, if they have left it."""
+    """Return the bytes that the tensors' storage takes in a region.
+
+    num_bytes: the size of the storage, if the tensors have left it.
+    """
     size = tensors[0].untyped_storage().nbytes() if num_bytes < 0 else num_bytes
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
-    """Each tensor on the device that can be reached from root, however it is kept there. Back ends
-    are left out: what these have is no model's."""
+    """Yield each tensor on the device that can be reached from root, however it is kept there.
+
+    Kernel back ends are left out: their tensors are no model's.
+    """
     seen, left = {id(root)}, [root]
     while left:
         one = left.pop()

@@ -15,19 +15,21 @@ from engine.runner.caches.cache_memory import CacheMemory
 
 
 class StateRecord(Protocol):
-    """What a recurrent layer keeps of a request."""
+    """The record of a recurrent layer: what the layer keeps of a request."""
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of its one to three float32 tensors."""
+        """The shapes of the layer's one to three float32 tensors."""
         ...
 
 
 class StateCache:
-    """rows: slots of running requests, padding included; snapshots: slots behind these.
+    """The states of all recurrent layers, in slots.
 
-    layers: of each recurrent layer the tensors of its record, [rows + snapshots, *shape] float32,
-    contiguous. One that keeps a single tensor has it twice.
+    rows: the number of slots of running requests, padding included.
+    snapshots: the number of slots behind the rows.
+    layers: the tensors of each recurrent layer's record, [rows + snapshots, *shape] float32,
+        contiguous. A layer that keeps a single tensor has it twice.
     """
 
     def __init__(
@@ -58,28 +60,32 @@ class StateCache:
         }
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows to snapshots, (row, slot) each, in the order of the device's work. No slot is
-        in two pairs."""
+        """Copy rows to snapshots, in the order of the device's work.
+
+        pairs: (row, slot) of each copy; no slot is in two pairs.
+        """
         for row, slot in pairs:
             self._copy(row, slot)
 
     def resume(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy snapshots to rows, (row, slot) each, one after the other: a row may have been the
-        slot of one before."""
+        """Copy snapshots to rows, one after the other.
+
+        pairs: (row, slot) of each copy; a row may have been the slot of an earlier pair.
+        """
         for row, slot in pairs:
             self._copy(slot, row)
 
     @property
     def row_bytes(self) -> int:
-        """Of a row's states."""
+        """The bytes of the states of one row."""
         return sum(storage[:, 0].nbytes for storage in self._storages)
 
     def copied(self, rows: Tensor) -> list[Tensor]:
-        """What these rows, int64, have."""
+        """Return copies of the states of these rows (int64)."""
         return [storage.index_select(1, rows) for storage in self._storages]
 
     def put_back(self, rows: Tensor, copies: Sequence[Tensor]) -> None:
-        """What `copied` gave."""
+        """Write the copies that `copied` returned into these rows."""
         for storage, copy in zip(self._storages, copies, strict=True):
             storage[:, rows] = copy
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class TokenPool:
-    """`FreeBlocks` of block_manager.py."""
+    """The implementation of block_manager.py's `FreeBlocks` on the device."""
 
     def __init__(self, num_blocks: int, device: torch.device) -> None:
         self._free = torch.ones(num_blocks, dtype=torch.bool, device=device)
@@ -40,7 +40,8 @@ class TokenPool:
             self.append(block)
 
     def take(self, count: int) -> list[int]:
-        """See FreeBlocks. Raises RuntimeError if a block was returned that was free."""
+        """Remove `count` blocks (see FreeBlocks). Raises RuntimeError if a returned block was
+        free."""
         if not count:
             return []
         assert count <= self._count
@@ -56,7 +57,7 @@ class TokenPool:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _take(self, count: int) -> Tensor:
-        """[1 + count]: whether a free block was returned, then the blocks."""
+        """Return [1 + count]: whether a returned block was free already, then the blocks."""
         free, index = self._free, self._index
         returned = torch.tensor(self._returned, dtype=torch.int64).to(free.device)
         twice = free[returned].any()

@@ -21,23 +21,29 @@ _LEAST_TIMED = 8  # tokens that a step computes, however long they take
 
 
 def prefill_tokens(waiting: int, budget: int) -> int:
-    """How many of `waiting` prompt tokens the next step computes. budget: tokens of a step."""
+    """Return how many of `waiting` prompt tokens the next step computes.
+
+    budget: tokens of a step.
+    """
     return min(budget, max(_LEAST, budget // _SHARE, -(-waiting // 2)))
 
 
 def scored_prefill_tokens(budget: int) -> int:
-    """Most prompt tokens with log-probabilities in a step beside decodes. Each of them also costs a
-    row of logits over the whole vocabulary, for small models up to as much as the token itself."""
+    """Return the most prompt tokens with log-probabilities in a step beside decodes.
+
+    Each of them also costs a row of logits over the whole vocabulary. For small models that is up
+    to as much as the token itself.
+    """
     return max(_LEAST, budget // _SCORED)
 
 
 def startable_tokens(tokens: int, requests: int, startable: int) -> int:
-    """About the tokens of the `startable` first requests, if `requests` have `tokens` together."""
+    """Estimate the tokens of the first `startable` requests, if all `requests` have `tokens`."""
     return tokens * startable // max(1, requests)
 
 
 def steps_until_computed(tokens: int, budget: int) -> int:
-    """The most steps that `tokens` prompt tokens take in chunks of `prefill_tokens`."""
+    """Return the most steps that `tokens` prompt tokens take in chunks of `prefill_tokens`."""
     steps = 0
     while tokens > 0:
         tokens -= prefill_tokens(tokens, budget)
@@ -46,7 +52,7 @@ def steps_until_computed(tokens: int, budget: int) -> int:
 
 
 class PromptPace:
-    """How many prompt tokens a step has time for, by what the last steps took.
+    """The number of prompt tokens that a step has time for, by what the last steps took.
 
     A step's seconds beyond those of decodes alone are its prompt tokens'. Decodes alone are the
     faster of the last two steps without prompt tokens: a step can take long for another reason, say
@@ -62,21 +68,28 @@ class PromptPace:
         self._decodes = (0.0, 0.0)  # the last two steps without prompt tokens
 
     def observe(self, decodes: int, context: int, tokens: int, seconds: float) -> None:
-        """A step with so many decodes, which read the keys of `context` tokens together, and so
-        many prompt tokens took so long."""
+        """Learn from a step that took so many seconds.
+
+        decodes: decodes of the step.
+        context: tokens whose keys the decodes read together.
+        tokens: prompt tokens of the step.
+        """
         if tokens == 0:
             self._decodes = (self._decodes[1], seconds)
         elif tokens >= _LEAST_TIMED:
             self._seconds = max(seconds - min(self._decodes), seconds / 4) / tokens
 
     def rows(self, most: int) -> int:
-        """Requests that may run at once; most: rows that there are."""
+        """Return the number of requests that may run at once. most: rows that there are."""
         return most
 
     def limit(self, tokens: int, decodes: int, context: int) -> int:
-        """`tokens`, or as many as there is time for. decodes: requests that wait for their next
-        token; as many prompt tokens are computed however long they take. context: tokens whose
-        keys these read together."""
+        """Return `tokens`, or the number of prompt tokens that there is time for, if that is less.
+
+        decodes: requests that wait for their next token. As many prompt tokens are computed however
+            long they take.
+        context: tokens whose keys these requests read together.
+        """
         if not self._seconds:
             return tokens
         alone = min(self._decodes)

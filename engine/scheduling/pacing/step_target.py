@@ -41,7 +41,7 @@ _PAUSE = 3  # times what a step should take: a pause of the process. The next ma
 
 
 class StepTarget(PromptPace):
-    """seconds: that a step may take."""
+    """The pace that keeps steps within a TPOT target. seconds: the longest time of a step."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -78,7 +78,10 @@ class StepTarget(PromptPace):
         self._costs = self._fitted()
 
     def _fitted(self) -> NDArray[Any]:
-        """Costs of least squares, none below zero: one that would be is taken out of the fit."""
+        """Return the costs of a least-squares fit.
+
+        No cost is below zero: one that would be is taken out of the fit.
+        """
         scale = np.sqrt(np.maximum(np.diag(self._squares), 1e-12))
         squares = self._squares / np.outer(scale, scale)
         costs, used = np.zeros(4), [0, 1, 2, 3]

@@ -4,9 +4,14 @@ import time
 
 
 class StepTimer:
-    """step: seconds of the last step. total: seconds with work to do, between steps too, up to the
-    last step with a result, so that they match the counts of results. between: the seconds that the
-    last result added to `total`, which are those between a request's last tokens."""
+    """The timer of an engine's steps.
+
+    step: seconds of the last step.
+    total: seconds with work to do, between steps too, up to the last step with a result. So they
+        match the counts of results.
+    between: the seconds that the last result added to `total`, which are the seconds between a
+        request's last tokens.
+    """
 
     def __init__(self) -> None:
         self.step = self.total = self.between = 0.0
