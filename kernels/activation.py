@@ -91,7 +91,7 @@ def _add_opened_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token a program, whose number all its columns wait for."""
+    """Compute `add_opened`, one token a program: its columns wait for the token's gate number."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -229,7 +229,10 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """The same with the exact gelu, of the error function."""
+    """Multiply gelu(first half), exact form with the error function, by the second half.
+
+    [num_tokens, 2 * size] -> [num_tokens, size].
+    """
     return _gated(gate_up, "gelu")
 
 

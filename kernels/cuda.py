@@ -219,7 +219,7 @@ class Cuda(Kernels):
         return self._rounded_to(x, weight) is not None
 
     def _rounded_to(self, x: Tensor, weight: PackedWeight) -> torch.dtype | None:
-        """What x's rows become for their product; None: they stay as they are."""
+        """Return the dtype that x's rows are quantised to for a matmul, or None if x stays."""
         if x.shape[0] < weight.form.rounded_rows:
             return None
         if blocks.fits(x, weight) or fp8.scales_fit(x, weight):
@@ -274,7 +274,7 @@ class Cuda(Kernels):
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
     ) -> Tensor:
-        """Leading decodes and the rest each have their kernel."""
+        """Compute attention by a kernel for the leading decodes, and another for the rest."""
         num_tokens, num_heads, head_dim = q.shape
         out = q.new_empty((num_tokens, num_heads * head_dim))
         if meta.counts is None:
@@ -301,8 +301,12 @@ class Cuda(Kernels):
     def latent_attention(
         self, q: Tensor, cache: Tensor, up: Tensor, scale: float, meta: AttentionMeta
     ) -> Tensor:
-        """Decodes absorbed. Chunks with keys and values that are made for them, where the host
-        knows how many and they are worth it; else absorbed too."""
+        """Attend decodes with absorbed queries, and chunks either way.
+
+        Chunks have keys and values made for them where the host knows how many there are and they
+        are
+        worth it; else they are absorbed too.
+        """
         num_tokens, heads, head_dim = q.shape
         each, rank = up.shape[1:]
         nope = head_dim - (cache.shape[3] - rank)
@@ -439,7 +443,7 @@ class Cuda(Kernels):
         stack: ExpertWeights,
         residual: Tensor | None,
     ) -> Tensor:
-        """Pair by pair, or grouped by expert."""
+        """Compute the experts pair by pair, or grouped by expert."""
         if 0 < x.shape[0] <= few.MOST:
             return few.few(x, weights, ids, stack, residual)
         return grouped(x, weights, ids, stack, residual)
@@ -452,8 +456,10 @@ class Cuda(Kernels):
         stack: PackedExperts,
         residual: Tensor | None,
     ) -> Tensor:
-        """Grouped by expert with inputs in 8 bits, where the format has such activations; else pair
-        by pair, or grouped by expert."""
+        """Compute the experts grouped by expert, with 8-bit inputs where the format has such.
+
+        Otherwise the experts are computed pair by pair, or grouped by expert.
+        """
         if stack.gate_up.in_fragments:
             return fragments(x, weights, ids, stack, residual)
         if rounded.rounded_fits(x, stack):
@@ -479,7 +485,7 @@ class Cuda(Kernels):
 
 
 def _count(meta: AttentionMeta) -> None:
-    """Where the step's inputs have not said it on the device."""
+    """Fill meta.counts on the device where the step's inputs have not."""
     if meta.counts is None:
         counts = [meta.num_decodes, len(meta.kv_len)]
         meta.counts = torch.tensor(counts, dtype=torch.int32, device=meta.kv_len.device)

@@ -88,7 +88,7 @@ def _shrink_kernel(
 
 @triton.jit
 def _columns_of(b, column, inside, start, rank, BLOCK_R: tl.constexpr):
-    """[BLOCK_R, columns] of B [out, rank], transposed, from rank `start` on."""
+    """Load [BLOCK_R, columns] of B [out, rank], transposed, from rank `start` on."""
     r = start + tl.arange(0, BLOCK_R)
     mask = inside[None, :] & (r < rank)[:, None]
     return tl.load(b + column[None, :] * rank + r[:, None], mask=mask, other=0.0)
@@ -99,10 +99,13 @@ def _pieces(
     partial, position, valid, start, rank, stride,
     SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """[SPLITS, BLOCK_M, BLOCK_R]: what shrink found, from rank `start` on. stride: between splits.
+    """Load [SPLITS, BLOCK_M, BLOCK_R]: what shrink found, from rank `start` on.
+
+    stride: between splits.
 
     In one load: if they are added up as they come, each is waited for and goes through shared
-    memory by itself."""
+    memory by itself.
+    """
     r = start + tl.arange(0, BLOCK_R)
     there = valid[:, None] & (r < rank)[None, :]
     at = partial + position[:, None] * MAX_RANK + r[None, :]
@@ -115,8 +118,10 @@ def _delta(
     pieces, weights, partial, b, position, valid, column, inside, rank, stride,
     SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] of B times the sum over the splits. pieces, weights: of the first BLOCK_R
-    ranks."""
+    """Return [BLOCK_M, BLOCK_N] of B times the sum over the splits.
+
+    pieces, weights: of the first BLOCK_R ranks.
+    """
     s = tl.sum(pieces, 0).to(weights.dtype)
     acc = tl.dot(s, weights, input_precision="ieee")
     if MAX_RANK > BLOCK_R:
@@ -293,19 +298,19 @@ WIDE_N = 256  # the same without a gate, in steps of the second class
 
 
 def _most_small(slots: int) -> int:
-    """Tokens of a step up to which tiles are small whatever its class."""
+    """Return the tokens of a step up to which tiles are small whatever its class."""
     return min(MEAN_ROWS * slots, MOST_SMALL)
 
 
 def tile_rows(num_tokens: int, slots: int) -> int:
-    """Of a step that may use so many slots."""
+    """Return the rows of a tile for a step that may use this many slots."""
     if num_tokens <= _most_small(slots):
         return CLASSES[0][1]
     return next(rows for most, rows, *_ in CLASSES if num_tokens <= most)
 
 
 def num_splits(num_tokens: int, parts: int, columns: int) -> int:
-    """In how many pieces shrink cuts the columns, of 256 at least."""
+    """Return how many pieces shrink cuts the columns into, of 256 columns at least."""
     splits = next(splits for most, _, *splits in CLASSES if num_tokens <= most)[parts > 1]
     while splits * 256 > columns and splits > 1:
         splits //= 2
@@ -319,7 +324,7 @@ def warm_up_sizes(num_tokens: int, slots: int) -> list[int]:
 
 
 def partial_size(num_tokens: int, max_rank: int, deterministic: bool = False) -> int:
-    """Float32s that steps of up to num_tokens tokens need."""
+    """Return the number of float32 values that steps of up to num_tokens tokens need."""
     if deterministic:
         most = max(p * num_splits(1, p, 1 << 20) for p in range(1, MAX_PARTS + 1))
         return num_tokens * most * _padded_rank(max_rank)
@@ -340,7 +345,7 @@ def _rank_block(max_rank: int, most: int = 64) -> int:
 
 
 def _expand_rank_block(step: LoraStep) -> int:
-    """Small tiles have many splits, which are all held at once."""
+    """Return the ranks in a block of expand: small tiles have many splits, all held at once."""
     return _rank_block(step.max_rank, 32 if step.block_m <= 32 else 64)
 
 

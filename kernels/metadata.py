@@ -56,7 +56,7 @@ class AttentionMeta:
         return max(0, first) if isinstance(first, int) else first.clamp(min=0)
 
     def elsewhere(self, slots: Tensor, block_table: Tensor) -> "AttentionMeta":
-        """The same step for layers whose keys are in other blocks. Not planned yet."""
+        """Return this step for layers whose keys are in other blocks; its plan is not made yet."""
         return replace(self, slots=slots, block_table=block_table, plan=None)
 
 

@@ -105,12 +105,14 @@ class Format:
 
     @property
     def x_bytes(self) -> int:
-        """Of a block of a rounded row: 32 codes; their scale; and of each unit the sum of the
-        codes, times -zero as an integer, or times the scale."""
+        """The bytes of a block of a quantised row: 32 codes, their scale, and a sum for each unit.
+
+        A unit's sum is that of its codes, times -zero as an integer, or times the scale.
+        """
         return BLOCK + 4 + 4 * self.units
 
     def chunk_bytes(self, outputs: int) -> int:
-        """Of a chunk of a panel: scales, offsets, codes."""
+        """Return the bytes of a chunk of a panel: scales, offsets, codes."""
         kept = self.scale.itemsize * (1 if self.offset == "none" else 2)
         return outputs * (self.units * kept + self.chunk * self.bits // 8)
 
@@ -183,7 +185,7 @@ class PackedWeight:
 
     @staticmethod
     def num_bytes(form: Format, outputs: int, width: int) -> int:
-        """Without the bias."""
+        """Return the bytes of a weight [outputs, width] without its bias."""
         kept = form.scale.itemsize * (1 if form.offset == "none" else 2)
         groups = -(-outputs // form.rows) * (width // form.group)
         table = 64 if form.table and form.table != E2M1 else 0
@@ -224,7 +226,7 @@ class PackedWeight:
         return self
 
     def to_fragments(self) -> None:
-        """Another order of the same e2m1 codes in groups of 32, for which `fill` is over."""
+        """Rearrange e2m1 codes in groups of 32 into fragments; `fill` is over for them."""
         codes, scale = self.codes, self.scale
         self.codes = torch.empty(
             self.shape[0] // fragments.ROWS,
@@ -241,13 +243,13 @@ class PackedWeight:
         self.in_fragments = True
 
     def _nibbles(self, words: Tensor) -> Tensor:
-        """Words in the order of spans -> uint8 [n, in]."""
+        """Unpack words in the order of spans: -> uint8 [n, in]."""
         spans = words.view(len(words), -1, 1, self.form.span // 4)
         shifts = torch.arange(0, 16, 4, dtype=torch.int16, device=words.device)
         return ((spans >> shifts.view(4, 1)) & 15).to(torch.uint8).view(len(words), -1)
 
     def decoded(self) -> Decoded:
-        """What `fill` was given for all rows."""
+        """Return what `fill` was given for all rows."""
         form = self.form
         if form.bits == 8:
             codes = self.codes.view(torch.uint8)

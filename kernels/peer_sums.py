@@ -40,24 +40,24 @@ PATIENCE = 1 << 29  # looks for a signal, of about a microsecond each: minutes
 
 
 def region_bytes(size: int) -> int:
-    """Of each rank's memory, with so many ranks. It begins as zeros."""
+    """Return the bytes of each rank's region for `size` ranks. A region begins as zeros."""
     return _head(size, PROGRAMS) + 2 * LARGEST
 
 
 def _head(size: int, programs: int) -> int:
-    """Where slots begin."""
+    """Return the offset of the slots in a region, in bytes."""
     return -(-8 * (programs * (size + 1) + 1) // 256) * 256
 
 
 @triton.jit
 def _region(peers, rank, dtype: tl.constexpr):
-    """Of a rank, as a pointer."""
+    """Return a rank's region as a pointer."""
     return tl.multiple_of(tl.load(peers + rank).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _slot(peers, rank, turn, HEAD: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr, dtype):
-    """What this program of a rank brings in this turn."""
+    """Return a pointer to the slot of a rank for this program in this turn."""
     at = tl.load(peers + rank) + HEAD + (turn * PROGRAMS + tl.program_id(0)) * SLOT
     return tl.multiple_of(at.to(tl.pointer_type(dtype)), 16)
 
@@ -66,8 +66,10 @@ def _slot(peers, rank, turn, HEAD: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: t
 def _meet(
     peers, wanted, patience, late, RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr
 ):
-    """Until this program of all ranks is here, or has been waited for in vain, then and in all
-    later calls. Returns how many have not come."""
+    """Wait until this program of all ranks is here; return how many ranks have not come.
+
+    A wait ends after `patience` looks. After a wait in vain, no later call waits.
+    """
     RANKS: tl.constexpr = triton.next_power_of_2(SIZE)
     rank = tl.arange(0, RANKS)
     others = (rank < SIZE) & (rank != RANK)
@@ -117,8 +119,11 @@ def _one_shot_kernel(
     SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A unit is ROWS rows of columns: of x where there is a norm, else one, a tile. They are read
-    together, as one after the other would wait for the other device each time."""
+    """All-reduce in one shot, unit by unit.
+
+    A unit is ROWS rows of columns: of x where there is a norm, else one, a tile. The rows are read
+    together, as one after the other would wait for the other device each time.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     units = tl.cdiv(total, ROWS * columns)
     rows = tl.arange(0, ROWS)[:, None]
@@ -178,8 +183,11 @@ def _two_shot_kernel(
     SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A unit is a tile for each rank to add up, which it writes over its own in its slot: no other
-    rank reads that one before the second wait."""
+    """All-reduce in two shots, unit by unit.
+
+    A unit is a tile for each rank to add up, which it writes over its own in its slot. No other
+    rank reads that tile before the second wait.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     units = tl.cdiv(total, SIZE * BLOCK)
     cols = tl.arange(0, BLOCK)
@@ -242,7 +250,7 @@ def _gather_kernel(
     SLOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [FROM, total]: what the first FROM ranks bring."""
+    """Gather what the first FROM ranks bring into out [FROM, total]."""
     dtype: tl.constexpr = x.dtype.element_ty
     units = tl.cdiv(total, BLOCK)
     cols = tl.arange(0, BLOCK)
@@ -271,12 +279,14 @@ def _gather_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """Of one rank among the ranks of a group.
+    """The regions of a group's ranks, as one of the ranks uses them.
 
     peers: int64 [size] on the device: where the region of each rank is, as this device sees it.
-    late: int32 [1] that the host reads, pinned: -1, or the rank that was waited for in vain. What
-    it was waited for in is NaN, or anything where it is no sum. patience: looks for a signal.
-    holder: what the regions go with. programs: of a sum, at most.
+    late: int32 [1] that the host reads, pinned: -1, or the rank that was waited for in vain. The
+    result of such a wait is NaN, or anything where it is no all-reduce.
+    patience: looks for a signal.
+    holder: the object that keeps the regions alive.
+    programs: the most programs of an all-reduce.
     """
 
     rank: int
@@ -291,8 +301,10 @@ class PeerMemory:
     def over(
         cls, rank: int, addresses: Sequence[int], device: torch.device, holder: Any = None
     ) -> "PeerMemory":
-        """addresses: of all ranks' regions, in the order of ranks, each of `region_bytes` that are
-        zeros."""
+        """Make the memory of one rank from all ranks' regions.
+
+        addresses: of the regions, in the order of ranks, each of `region_bytes` that are zeros.
+        """
         peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         late = torch.full((1,), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
         programs = min(PROGRAMS, 1 << (num_sms(device).bit_length() - 1))
@@ -300,7 +312,7 @@ class PeerMemory:
 
     @property
     def slot(self) -> int:
-        """Bytes that a program brings at most."""
+        """The most bytes that a program brings."""
         return LARGEST // self.programs // 256 * 256
 
     def _options(self, device: torch.device) -> dict[str, int]:
@@ -309,8 +321,10 @@ class PeerMemory:
         return {**options, "PROGRAMS": self.programs, "SLOT": self.slot, **pdl(device)}
 
     def one_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The sum of x over the ranks, in place, or added to the residual of x's shape in place.
-        x: contiguous, of at most LARGEST bytes."""
+        """All-reduce x in place, or add the all-reduced x to the residual in place.
+
+        x: contiguous, of at most LARGEST bytes. residual: of x's shape.
+        """
         block = _block(x, self.programs)
         programs = min(self.programs, triton.cdiv(x.numel(), block))
         onto = x if residual is None else residual
@@ -345,7 +359,7 @@ class PeerMemory:
         return normed
 
     def two_shot(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """As one_shot."""
+        """All-reduce x in two shots, each rank adding up a share; arguments as in one_shot."""
         block = _block(x, self.programs * self.size)
         programs = min(self.programs, triton.cdiv(x.numel(), block * self.size))
         onto = x if residual is None else residual
@@ -374,5 +388,5 @@ def _block(x: Tensor, among: int) -> int:
 
 
 def _warps(block: int, x: Tensor) -> int:
-    """So many that a thread reads 16 bytes at once."""
+    """Return the number of warps with which a thread reads 16 bytes at once."""
     return max(1, min(16, block * x.itemsize // 512))

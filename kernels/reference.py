@@ -58,8 +58,11 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Kernels:
-    """All tensors are contiguous unless said otherwise and live on one device; x is
-    [num_tokens, hidden]."""
+    """The operations of a model step, in plain torch.
+
+    All tensors are contiguous unless said otherwise and live on one device; x is
+    [num_tokens, hidden].
+    """
 
     DETERMINISTIC = False  # a token's numbers depend on its request alone, bit by bit
 
@@ -75,11 +78,13 @@ class Kernels:
     def prepare(
         self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0
     ) -> None:
-        """Once a step and group of layers, before the layers: fill meta.plan with what they share.
+        """Fill meta.plan with what a group of layers shares, once a step, before the layers.
 
-        It may do nothing. k_cache is any of these layers'; it gives block size, KV heads and head
-        size. latent_rank: width of latents, where it is a cache of them. On CUDA it launches on the
-        current stream and reads nothing back, so it can sit in a graph.
+        A back end may do nothing. The CUDA back end launches on the current stream and reads
+        nothing back, so the launch can sit in a CUDA graph.
+
+        k_cache: that of any of these layers; it gives block size, KV heads and head size.
+        latent_rank: width of latents, where k_cache is a cache of latents.
         """
         meta.plan = make_plan(meta, k_cache)
 
@@ -109,7 +114,7 @@ class Kernels:
         return gelu(gate_up[:, :size], approximate="tanh").mul_(gate_up[:, size:])
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """The exact gelu, of the error function."""
+        """Multiply gelu(first half), exact form with the error function, by the second half."""
         size = gate_up.shape[-1] // 2
         return gelu(gate_up[:, :size]).mul_(gate_up[:, size:])
 
@@ -570,7 +575,7 @@ class Kernels:
         stack: PackedExperts,
         residual: Tensor | None,
     ) -> Tensor:
-        """As experts."""
+        """Compute `experts` from a packed stack."""
         return self.experts(x, weights, ids, stack.dense(x.dtype), residual)
 
     def order_experts(self, stack: PackedExperts, dtype: torch.dtype) -> None:

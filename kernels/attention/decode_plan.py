@@ -30,8 +30,10 @@ class DecodeLaunch(NamedTuple):
 
 
 def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> DecodeLaunch:
-    """Decision rule from measurements with mixed lengths; pairs = entries * kv heads, dims = the
-    padded head size.
+    """Return the launch for an unquantised cache, chosen from measurements with mixed lengths.
+
+    pairs: entries * kv heads.
+    dims: the padded head size.
 
     With a pair or fewer for each multiprocessor, long tiles in flight make up for missing programs.
     With a few, small programs share out what the mixture leaves; from two on, whole entries do.
@@ -50,8 +52,13 @@ def _decode_launch(pairs: int, sms: int, dims: int, element_size: int) -> Decode
 
 
 def _quantized_launch(pairs: int, sms: int, dims: int) -> DecodeLaunch:
-    """The same for codes, of a sweep on an H200 with 32 to 512 entries of 8 heads: small programs
-    start on the next keys sooner, and what a code costs to become a number is shared out."""
+    """Return the launch for a quantised cache, chosen by a sweep on an H200.
+
+    pairs: entries * kv heads; the sweep had 32 to 512 entries of 8 heads.
+    dims: the padded head size.
+
+    Small programs start on the next keys sooner, and share out the cost of dequantising.
+    """
     if dims > 256:
         return DecodeLaunch(32, 4, 2, 1)
     if dims > 128:
@@ -202,8 +209,11 @@ def cut(
     window: int = 0,
     chunk: int = 0,
 ) -> DecodePlan:
-    """The same for another kernel. sizes: query heads, parts of them that walk an entry's keys on
-    their own, elements of a head's result."""
+    """Cut the keys of a step's decodes for a kernel whose launch is given.
+
+    sizes: query heads, parts of the heads that each walk an entry's keys, elements of a head's
+        result.
+    """
     num_heads, num_kv_heads, head_dim = sizes
     num_entries = kv_len.shape[0]
     device = kv_len.device

@@ -31,7 +31,9 @@ def _seen(position, end, lowest, PART: tl.constexpr):
 
 @triton.jit
 def _words(k_words, v_words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIND: tl.constexpr):
-    """[keys, 2], one of each two zero: a key's in the first column, its value's in the second.
+    """Load the number words of keys and values as two arrays [keys, 2].
+
+    A key's word is in the first column, its value's in the second; the other column is zero.
 
     Each thread of a tile of scores would read and unpack a quarter of all numbers. No layout of
     scores fits these columns, so a thread reads one number or two, and scores get them by way of
@@ -47,7 +49,7 @@ def _words(k_words, v_words, page, in_page, mask, NUMBER_PAGE: tl.constexpr, KIN
 
 @triton.jit
 def _numbers(k_word, v_word, KIND: tl.constexpr):
-    """What `numbers_in` gives of both."""
+    """Return what `numbers_in` gives for the words of keys and of values."""
     if KIND == 3:
         key_scale, key_least = numbers_in(tl.sum(k_word, axis=1), KIND)
         value_scale, value_least = numbers_in(tl.sum(v_word, axis=1), KIND)
@@ -95,7 +97,10 @@ def _walk(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Keys begin .. end - 1 of one entry; begin is a multiple of KEYS."""
+    """Attend a program's queries to the keys begin .. end - 1 of one entry.
+
+    begin: a multiple of KEYS.
+    """
     # Of a tile's first keys no query may see any, and their block may be another request's.
     PART: tl.constexpr = MASKED and (WINDOW > 0 or CHUNK > 0)
     PACKED: tl.constexpr = 2 if KIND == 3 else 1  # elements a byte
@@ -302,7 +307,10 @@ def _quantized_prefill_kernel(
 
 
 def _launch(dims: int, element_size: int) -> PrefillLaunch:
-    """As `prefill.prefill_launch`; a tile is in memory as codes, and once more as float16."""
+    """Return the launch for a quantised cache, as `prefill.prefill_launch` does for a plain one.
+
+    A tile is in memory twice: as codes, and as float16.
+    """
     if dims > 256:  # larger tiles do not fit
         return PrefillLaunch(32, 32, 8, 2)
     if dims > 128 or element_size > 2:

@@ -68,7 +68,10 @@ class Scores:
 def attend_chunk(
     grouped: Tensor, k_cache: Cache, v_cache: Cache, how: Scores, chunk: "PrefillChunk"
 ) -> Tensor:
-    """grouped [num_tokens, num_kv_heads, group, head_dim] -> the chunk's rows of the result."""
+    """Attend one chunk's queries to its keys.
+
+    grouped [num_tokens, num_kv_heads, group, head_dim] -> the chunk's rows of the result.
+    """
     # Products over many queries are faster in float32 than in 16 bits without AMX.
     key, value = (
         half[:, :, : chunk.num_keys].to(grouped.dtype).expand(-1, grouped.shape[2], -1, -1)
@@ -100,7 +103,7 @@ def attend_chunk(
 
 
 class Gather:
-    """Which rows of a cache seen as [-1, block_size * head_dim] to read, and where to.
+    """The rows to read of a cache seen as [-1, block_size * head_dim], and the buffer for them.
 
     The buffer serves all layers: allocating megabytes for each would fault their pages in anew.
     """
@@ -115,7 +118,7 @@ class Gather:
         self.flat = buffer.view(-1, cache.shape[3])  # [2 * n * block_size, head_dim]
 
     def read_keys(self, cache: Tensor) -> Tensor:
-        """Of a cache that has no values."""
+        """Gather the rows of a cache that has no values, and return them as keys."""
         half = self.into[0]
         torch.index_select(cache.view(-1, half.shape[1]), 0, self.rows, out=half)
         return self.key
@@ -173,13 +176,13 @@ def plan_of(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
 
 
 def without_gates(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """Of rows whose queries have a gate each behind them: the same without the gates."""
+    """Return qkv without the gate that stands behind each query."""
     queries = qkv[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))[:, :, 0]
     return torch.cat((queries.flatten(1), qkv[:, 2 * num_heads * head_dim :]), dim=1)
 
 
 def write_cache(cache: Cache, rows: Tensor, values: Tensor) -> None:
-    """values [n, head_dim] to rows int64 of a cache seen as [-1, head_dim]."""
+    """Write values [n, head_dim] to rows int64 of a cache seen as [-1, head_dim]."""
     _, heads, size, head_dim = cache.shape
     if isinstance(cache, QuantizedKV):
         block = rows // (heads * size)
@@ -189,7 +192,7 @@ def write_cache(cache: Cache, rows: Tensor, values: Tensor) -> None:
 
 
 def plan_writes(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
-    """For a step whose attention is computed elsewhere."""
+    """Plan a step's cache writes alone; its attention is computed elsewhere."""
     _, num_kv_heads, block_size, _ = cache.shape
     slots, written = meta.slots, None
     if bool((slots < 0).any()):
@@ -217,7 +220,10 @@ def make_plan(meta: AttentionMeta, cache: Cache) -> ReferencePlan:
 def _plan_decodes(
     meta: AttentionMeta, cache: Cache, entries: list[int], seen: list[int]
 ) -> DecodeBatch:
-    """seen: of each entry, its keys from the first block on that its query sees."""
+    """Plan a batch of decodes, padded to one length.
+
+    seen: an entry's number of keys, from the first block on that its query sees.
+    """
     _, num_kv_heads, block_size, head_dim = cache.shape
     device = cache.device
     blocks = -(-max(seen[entry] for entry in entries) // block_size)
@@ -241,7 +247,7 @@ def _plan_decodes(
 
 
 def plan_chunks(meta: AttentionMeta, cache: Cache) -> list[PrefillChunk]:
-    """Of the entries that are not decodes."""
+    """Plan a prefill chunk for each entry that is not a decode."""
     starts = meta.query_start_host or meta.query_start.tolist()
     kv_lens = meta.kv_len_host or meta.kv_len.tolist()
     return [

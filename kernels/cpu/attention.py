@@ -66,7 +66,7 @@ class _Pairs:
         return self._writer.call(self._writer.vector, name, given)
 
     def rounded(self, low: Value, high: Value) -> Value:
-        """Two vectors of float32, one after the other."""
+        """Round two vectors of float32 to bfloat16, and put the second behind the first."""
         narrow, size = f"<{self._size} x bfloat>", self._size
         a, b = (
             self._writer.op(f"fptrunc {self._writer.vector} {each} to {narrow}")
@@ -78,8 +78,11 @@ class _Pairs:
         )
 
     def spread(self, pointer: Value, kind: str) -> Value:
-        """A pair in all lanes, the first number last; of i16: 0 and one number. The processor
-        adds the last product of a pair first, so that two numbers add up as one by one."""
+        """Load a pair into all lanes, the first number last; of i16: 0 and one number.
+
+        The processor adds the last product of a pair first, so that two numbers add up as one by
+        one.
+        """
         word = self._writer.load(pointer, kind)
         if kind == "i16":
             word = self._writer.op(f"zext i16 {word} to i32")
@@ -89,8 +92,10 @@ class _Pairs:
         return self._writer.op(f"bitcast {self._writer.integers} {word} to {self.kind}")
 
     def side_by_side(self, first: Value, second: Value | None) -> list[Value]:
-        """Two rows of numbers in memory (None: zeros) as pairs, the first one last, in the order of
-        `in_order`: what unpacks within 128 bits takes one instruction."""
+        """Load two rows (None: zeros) as pairs, the first row's number last.
+
+        The pairs are in the order of `in_order`: unpacking within 128 bits takes one instruction.
+        """
         writer, size = self._writer, self._size
         rows = [
             "zeroinitializer" if row is None else writer.load(row, self._words)
@@ -108,7 +113,7 @@ class _Pairs:
         return out
 
     def in_order(self, a: Value, b: Value) -> list[Value]:
-        """Sums of both parts of `side_by_side`, as the numbers stood in memory."""
+        """Return the sums of both parts of `side_by_side` in the order of the numbers in memory."""
         kind, size, out = self._writer.vector, self._size, []
         for begin in (0, size):
             places = range(begin, begin + size)
@@ -120,7 +125,7 @@ class _Pairs:
 
 
 def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
-    """For each token: heads rotated, keys and values into the cache."""
+    """Write the kernel that rotates each token's heads and caches its keys and values."""
     writer = IRWriter(size)
     dim, half = shape.head_dim, shape.rotary_dim // 2
     names = (_QKV, _POSITIONS, _SLOTS, _TABLE, _Q, _KEYS, _VALUES, _Q_NORM, _K_NORM)
@@ -205,8 +210,10 @@ def _rotate(shape: AttentionShape, size: int) -> tuple[IRWriter, str]:
 
 
 def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter, str]:
-    """For each entry and key head: scores of the keys that it sees, softmax, weighted sum of the
-    values."""
+    """Write the decode kernel: scores of visible keys, softmax, weighted sum of the values.
+
+    A work item is an entry and a key head.
+    """
     writer = IRWriter(size)
     dim, group, kind = shape.head_dim, shape.num_heads // shape.num_kv_heads, writer.vector
     parts = dim // size
@@ -250,14 +257,17 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
         last_block = writer.op(f"sdiv i64 {last}, {shape.block_size}")
 
         def base_of(number: Value) -> Value:
-            """Where the head's part of the request's block begins."""
+            """Return where the head's part of the request's block number `number` begins."""
             block = writer.op(f"load i32, ptr {writer.at(table, number, 'i32')}")
             block = writer.op(f"sext i32 {block} to i64")
             size_of_block = shape.num_kv_heads * shape.block_size * dim
             return writer.add(writer.mul(block, size_of_block), inside)
 
         def ask(cache: Value, number: Value) -> None:
-            """For that block, or the last: the processor does not see where the next one lies."""
+            """Prefetch the head's part of a block, or of the last block if `number` is beyond.
+
+            The processor does not see where the next block lies.
+            """
             given = [("i64", number), ("i64", last_block)]
             base = base_of(writer.call("i64", "llvm.smin.i64", given))
             for line in range(0, shape.block_size * dim, 32):
@@ -266,10 +276,14 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
         def over_keys(  # type: ignore[no-untyped-def]
             cache: Value, carried: list[tuple[str, Value]], each, step: int = 1, two=None
         ) -> list[Value]:
-            """each(number, address of the key, *carried) for all keys that are seen, of which the
-            number 0 is the first, block by block. step: for each so many keys from the beginning
-            of blocks on, of which not all need be seen. two: the same for a key and the next one of
-            its block; each is then for what is left of a block."""
+            """Call each(number, address, *carried) for all keys that are seen, block by block.
+
+            number: 0 for the first key that is seen.
+            address: the key's place in the cache.
+            step: keys of one call, from the beginning of blocks on; some of them may be unseen.
+            two: called for a key and the next key of its block; `each` then gets what is left of a
+                block.
+            """
 
             def in_block(start: Value, *held: Value) -> list[Value]:
                 number = writer.op(f"udiv i64 {start}, {shape.block_size}")
@@ -321,7 +335,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             ]
 
         def product(key: list[Value], g: int) -> Value:
-            """With a head's query, for `sums` and `sum_of_pairs` to add up."""
+            """Multiply a key by a head's query, into a vector whose lanes are yet to be summed."""
             if shape.pairs:
                 total = "zeroinitializer"
                 for a, b in zip(key, query[g], strict=True):
@@ -342,7 +356,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             return []
 
         def score_many(number: Value, address: Value) -> list[Value]:
-            """Of a vector of keys at once."""
+            """Score a vector of consecutive keys at once."""
             totals: list[list[Value]] = [[] for _ in range(group)]
             for at in range(size):
                 key = key_at(writer.at(address, at * dim, shape.dtype))
@@ -413,7 +427,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
             return mixed
 
         def mix_pairs(number: Value, address: Value, sums: Sequence[Value], alone: bool):  # type: ignore[no-untyped-def]
-            """Of a key and the next one, or of one alone."""
+            """Add the weighted values of a key and the next key, or of one key alone, to sums."""
             mixed = list(sums)
             weights = [
                 pairs.spread(
@@ -454,7 +468,7 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
 
 
 class CpuRotation:
-    """The function for one shape of heads, and its arguments. Raises CompilerUnavailable."""
+    """The rotary kernel for one shape of heads, and its arguments. Raises CompilerUnavailable."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
@@ -490,7 +504,7 @@ class CpuRotation:
 
 
 class CpuAttention(CpuRotation):
-    """Decodes as well. Raises CompilerUnavailable."""
+    """A CpuRotation that also computes decode attention. Raises CompilerUnavailable."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
@@ -507,7 +521,7 @@ class CpuAttention(CpuRotation):
         out: Tensor,
         numbers: Numbers,
     ) -> None:
-        """The first meta.num_decodes rows of out [num_tokens, num_heads * head_dim]."""
+        """Write the first meta.num_decodes rows of out [num_tokens, num_heads * head_dim]."""
         shape, args = self._shape, self._args
         threads = torch.get_num_threads()
         window, chunk = 0 if meta.chunk else meta.window, meta.chunk
@@ -539,7 +553,7 @@ def _shape_for(
     qk_norm: bool,
     dtype: torch.dtype,
 ) -> AttentionShape | None:
-    """None where heads do not fill vectors. Raises CompilerUnavailable."""
+    """Return the shape, or None where heads do not fill vectors. Raises CompilerUnavailable."""
     size = lanes()
     if head_dim % size or rotary_dim % (2 * size) or dtype not in _NAMES:
         return None
@@ -559,7 +573,11 @@ def attention_for(
     qk_norm: bool,
     dtype: torch.dtype,
 ) -> CpuAttention | None:
-    """None where heads do not fill vectors, for a float32 cache, or without a compiler."""
+    """Return the kernels of a shape, or None where nothing is generated.
+
+    Nothing is generated where heads do not fill vectors, for a float32 cache, or without a
+    compiler.
+    """
     try:
         shape = _shape_for(
             num_heads, num_kv_heads, head_dim, block_size, rotary_dim, qk_norm, dtype
@@ -578,8 +596,11 @@ def rotation_for(
     rotary_dim: int,
     dtype: torch.dtype,
 ) -> CpuRotation | None:
-    """rotary_dim: 0 rotates nothing. None where heads do not fill vectors, or without a
-    compiler."""
+    """Return the rotary kernel of a shape, or None where nothing is generated.
+
+    Nothing is generated where heads do not fill vectors, or without a compiler.
+    rotary_dim: 0 rotates nothing.
+    """
     try:
         shape = _shape_for(num_heads, num_kv_heads, head_dim, block_size, rotary_dim, False, dtype)
         return None if shape is None else CpuRotation(shape)

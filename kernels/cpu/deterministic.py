@@ -41,15 +41,16 @@ _FIRST = torch.zeros(1, dtype=torch.int64)
 
 
 def _by_row(function: Callable[..., Tensor], x: Tensor, *rest: object) -> Tensor:
-    """function(x [n, ...], *rest), which is to be the same for each row of x alone."""
+    """Return function(x [n, ...], *rest), called with one row of x at a time."""
     # Copies, because vector loops begin differently where a row is not aligned.
     return torch.cat([function(row.clone(), *rest) for row in x.split(1)])
 
 
 class _DeterministicPlan(LayerKernels):
-    """What the layers of a step share.
+    """The plan that the layers of a step share.
 
-    every: all tokens as decodes. apart: each token as a step of its own, for the reference.
+    every: all tokens as decodes.
+    apart: each token as a step of its own, for the reference.
     """
 
     def __init__(self, meta: AttentionMeta) -> None:
@@ -62,7 +63,7 @@ class _DeterministicPlan(LayerKernels):
         return _apart(self.every)
 
     def writes(self, cache: Cache) -> list[AttentionMeta]:
-        """The same, for what reads no keys."""
+        """Return each token as a step of its own, planned for cache writes alone."""
         if not self._writes:
             self._writes = _apart(self.every)
             for part in self._writes:
@@ -373,7 +374,7 @@ def _spans(
 
 
 def _as_decodes(meta: AttentionMeta) -> AttentionMeta:
-    """Each token an entry with one query, which sees the keys up to its own."""
+    """Return meta with each token an entry of one query, which sees the keys up to its own."""
     num_tokens = len(meta.positions)
     lengths = meta.query_start.diff().long()
     entry = torch.arange(len(lengths)).repeat_interleave(lengths)

@@ -39,7 +39,11 @@ def _word(name: str, index: int, kind: str) -> str:
 
 
 def _loop(name: str, step: int, end: str, before: str, then: str, body: str) -> str:
-    """For i = %{name} from where `before` says, by step, while it is below end."""
+    """Return LLVM IR of a loop over i = %{name}, by step, while i is below end.
+
+    before: what i starts from, as a phi operand.
+    then: the label behind the loop.
+    """
     return f"""
 {name}.head:
   %{name} = phi i64 [{before}], [%{name}.next, %{name}.last]
@@ -55,7 +59,7 @@ def _loop(name: str, step: int, end: str, before: str, then: str, body: str) -> 
 
 
 def _sum(name: str, kind: str, onto: bool) -> str:
-    """out[i] = the sum over ranks of slots[rank][i], or onto[i] plus that."""
+    """Write out[i] = the sum over ranks of slots[rank][i], or onto[i] plus that sum."""
     out = "%onto" if onto else "%x"
     last = f"%{name}.sum"
     body = f"""
@@ -204,8 +208,10 @@ def _functions() -> tuple[NativeFunction, NativeFunction, int, int]:
 
 
 class Meeting:
-    """lines, slots: addresses in the shared memory; slot: bytes of one. Raises
-    CompilerUnavailable."""
+    """A place where processes that share memory all-reduce. Raises CompilerUnavailable.
+
+    lines, slots: addresses in the shared memory. slot: bytes of one slot.
+    """
 
     def __init__(self, rank: int, size: int, lines: int, slots: int, slot: int) -> None:
         self._in_place, self._onto, yields, sleeps = _functions()
@@ -217,8 +223,10 @@ class Meeting:
         args[_YIELD], args[_SLEEP] = yields, sleeps
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Sum of x over the processes, in place; or onto another tensor of its size, written over
-        it. Float32 and contiguous, no larger than a slot. `broken` afterwards: there is no sum."""
+        """All-reduce x over the processes, in place, or onto another tensor of its size.
+
+        x is float32 and contiguous, no larger than a slot. If `broken` afterwards, there is no sum.
+        """
         args = self._args
         args[_X], args[_COUNT] = x.data_ptr(), x.numel()
         if onto is None:
@@ -230,7 +238,10 @@ class Meeting:
 
     @property
     def broken(self) -> bool:
-        """A meeting since the last round was given up: a process failed, or began another round."""
+        """Whether a meeting since the last round was given up.
+
+        A process has failed, or has begun another round.
+        """
         return bool(self._state[_BROKEN])
 
     def join(self, round: int) -> None:

@@ -37,7 +37,10 @@ class LayerKernels:
     def choose(
         self, num_heads: int, k_cache: Cache, cos_sin: Tensor, q_norm: Tensor | None
     ) -> CpuAttention | None:
-        """The kernels of a layer that rotates and norms its heads so; None: the reference."""
+        """Return the kernels of a layer that rotates and norms its heads so, or None.
+
+        None: the reference computes the layer.
+        """
         shape_key = (cos_sin.shape[1], q_norm is not None)
         if shape_key != self._shape_key:
             self._shape_key = shape_key
@@ -51,12 +54,15 @@ class LayerKernels:
 
 
 class PlannedByFirstLayer(Recurrent):
-    """A step is planned when its first layer runs: only layers know how they rotate their heads."""
+    """A back end that plans a step when its first layer runs.
+
+    Only layers know how they rotate their heads.
+    """
 
     def prepare(
         self, meta: AttentionMeta, num_heads: int, k_cache: Cache, latent_rank: int = 0
     ) -> None:
-        """Nothing yet."""
+        """Do nothing: the step's first layer plans it."""
 
     def whole_texts(
         self,
@@ -76,7 +82,7 @@ class PlannedByFirstLayer(Recurrent):
 
 @dataclass(slots=True)
 class _Chunk:
-    """Tokens [begin, end) of the step, whose entry is so long with them."""
+    """A chunk: tokens [begin, end) of the step, whose entry then has this many tokens."""
 
     begin: int
     end: int
@@ -90,8 +96,11 @@ class _Chunk:
 
 
 class _NativePlan(LayerKernels):
-    """What the layers of a step share: generated kernels, chunks for them and for the reference,
-    and the step as the reference plans it, for what is not generated."""
+    """The plan that the layers of a step share.
+
+    Generated kernels, chunks for them and for the reference, and the step as the reference plans
+    it, for whatever is not generated.
+    """
 
     def __init__(self, meta: AttentionMeta) -> None:
         super().__init__()
@@ -103,7 +112,7 @@ class _NativePlan(LayerKernels):
 
     @property
     def entries(self) -> Entries:
-        """The same for `kernels.cpu.prefill`."""
+        """The queries of the chunks, as `kernels.cpu.prefill` takes them."""
         if self._entries is None:
             spans = [
                 (chunk.begin, chunk.end, chunk.table.data_ptr(), chunk.length)
@@ -116,7 +125,7 @@ class _NativePlan(LayerKernels):
 
     @property
     def chunks(self) -> list[_Chunk]:
-        """Of the entries that are not decodes."""
+        """The chunks of the entries that are not decodes."""
         if self._chunks is None:
             meta = self._meta
             starts = meta.query_start_host or meta.query_start.tolist()

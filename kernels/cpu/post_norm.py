@@ -34,8 +34,10 @@ _MOST, _BYTES = 256, 1 << 20  # rows of a block, and what they take at most
 
 
 class _Shape:
-    """Where a thread's rows lie in its scratch: of each row what the first products take, sums of
-    the second, and what the last takes."""
+    """The layout of a thread's rows in its scratch.
+
+    A row has room for the first matmuls' input, for sums, and for the last matmul's input.
+    """
 
     def __init__(self, kind: str, hidden: int, attended: int, inner: int) -> None:
         self.kind, self.hidden, self.attended, self.inner = kind, hidden, attended, inner
@@ -46,14 +48,14 @@ class _Shape:
         self.row = self.taken + 4 * hidden + row(inner)
 
     def block(self, rows: int, threads: int) -> int:
-        """Rows of a block, so that threads have about as many."""
+        """Return the rows of a block, so that threads have about as many."""
         step = most_rows(self.kind)
         most = max(step, min(_MOST, _BYTES // self.row) // step * step)
         blocks = -(-rows // (most * threads)) * threads
         return -(-rows // (blocks * step)) * step
 
     def floats(self, block: int) -> int:
-        """Of a thread's scratch; tiles of rows are read whole."""
+        """Return the floats of a thread's scratch; tiles of rows are read whole."""
         return -(-((block + SPARE_ROWS) * self.row + 3 * 64) // 64) * 16
 
 
@@ -70,7 +72,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
     kept = w.add(length, SPARE_ROWS)
 
     def behind(place: Value, row: int) -> Value:
-        """From a cache line's beginning on."""
+        """Return the first cache line behind `kept` rows of `row` bytes at place."""
         count = w.add(w.mul(kept, row), 63)
         return w.at(place, w.mul(w.op(f"lshr i64 {count}, 6"), 64), "i8")
 
@@ -132,7 +134,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         return w.at(sums, w.add(w.mul(row, hidden), w.mul(panel, 2 * size))), hidden
 
     def normed(number: int, x: Value, count: Value, rounded: bool) -> None:
-        """x, of the residual, with what was summed added, and normed."""
+        """Add the sums to x, the residual, and norm the result."""
         first = _NORMS + 3 * number
         weight, bias = (
             w.argument(first + part, "ptr") if parts[2 * number + part] else "" for part in (0, 1)
@@ -149,7 +151,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         over(count, one)
 
     def activate(first: Value, count: Value, panel: Value) -> None:
-        """The buffer's rows, into what the last product takes."""
+        """Apply the activation to the buffer's rows, and store them as the last matmul's input."""
 
         def one(row: Value) -> None:
             place = w.at(inside, w.mul(w.add(first, row), inner_bytes), "i8")

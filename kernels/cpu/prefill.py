@@ -70,7 +70,7 @@ class PrefillShape:
 
     @property
     def words(self) -> int:
-        """Of 32 bits that a query or a key takes: of a float32 each, or of a pair of bfloat16."""
+        """The 32-bit words of a query or a key, each a float32 or a pair of bfloat16."""
         return self.head_dim // 2 if self.pairs else self.head_dim
 
     @property
@@ -79,12 +79,12 @@ class PrefillShape:
 
     @property
     def queries(self) -> int:
-        """Of a tile."""
+        """The number of queries in a tile."""
         return max(1, _ROWS_A_TILE // self.group)
 
     @property
     def rows(self) -> int:
-        """Of a tile, filled up to blocks."""
+        """The number of rows in a tile, filled up to whole blocks."""
         return -(-self.queries * self.group // self.block) * self.block
 
     def floats(self, size: int) -> int:
@@ -124,15 +124,18 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         return w.call("i64", "llvm.smin.i64", [("i64", a), ("i64", str(b))])
 
     def number(array: Value, index: Value) -> Value:
-        """Of an int32 array, as i64."""
+        """Load an element of an int32 array as i64."""
         narrow = w.op(f"load i32, ptr {w.at(array, index, 'i32')}")
         return w.op(f"sext i32 {narrow} to i64")
 
     def lay_out(begin: Value, head: Value, table: Value, length: Value) -> None:
-        """Keys [begin, begin + tile) of one head. Past the last key the last is read again."""
+        """Lay out keys [begin, begin + tile) of one head.
+
+        Past the last key the last is read again.
+        """
 
         def mix_pair(at: Value, places: tuple[Value, Value], d: Value) -> None:
-            """2 * size numbers of the values of two keys, side by side."""
+            """Store 2 * size numbers of the values of two keys, side by side."""
             both = f"<{2 * size} x i16>"
             rows = [w.load(w.at(values, w.add(place, d), shape.dtype), both) for place in places]
             line = w.add(w.mul(w.op(f"lshr i64 {at}, 1"), dim), d)
@@ -180,7 +183,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         w.loop(0, tile, [], some, step=size)
 
     def round_store(numbers: Value, line: Value, index: Value | int) -> None:
-        """A vector of words' numbers, from the index-th number of a line on."""
+        """Store a vector as a line's words, rounded, from the index-th number on."""
         if shape.pairs:
             w.store_pairs(numbers, w.at(line, index, "bfloat"))
         else:
@@ -197,8 +200,12 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         begin: list[Value] | None,
         at: Value,
     ) -> list[Value]:
-        """Of each row (an address) with `width` vectors of the columns of matrix [inner, columns_]
-        from `at` on. inner: in words."""
+        """Multiply rows by `width` vectors of columns of a matrix [inner, columns_], from `at` on.
+
+        rows: the address of each row.
+        inner: the length of a row, in words.
+        begin: the sums to add to, zeros if None.
+        """
         vectors = min(width, columns_ // size)
         start = begin or ["zeroinitializer"] * (len(rows) * vectors)
 
@@ -224,8 +231,10 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         head: Value,
         masked: bool,
     ) -> Value:
-        """The r-th row of a block: its scores become weights. What its sums so far are multiplied
-        by."""
+        """Turn the scores of a block's r-th row into weights.
+
+        Returns the factor of the row's sums so far.
+        """
         line, row = w.at(weights, w.mul(r, tile)), w.add(row, r)
         parts = [w.load(w.at(line, at)) for at in range(0, tile, size)]
         if masked or scored.slopes:
@@ -268,14 +277,19 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def block_of_tiles(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """As `block`. Sums are tiles 0 to 3, of 16 columns each; rows are tile 4."""
+        """Compute `block` with AMX's tiles.
+
+        Sums are tiles 0 to 3, of 16 columns each; rows are tile 4.
+        """
         side = amx.TILE_ROWS
 
         def multiply(
             rows: Value, apart: int, matrix: Value, columns_: int, inner: int, vectors: range
         ) -> None:
-            """Rows of words, `apart` from each other, with these vectors of the columns of matrix
-            [inner, columns_]."""
+            """Multiply rows of words, `apart` from each other, by vectors of columns of a matrix.
+
+            matrix: [inner, columns_]. vectors: which of its columns, in steps of 16.
+            """
             for step in range(0, inner, side):
                 amx.load(w, 4, w.at(rows, step), 4 * apart)
                 for v in vectors:
@@ -313,7 +327,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     def block(
         begin: Value, row: Value, token: Value, count: Value, head: Value, masked: bool
     ) -> None:
-        """A block of rows from `row` on with a tile of keys that begins at `begin`."""
+        """Attend a block of rows from `row` on to a tile of keys that begins at `begin`."""
         rows = [w.at(query, w.mul(w.add(row, r), words)) for r in range(_ROWS)]
         vectors = min(width, tile // size)
 
@@ -346,7 +360,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         w.loop(0, dim, [], mix, step=wide * size)
 
     def head_of(head: Value, row: Value) -> Value:
-        """The query head of a row."""
+        """Return the query head of a row."""
         return w.add(w.mul(head, group), w.op(f"urem i64 {row}, {group}"))
 
     def work(item: Value) -> None:
@@ -361,7 +375,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         apart = (shape.num_kv_heads - 1) * group * dim  # between two tokens' rows of one head
 
         def place(row: Value) -> Value:
-            """Of a row in q and out."""
+            """Return the index of a row's first element in q and out."""
             index = w.op(f"udiv i64 {row}, {group}")
             return w.add(offset, w.add(w.mul(row, dim), w.mul(index, apart)))
 
@@ -447,8 +461,10 @@ class Entries:
         self._tiles: dict[int, NDArray[np.int64]] = {}
 
     def tiles(self, queries: int) -> NDArray[np.int64]:
-        """[tiles, 4] int64: of at most so many queries. Those that see most keys come first, so
-        that threads end together."""
+        """Return [tiles, 4] int64: tiles of at most this many queries.
+
+        Tiles that see most keys come first, so that threads end together.
+        """
         found = self._tiles.get(queries)
         if found is None:
             rows = [
@@ -464,7 +480,7 @@ class Entries:
 
 
 class CpuPrefill:
-    """The function for one shape of heads, and its arguments."""
+    """The prefill kernel for one shape of heads, and its arguments."""
 
     def __init__(self, shape: PrefillShape, function: NativeFunction) -> None:
         self._floats, self._queries = shape.floats(lanes()), shape.queries
@@ -481,7 +497,7 @@ class CpuPrefill:
         out: Tensor,
         numbers: Numbers,
     ) -> None:
-        """The entries' queries, into out, of which other rows stay.
+        """Attend the entries' queries, and write their rows of out; other rows stay.
 
         q [n, num_heads, head_dim] and out [n, num_heads * head_dim] float32: of the whole step.
         """
@@ -506,7 +522,10 @@ def prefill_for(
     dtype: torch.dtype,
     scored: Scored,
 ) -> CpuPrefill | None:
-    """None where heads do not fill vectors, or without a compiler."""
+    """Return the prefill kernel of a shape, or None where nothing is generated.
+
+    Nothing is generated where heads do not fill vectors, or without a compiler.
+    """
     try:
         size = lanes()
         width = min(4 if size == 16 else 2, head_dim // size)

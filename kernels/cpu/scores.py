@@ -23,7 +23,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Those of a layer. sinks, slopes [num_heads] float32, contiguous."""
+    """The numbers by which a layer changes its scores.
+
+    sinks, slopes: [num_heads] float32, contiguous.
+    """
 
     softcap: float = 0.0
     sinks: Tensor | None = None
@@ -34,14 +37,14 @@ class Numbers:
         return Scored(self.softcap > 0, self.sinks is not None, self.slopes is not None)
 
     def put(self, args: ctypes.Array[ctypes.c_int64], at: int) -> None:
-        """Into three words from `at` on, where `Places` looks for them."""
+        """Put the numbers into three words from `at` on, where `Places` looks for them."""
         args[at] = bits(self.softcap)
         for place, each in ((at + 1, self.sinks), (at + 2, self.slopes)):
             args[place] = 0 if each is None else each.data_ptr()
 
 
 class Places:
-    """The numbers in a kernel: `Scored` says which there are."""
+    """The places of a layer's numbers in a kernel: `Scored` says which numbers exist."""
 
     def __init__(self, writer: IRWriter, scored: Scored, at: int) -> None:
         self._writer, self._scored = writer, scored
@@ -52,19 +55,22 @@ class Places:
         self._slopes = writer.argument(at + 2, "ptr") if scored.slopes else ""
 
     def slope(self, head: Value) -> Value:
-        """In all lanes; "" if there are none."""
+        """Return a head's slope in all lanes, or "" if the layer has no slopes."""
         writer = self._writer
         if not self._slopes:
             return ""
         return writer.spread(writer.load(writer.at(self._slopes, head), "float"))
 
     def sink(self, head: Value) -> Value:
-        """In all lanes."""
+        """Return a head's sink in all lanes."""
         writer = self._writer
         return writer.spread(writer.load(writer.at(self._sinks, head), "float"))
 
     def change(self, scores: Value, slope: Value, ahead: Value) -> Value:
-        """A vector of scores. ahead: the position of the first one's key less the query's."""
+        """Change a vector of scores as `Scored` says.
+
+        ahead: the position of the first score's key less the query's.
+        """
         writer = self._writer
         if self._scored.softcap:
             turned = writer.tanh(writer.binary("fdiv", scores, self._cap))

@@ -51,7 +51,7 @@ _LACKS = {E2M1_CODE: 127, E4M3_CODE: 120, E4M3_BITS: 120}
 
 @triton.jit
 def _floats(pairs):
-    """Of two bfloat16 numbers a word the low and the high ones, in float32."""
+    """Return the low and the high bfloat16 number of each word, in float32."""
     low = (pairs << 16).to(tl.float32, bitcast=True)
     high = (pairs & -0x10000).to(tl.float32, bitcast=True)
     return low, high
@@ -101,8 +101,7 @@ def _multiply(
     SUMS: tl.constexpr,
     HOW: tl.constexpr,  # PTX for four codes of a word; "": there is none
 ):
-    """Decoded codes times x, lifted, of each unit; and the sums of x there, if they are asked
-    for."""
+    """Return decoded codes times x, lifted, of each unit; SUMS: and the sums of x."""
     total = tl.zeros(w.shape, tl.float32)
     kept = tl.zeros(x_at.shape, tl.float32)
     if BITS == 4:
@@ -359,26 +358,30 @@ def _few_packed_down_kernel(
 
 
 def _words_of(weight: PackedWeight) -> int:
-    """32-bit words of 4-bit codes in a unit."""
+    """Return the 32-bit words of 4-bit codes in a unit."""
     return min(4, weight.form.span // 8)
 
 
 def _in_one(weight: PackedWeight, units: int) -> int:
-    """4-bit codes that so many units of a row have."""
+    """Return how many 4-bit codes this many units of a row have."""
     return units * _words_of(weight) * 8
 
 
 def up_tile(weight: PackedWeight) -> Tile:
-    """As `MOST` was found, of one token and of eight: more units where no turn of them has less
-    than all its codes."""
+    """Return the tile of the up matmul, swept for one token and for eight as `MOST` was.
+
+    A row takes more units at a time where that leaves no turn with less than all its codes.
+    """
     if weight.form.bits == 8:
         return UP8
     return Tile(4, 32, 1) if weight.shape[1] % _in_one(weight, 64) else Tile(2, 64, 1)
 
 
 def down_tile(weight: PackedWeight, tokens: int) -> Tile:
-    """The same: rows of each of a token's experts. One token and eight were swept. One has few
-    programs, and takes short rows in one turn."""
+    """Return the tile of the down matmul, whose rows are of each of a token's experts.
+
+    One token and eight were swept. One token has few programs, and takes short rows in one turn.
+    """
     if weight.form.bits == 8:
         return next(tile for most, tile in DOWN8 if tokens <= most)
     if tokens > 2:

@@ -57,8 +57,11 @@ FIXED = Tiles(Tile(64, 32, 128, 4, 3), Tile(64, 64, 128, 4, 3))
 
 @triton.jit
 def _find(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of a block of ROWS sorted pairs (EXPERTS: there is none), its first place, and the
-    first place behind the expert's."""
+    """Find the expert of a block of ROWS sorted pairs, and its places.
+
+    Returns the expert (EXPERTS: there is none), the block's first place, and the first place behind
+    the expert's.
+    """
     expert = tl.arange(0, BLOCK)
     exists = expert < EXPERTS
     first = tl.load(starts + expert, mask=exists, other=0)
@@ -75,7 +78,7 @@ def _find(starts, block, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, OUTS: tl.constexpr, SWAP: tl.constexpr):
-    """What `_add` adds to, zeros."""
+    """Return the zeros that `_add` adds to."""
     return tl.zeros([OUTS, ROWS] if SWAP else [ROWS, OUTS], tl.float32)
 
 
@@ -298,7 +301,7 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
 
 
 class Scales(NamedTuple):
-    """Of products whose operands are both rounded, with a scale a row."""
+    """The scales of matmuls whose operands are both quantised, one scale for each row."""
 
     rows: Tensor  # float32, one for each row of x, or of inner
     outputs: Tensor  # float32, one for each row of all experts' weights
@@ -306,7 +309,7 @@ class Scales(NamedTuple):
 
 
 def _grid(ids: Tensor, experts: int, tile: Tile, outs: int) -> tuple[int]:
-    """An expert that is met has at most one block that is not full."""
+    """Return the grid: an expert that is met has at most one block that is not full."""
     pairs = ids.numel()
     return ((min(pairs, experts) + pairs // tile.rows) * triton.cdiv(outs, tile.outs),)
 
@@ -321,15 +324,20 @@ def tma_fits(x: Tensor, size: int) -> bool:
 
 
 def _described(matrices: Tensor, halves: int, tile: Tile) -> TensorDescriptor:
-    """A stack of matrices [experts, halves * rows, columns], for tiles of `outs` rows of each half
-    and `depth` columns."""
+    """Return a descriptor of matrices [experts, halves * rows, columns].
+
+    A tile has `outs` rows of each half and `depth` columns.
+    """
     experts, rows, columns = matrices.shape
     each = matrices.view(experts * halves, rows // halves, columns)
     return TensorDescriptor.from_tensor(each, [halves, tile.outs, tile.depth])
 
 
 def _shape(tile: Tile, experts: int, rows: int, x: Tensor) -> dict[str, Any]:
-    """rows: of the weight, that a turn reads. As many stages as the device has room for."""
+    """Return a launch's constants, with as many stages as shared memory has room for.
+
+    rows: of the weight, that a turn reads.
+    """
     stage = (tile.rows + rows) * tile.depth * x.dtype.itemsize
     return {
         "BLOCK": triton.next_power_of_2(experts),
@@ -458,8 +466,10 @@ def by_expert(
     down: Callable[..., Tensor],  # of `grouped_down`'s
     tiles: Any,  # of both
 ) -> Tensor:
-    """Both products of pairs that are sorted by expert, and the sum of each token's: see
-    `kernels.reference.Kernels.experts`."""
+    """Compute experts by two matmuls over pairs sorted by expert, and sum each token's pairs.
+
+    See `kernels.reference.Kernels.experts`.
+    """
     if not x.shape[0]:
         return torch.empty_like(x) if residual is None else residual
     pairs = sort(ids, experts)

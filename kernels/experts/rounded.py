@@ -42,7 +42,7 @@ def rounded_fits(x: Tensor, stack: PackedExperts) -> bool:
 
 
 def _as_floats(stack: PackedExperts) -> ExpertWeights:
-    """The same memory, as e4m3 numbers."""
+    """Return the stack's weights as e4m3 numbers, in the same memory."""
 
     def each(weight: PackedWeight) -> Tensor:
         return weight.codes.view(E4M3).unflatten(0, (stack.count, -1))

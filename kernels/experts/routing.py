@@ -9,7 +9,7 @@ UNGATED = ("relu2",)
 
 
 def up_rows(size: int, act: str) -> int:
-    """Of an expert's first product, whose inner width is `size`."""
+    """Return the rows of an expert's first matmul, whose inner width is `size`."""
     return size if act in UNGATED else 2 * size
 
 

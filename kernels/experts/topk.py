@@ -87,7 +87,7 @@ def _topk_kernel(
 
 
 def fits(routing: Routing) -> bool:
-    """Without groups of experts, and not the sparse mixer."""
+    """Whether `topk` computes this routing: experts without groups, and not the sparse mixer."""
     return routing.groups == 1 and routing.score in ("softmax", "sigmoid")
 
 

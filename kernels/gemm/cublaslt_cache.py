@@ -21,7 +21,10 @@ Found = dict[str, str | None]  # name of a product -> bytes of an algorithm in h
 
 
 def file_for(device: str, version: int, search: str) -> Path:
-    """search: what else the choices depend on, such as the candidates of the search."""
+    """Return the file for a device and a version of the library.
+
+    search: what else the choices depend on, such as the candidates of the search.
+    """
     import triton
 
     device = re.sub(r"[^A-Za-z0-9]+", "-", device)
@@ -29,7 +32,7 @@ def file_for(device: str, version: int, search: str) -> Path:
 
 
 def read(path: Path) -> Found:
-    """Empty if there is none."""
+    """Return what the file has, empty if there is no valid file."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
@@ -47,7 +50,7 @@ def read(path: Path) -> Found:
 
 
 def add(path: Path, found: Found) -> None:
-    """To what is there by now: other processes write too, and the last one wins."""
+    """Add what was found to the file; other processes write too, and the last one wins."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)

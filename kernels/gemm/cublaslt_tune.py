@@ -72,7 +72,7 @@ _loaded: set[Key] = set()
 
 
 class _AlgorithmSearch:
-    """Times algorithms for one number of rows."""
+    """The search for the fastest algorithm for one number of rows."""
 
     queue_cycles = _QUEUE_CYCLES
 
@@ -90,15 +90,17 @@ class _AlgorithmSearch:
         self.timed: list[tuple[float, Algorithm]] = []  # best first
 
     def _run(self, algorithm: Algorithm | None, weight: Tensor) -> None:
-        """None: the library's own choice."""
+        """Launch the matmul by this algorithm; None: by the library's own choice."""
         if algorithm is not None:
             self.matmul.run(algorithm, self.x, weight, self.y)
         else:
             _by_library(self.x, weight, self.y, self.add)
 
     def runs(self, algorithm: Algorithm | None) -> bool:
-        """Whether the library goes through with it. The launch also loads the machine code, which
-        takes longer than anything that is timed."""
+        """Whether the library runs this algorithm.
+
+        The launch also loads the machine code, which takes longer than anything that is timed.
+        """
         try:
             self._run(algorithm, self.weights[0])
         except CublasLtError:
@@ -106,8 +108,10 @@ class _AlgorithmSearch:
         return True
 
     def milliseconds(self, algorithm: Algorithm | None) -> float:
-        """Of one pass over the weights, all of it queued before the device begins: otherwise the
-        host's speed would be measured."""
+        """Return the milliseconds that one pass over the weights takes.
+
+        All launches are queued before the device begins, or the host's speed would be measured.
+        """
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(int(self.queue_cycles * len(self.weights)))
@@ -127,7 +131,7 @@ class _AlgorithmSearch:
         self.timed.sort(key=lambda item: item[0])
 
     def try_variants(self) -> None:
-        """Of the best so far, where the library can run them."""
+        """Time variants of the best algorithm so far, where the library can run them."""
         if not self.timed:
             return
         base = self.timed[0][1]
@@ -146,7 +150,10 @@ class _AlgorithmSearch:
         return [algorithm for _, algorithm in self.timed[:count]]
 
     def winner(self, among: Sequence[Algorithm]) -> Algorithm | None:
-        """The fastest, in turns with the library's own choice; None if that is about as fast."""
+        """Return the fastest algorithm, timed in turns with the library's own choice.
+
+        None if the library's choice is about as fast.
+        """
         among = [algorithm for algorithm in among if self.runs(algorithm)]
         if not among or not self.runs(None):
             return None
@@ -227,7 +234,10 @@ def _text(tuned: TunedMatmul | None) -> str | None:
 def _kept(
     path: Path, lib: CublasLt, weight: Tensor, sizes: Sequence[int], add: bool
 ) -> _Found | None:
-    """Of all these sizes, or None: a search wants its landmarks."""
+    """Return the kept algorithms of all these sizes, or None if one is missing.
+
+    A search wants its landmarks, so some of the sizes alone are of no use.
+    """
     texts = cublaslt_cache.read(path)
     found: _Found = {}
     for rows in sizes:

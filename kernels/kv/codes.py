@@ -18,7 +18,11 @@ KINDS = {"int8": 1, "fp8": 2, "int4": 3}  # the constexpr KIND; 0 = numbers of t
 
 
 def constants(cache: QuantizedKV) -> dict[str, Any]:
-    """Of the cache's format and layout, for a kernel: elements from a block to the next."""
+    """Return a kernel's constants for the cache's format and layout.
+
+    CODE_PAGE: elements of codes from a block to the next.
+    NUMBER_PAGE: words (`words`) from a block to the next.
+    """
     return {
         "KIND": KINDS[cache.form.name],
         "CODE_PAGE": cache.codes.stride(0),
@@ -27,21 +31,24 @@ def constants(cache: QuantizedKV) -> dict[str, Any]:
 
 
 def words(*caches: QuantizedKV) -> tuple[Tensor, ...]:
-    """The numbers of a token and head as one word: int16, or int32 where these are two."""
+    """View the numbers of each token and head as one word: int16, or int32 where these are two."""
     kinds = {1: torch.int16, 2: torch.int32}
     return tuple(cache.numbers.view(kinds[cache.form.words]) for cache in caches)
 
 
 def products(q: Tensor) -> dict[str, Any]:
-    """Constexprs. DTYPE: of queries, weights and codes where they are multiplied. ASM: they become
-    float16 by instructions that a compiler does not find and the interpreter does not know: a byte
-    or a nibble is the low end of 1024's mantissa, so that none is converted."""
+    """Return the constexprs of a kernel's matmuls with codes.
+
+    DTYPE: of queries, weights and codes where they are multiplied.
+    ASM: codes become float16 by instructions that a compiler does not find and the interpreter does
+    not know. A byte or a nibble is the low end of 1024's mantissa, so that none is converted.
+    """
     dtype = tl.float32 if q.dtype == torch.float32 else tl.float16
     return {"DTYPE": dtype, "ASM": dtype == tl.float16 and not triton.knobs.runtime.interpret}
 
 
 def pairs(cache: QuantizedKV) -> Tensor:
-    """Codes, two bytes at a time."""
+    """View a cache's codes as int16, two bytes at a time."""
     return cache.codes.view(torch.int16)
 
 
@@ -55,7 +62,7 @@ def shift_of(query, odd):
 
 @triton.jit
 def words_at(words, page, in_page, mask, NUMBER_PAGE: tl.constexpr):
-    """Of the rows in_page [n] of the blocks page [n]."""
+    """Load the words of the rows in_page [n] of the blocks page [n]."""
     return tl.load(words + page.to(tl.int64) * NUMBER_PAGE + in_page, mask=mask, other=0)
 
 
@@ -277,7 +284,7 @@ def rounded(x):
 
 @triton.jit
 def numbers_of(low, high, KIND: tl.constexpr):
-    """Scale and least element of heads whose elements are low .. high."""
+    """Compute scale and least element of heads whose elements are low .. high."""
     if KIND == 3:
         least = rounded(low)
         scale = up(tl.maximum(high - least, 0.0) / 15.0)
@@ -290,7 +297,7 @@ def numbers_of(low, high, KIND: tl.constexpr):
 
 @triton.jit
 def store_numbers(words, at, scale, least, mask, KIND: tl.constexpr):
-    """As words [n], at rows at [n]."""
+    """Store scale and least element as words [n], at rows at [n]."""
     bits = scale.to(tl.int32, bitcast=True) >> 16
     if KIND == 3:
         tl.store(words + at, bits | least.to(tl.int32, bitcast=True), mask=mask)

@@ -18,7 +18,7 @@ class KVFormat:
     hadamard: int = 0
 
     def token_bytes(self, heads: int, dim: int) -> int:
-        """Of one token's keys, or values, in one layer."""
+        """Return the bytes of one token's keys, or values, in one layer."""
         return heads * (dim * self.bits // 8 + 2 * self.words)
 
 

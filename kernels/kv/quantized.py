@@ -40,8 +40,11 @@ class QuantizedKV:
 
     @classmethod
     def over(cls, form: KVFormat, raw: Tensor, heads: int, size: int, dim: int) -> "QuantizedKV":
-        """raw: uint8 [num_blocks, form.token_bytes(heads, dim) * size], of any stride from block to
-        block."""
+        """Return the cache that lies in raw memory.
+
+        raw: uint8 [num_blocks, form.token_bytes(heads, dim) * size], of any stride from block to
+            block.
+        """
         split = heads * size * dim * form.bits // 8
         count = raw.shape[0]
         codes = raw[:, :split].unflatten(1, (heads, size, dim * form.bits // 8))
@@ -52,7 +55,7 @@ class QuantizedKV:
     def empty(
         cls, form: KVFormat, shape: tuple[int, int, int, int], device: torch.device | str = "cpu"
     ) -> "QuantizedKV":
-        """Zeros; shape: as the property."""
+        """Return a cache of zeros. shape: as the property."""
         count, heads, size, dim = shape
         raw = torch.zeros(
             count, form.token_bytes(heads, dim) * size, dtype=torch.uint8, device=device
@@ -67,7 +70,7 @@ class QuantizedKV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers as `read` gives them."""
+        """The dtype of the numbers that `read` gives."""
         return torch.float32
 
     @property
@@ -75,14 +78,18 @@ class QuantizedKV:
         return self.codes.device
 
     def write(self, blocks: Tensor, heads: Tensor, places: Tensor, values: Tensor) -> None:
-        """values [n, head_dim] to (block, head, place in the block), int64 [n] each."""
+        """Quantise values and write them to the cache.
+
+        values: [n, head_dim].
+        blocks, heads, places: int64 [n] each; a place is in its block.
+        """
         codes, numbers = quantize(self.form, values.float())
         raw = self.codes.view(torch.uint8)
         raw[blocks, heads, places] = codes.view(torch.uint8)
         self.numbers[blocks, heads, places] = numbers
 
     def read(self, blocks: Tensor, heads: Tensor) -> Tensor:
-        """float32 [n, block_size, head_dim] of (block, head), int64 [n] each."""
+        """Read and dequantise (block, head), int64 [n] each: float32 [n, block_size, head_dim]."""
         raw = self.codes.view(torch.uint8)[blocks, heads]
         return dequantize(self.form, raw.view(self.codes.dtype), self.numbers[blocks, heads])
 

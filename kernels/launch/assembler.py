@@ -19,7 +19,10 @@ RIGHT = (12, 9)
 
 
 def choose_assembler() -> None:
-    """For this process and those that it starts. One that TRITON_PTXAS_PATH names is kept."""
+    """Choose Triton's assembler for this process and the processes it starts.
+
+    An assembler that TRITON_PTXAS_PATH names is kept.
+    """
     with contextlib.suppress(RuntimeError):  # there is none: nothing is compiled here
         own, newer = knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell
         wheels = Path(own.path).parent == Path(newer.path).parent

@@ -44,10 +44,13 @@ _Key = tuple[str, str, Any]  # module and name of a kernel, Triton's key of what
 
 
 class Compilers:
-    """Starts the processes at once. One at a time: Triton has one hook."""
+    """The processes that compile; made, it starts them at once.
+
+    Only one at a time may exist: Triton has one hook.
+    """
 
     def __init__(self, count: int = 0) -> None:
-        """count: of the processes; 0 = a core each, and one is left to the engine."""
+        """Start the processes. count: how many; 0 = a core each, and one left to the engine."""
         count = count or max(1, min(_MOST, len(os.sched_getaffinity(0)) - 1))
         self.waited = 0.0  # seconds in launches, for kernels that were not there yet
         self._jobs: dict[_Key, Future[None]] = {}
@@ -68,7 +71,7 @@ class Compilers:
 
     @property
     def jobs(self) -> int:
-        """How many kernels were handed over."""
+        """The number of kernels handed over."""
         return len(self._jobs)
 
     @property
@@ -77,8 +80,12 @@ class Compilers:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Launches of Triton's kernels in here only tell which are needed: what they would have
-        written is left as it was, so nothing that is read from there may be an index."""
+        """Collect which of Triton's kernels are needed, and launch none of them.
+
+        What a launch would have written is left as it was, so nothing that is read from there may
+        be an
+        index.
+        """
         from triton import knobs
         from triton.runtime.jit import JITFunction
 
@@ -98,7 +105,7 @@ class Compilers:
             JITFunction.run = run
 
     def close(self) -> None:
-        """Launches wait no longer. The processes end by themselves."""
+        """Remove the hook, so that launches wait no longer. The processes end by themselves."""
         if "triton" in sys.modules:  # else there was no hook
             from triton import knobs
 
@@ -107,7 +114,10 @@ class Compilers:
             self._process.stdin.close()
 
     def _before_compiling(self, *, key: Any, fn: Any, compile: Any, **_: Any) -> bool:
-        """Triton's hook, for a kernel that this process has not compiled. True: it shall not."""
+        """Answer Triton's hook for a kernel not compiled in this process.
+
+        True: Triton shall not compile the kernel.
+        """
         if not _ours(fn.module):
             return False
         job = (fn.module, fn.name, key)
@@ -148,7 +158,7 @@ class Compilers:
             self._warn(str(error))
 
     def _read_answers(self) -> None:
-        """A thread's. Ends when the processes have."""
+        """Read the processes' answers, in a thread that ends when the processes have ended."""
         with contextlib.suppress(OSError, ValueError):
             for line in self._process.stdout:
                 number, error = json.loads(line)
@@ -166,15 +176,18 @@ class Compilers:
                 future.set_exception(RuntimeError("it never came"))
 
     def _warn(self, reason: str) -> None:
-        """Once: where one fails, many do."""
+        """Log the first reason only: where one kernel fails, many do."""
         if not self._warned:
             self._warned = True
             logger.warning("kernels that were not compiled ahead are compiled here: %s", reason)
 
 
 def report_late() -> None:
-    """From here on, each kernel that this process has to make ready is a warning: a start that
-    leaves one out makes the first request that needs it, and all beside it, wait for seconds."""
+    """Log a warning for each kernel that this process has to make ready from here on.
+
+    A start that leaves a kernel out makes the first request that needs the kernel wait for seconds.
+    All requests beside it wait too.
+    """
     if "triton" not in sys.modules:
         return
     from triton import knobs
@@ -183,18 +196,21 @@ def report_late() -> None:
 
 
 def _report_late(*, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-    """Triton's listener. times: in microseconds."""
+    """Log a kernel that was made ready late, as Triton's listener. times: in microseconds."""
     how = "read from the cache" if cache_hit else f"compiled in {times.total / 1e6:.2f} s"
     logger.warning("kernel %s %s while serving: the start did not launch it", src.name, how)
 
 
 def _ours(module: str) -> bool:
-    """Not torch's: code that reads its results may need them, and its imports are not known."""
+    """Whether the kernel's module is of this project, not of torch.
+
+    Code that reads the results of torch's kernels may need them, and its imports are not known.
+    """
     return module.startswith("kernels.")
 
 
 class _Target:
-    """As much of a Triton driver as compiling asks for: the workers leave the device alone."""
+    """The part of a Triton driver that compiling asks for: the workers leave the device alone."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -207,7 +223,7 @@ class _Target:
 
 
 def _compile(module: str, name: str, target: list[Any], specialization: str) -> None:
-    """A worker's."""
+    """Compile one kernel in a worker."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -223,7 +239,7 @@ def _compile(module: str, name: str, target: list[Any], specialization: str) -> 
 
 
 def _build_driver() -> None:
-    """The C that Triton calls CUDA through, also built once a machine."""
+    """Build the C that Triton calls CUDA through, once a machine."""
     # Where this does not work, the engine finds out itself, with a better message.
     with contextlib.suppress(Exception):
         from triton.backends.nvidia.driver import CudaUtils
@@ -232,7 +248,10 @@ def _build_driver() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """A worker waits on a pipe that it holds itself: no end of file tells it that it is alone."""
+    """End this worker when its parent ends, or now if it has.
+
+    A worker waits on a pipe that it holds itself: no end of file tells it that it is alone.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -28,21 +28,27 @@ class PassLaunch(NamedTuple):
 
 
 def num_slots(num_tokens: int, meta: AttentionMeta) -> int:
-    """An upper bound: each entry, and the padding behind the last, may leave its last chunk part
-    empty."""
+    """Return an upper bound of the slots of a step's chunks.
+
+    Each entry, and the padding behind the last, may leave its last chunk part empty.
+    """
     return num_tokens // CHUNK + num_chunked(meta) + 1
 
 
 def num_chunked(meta: AttentionMeta) -> int:
-    """The entries that are not decodes, at most. Graphs do not know which are."""
+    """Return the most entries that are not decodes. CUDA graphs do not know which entries are."""
     entries = int(meta.kv_len.shape[0])
     return entries if meta.num_decodes == entries else entries - meta.num_decodes
 
 
 @triton.jit
 def slot_of(query_start, counts, num_tokens, index, CHUNK: tl.constexpr):
-    """Whose chunk a slot is: the entry, its first token in the step, the chunk's first among these,
-    and how many these are. The entry behind the last is what pads."""
+    """Find the chunk of a slot.
+
+    Returns the entry, its first token in the step, the chunk's first among these, and how many
+    these
+    are. The entry behind the last is what pads.
+    """
     num_entries = tl.load(counts + 1)
     entry, begin, first = entry_of(query_start, tl.load(counts), num_entries, index, CHUNK)
     length = num_tokens - begin
@@ -53,7 +59,7 @@ def slot_of(query_start, counts, num_tokens, index, CHUNK: tl.constexpr):
 
 @triton.jit
 def first_slot(query_start, counts, entry, CHUNK: tl.constexpr):
-    """Of an entry's."""
+    """Return the first slot of an entry."""
     first_entry = tl.load(counts)
     origin = tl.load(query_start + first_entry)
     return (tl.load(query_start + entry) - origin) // CHUNK + entry - first_entry
@@ -61,7 +67,7 @@ def first_slot(query_start, counts, entry, CHUNK: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """As torch's: x from 20 on."""
+    """Compute softplus as torch does: x itself from 20 on."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 

@@ -10,8 +10,11 @@ from kernels.metadata import AttentionMeta
 
 
 def chunks_of(meta: AttentionMeta) -> Iterator[tuple[int, int, int, bool]]:
-    """Of each entry behind the decodes that has tokens: its row, the first of its tokens, the one
-    behind them, and whether the request begins with them."""
+    """Yield the tokens of each entry behind the decodes that has tokens.
+
+    Each is the entry's row, its first token, the token behind its last, and whether its request
+    begins there.
+    """
     assert meta.rows is not None
     starts = meta.query_start_host or meta.query_start.tolist()
     lengths = meta.kv_len_host or meta.kv_len.tolist()

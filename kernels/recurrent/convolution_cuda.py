@@ -18,8 +18,10 @@ _TICKETS = 1 << 17  # made at once, before any graph is recorded
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
-    """At least so many zeros, by which programs that share channels know who comes last; it leaves
-    zeros again."""
+    """Return at least `count` zeros, by which programs that share channels know who comes last.
+
+    Programs leave the tickets as zeros again.
+    """
     return _zeros(device, max(_TICKETS, triton.next_power_of_2(count)))
 
 
@@ -99,8 +101,10 @@ def keep_tail(
     x, tail, begin, end, before, channels, mask, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes what the convolutions of some channels of an entry's next tokens will read. begin, end
-    (int64): the entry's tokens. Nobody may read the old any more."""
+    """Write the inputs that some channels' convolutions of an entry's next tokens will read.
+
+    begin, end (int64): the entry's tokens. Nobody may read the old inputs any more.
+    """
     has_tail = mask & (before + channels * 0 > 0)
     for place in tl.static_range(TAPS - 1):  # an old one is read before its place is written
         token = end - (TAPS - 1) + place
@@ -119,7 +123,7 @@ def _conv_few_kernel(
     x, conv, bias, tail, out, rows, query_start, kv_len, counts, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Token by token, where entries have about one each."""
+    """Convolve token by token, where entries have about one token each."""
     entry = tl.program_id(0)
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)
@@ -149,7 +153,7 @@ def _conv_kernel(
     x, conv, bias, tail, out, rows, query_start, kv_len, counts, x_stride, num_tokens,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens of an entry, or of what pads behind the last."""
+    """Convolve ROWS tokens of an entry, or zero those that pad behind the last."""
     num_entries = tl.load(counts + 1)
     entry, begin, first = entry_of(query_start, 0, num_entries, tl.program_id(1), ROWS)
     length = num_tokens - begin
@@ -182,7 +186,7 @@ def _tail_kernel(
     x, tail, rows, query_start, kv_len, counts, x_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the convolutions of an entry's next tokens will read, once no program reads the old."""
+    """Keep the inputs for an entry's next tokens, once no program reads the old inputs."""
     entry = tl.program_id(0)
     begin = tl.load(query_start + entry).to(tl.int64)
     end = tl.load(query_start + entry + 1).to(tl.int64)

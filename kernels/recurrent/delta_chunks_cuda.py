@@ -98,8 +98,10 @@ def _make_whole(
     state, late, before, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
     LATE: tl.constexpr, ENTRY: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Adds to a head's state in memory what the decodes since it was written have changed, and
-    leaves zeros in its late part. before: tokens of the request up to there; 0 = it begins."""
+    """Bring a head's state in memory up to date with the decodes since its last write.
+
+    The head's late part becomes zeros. before: tokens of the request up to there; 0 = it begins.
+    """
     COLUMNS: tl.constexpr = 16
     count = before % (LATE + 1)
     dims = tl.arange(0, KEYS)
@@ -162,7 +164,7 @@ def _delta_convolve_kernel(
     ENTRY: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):
-    """Heads of queries, then those of keys, then those of values."""
+    """Convolve heads of queries, then heads of keys, then heads of values."""
     head = tl.program_id(0)
     slot = tl.program_id(1)
     entry, begin, first, length = slot_of(query_start, counts, num_tokens, slot, CHUNK)
@@ -275,7 +277,10 @@ def _delta_solve_kernel(
 
 @triton.jit
 def _whole(totals, at, KEYS: tl.constexpr, CHUNK: tl.constexpr, BY_KEY: tl.constexpr):
-    """The logarithm of a chunk's decay, whose totals begin at token number `at` of all slots'."""
+    """Return the logarithm of a chunk's decay.
+
+    at: the token number, of all slots, at which the chunk's totals begin.
+    """
     last = at + CHUNK - 1
     if BY_KEY:
         return tl.load(totals + last * KEYS + tl.arange(0, KEYS))
@@ -401,7 +406,7 @@ def _delta_norm_kernel(
     ROWS: tl.constexpr,
     BY_KEY: tl.constexpr,
 ):
-    """Of chunks' tokens; those behind get zeros."""
+    """Norm and gate the results of chunks' tokens; tokens behind the last get zeros."""
     head = tl.program_id(0)
     first = tl.load(query_start + tl.load(counts))
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -421,7 +426,7 @@ def _delta_norm_kernel(
 
 
 class Handed(NamedTuple):
-    """What pass and norm are given; see their arguments."""
+    """The tensors that pass and norm are given; see their arguments."""
 
     queries: Tensor
     keys: Tensor
@@ -432,7 +437,7 @@ class Handed(NamedTuple):
 
 
 def tile_sizes(heads: DeltaHeads, element_size: int) -> dict[str, int]:
-    """KEYS and VALUES: what sizes are padded to."""
+    """Return KEYS and VALUES, to which the sizes of a key and a value are padded."""
     # In 16 bits Triton 3.6 reads beyond what a program has where a product of wgmma is narrower.
     least = 16 if element_size > 2 else 64
     padded = (triton.next_power_of_2(size) for size in (heads.key_size, heads.value_size))
@@ -440,7 +445,7 @@ def tile_sizes(heads: DeltaHeads, element_size: int) -> dict[str, int]:
 
 
 def late_sizes(late: Tensor | None) -> dict[str, int]:
-    """LATE and ENTRY: entries of a head, and elements of one."""
+    """Return LATE and ENTRY: the entries of a head, and the elements of an entry."""
     entries, size = (0, 0) if late is None else late.shape[2:]
     return {"LATE": entries, "ENTRY": size}
 
@@ -457,8 +462,10 @@ def delta_chunks(
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
-    """As `kernels.reference.Kernels.gated_delta`, of the entries counts[0] .. counts[1] - 1 of
-    meta; tokens after the last get zeros."""
+    """Compute `kernels.reference.Kernels.gated_delta` for a range of entries.
+
+    The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
+    """
     assert meta.rows is not None and meta.counts is not None
     num_tokens = x.shape[0]
     key_heads, value_heads = heads.key_heads, heads.value_heads

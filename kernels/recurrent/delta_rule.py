@@ -99,7 +99,7 @@ def _heads(mixed: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, own: Tensor
 ) -> Tensor:
-    """A token of each of several requests; own, their states, are written over."""
+    """Decode one token of each of several requests; their states, own, are written over."""
     own *= log_decay.exp()[..., None]
     wrong = (v - (k[..., None, :] @ own)[..., 0, :]) * beta[..., None]
     own.addcmul_(k[..., None], wrong[..., None, :])
@@ -109,8 +109,10 @@ def _decode(
 def chunk_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Some tokens of one request, float32. q, k [heads, n, key_size]; v [heads, n, value_size];
-    log_decay, beta [heads, n]; state [heads, key_size, value_size] before them.
+    """Apply the gated delta rule to some tokens of one request, float32.
+
+    q, k [heads, n, key_size]; v [heads, n, value_size]; log_decay, beta [heads, n];
+    state [heads, key_size, value_size] before them.
 
     Returns what they read, as v, and the state behind them.
     """
@@ -133,8 +135,11 @@ def chunk_rule(
 def chunk_rule_by_key(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As chunk_rule, of log_decay [heads, n, key_size]. What one token leaves for another is a sum
-    over the key's elements, each of which has decayed by less than all of it."""
+    """Apply chunk_rule with a decay for each element of a key: log_decay [heads, n, key_size].
+
+    What one token leaves for another is a sum over the key's elements. Each element decays by its
+    own rate between the two tokens.
+    """
     total = log_decay.cumsum(1)
     between = (total[:, :, None] - total[:, None, :]).clamp_(max=0.0).exp_()
     left = between.mul_(k[:, None])  # of key j at the time of token i

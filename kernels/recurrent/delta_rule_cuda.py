@@ -65,7 +65,7 @@ def decode_launch(programs: int, sms: int, values: int, by_key: bool = False) ->
 
 @triton.jit
 def _weights(conv, channels, mask, TAPS: tl.constexpr):
-    """Of the convolutions of some channels: of each tap, the oldest token's first."""
+    """Load the convolution weights of some channels, one vector for each tap, oldest first."""
     found = ()
     for tap in tl.static_range(TAPS):
         found += (tl.load(conv + channels * TAPS + tap, mask=mask, other=0.0),)
@@ -86,7 +86,7 @@ def _seen(x, tail, before, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.cons
 
 @triton.jit
 def _mixed(seen, weights, TAPS: tl.constexpr):
-    """The convolution, through SiLU."""
+    """Return the convolution of some channels, through SiLU."""
     total = seen[0].to(tl.float32) * weights[0]
     for tap in tl.static_range(1, TAPS):
         total += seen[tap].to(tl.float32) * weights[tap]
@@ -95,7 +95,7 @@ def _mixed(seen, weights, TAPS: tl.constexpr):
 
 @triton.jit
 def _keep(tail, seen, channels, mask, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """All but the oldest are what the next token's taps will see."""
+    """Keep all inputs but the oldest, for the next token's taps."""
     for place in tl.static_range(TAPS - 1):
         at = tail + place * CHANNELS + channels
         tl.store(at, seen[place + 1].to(tl.float32), mask=mask)
@@ -106,7 +106,7 @@ def _channels(
     head, dims, columns, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Of the query, the key and some columns of the value that a head of values has."""
+    """Return the channels of a value head: of its query, its key, and some columns of its value."""
     of_q = head // (VALUE_HEADS // KEY_HEADS) * KEY + dims
     of_k = KEY_HEADS * KEY + of_q
     of_v = 2 * KEY_HEADS * KEY + head * VALUE + columns
@@ -115,7 +115,7 @@ def _channels(
 
 @triton.jit
 def _decay(decay, bias, head, dims, KEY: tl.constexpr, BY_KEY: tl.constexpr):
-    """A head's rate; where its steps are, which of them exist, and what is added to them."""
+    """Load a head's decay rate, and the places, the mask and the biases of its steps."""
     rate = tl.exp(tl.load(decay + head))
     of_decay = head
     mask = True
@@ -127,7 +127,7 @@ def _decay(decay, bias, head, dims, KEY: tl.constexpr, BY_KEY: tl.constexpr):
 
 @triton.jit
 def _normed(found, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
-    """A head's results [pieces, columns], of which those beyond VALUE are 0."""
+    """Return a head's results [pieces, columns], normed and gated; beyond VALUE they are 0."""
     mean = tl.sum(tl.sum(found * found, axis=1), axis=0) / VALUE
     gate = gate.to(tl.float32)
     opened = tl.sigmoid(gate)
@@ -139,7 +139,7 @@ def _normed(found, scale, gate, eps, VALUE: tl.constexpr, BY_KEY: tl.constexpr):
 @triton.jit
 def _following(tile, matrix, goes_on, own, piece, VALUE: tl.constexpr, PIECES: tl.constexpr,
                COLUMNS: tl.constexpr):  # fmt: skip
-    """The columns of a state behind a piece's, on their way; the last piece's own."""
+    """Load the columns of a state behind a piece, on their way; the last piece gets its own."""
     if piece + 1 < PIECES:
         there = (own < VALUE - (piece + 1) * COLUMNS)[None, :]
         return tl.load(tile + (piece + 1) * COLUMNS, mask=goes_on & there, other=0.0)
@@ -186,7 +186,7 @@ def _read(
     tile, matrix, goes_on, q, k, first, VALUE: tl.constexpr, PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The products of k and of q with a state that stays as it is, [PIECES, COLUMNS] each."""
+    """Return the products of k and of q with an unchanged state, [PIECES, COLUMNS] each."""
     own = first + tl.arange(0, COLUMNS)
     pieces = tl.arange(0, PIECES)[:, None]
     of_k = tl.zeros([PIECES, COLUMNS], tl.float32)

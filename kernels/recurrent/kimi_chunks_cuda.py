@@ -202,8 +202,10 @@ def kimi_chunks(
     out: Tensor,  # [num_tokens, value_heads * value_size]
     meta: AttentionMeta,
 ) -> None:
-    """As `kernels.reference.Kernels.kimi_delta`, of the entries counts[0] .. counts[1] - 1 of meta;
-    tokens after the last get zeros."""
+    """Compute `kernels.reference.Kernels.kimi_delta` for a range of entries.
+
+    The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
+    """
     assert meta.rows is not None and heads.key_heads == heads.value_heads
     num_tokens, slots = x.shape[0], num_slots(x.shape[0], meta)
     sizes = tile_sizes(heads, x.element_size())

@@ -254,8 +254,10 @@ def mamba2_chunks(
     out: Tensor,  # [num_tokens, heads, head_size] float32
     meta: AttentionMeta,
 ) -> None:
-    """As `kernels.reference.Kernels.mamba2`, of the entries counts[0] .. counts[1] - 1 of meta;
-    tokens after the last get zeros."""
+    """Compute `kernels.reference.Kernels.mamba2` for a range of entries.
+
+    The entries are counts[0] .. counts[1] - 1 of meta; tokens after the last entry get zeros.
+    """
     assert meta.rows is not None and meta.counts is not None
     num_tokens, (channels, taps) = x.shape[0], heads.conv.shape
     slots = num_slots(num_tokens, meta)

@@ -261,9 +261,11 @@ def choose(
 
 
 def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Tensor:
-    """Of a part of the vocabulary, [S, part > 0] logits of the ids from first on, what
-    `best_of_parts` takes: [2, S] int32, the bits of the largest logit in float32, NaN where a logit
-    is NaN or +inf, and its id, the lowest of equals."""
+    """Find each row's largest logit in a part of the vocabulary, as `best_of_parts` takes it.
+
+    logits: [S, part > 0], of the ids from first on. Returns [2, S] int32: the bits of the largest
+    logit in float32, NaN where a logit is NaN or +inf, and its id, the lowest of equals.
+    """
     count, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
     best = torch.empty(count, blocks, dtype=torch.float32, device=logits.device)
@@ -306,8 +308,10 @@ def best_of_part(logits: Tensor, rows: Tensor, words: Tensor, first: int) -> Ten
 
 
 def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """[parts, 2, S] int32, of each part of the vocabulary in their order what `best_of_part` found
-    -> as `choose`."""
+    """Choose among what `best_of_part` found in each part of the vocabulary.
+
+    parts: [parts, 2, S] int32, in the order of the vocabulary's parts. Returns as `choose`.
+    """
     number, _, count = parts.shape
     tokens = torch.empty(count, dtype=torch.int64, device=parts.device)
     bad = torch.empty(count, dtype=torch.bool, device=parts.device)

@@ -30,11 +30,13 @@ def head_parts(num_heads: int) -> int:
 
 @triton.jit
 def scores_once(query, rotated, latent, shared, known):
-    """[rows, keys]. known: True, which is not to be known before the loop runs.
+    """Compute the scores [rows, keys] such that no two warps compute the same score.
 
-    Where Triton 3.6 sees that a product is an operand of another, it gives all warps to the rows of
-    the first: of 64 rows eight warps would compute each score twice. It does not see through the
-    end of a branch. The other branch is never taken; it has a result of the same layout.
+    known: True, as a value that the compiler does not know before the loop runs.
+
+    Where Triton 3.6 sees that a matmul is an operand of another, it gives all warps to the rows of
+    the first: of 64 rows eight warps would compute each score twice. Triton does not see through
+    the end of a branch. The other branch is never taken; it has a result of the same layout.
     """
     if known:
         score = tl.dot(query, tl.trans(latent), input_precision="ieee")
@@ -49,8 +51,11 @@ def scores_once(query, rotated, latent, shared, known):
 def latent_tile(
     query, rotated, latent, shared, seen, top, denominator, acc, scale_log2, known,
 ):  # fmt: skip
-    """A tile of keys more: seen [rows, keys] or [1, keys]. known: see `scores_once`. In float32
-    there are no products of the matrix unit whose rows warps could share."""
+    """Add one tile of keys to a program's running softmax, with one row a head.
+
+    seen: [rows, keys] or [1, keys].
+    known: see `scores_once`. Float32 scores need no branch: the matrix unit takes no float32.
+    """
     if latent.dtype.primitive_bitwidth == 16:
         score = scores_once(query, rotated, latent, shared, known) * scale_log2
     else:
@@ -70,7 +75,11 @@ def latent_tile(
 def few_heads_tile(
     query, rotated, latent, shared, seen, top, denominator, acc, scale_log2,
 ):  # fmt: skip
-    """The same with a column a head: seen [keys, 1], acc [elements, heads]."""
+    """Add one tile of keys to a program's running softmax, with one column a head.
+
+    seen: [keys, 1].
+    acc: [elements, heads].
+    """
     score = tl.dot(latent, tl.trans(query), input_precision="ieee")
     score = tl.dot(shared, tl.trans(rotated), score, input_precision="ieee") * scale_log2
     score = tl.where(seen, score, float("-inf"))
@@ -199,12 +208,15 @@ def few_heads(group: int, element_size: int) -> bool:
 
 
 def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> DecodeLaunch:
-    """A program's results are rows x rank in registers, its tiles in shared memory. As measured on
-    an H200, microseconds: 64 entries of 4,096 latents and 16 heads take 95 in two small programs on
+    """Return the decode launch that was fastest in measurements on an H200.
+
+    A program's results are rows x rank in registers, its tiles in shared memory. As measured, in
+    microseconds: 64 entries of 4,096 latents and 16 heads take 95 in two small programs on
     a multiprocessor, which hide each other's trips to memory, and 115 in one with more tiles on
     their way; one entry of 32,768 takes 31 and 24. With 20 heads the two take 220 and 48 in tiles
     of 64 keys, 231 and 39 in tiles of 16; with 128 heads 319 and 60 in tiles of 64, 337 and 58 in
-    tiles of 32."""
+    tiles of 32.
+    """
     if element_size > 2:
         return DecodeLaunch(16, 8, 2, 1)
     many = 4 * entries > sms
@@ -218,8 +230,10 @@ def _launch(entries: int, rows: int, rank: int, element_size: int, sms: int) -> 
 
 
 def _fitting(launch: DecodeLaunch, rows: int, cache: Tensor) -> DecodeLaunch:
-    """With as many tiles on their way as shared memory has room for beside the queries, and with
-    fewer keys a tile before there is one tile alone."""
+    """Return the launch with as many stages as shared memory has room for beside the queries.
+
+    A tile gets fewer keys where shared memory has no room for two tiles.
+    """
     row = cache.shape[3] * cache.element_size()
     room = shared_memory(cache.device) - rows * row
     while launch.keys > 16 and room < 2 * launch.keys * row:

@@ -39,7 +39,7 @@ def worth_expanding(meta: AttentionMeta, num_tokens: int, each: int, rank: int) 
 
 @triton.jit
 def _key_start(key_ends, kv_len, first_entry, entry):
-    """Of an entry's first key among the keys of all chunks."""
+    """Return the position of an entry's first key among the keys of all chunks."""
     origin = tl.load(key_ends + first_entry) - tl.load(kv_len + first_entry)
     return tl.load(key_ends + entry) - tl.load(kv_len + entry) - origin
 
@@ -89,8 +89,10 @@ def _walk(
     VALUE: tl.constexpr, ROPE: tl.constexpr, NOPES: tl.constexpr, VALUES: tl.constexpr,
     ROPES: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Keys begin .. end - 1 (int64) of an entry. made, shared: of its key 0, which may be
-    elsewhere."""
+    """Attend a program's queries to the keys begin .. end - 1 (int64) of an entry.
+
+    made, shared: pointers to the entry's key 0, which may be outside of the memory.
+    """
     keys = tl.arange(0, KEYS)
     dims = tl.arange(0, NOPES)
     columns = tl.arange(0, VALUES)
@@ -241,7 +243,10 @@ class ExpandedLaunch(NamedTuple):
 
 
 def expanded_launch(widest: int, element_size: int) -> ExpandedLaunch:
-    """What fits; widest: of a key before the shared part and of a value, padded."""
+    """Return the launch that fits into registers and shared memory.
+
+    widest: the wider of a key, before its shared part, and a value, padded.
+    """
     if element_size > 2:
         return ExpandedLaunch(16, 16, 4, 1)
     return ExpandedLaunch(128, 32, 8, 2) if widest > 128 else ExpandedLaunch(128, 64, 8, 3)

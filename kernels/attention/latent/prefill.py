@@ -114,7 +114,7 @@ class _Launch(NamedTuple):
 
 
 def _launch(element_size: int) -> _Launch:
-    """What fits into registers and shared memory."""
+    """Return the launch that fits into registers and shared memory."""
     return _Launch(16, 16, 4, 2) if element_size > 2 else _Launch(64, 32, 8, 2)
 
 
@@ -126,8 +126,10 @@ def latent_prefill(
     scale: float,
     meta: AttentionMeta,
 ) -> None:
-    """As latent_decode, of the entries counts[0] .. counts[1] - 1 of meta; tokens after the last
-    get zeros."""
+    """Compute `latent_decode` for the entries counts[0] .. counts[1] - 1 of meta.
+
+    Tokens after the last entry get zeros.
+    """
     num_heads, num_tokens, rank = absorbed.shape
     rope = cache.shape[3] - rank
     parts = head_parts(num_heads)

@@ -15,7 +15,7 @@ def _tile_op(writer: IRWriter, name: str, *given: str) -> None:
 
 
 def configure(writer: IRWriter, shapes: Sequence[tuple[int, int]] = ((TILE_ROWS, 64),) * 8) -> None:
-    """shapes: rows and bytes of a row, of each tile. Until `release`."""
+    """Configure the tiles until `release`. shapes: rows, and bytes of a row, of each tile."""
     rows, row_bytes = zip(*shapes, strict=True)
     words = struct.pack("<BB14x8H16x8B8x", 1, 0, *row_bytes, *rows)
     config = writer.op("alloca [64 x i8], align 64")
@@ -33,12 +33,12 @@ def clear(writer: IRWriter, tile: int) -> None:
 
 
 def load(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    """stride: bytes from row to row."""
+    """Load a tile. stride: bytes from row to row."""
     _tile_op(writer, "tileloadd64", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
 
 
 def load_passing(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> None:
-    """The same of what is not read again soon."""
+    """Load a tile whose memory is not read again soon. stride: bytes from row to row."""
     _tile_op(writer, "tileloaddt164", f"i8 {tile}", f"ptr {place}", f"i64 {stride}")
 
 
@@ -47,11 +47,13 @@ def store(writer: IRWriter, tile: int, place: Value, stride: Value | int) -> Non
 
 
 def multiply(writer: IRWriter, sums: int, rows: int, columns: int) -> None:
-    """sums += rows, of 32 bfloat16, times columns, of as many in pairs."""
+    """Add to sums the matmul of rows, of 32 bfloat16, and columns, of as many in pairs."""
     _tile_op(writer, "tdpbf16ps", f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")
 
 
 def multiply_codes(writer: IRWriter, name: str, sums: int, rows: int, columns: int) -> None:
-    """sums += rows, of signed bytes, times columns, of as many in fours. name: tdpbssd, or tdpbsud
-    for columns without a sign."""
+    """Add to sums the matmul of rows, of signed bytes, and columns, of as many in fours.
+
+    name: tdpbssd, or tdpbsud for columns without a sign.
+    """
     _tile_op(writer, name, f"i8 {sums}", f"i8 {rows}", f"i8 {columns}")

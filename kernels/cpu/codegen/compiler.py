@@ -49,8 +49,10 @@ class CompilerUnavailable(Exception):
 
 @lru_cache(maxsize=1)
 def vnni() -> str:
-    """LLVM's name of the instructions for dot products of 8-bit integers in registers of lanes():
-    avx512vnni, avxvnni, or "" where the processor has none. Raises CompilerUnavailable."""
+    """Return LLVM's name of the dot-product instructions of 8-bit integers in registers of lanes().
+
+    The name is avx512vnni, avxvnni, or "" where the processor has none. Raises CompilerUnavailable.
+    """
     flag, name = ("avx512_vnni", "avx512vnni") if lanes() == 16 else ("avx_vnni", "avxvnni")
     return name if _has(flag) else ""
 
@@ -71,7 +73,11 @@ def amx_bf16() -> bool:
 
 @lru_cache(maxsize=1)
 def amx_int8() -> bool:
-    """The same of 8-bit integers, which it multiplies in registers of 16 lanes, too."""
+    """Whether the processor multiplies tiles of 8-bit integers (AMX), and Linux lets this process.
+
+    The processor must also multiply such integers in registers of 16 lanes. Raises
+    CompilerUnavailable.
+    """
     return vnni() == "avx512vnni" and _has("amx_int8") and _tiles()
 
 
@@ -108,8 +114,11 @@ _recording = _Recording()
 
 @contextlib.contextmanager
 def recording(calls: list[tuple[int, list[int]]], kept: list[object]) -> Iterator[None]:
-    """Within, this thread's calls of native functions are noted, each with its address and its
-    arguments, as they are made; and so is the memory that they must keep (`keep`)."""
+    """Record this thread's calls of native functions within the context.
+
+    calls: each call's address and arguments, in the order of calls.
+    kept: the memory that the calls need (`keep`).
+    """
     _recording.calls, _recording.kept = calls, kept
     try:
         yield
@@ -118,19 +127,21 @@ def recording(calls: list[tuple[int, list[int]]], kept: list[object]) -> Iterato
 
 
 def keep(memory: object) -> None:
-    """A recording of the calls that are made keeps this, too."""
+    """Keep this memory with the recording of this thread's calls, if one is running."""
     if _recording.kept is not None:
         _recording.kept.append(memory)
 
 
 def bits(number: float) -> int:
-    """Of a float32, as a word of a native function's arguments has them."""
+    """Return the bits of a float32 as a word of a native function's arguments."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
 class NativeFunction:
-    """void f(i64 *args), run by all threads at once. They share the work by counters, args[0] and
-    args[1], which are 0 when it starts; the other words are the caller's, addresses included.
+    """A generated function void f(i64 *args), which all threads run at once.
+
+    The threads share the work by counters, args[0] and args[1], which are 0 when it starts. The
+    other words are the caller's, addresses included.
     """
 
     def __init__(self, address: int) -> None:
@@ -149,7 +160,7 @@ class NativeFunction:
 
 @lru_cache(maxsize=1)
 def lanes() -> int:
-    """float32 numbers in a vector register. Raises CompilerUnavailable."""
+    """Return how many float32 numbers a vector register has. Raises CompilerUnavailable."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise CompilerUnavailable("kernels are generated for x86-64 Linux only")
     capability = torch.backends.cpu.get_cpu_capability()
@@ -202,7 +213,7 @@ def _llvm() -> object:
 
 
 def check() -> None:
-    """Raises CompilerUnavailable where nothing can be compiled."""
+    """Check that something can be compiled here. Raises CompilerUnavailable."""
     lanes(), openmp(), _llvm()
 
 
@@ -236,7 +247,10 @@ def compile_ir(ir: str) -> dict[str, NativeFunction]:
 
 
 def compile_or_none(write: Callable[[int], str]) -> dict[str, NativeFunction] | None:
-    """compile_ir(write(lanes())); None where this machine cannot, and callers use plain torch."""
+    """Return compile_ir(write(lanes())), or None where this machine cannot compile.
+
+    Callers use plain torch then.
+    """
     try:
         return compile_ir(write(lanes()))
     except CompilerUnavailable:

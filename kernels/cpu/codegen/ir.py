@@ -12,7 +12,7 @@ Value = str
 
 
 class IRWriter:
-    """One function: void name(ptr %args), or with arguments of its own."""
+    """The text of one function: void name(ptr %args), or with arguments of its own."""
 
     def __init__(self, lanes: int) -> None:
         self.lanes = lanes
@@ -34,17 +34,17 @@ class IRWriter:
         return self._called
 
     def op(self, text: str) -> Value:
-        """An instruction with a result."""
+        """Write an instruction and return its result."""
         name = f"%v{next(self._names)}"
         self._lines.append(f"  {name} = {text}")
         return name
 
     def do(self, text: str) -> None:
-        """One without."""
+        """Write an instruction that has no result."""
         self._lines.append(f"  {text}")
 
     def call(self, result: str, function: str, arguments: Sequence[tuple[str, Value]]) -> Value:
-        """An intrinsic."""
+        """Write the call of an intrinsic and return its result."""
         types = ", ".join(kind for kind, _ in arguments)
         self._called.add(f"declare {result} @{function}({types})")
         given = ", ".join(f"{kind} {value}" for kind, value in arguments)
@@ -64,7 +64,7 @@ class IRWriter:
         body: Callable[..., Sequence[Value]],
         step: int = 1,
     ) -> list[Value]:
-        """for i in range(begin, end, step): carried = body(i, *carried). Returns carried."""
+        """Write `for i in range(begin, end, step): carried = body(i, *carried)`. Return carried."""
         number = next(self._names)
         head, inside, done = f"head{number}", f"body{number}", f"done{number}"
         before = self._block
@@ -89,7 +89,7 @@ class IRWriter:
         return phis
 
     def when(self, condition: Value, body: Callable[[], None]) -> None:
-        """if condition: body()"""
+        """Write `if condition: body()`."""
         number = next(self._names)
         self.do(f"br i1 {condition}, label %then{number}, label %end{number}")
         self.label(f"then{number}")
@@ -100,7 +100,7 @@ class IRWriter:
     def claim(
         self, counter: Value, chunk: Value, total: Value, body: Callable[[Value], None]
     ) -> None:
-        """Take `chunk` items at a time from the counter that all threads share: body(item)."""
+        """Call body(item) for items, taken `chunk` at a time from a counter that threads share."""
         number = next(self._names)
         take, work, done = f"take{number}", f"work{number}", f"left{number}"
         self.do(f"br label %{take}")
@@ -166,7 +166,7 @@ class IRWriter:
         return self.op(f"mul nsw i64 {a}, {b}")
 
     def at(self, pointer: Value, index: Value | int, kind: str = "float") -> Value:
-        """Address of the index-th element."""
+        """Return the address of the index-th element."""
         return self.op(f"getelementptr {kind}, ptr {pointer}, i64 {index}")
 
     def argument(self, index: int, kind: str = "i64") -> Value:
@@ -181,14 +181,17 @@ class IRWriter:
         self.do(f"store {kind or self.vector} {value}, ptr {pointer}, align 1")
 
     def load_some(self, pointer: Value, count: int) -> Value:
-        """The first `count` numbers of a vector, zeros behind them. No memory behind is read."""
+        """Load the first `count` numbers of a vector, zeros behind them.
+
+        No memory behind the numbers is read.
+        """
         if count == self.lanes:
             return self.load(pointer)
         narrow = f"<{count} x float>"
         return self._picked(self.load(pointer, narrow), narrow, count, range(count))
 
     def store_some(self, value: Value, pointer: Value, count: int) -> None:
-        """The first `count` numbers of a vector."""
+        """Store the first `count` numbers of a vector."""
         if count < self.lanes:
             chosen = ", ".join(f"i32 {lane}" for lane in range(count))
             value = self.op(
@@ -198,7 +201,7 @@ class IRWriter:
         self.store(value, pointer, f"<{count} x float>")
 
     def load_columns(self, pointer: Value, columns: int, count: int) -> list[Value]:
-        """Of a matrix [count, columns], whose numbers lie in a row: its columns, zeros behind."""
+        """Load a contiguous matrix [count, columns] and return its columns, zeros behind."""
         size = count * columns
         wide = f"<{size} x float>"
         rows = self.load(pointer, wide)
@@ -208,7 +211,7 @@ class IRWriter:
         ]
 
     def _picked(self, value: Value, kind: str, size: int, lanes: range) -> Value:
-        """A vector of these lanes of value, which has `size`, and zeros behind them."""
+        """Return a vector of these lanes of value, which has `size` lanes, zeros behind them."""
         chosen = [*lanes, *[size] * (self.lanes - len(lanes))]
         mask = ", ".join(f"i32 {lane}" for lane in chosen)
         return self.op(
@@ -216,22 +219,24 @@ class IRWriter:
         )
 
     def all(self, number: float) -> Value:
-        """A vector constant."""
+        """Return a vector constant."""
         return f"splat (float {constant(number)})"
 
     def whole(self, number: int) -> Value:
         return f"splat (i32 {number})"
 
     def spread(self, scalar: Value, kind: str = "float") -> Value:
-        """A scalar in all lanes."""
+        """Return a vector with a scalar in all lanes."""
         vector = f"<{self.lanes} x {kind}>"
         one = self.op(f"insertelement {vector} poison, {kind} {scalar}, i64 0")
         zero = f"<{self.lanes} x i32> zeroinitializer"
         return self.op(f"shufflevector {vector} {one}, {vector} poison, {zero}")
 
     def prefetch(self, pointer: Value, to_write: bool = False) -> None:
-        """Into the second-level cache: what is asked for far ahead would drive out of the first
-        what is read now. to_write: soon, so into the first."""
+        """Prefetch into the second-level cache, or the first if the memory is written soon.
+
+        Memory that is prefetched far ahead would drive out of the first what is read now.
+        """
         self._called.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         how = "i32 1, i32 3" if to_write else "i32 0, i32 2"
         self.do(f"call void @llvm.prefetch.p0(ptr {pointer}, {how}, i32 1)")
@@ -252,19 +257,21 @@ class IRWriter:
         return self.call(self.vector, "llvm.x86.avx512bf16.dpbf16ps.512", given)
 
     def store_pairs(self, value: Value, pointer: Value) -> None:
-        """As bfloat16, for `dot_pairs`: as `store_float` rounds, but a number below 1e-38 is 0, by
-        one instruction instead of nine. Needs `compiler.dot_bf16`."""
+        """Store as bfloat16, for `dot_pairs`, by one instruction instead of nine.
+
+        Rounds as `store_float` does, but a number below 1e-38 becomes 0. Needs `compiler.dot_bf16`.
+        """
         narrow = f"<{self.lanes} x bfloat>"
         self.store(self.op(f"fptrunc {self.vector} {value} to {narrow}"), pointer, narrow)
 
     def sum(self, vector: Value) -> Value:
-        """Of the lanes, as a tree: float."""
+        """Return the sum of the lanes, added as a tree: float."""
         name, kind = f"llvm.vector.reduce.fadd.v{self.lanes}f32", self.vector
         self._called.add(f"declare float @{name}(float, {kind})")
         return self.op(f"call reassoc float @{name}(float -0.0, {kind} {vector})")
 
     def sum_of_pairs(self, vector: Value) -> Value:
-        """Of the lanes: float, the same to the bit as `sums` gives in a lane."""
+        """Return the sum of the lanes: float, the same to the bit as `sums` gives in a lane."""
         stride = 1
         while stride < self.lanes:
             other = self.swapped(vector, stride, self.vector)
@@ -296,7 +303,7 @@ class IRWriter:
         return rows[0]
 
     def largest(self, vector: Value) -> Value:
-        """Of the lanes, in all lanes; of a NaN as `maximum` has it."""
+        """Return the largest of the lanes, in all lanes; a NaN is handled as `maximum` does."""
         stride = self.lanes // 2
         while stride:
             vector = self.maximum(vector, self.swapped(vector, stride, self.vector))
@@ -304,7 +311,7 @@ class IRWriter:
         return vector
 
     def swapped(self, vector: Value, stride: int, kind: str) -> Value:
-        """Each lane from the one whose number differs in the stride's bit."""
+        """Return a vector with each lane from the lane whose number differs in the stride's bit."""
         lane = ", ".join(f"i32 {j ^ stride}" for j in range(self.lanes))
         return self.op(
             f"shufflevector {kind} {vector}, {kind} poison, <{self.lanes} x i32> <{lane}>"
@@ -315,12 +322,12 @@ class IRWriter:
         return self.op(f"select <{self.lanes} x i1> {more}, {self.vector} {a}, {self.vector} {b}")
 
     def larger(self, a: Value, b: Value) -> Value:
-        """Of two vectors of i32."""
+        """Return the larger of two vectors of i32, lane by lane."""
         given = [(self.integers, a), (self.integers, b)]
         return self.call(self.integers, f"llvm.smax.v{self.lanes}i32", given)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
-        """lanes() vectors, of which the i-th result has the i-th numbers."""
+        """Transpose lanes() vectors: the i-th result has the i-th numbers of all."""
         rows, size = list(rows), self.lanes
         stride = 1
         while stride < size:
@@ -409,7 +416,7 @@ class IRWriter:
         return self.binary("fsub", self.all(1.0), self.binary("fdiv", self.all(2.0), above))
 
     def counted(self, begin: Value) -> Value:
-        """begin, an i64, and the whole numbers after it, as floats."""
+        """Return a vector of begin, an i64, and the whole numbers after it, as floats."""
         numbers = ", ".join(f"float {constant(float(i))}" for i in range(self.lanes))
         first = self.spread(self.op(f"sitofp i64 {begin} to float"))
         return self.binary("fadd", first, f"<{numbers}>")
@@ -453,7 +460,7 @@ class IRWriter:
         return self.op(f"bitcast {self.integers} {wide} to {self.vector}")
 
     def store_float(self, value: Value, pointer: Value, dtype: str) -> None:
-        """Rounded to the nearest, ties to even."""
+        """Store rounded to the nearest, ties to even."""
         if dtype == "float":
             self.store(value, pointer)
             return

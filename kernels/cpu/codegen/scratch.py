@@ -17,8 +17,10 @@ _scratch = _Scratch()
 
 
 def scratch(size: int) -> int:
-    """Where there are at least `size` float32 numbers of no meaning, until the next call; at the
-    beginning of a cache line."""
+    """Return the address of `size` or more float32 numbers of scratch, which start a cache line.
+
+    The numbers have no meaning, and the memory is valid until the next call.
+    """
     if len(_scratch.floats) < size + 16:
         _scratch.floats = np.empty(size + 16, np.float32)
     keep(_scratch.floats)

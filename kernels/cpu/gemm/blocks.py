@@ -67,7 +67,7 @@ def fits(form: Format, outputs: int, width: int) -> bool:
 
 
 def num_bytes(form: Format, outputs: int, width: int, bias: bool) -> int:
-    """That PackedBlocks takes."""
+    """Return the bytes that a PackedBlocks weight [outputs, width] takes."""
     return width // form.chunk * form.chunk_bytes(outputs) + 4 * (outputs if bias else 2 * lanes())
 
 
@@ -103,15 +103,17 @@ def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> 
 
 
 def _expanded(form: Format) -> Format | None:
-    """What a panel of many rows is expanded to; None: nothing is gained. Without VNNI a product
-    with bytes takes twice the instructions."""
+    """Return the format to which a panel is expanded for many rows; None: nothing is gained.
+
+    Without VNNI a product with bytes takes twice the instructions.
+    """
     if form.bits == 8 or not compiler.vnni():
         return None
     return replace(form, bits=8, scale=torch.float32, table=())
 
 
 def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks: Value) -> None:
-    """A panel as one of `_expanded(form)`."""
+    """Write the panel as a panel of the format `_expanded(form)`."""
     wide, size = _expanded(form), writer.lanes
     assert wide is not None
     table = table_of(writer, form)
@@ -163,7 +165,7 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
             writer.prefetch(writer.at(begin, _AHEAD + line, "i8"))
 
     def vector(base: Value, index: int) -> Value:
-        """Of the scales and offsets at the head of a chunk."""
+        """Load a vector of the scales or offsets at the head of a chunk."""
         at = writer.at(base, index * size * form.scale.itemsize, "i8")
         return writer.load_as_float(at, NAMES[form.scale])
 
@@ -413,8 +415,10 @@ class PackedBlocks(Panels):
         bias: Tensor | None,
         weight: Tensor | None = None,
     ) -> None:
-        """weight: packed already; else `fill` packs it. Raises CompilerUnavailable. `fits` must
-        hold."""
+        """Lay out the weight and compile its kernels. Raises CompilerUnavailable; `fits` must hold.
+
+        weight: packed already; else `fill` packs it.
+        """
         assert fits(form, outputs, width), (form, outputs, width)
         self.form = form
         self._panel = 2 * lanes()
@@ -429,10 +433,10 @@ class PackedBlocks(Panels):
         super().__init__(functions, weight, bias, outputs, width)
 
     def fill(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor | None) -> None:
-        """Rows from first on, a multiple of 64.
+        """Pack rows from first on, a multiple of 64.
 
         codes: uint8, [n, in] for 8 bits; [n, in / 2] for 4, where 16 bytes hold 32 inputs: byte j
-            has input j in its low half, and 16 + j in its high half.
+        has input j in its low half, and 16 + j in its high half.
         scale, offset: [n, in / group], of form.scale.
         """
         form, size, panel = self.form, lanes(), self._panel
@@ -455,7 +459,10 @@ class PackedBlocks(Panels):
         whole.view(count, chunks, blocks, words, 2, size).copy_(source.permute(0, 3, 4, 5, 1, 2))
 
     def some(self, first: int, end: int) -> "PackedBlocks":
-        """These outputs, multiples of 64, without the bias; they are where they were."""
+        """Return a view of the outputs first .. end - 1, multiples of 64, without the bias.
+
+        The codes are shared, not copied.
+        """
         weight = self._weight[first // self._panel : end // self._panel]
         return PackedBlocks(self.form, end - first, self._width, None, weight)
 
@@ -471,7 +478,7 @@ class PackedBlocks(Panels):
         return out
 
     def into(self, x: Tensor, out: Tensor, column: int) -> Tensor:
-        """self(x) into out's columns from this one on."""
+        """Write self(x) into out's columns from `column` on."""
         return self._run("plain", x, out, self._panels, column=column)
 
     def _name(self, name: str, rows: int) -> str:

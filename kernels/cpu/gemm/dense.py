@@ -103,8 +103,10 @@ def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
 
 
 def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
-    """The same for quantised rows (see _quantise) and panels (see PackedInt8): exact sums of 8-bit
-    products, then the scales."""
+    """Write `_tile` for quantised rows (see _quantise) and panels (see PackedInt8).
+
+    Sums of 8-bit products are exact; the scales come last.
+    """
     size, kind, integers = writer.lanes, writer.vector, writer.integers
 
     def four(k: Value, *sums: Value) -> list[Value]:
@@ -147,8 +149,10 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
 
 
 def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
-    """RMS norm of all rows into this thread's part of the scratch: every thread does all rows,
-    which costs less than waiting for the others."""
+    """Write the RMS norm of all rows into this thread's part of the scratch.
+
+    Every thread norms all rows, which costs less than waiting for the others.
+    """
     size = writer.lanes
     weight = writer.argument(NORM, "ptr")
     eps = writer.op(f"load float, ptr {writer.at('%args', EPS, 'i64')}")
@@ -174,8 +178,10 @@ def _norm(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value
 
 
 def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
-    """The same for rows of x in bfloat16, by the processor's products of pairs: exact, and summed
-    in float32."""
+    """Write `_tile` for rows of x in bfloat16, by the processor's dot products of pairs.
+
+    A pair's dot product is exact, and summed in float32.
+    """
     size, kind = writer.lanes, writer.vector
     bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
     sums = [(kind, bias[half]) for _ in range(rows) for half in (0, 1)]
@@ -206,7 +212,7 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
 def round_bf16(
     writer: IRWriter, width: int, source: Value, target: Value, norm: RowNorm | None
 ) -> None:
-    """A row of x."""
+    """Round a row of x to bfloat16, normed first if a norm is given."""
     weight, by = "", ""
     if norm is not None:
         weight, eps = norm
@@ -231,8 +237,11 @@ def _rounded_bf16(writer: IRWriter, width: int, num_bytes: int, norm: bool) -> R
 
 
 def _quantise(writer: IRWriter, width: int, x: Value, num_rows: Value, offset: Value) -> Value:
-    """Each row in 16 bits: the upper bytes, 128 added, the lower bytes, and the scale; into this
-    thread's scratch. (In 8 bits alone a large value takes the precision of all others.)"""
+    """Quantise each row to 16 bits in this thread's scratch.
+
+    A row has its upper bytes, 128 added, its lower bytes, and its scale. In 8 bits alone a large
+    value would take the precision of all others.
+    """
     size, kind = writer.lanes, writer.vector
     scratch = writer.at(writer.argument(SCRATCH, "ptr"), offset, "i8")
 
@@ -319,12 +328,12 @@ ROW_BYTES: dict[str, Callable[[int], int]] = {
 
 
 def scratch_bytes(width: int, int8: bool) -> int:
-    """That a thread needs for each row: normed, and quantised."""
+    """Return the bytes of scratch that a thread needs for each row, normed and quantised."""
     return 4 * width + (2 * width + _ROW_END if int8 else 0)
 
 
 def most_rows(dtype: str) -> int:
-    """Of a tile."""
+    """Return the most rows of a tile."""
     return tiled_bf16.MOST if dtype == AMX else _ROWS[lanes()] // (2 if dtype == "i8" else 1)
 
 
@@ -368,7 +377,7 @@ class PackedLinear(Panels):
     contiguous."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Raises CompilerUnavailable. `fits` must hold."""
+        """Pack a weight and compile its kernels. Raises CompilerUnavailable; `fits` must hold."""
         outputs, width = weight.shape
         kind = self._kind(weight)
         packed = self._pack(weight, lanes())
@@ -377,7 +386,7 @@ class PackedLinear(Panels):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight."""
+        """The weight's outputs and inputs."""
         return self._outputs, self._width
 
     @property
@@ -397,7 +406,7 @@ class PackedLinear(Panels):
 
     @staticmethod
     def num_bytes(outputs: int, width: int, bias: bool, itemsize: int) -> int:
-        """itemsize: of a weight."""
+        """Return the bytes that a packed weight takes. itemsize: of one of its numbers."""
         return itemsize * outputs * width + _bias_bytes(outputs, bias)
 
     def _kind(self, weight: Tensor) -> str:
@@ -428,15 +437,18 @@ class PackedInt8(PackedLinear):
 
     @staticmethod
     def num_bytes(outputs: int, width: int, bias: bool, itemsize: int = 1) -> int:
-        """A byte a weight, a scale and a sum an output."""
+        """Return the bytes of a quantised weight: a byte a weight, a scale and a sum an output."""
         return outputs * (width + 8) + _bias_bytes(outputs, bias)
 
     def _kind(self, weight: Tensor) -> str:
         return "i8"
 
     def _pack(self, weight: Tensor, size: int) -> Tensor:
-        """Panels of bytes: [in / 4, 2, size, 4] weights, [2, size] float32 scales, [2, size] int32
-        -128 * sum of weights."""
+        """Return panels of bytes.
+
+        A panel has [in / 4, 2, size, 4] weights, [2, size] float32 scales, [2, size] int32
+        -128 * sum of weights.
+        """
         weight = weight.float()
         scale = weight.abs().amax(1).clamp_(min=1e-30) / 127
         whole = (weight / scale[:, None]).round_().to(torch.int8)

@@ -60,7 +60,7 @@ def put(writer: IRWriter, rows: int, values: list[Value]) -> None:
 
 
 def tiles(writer: IRWriter, name: str, sizes: Sequence[int]) -> None:
-    """<name><rows>, chosen at run time."""
+    """Call the tile function <name><rows>, chosen at run time by %rows."""
     choices = " ".join(f"i64 {rows}, label %rows{rows}" for rows in sizes)
     writer.do(f"switch i64 %rows, label %done [{choices}]")
     for rows in sizes:
@@ -82,17 +82,19 @@ def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
 
 
 def gate_buffer(writer: IRWriter, most: int) -> Value:
-    """For `products` with a gate; in the entry block."""
+    """Allocate the buffer that `products` needs for a gate; called in the entry block."""
     return writer.op(f"alloca [{2 * most * 2 * writer.lanes} x float], align 64")
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """A panel's codes as bytes, beside their scales as float32, for products of many rows: each
-    tile of them would unpack the codes again.
+    """A panel's codes as bytes, beside their scales as float32, for matmuls of many rows.
 
-    write(writer, panel, target): code that makes it. num_bytes: that it takes. memory: for two of
-    them, this thread's; 0: not in this call.
+    Each tile of many rows would unpack the codes again.
+
+    write(writer, panel, target): the code that expands a panel.
+    num_bytes: the bytes of an expanded panel.
+    memory: of two expanded panels, this thread's; 0: not in this call.
     """
 
     write: Callable[[IRWriter, Value, Value], None]
@@ -113,9 +115,12 @@ def products(
     expansion: Expansion | None = None,
     rows: "RoundedRows | None" = None,
 ) -> None:
-    """This thread's share of all rows (x_bytes each) times all panels (w_bytes each). rows: of
-    which the caller may have chosen blocks (`Panels._round`), for tiles of `tiled_bf16.tile`; those
-    are as large as can be but for the last one, others about as large as each other."""
+    """Multiply this thread's share of all rows (x_bytes each) by all panels (w_bytes each).
+
+    rows: the rounded rows for tiles of `tiled_bf16.tile`; the caller may have chosen their blocks
+    (`Panels._round`). These tiles are as large as can be but for the last; other tiles are about as
+    large as each other.
+    """
     size, tiled = writer.lanes, rows is not None
     out, w, bias = (writer.argument(word, "ptr") for word in (OUT, W, BIAS))
     num_rows, stride, width = (writer.argument(word) for word in (NUM_ROWS, STRIDE, WIDTH))
@@ -152,7 +157,7 @@ def products(
             return tile
 
         def with_tiles(chosen: Sequence[Value], body: Callable[..., None]) -> None:
-            """body(a tile of each of these panels), as they are or expanded."""
+            """Call body(a tile of each of these panels); panels are as they are or expanded."""
             places = [writer.at(w, writer.mul(panel, w_bytes), "i8") for panel in chosen]
 
             def packed() -> None:
@@ -186,7 +191,7 @@ def products(
             with_tiles([panel], all_rows)
 
         def both(panel: Value) -> None:
-            """A panel of the gate, the same of the up, and their product."""
+            """Multiply a panel of the gate and a panel of the up, and combine the results."""
             assert gate is not None
             upper = writer.at(buffer, most * 2 * size)
 
@@ -236,7 +241,10 @@ def products(
 def _all_rows(
     writer: IRWriter, num_rows: Value, most: int, even: bool, body: Callable[[Value, Value], None]
 ) -> None:
-    """body(first row, rows) for tiles of at most `most` rows, as even as can be or as large."""
+    """Call body(first row, rows) for tiles of at most `most` rows.
+
+    even: tiles are as even as can be, else as large.
+    """
     if not even:
 
         def full(first: Value) -> list[Value]:
@@ -260,7 +268,7 @@ def _all_rows(
 
 
 def norm_scale(writer: IRWriter, source: Value, width: Value | int, eps: Value) -> Value:
-    """What RMS norm multiplies a row of x by, before its weight; in all lanes."""
+    """Return the factor of RMS norm for a row of x, before its weight; in all lanes."""
 
     def square(column: Value, total: Value) -> list[Value]:
         value = writer.load(writer.at(source, column))
@@ -283,12 +291,15 @@ RoundRow = Callable[[IRWriter, Value, Value, RowNorm | None], None]
 
 
 class RoundedRows:
-    """x in fewer bits, in scratch: of this thread alone, or, once `together` has run, of all."""
+    """The rows of x, quantised or rounded, in scratch.
+
+    A thread has rounded rows of its own; after `together`, all threads share one copy.
+    """
 
     def __init__(
         self, writer: IRWriter, num_bytes: Value | int, round_row: RoundRow, norm: bool
     ) -> None:
-        """num_bytes: of a rounded row."""
+        """Read the arguments of rounding. num_bytes: of a rounded row."""
         self._writer, self._round_row, self.bytes = writer, round_row, num_bytes
         self.slot = ""  # this thread's number, once `all` is written
         self._block_rows = writer.argument(BLOCK_ROWS)
@@ -301,14 +312,14 @@ class RoundedRows:
             self._norm = (writer.argument(NORM, "ptr"), eps)
 
     def _round(self, row: Value, target: Value, place: Value) -> None:
-        """place: of the row, among those of the target."""
+        """Round a row into the target. place: of the row, among the target's rows."""
         writer = self._writer
         source = writer.at(self._x, writer.mul(row, self._width))
         place = writer.at(target, writer.mul(place, self.bytes), "i8")
         self._round_row(writer, source, place, self._norm)
 
     def all(self) -> Value:
-        """Their address. Rows that are not ready are rounded now."""
+        """Return the address of the rounded rows. Rows that are not ready are rounded now."""
         writer, scratch = self._writer, self._scratch
         slot = writer.op(f"atomicrmw add ptr {writer.at('%args', 1, 'i64')}, i64 1 monotonic")
         self.slot = slot
@@ -327,13 +338,15 @@ class RoundedRows:
         return x
 
     def together(self) -> None:
-        """All threads share the rows; one scratch has them."""
+        """Round rows in one scratch, with the rows shared among all threads."""
         scratch = self._scratch
         self._writer.claim("%args", "1", self._count, lambda row: self._round(row, scratch, row))
 
     def blocks(self, body: Callable[[Value, Value, Value], None]) -> None:
-        """body(rounded rows, the first of them, how many) for blocks of rows, after `all`. A thread
-        takes a block, and rounds it where only it reads it, in its second-level cache."""
+        """Call body(rounded rows, the first row, how many) for blocks of rows, after `all`.
+
+        A thread takes a block, and rounds it where only it reads it, in its second-level cache.
+        """
         writer, length = self._writer, self._block_rows
         own = writer.at(self._scratch, writer.mul(self.slot, writer.mul(length, self.bytes)), "i8")
 
@@ -408,7 +421,7 @@ class Panels(ABC):
         outputs: int,
         width: int,
     ) -> None:
-        """functions: of `product_functions`. weight: packed."""
+        """Set up the arguments. functions: of `product_functions`. weight: packed."""
         panel = 2 * lanes()
         self._functions = functions
         self._weight = weight
@@ -430,10 +443,15 @@ class Panels(ABC):
         behind: int = 0,
         block_rows: int = 0,
     ) -> None:
-        """Where there are many rows, all threads round them now (`RoundedRows.together`, which
-        functions named round and round_norm do), or each its blocks of so many rows later.
-        num_bytes: of a rounded row. behind: bytes of expanded panels, behind these rows in
-        scratch."""
+        """Round the rows with all threads, or leave each thread to round its rows later.
+
+        All threads round now if they are several, rows are many and block_rows is 0. The
+        generated functions round and round_norm do so (`RoundedRows.together`).
+
+        num_bytes: bytes of a rounded row.
+        behind: bytes of expanded panels, behind these rows in scratch.
+        block_rows: rows of a block, if a thread rounds its rows block by block.
+        """
         together = threads > 1 and rows >= TOGETHER and not block_rows
         # Tiles of rows are read whole.
         kept = rows if together else threads * (block_rows or rows)
@@ -447,12 +465,12 @@ class Panels(ABC):
             self._functions["round_norm" if norm else "round"](self._args, threads)
 
     def _name(self, name: str, rows: int) -> str:
-        """Of the function that makes a call of so many rows."""
+        """Return the name of the generated function for a call with this many rows."""
         return name
 
     @abstractmethod
     def _prepare(self, rows: int, threads: int, norm: bool) -> None:
-        """Before a product of so many rows, with args set: its scratch, and work before it."""
+        """Make ready for a matmul of this many rows, with args set: scratch, and work before it."""
 
     def _need(self, num_bytes: int) -> None:
         self._args[SCRATCH] = scratch(-(-num_bytes // 4))
@@ -467,7 +485,7 @@ class Panels(ABC):
         eps: float = 0.0,
         column: int = 0,
     ) -> Tensor:
-        """out, written from this column on. name: of the generated function."""
+        """Run a generated function by its name; return out, written from this column on."""
         rows = x.shape[0]
         if rows == 0:
             return out
@@ -488,11 +506,11 @@ class Panels(ABC):
         return self._run("plain", x, x.new_empty(x.shape[0], self._outputs), self._panels)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + self(x), written over residual."""
+        """Add self(x) to residual, written over it."""
         return self._run("add", x, residual, self._panels)
 
     def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """self(rms_norm(x))."""
+        """Return self(rms_norm(x))."""
         out = x.new_empty(x.shape[0], self._outputs)
         return self._run("norm", x, out, self._panels, norm, eps)
 

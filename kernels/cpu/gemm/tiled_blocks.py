@@ -54,7 +54,7 @@ _MAGIC_BITS = 0x4B400000
 
 
 def _codes(form: Format) -> tuple[int, int]:
-    """The least and the largest, less the zero."""
+    """Return the least and the largest code, less the zero."""
     values = [int(value) for value in form.table] or [0, (1 << form.bits) - 1]
     return min(values) - form.zero, max(values) - form.zero
 
@@ -73,17 +73,17 @@ def fits(form: Format, width: int) -> bool:
 
 
 def _scaled_last(form: Format) -> bool:
-    """As `kernels.cpu.gemm.blocks` does it."""
+    """Whether scales are multiplied in last, as `kernels.cpu.gemm.blocks` does."""
     return form.chunk // BLOCK > 2 and form.offset == "none"
 
 
 def _x_bytes(form: Format) -> int:
-    """Of a block of 16 rows of x: codes, scales, and sums where there is an offset."""
+    """Return the bytes of a block of 16 rows of x: codes, scales, and sums if offsets exist."""
     return TILE_ROWS * (BLOCK + 4 + (0 if form.offset == "none" else 4))
 
 
 def _head_bytes(form: Format) -> int:
-    """Of a group of a panel: scales and offsets as float32."""
+    """Return the bytes at the head of a panel's group: scales and offsets as float32."""
     return _PANEL * 4 * (1 if form.offset == "none" else 2)
 
 
@@ -92,7 +92,10 @@ def _panel_bytes(form: Format, width: int) -> int:
 
 
 def block_rows(form: Format, width: int, rows: int, threads: int) -> int:
-    """Rows that a thread multiplies with all panels; 0: threads share rows, and take panels."""
+    """Return how many rows a thread multiplies with all panels.
+
+    0: threads share rows, and take panels.
+    """
     if threads > 1 and rows < _A_THREAD * threads:
         return 0
     tiles = _MOST_BYTES // (width // BLOCK * _x_bytes(form))
@@ -228,7 +231,7 @@ def _products(writer: IRWriter, form: Format) -> None:
     last = writer.sub(items, 1)
 
     def item(index: Value) -> list[Value]:
-        """16 rows and 16 outputs."""
+        """Compute one item, which is 16 rows and 16 outputs."""
         following = [("i64", writer.add(index, 1)), ("i64", last)]
         after = writer.call("i64", "llvm.smin.i64", following)
         half = writer.op(f"and i64 {index}, 1")
@@ -318,7 +321,7 @@ def _products(writer: IRWriter, form: Format) -> None:
                 writer.store(value, row_at(row))
 
         def put(chosen: str) -> None:
-            """A whole tile of rows."""
+            """Store a whole tile of rows."""
             left = [("i64", writer.sub("%rows", first)), ("i64", str(TILE_ROWS))]
 
             def row(index: Value) -> list[Value]:
@@ -349,7 +352,7 @@ def _products(writer: IRWriter, form: Format) -> None:
 
 
 class _Rows:
-    """x in 8 bits, 16 rows together."""
+    """The rows of x quantised to 8 bits, 16 rows together."""
 
     def __init__(self, writer: IRWriter, form: Format, norm: bool) -> None:
         self._writer, self._form = writer, form
@@ -364,8 +367,11 @@ class _Rows:
         self._last = writer.sub(self.count, 1)
 
     def round(self, first: Value, tile: Value, target: Value) -> None:
-        """Rows 16 * tile from the first on, to the tile's place behind target. Behind the last row
-        that one is repeated: nothing reads what becomes of it, but it is a number."""
+        """Quantise the tile's 16 rows, counted from the row `first`, to its place behind target.
+
+        The last row is repeated behind the last: nothing reads what becomes of it, but it is a
+            number.
+        """
         writer, form = self._writer, self._form
         begin = writer.at(target, writer.mul(tile, self.tile_bytes), "i8")
         above = writer.add(first, writer.mul(tile, TILE_ROWS))
@@ -387,7 +393,7 @@ class _Rows:
         writer.loop(0, TILE_ROWS, [], row)
 
     def together(self) -> None:
-        """All threads share the tiles; one scratch has them."""
+        """Quantise tiles of rows in one scratch, with the tiles shared among all threads."""
         writer, scratch = self._writer, self._writer.argument(SCRATCH, "ptr")
         writer.claim(
             "%args", "1", self.tiles(self.count), lambda tile: self.round("0", tile, scratch)
@@ -474,7 +480,10 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
 
 @lru_cache(maxsize=64)
 def functions(form: Format) -> dict[str, NativeFunction]:
-    """Those of `panels.product_functions`, and round and round_norm, each named tiled_ first."""
+    """Compile the functions of `panels.product_functions`, and round and round_norm.
+
+    Each function's name begins with tiled_.
+    """
     parts: list[tuple[IRWriter, str]] = []
 
     def write(signature: str, body: Callable[[IRWriter], None]) -> None:

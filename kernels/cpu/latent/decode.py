@@ -35,7 +35,7 @@ _LEAST = -3e38  # a score that adds nothing
 
 
 def _number(w: IRWriter, array: Value, index: Value) -> Value:
-    """Of an int32 array, as i64."""
+    """Load an element of an int32 array as i64."""
     return w.op(f"sext i32 {w.load(w.at(array, index, 'i32'), 'i32')} to i64")
 
 
@@ -110,7 +110,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.at(array, w.mul(w.add(w.mul(token, shape.heads), head), row))
 
     def some(head: Value, column: Value, token: Value, rows: int) -> None:
-        """Columns from `column` on, of so many tokens."""
+        """Multiply the queries of `rows` tokens, from `token` on, into columns from `column` on."""
         queries = [place(q, w.add(token, row), head, shape.head) for row in range(rows)]
         matrix = w.at(up, w.add(w.mul(head, shape.each * shape.rank), column), shape.up)
 
@@ -168,7 +168,7 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
 
 def group_of(shape: LatentShape) -> int:
-    """Heads that read a latent together."""
+    """Return how many heads read a latent together."""
     return gcd(shape.heads, 4)
 
 
@@ -188,7 +188,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     number_of_lane = ", ".join(f"i32 {lane // group}" for lane in range(size))
 
     def folded(vector: Value, combine) -> Value:  # type: ignore[no-untyped-def]
-        """In each lane what all of its head's lanes give."""
+        """Combine the lanes of each head, and return the result in all of the head's lanes."""
         distance = group
         while distance < size:
             lane = ", ".join(f"i32 {j ^ distance}" for j in range(size))
@@ -379,7 +379,10 @@ def attend(
     longest: int,  # no less than any of lengths
     out: Tensor,  # [n, heads * value], contiguous
 ) -> None:
-    """As `Kernels.latent_attention`. A machine without a compiler has no shape."""
+    """Compute `Kernels.latent_attention` for tokens that each see keys of their own.
+
+    A machine without a compiler has no shape.
+    """
     functions = _functions(shape)
     assert functions is not None
     threads, size = torch.get_num_threads(), lanes()

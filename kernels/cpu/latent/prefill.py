@@ -42,7 +42,7 @@ def worth_making(tokens: int, keys: int, shape: LatentShape) -> bool:
 
 
 def _floats(shape: LatentShape, size: int, queries: int) -> int:
-    """float32 numbers of scratch that a thread needs."""
+    """Return the float32 numbers of scratch that a thread needs."""
     tile = _TILE * (shape.rank + shape.head + 2 * shape.value + _ROWS)
     rows = -(-queries // _ROWS) * _ROWS
     return tile + _MADE * shape.rank + rows * (shape.head + shape.value + 2 * size)
@@ -81,15 +81,18 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.call("i64", "llvm.smin.i64", [("i64", a), ("i64", str(b))])
 
     def multiplied(factor: Value, part: Value, total: Value) -> Value:
-        """total + factor * part, of units."""
+        """Return total + factor * part, of units."""
         return w.dot_pairs(factor, part, total) if dot else w.fma(factor, part, total)
 
     def products(
         rows: list[Value], matrix: Value, columns: int, inner: int, at: Value,
         begin: list[Value] | None = None, vectors: int = width,
     ) -> list[Value]:  # fmt: skip
-        """Of each row, `inner` units at an address, with `vectors` vectors of the columns of matrix
-        [inner, columns] from `at` on."""
+        """Multiply rows by `vectors` vectors of columns of a matrix [inner, columns], from `at` on.
+
+        rows: the address of each row of `inner` units.
+        begin: the sums to add to, zeros if None.
+        """
         start = begin or ["zeroinitializer"] * (len(rows) * vectors)
 
         def one(k: Value, *held: Value) -> list[Value]:
@@ -106,11 +109,11 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.loop(0, inner, [(kind, value) for value in start], one)
 
     def load_units(place: Value) -> Value:
-        """A vector of units of a latent."""
+        """Load a vector of units of a latent."""
         return w.load(place) if dot else w.load_as_float(place, dtype)
 
     def paired(low: Value, high: Value) -> Value:
-        """Two vectors as pairs of bfloat16."""
+        """Round two vectors to bfloat16, and return their elements as pairs."""
         words = []
         for value in (low, high):
             narrow = w.op(f"fptrunc {kind} {value} to <{size} x bfloat>")
@@ -121,7 +124,10 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         return w.op(f"bitcast {w.integers} {both} to {kind}")
 
     def gather(begin: Value) -> None:
-        """Latents [begin, begin + tile), a column each. Past the last the last is read again."""
+        """Copy the latents [begin, begin + tile) into a column each.
+
+        Past the last latent the last is read again.
+        """
 
         def some(at: Value) -> list[Value]:
             places = []
@@ -152,8 +158,10 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         w.loop(0, tile, [], some, step=size)
 
     def make(head: Value, first: int, count: int, put) -> None:  # type: ignore[no-untyped-def]
-        """Elements [first, first + count) of what is made for a head: put(element since first,
-        column, vectors of each of _MADE elements)."""
+        """Make elements [first, first + count) of a head's keys and values from the latents.
+
+        put(element since first, column, vectors of each of _MADE elements) stores them.
+        """
 
         def some(element: Value) -> list[Value]:
             row = w.add(w.add(w.mul(head, shape.each), first), element)
@@ -187,14 +195,14 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 w.store(value, w.at(keys, w.add(w.add(line, at), v * size)))
 
     def put_value(element: Value, at: Value, found: list[list[Value]]) -> None:
-        """Transposed: the next keys are the next numbers."""
+        """Store an element's values transposed: the next keys are the next numbers."""
         for r, vectors in enumerate(found):
             place = w.add(w.mul(w.add(element, r), tile), at)
             for v, value in enumerate(vectors):
                 store(value, transposed, w.add(place, v * size))
 
     def store(value: Value, array: Value, at: Value) -> None:
-        """A vector at so many numbers of an array of units."""
+        """Store a vector in an array of units, from the `at`-th number on."""
         if not dot:
             w.store(value, w.at(array, at))
             return
@@ -215,8 +223,10 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         w.loop(0, shape.value, [], block, step=size)
 
     def attend(begin: Value, row: Value, first: Value, masked: bool) -> None:
-        """_ROWS queries from `row` on of an item that begins at the token `first` with a tile of
-        keys that begins at `begin`."""
+        """Attend _ROWS queries from `row` on to a tile of keys that begins at `begin`.
+
+        first: the token at which the work item begins.
+        """
         own = [w.at(query, w.mul(w.add(row, r), shape.head // unit)) for r in range(_ROWS)]
 
         def scores(at: Value) -> list[Value]:
@@ -356,8 +366,10 @@ def prefill(
     length: int,  # its keys; the queries are of the last n of these
     out: Tensor,  # [n, heads * value], contiguous
 ) -> None:
-    """One entry's queries, as `Kernels.latent_attention`. A machine without a compiler has no
-    shape."""
+    """Compute `Kernels.latent_attention` for one entry's queries.
+
+    A machine without a compiler has no shape.
+    """
     function = _function(shape)
     assert function is not None
     threads, args = torch.get_num_threads(), (ctypes.c_int64 * _WORDS)()

@@ -12,7 +12,7 @@ NAMES = {torch.bfloat16: "bfloat", torch.float16: "half", torch.float32: "float"
 
 @dataclass(frozen=True)
 class LatentShape:
-    """`Kernels.latent_attention` has the letters."""
+    """The sizes of a latent attention, which `Kernels.latent_attention` explains."""
 
     heads: int
     nope: int
@@ -30,12 +30,12 @@ class LatentShape:
 
     @property
     def kept(self) -> int:
-        """Of a latent."""
+        """The elements of a latent and the shared key behind it."""
         return self.rank + self.rope
 
     @property
     def each(self) -> int:
-        """Made of a latent for a head."""
+        """The elements made of a latent for a head: of a key before the shared one, and a value."""
         return self.nope + self.value
 
     @property
@@ -57,7 +57,7 @@ def fits(q: Tensor, rank: int, rope: int) -> bool:
 
 
 def shape_of(q: Tensor, cache: Tensor, up: Tensor) -> LatentShape | None:
-    """None: nothing is generated for it here."""
+    """Return the shape to generate kernels for, or None where nothing is generated."""
     heads, both, rank = up.shape
     rope = cache.shape[3] - rank
     if not fits(q, rank, rope) or both % lanes() or not up.is_contiguous():

@@ -41,8 +41,10 @@ def put_convolution(
 
 
 class Convolution:
-    """In a kernel: x, conv, bias and tail of `Kernels.causal_conv`. gated: x is the product of it
-    and another tensor."""
+    """The convolution in a kernel, by x, conv, bias and tail of `Kernels.causal_conv`.
+
+    gated: whether x is multiplied by another tensor first.
+    """
 
     def __init__(
         self, w: IRWriter, channels: int, taps: int, biased: bool, gated: bool = False
@@ -62,8 +64,12 @@ class Convolution:
     def run(
         self, entry: Entry, first: Value, size: int, found: Callable[[Value, list[Value]], None]
     ) -> None:
-        """found(token, vectors), token by token, of channels [first, first + size); then the tail
-        is the next step's. token: of the step."""
+        """Call found(token, vectors) for each token, for channels [first, first + size).
+
+        The tail is then the next step's.
+
+        token: the token's index in the step.
+        """
         w, taps = self._w, self._taps
         some = parts(size, w.lanes)
         kept = w.mul(entry.row, (taps - 1) * self._channels)
@@ -81,7 +87,10 @@ class Convolution:
         w.when(entry.begins, begin)
 
         def input_of(token: Value) -> Callable[[int, int], Value]:
-            """Of the entry's token, which may be one before it: what loads some channels."""
+            """Return a loader of some channels of a token; a negative token is in the tail.
+
+            token: the token's index in the entry, below 0 for tokens before it.
+            """
             early = w.op(f"icmp slt i64 {token}, 0")
             inside = w.call("i64", "llvm.smax.i64", [("i64", token), ("i64", "0")])
             at = w.add(entry.begin, inside)

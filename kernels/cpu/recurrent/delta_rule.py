@@ -59,8 +59,12 @@ class DeltaShape:
 
     @property
     def sides(self) -> int:
-        """Vectors of a token and key head: query, key, and by key what is left of each of its
-        elements, and the key times that."""
+        """The number of vectors of a token and key head.
+
+        There are a query and a key; by key also what is left of the key's elements, and the key
+        times
+        that.
+        """
         return 4 if self.by_key else 2
 
     @property
@@ -93,7 +97,10 @@ class _Mixed:
         self._betas = w.at(self._decays, w.mul(tokens, shape.value_heads))
 
     def key(self, head: Value, token: Value, side: int = 0) -> Value:
-        """side: 0 query, 1 key, 2 what is left of its elements, 3 the key times that."""
+        """Return the address of a head's vector at a token.
+
+        side: 0 query, 1 key, 2 what is left of its elements, 3 the key times that.
+        """
         if side:
             head = self._w.add(head, side * self._shape.key_heads)
         row = self._w.add(self._w.mul(head, self._tokens), token)
@@ -164,7 +171,7 @@ def _mix(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
                 w.when(w.op(f"xor i1 {query}, true"), lambda: decayed(token, values))
 
         def decayed(token: Value, values: list[Value]) -> None:
-            """Of a key."""
+            """Store what is left of each element of a key, and the key times that."""
             own = w.sub(head, shape.key_heads)
             first = w.mul(own, shape.key_size)
             line = w.at(a, w.add(w.mul(token, a_stride), first))
@@ -206,7 +213,7 @@ class _Walk:
         self._w, self._shape, self._mixed, self._tile = w, shape, mixed, tile
 
     def rows(self, start: list[Value], body) -> list[Value]:  # type: ignore[no-untyped-def]
-        """body(row of the state, *carried) for all of them, some at a time."""
+        """Call body(row of the state, *carried) for all rows, some at a time."""
         w, keys = self._w, self._shape.key_size
         step = next(step for step in (4, 2, 1) if keys % step == 0)
 
@@ -222,19 +229,21 @@ class _Walk:
         return self._w.spread(self._w.load(self._w.at(line, row), "float"))
 
     def _looking(self, key_head: Value, token: Value) -> Value:
-        """The key whose sum with the state before a token `_correction` takes."""
+        """Return the key that the state before a token is multiplied by for `_correction`."""
         return self._mixed.key(key_head, token, 3 if self._shape.by_key else 1)
 
     def _left(self, value: Value, row: Value, decay: Value) -> Value:
-        """Of a row of the state. decay: of `_correction`."""
+        """Return a row of the state after its decay. decay: of `_correction`."""
         factor = self._number(decay, row) if self._shape.by_key else decay
         return self._w.binary("fmul", value, factor)
 
     def _correction(
         self, head: Value, token: Value, column: Value, counts: list[int], known: list[Value]
     ) -> tuple[Value, list[Value]]:
-        """The decay (by key where those of rows are), and beta (v - what the decayed state has for
-        the key)."""
+        """Return the decay, and beta (v - what the decayed state has for the key).
+
+        The decay is an address by key where rows decay so, else a vector.
+        """
         w, mixed, by_key = self._w, self._mixed, self._shape.by_key
         if by_key:
             decay, negative = mixed.key(head, token, 2), w.all(-1.0)
@@ -254,7 +263,7 @@ class _Walk:
         self, head: Value, key_head: Value, token: Value, state: Value, column: Value,
         counts: list[int], raw: Value,
     ) -> None:  # fmt: skip
-        """Columns from `column` on, of one token, where they are; results at raw."""
+        """Compute one token's columns from `column` on, with the state in place; results at raw."""
         w, values = self._w, self._shape.value_size
         query = self._mixed.key(key_head, token)
         key, looking = self._mixed.key(key_head, token, 1), self._looking(key_head, token)
@@ -291,8 +300,10 @@ class _Walk:
         self, head: Value, key_head: Value, first: Value, end: Value, state: Value, column: Value,
         counts: list[int], raw: Value, wide: int,
     ) -> None:  # fmt: skip
-        """As `lone`, of tokens [first, end); results of the first at raw, of others `wide` numbers
-        behind it each."""
+        """Compute tokens [first, end) as `lone` computes one.
+
+        The first token's results are at raw, each next token's `wide` numbers further.
+        """
         w, values, tile = self._w, self._shape.value_size, self._tile
         mixed, width = self._mixed, len(counts) * w.lanes
         zeros = ["zeroinitializer"] * len(counts)
@@ -360,7 +371,7 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
     matrix = shape.key_size * shape.value_size
 
     def by_columns(most: int, body) -> None:  # type: ignore[no-untyped-def]
-        """body(first column, how many of each vector), `most` vectors at a time."""
+        """Call body(first column, how many of each vector), `most` vectors at a time."""
         full = shape.value_size // (most * size) * most * size
 
         def group(column: Value) -> list[Value]:
@@ -378,7 +389,7 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
         w.when(entry.begins, lambda: clear(w, mine, matrix))
 
         def finish(token: Value, found: Value) -> None:
-            """Norm and gate."""
+            """Norm and gate a token's results."""
             values = [w.load(w.at(found, at)) for at, _ in every]
             mean = w.op(f"fdiv float {square_sum(w, values)}, {constant(shape.value_size)}")
             scale = w.spread(inverse_root(w, w.op(f"fadd float {mean}, {eps}")))

@@ -26,7 +26,7 @@ TOKENS = 64  # that are walked at once, so that what they read stays in the cach
 
 
 def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, tokens: int) -> None:
-    """Into args."""
+    """Put a step's entries into args."""
     rows, starts, lengths = meta.rows, meta.query_start, meta.kv_len
     assert rows is not None and rows.is_contiguous() and lengths.is_contiguous()
     args[_ROWS], args[_STARTS], args[_LENGTHS] = (
@@ -37,12 +37,15 @@ def put_entries(args: "ctypes.Array[ctypes.c_int64]", meta: AttentionMeta, token
 
 
 def threads_for(numbers: int) -> int:
-    """Threads for a kernel whose result has so many: a few are not worth waking others."""
+    """Return the threads for a kernel whose result has this many numbers.
+
+    A few numbers are not worth waking other threads.
+    """
     return torch.get_num_threads() if numbers >= _MANY else 1
 
 
 def clear_padding(out: Tensor, meta: AttentionMeta) -> Tensor:
-    """out, zero from the last entry's end on."""
+    """Return out, with zeros from the last entry's end on."""
     starts = meta.query_start_host
     end = int(meta.query_start[-1]) if starts is None else starts[-1]
     if end < len(out):
@@ -57,8 +60,13 @@ def rows_of(*tensors: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """row: of its state; begin: its first token; count: of its tokens; begins: whether its request
-    does."""
+    """An entry of a step.
+
+    row: of its state.
+    begin: its first token.
+    count: of its tokens.
+    begins: whether its request begins.
+    """
 
     row: Value
     begin: Value
@@ -87,7 +95,7 @@ class Entries:
         return Entry(row, begin, count, w.op(f"icmp eq i64 {length}, {count}"))
 
     def claim(self, items: int, body: Callable[[Entry, Value], None]) -> None:
-        """body(entry, item) for each entry that has tokens and each of `items`."""
+        """Call body(entry, item) for each entry that has tokens and each of `items`."""
         w = self._writer
 
         def work(index: Value) -> None:
@@ -99,19 +107,19 @@ class Entries:
 
 
 def between(w: IRWriter, item: Value, begin: int, end: int, body: Callable[[Value], None]) -> None:
-    """body(item - begin) if begin <= item < end."""
+    """Write `if begin <= item < end: body(item - begin)`."""
     if begin < end:
         own = w.sub(item, begin)
         w.when(w.op(f"icmp ult i64 {own}, {end - begin}"), lambda: body(own))
 
 
 def parts(size: int, lanes: int) -> list[tuple[int, int]]:
-    """The vectors of `size` numbers: (first, how many)."""
+    """Return the vectors of `size` numbers: (first, how many)."""
     return [(at, min(lanes, size - at)) for at in range(0, size, lanes)]
 
 
 def each(w: IRWriter, begin: Value | int, end: Value | int, body: Callable[[Value], None]) -> None:
-    """body(i) for i in range(begin, end)."""
+    """Write `for i in range(begin, end): body(i)`."""
 
     def one(index: Value) -> list[Value]:
         body(index)
@@ -121,7 +129,7 @@ def each(w: IRWriter, begin: Value | int, end: Value | int, body: Callable[[Valu
 
 
 def by_tokens(w: IRWriter, count: Value, body: Callable[[Value, Value], None]) -> None:
-    """body(first, end) for pieces of at most TOKENS of `count` tokens."""
+    """Call body(first, end) for pieces of at most TOKENS of `count` tokens."""
 
     def piece(first: Value) -> list[Value]:
         after = [("i64", w.add(first, TOKENS)), ("i64", count)]
@@ -132,7 +140,7 @@ def by_tokens(w: IRWriter, count: Value, body: Callable[[Value, Value], None]) -
 
 
 def clear(w: IRWriter, place: Value, size: int) -> None:
-    """size float32 numbers become 0."""
+    """Write zeros to `size` float32 numbers."""
     whole = size - size % w.lanes
 
     def some(at: Value) -> list[Value]:
@@ -145,7 +153,7 @@ def clear(w: IRWriter, place: Value, size: int) -> None:
 
 
 def square_sum(w: IRWriter, values: list[Value]) -> Value:
-    """Of all lanes: float."""
+    """Return the sum of the squares of all lanes: float."""
     total = w.binary("fmul", values[0], values[0])
     for value in values[1:]:
         total = w.fma(value, value, total)
@@ -153,7 +161,7 @@ def square_sum(w: IRWriter, values: list[Value]) -> Value:
 
 
 def sums_of_lanes(w: IRWriter, vectors: list[Value]) -> Value:
-    """The sum of each vector's lanes, one beside the other in a vector."""
+    """Return the sum of each vector's lanes, one beside the other in a vector."""
     columns = w.transpose([*vectors, *["zeroinitializer"] * (w.lanes - len(vectors))])
     while len(columns) > 1:
         columns = [
@@ -164,12 +172,12 @@ def sums_of_lanes(w: IRWriter, vectors: list[Value]) -> Value:
 
 
 def inverse_root(w: IRWriter, number: Value) -> Value:
-    """1 / sqrt(number), float."""
+    """Return 1 / sqrt(number), float."""
     root = w.call("float", "llvm.sqrt.f32", [("float", number)])
     return w.op(f"fdiv float {constant(1.0)}, {root}")
 
 
 def own_scratch(w: IRWriter, word: int, floats: int) -> Value:
-    """This thread's part of the memory at args[word]. Once a kernel."""
+    """Return this thread's part of the memory at args[word]. Call it once a kernel."""
     thread = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     return w.at(w.argument(word, "ptr"), w.mul(thread, floats))

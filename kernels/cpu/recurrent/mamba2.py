@@ -84,7 +84,7 @@ class _Mixed:
         return self._row(self._x, head, token, self._shape.head_size)
 
     def shared(self, group: Value, token: Value) -> Value:
-        """Of the groups of B, then those of C."""
+        """Return the address of a group of B, or of C: groups of C come after those of B."""
         return self._row(self._shared, group, token, self._shape.state_size)
 
     def step(self, token: Value, head: Value | int) -> Value:
@@ -159,7 +159,7 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
     whole = width - width % size
 
     def tile(head: Value, own: Value, first: Value, end: Value, row: Value, rows: int) -> None:
-        """Rows [row, row + rows) of the state at `own` over tokens [first, end)."""
+        """Walk the rows [row, row + rows) of the state at `own` over tokens [first, end)."""
         group = w.op(f"udiv i64 {head}, {shape.heads // shape.groups}")
         skipped = w.spread(w.load(w.at(skip, head), "float"))
 

@@ -69,13 +69,13 @@ LOWERED = gl.constexpr(2.0**40)  # 2 * 2^126 / 2^87: `E2M1` has numbers doubled
 
 @gluon.constexpr_function
 def layout(SHARES, ROWS):
-    """[shares, rows, lanes, a thread's]"""
+    """Return the layout of [shares, rows, lanes, a thread's elements]."""
     return gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [SHARES, ROWS, 1, 1], [3, 2, 1, 0])
 
 
 @gluon.constexpr_function
 def _on(AXIS, LAYOUT):
-    """Of a vector along this axis of four."""
+    """Return the layout of a vector along one of the layout's four axes."""
     for axis in reversed([axis for axis in range(4) if axis != AXIS]):
         LAYOUT = gl.SliceLayout(axis, LAYOUT)
     return LAYOUT
@@ -83,7 +83,7 @@ def _on(AXIS, LAYOUT):
 
 @gluon.jit
 def indices(SHARES: gl.constexpr, ROWS: gl.constexpr):
-    """Share, row of warps, lane and element, each along its axis."""
+    """Return share, row of warps, lane and element, each along its axis."""
     L: gl.constexpr = layout(SHARES, ROWS)
     share = gl.arange(0, SHARES, layout=_on(0, L)).expand_dims(1).expand_dims(2).expand_dims(3)
     row = gl.arange(0, ROWS, layout=_on(1, L)).expand_dims(0).expand_dims(2).expand_dims(3)
@@ -122,7 +122,10 @@ def _multiplied(pairs, first, second, acc):
 
 @gluon.jit
 def _bring(codes_at, scales_at, step, limit, COUNT: gl.constexpr, EVEN: gl.constexpr):
-    """The words and scales of COUNT tiles at this step along the inputs; none from limit on."""
+    """Load the words and scales of COUNT tiles at this step along the inputs.
+
+    None are loaded from limit on.
+    """
     words, scales = (), ()
     has = step < limit
     for tile in gl.static_range(COUNT):
@@ -141,7 +144,7 @@ def _bring(codes_at, scales_at, step, limit, COUNT: gl.constexpr, EVEN: gl.const
 @gluon.jit
 def start_loads(codes_at, scales_at, share, limit, COUNT: gl.constexpr, SHARES: gl.constexpr,
            AHEAD: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
-    """What is on its way before the loop."""
+    """Start the loads that are on their way before the loop."""
     words, scales = (), ()
     for step in gl.static_range(AHEAD):
         w, s = _bring(codes_at, scales_at, share + step * SHARES, limit, COUNT, EVEN)
@@ -154,7 +157,7 @@ def products(words, scales, codes_at, scales_at, x_at, share, limit,
               STEPS: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr,
               SHARES: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
               EVEN: gl.constexpr):  # fmt: skip
-    """Sums [SHARES, ROWS, 32, 4] of COUNT tiles and COLUMNS times eight columns."""
+    """Return sums [SHARES, ROWS, 32, 4] of COUNT tiles and COLUMNS times eight columns."""
     L: gl.constexpr = layout(SHARES, ROWS)
     acc = ()
     for _ in gl.static_range(COUNT * COLUMNS):
@@ -200,7 +203,10 @@ def _add(a, b):
 @gluon.jit
 def find(starts, block, EXPERTS: gl.constexpr, BLOCK: gl.constexpr, PAIRS: gl.constexpr,
           WARPS: gl.constexpr):  # fmt: skip
-    """As `kernels.experts.grouped._find`."""
+    """Find the expert of a block of sorted pairs, its first place, and its expert's end.
+
+    Returns EXPERTS as the expert where the block has none; see `kernels.experts.grouped._find`.
+    """
     expert = gl.arange(0, BLOCK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     exists = expert < EXPERTS
     first = gl.load(starts + expert, mask=exists, other=0)

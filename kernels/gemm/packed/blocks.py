@@ -108,8 +108,11 @@ def tile(tokens: int, outputs: int, sms: int) -> tuple[int, int, int, int]:
 
 
 def splits(size: int, programs: int, groups: int, sms: int) -> int:
-    """So many that multiprocessors have up to two, three or four programs with tiles of that size,
-    of eight groups at least, each: the best of that sweep."""
+    """Return the number of splits of the groups, the best of the sweep for `tile`.
+
+    size: elements of a tile. Multiprocessors have up to two, three or four programs with tiles of
+    this size. Each program has at least eight groups.
+    """
     most = 2 if size > 4096 else 3 if size > 1024 else 4
     found = 1
     while found < 8 and 2 * found * programs <= most * sms and 16 * found <= groups:

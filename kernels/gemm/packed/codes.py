@@ -22,8 +22,10 @@ OFFSETS = {"none": 0, "add": 1, "shift": 2}
 
 @triton.jit
 def nibble(words, table, AT: tl.constexpr, CODE: tl.constexpr):
-    """Of int16 words the nibble at 4 * AT, as a float32: code + 128, or the number that it stands
-    for (e2m1 times 2)."""
+    """Return the nibble at 4 * AT of int16 words as a float32.
+
+    The float is code + 128, or the number that the code stands for (e2m1 times 2).
+    """
     words = words.to(tl.int32)
     if CODE == 0:
         bits = words << (16 - 4 * AT)
@@ -42,7 +44,7 @@ def nibble(words, table, AT: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def eight_bits(codes, CODE: tl.constexpr):
-    """Of 8-bit codes the float32."""
+    """Convert 8-bit codes to float32, without their scale."""
     if CODE == 3:
         value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif CODE == 4:
@@ -69,7 +71,7 @@ def code_of(weight: PackedWeight) -> int:
 
 
 def constants(weight: PackedWeight) -> dict[str, Any]:
-    """Of the weight's format, for a kernel.
+    """Return a kernel's constants for the weight's format.
 
     BASE: what is to be taken off a code as kernels decode it, for scale * (code - zero).
     """

@@ -35,7 +35,7 @@ LOWERED = tl.constexpr(2.0**40)
 
 @triton.jit
 def _scales(scale, offset, group, exists, BASE: tl.constexpr, OFFSET: tl.constexpr):
-    """What a decoded code is multiplied by, and what is added then."""
+    """Return the factor of a decoded code, and what is added then."""
     s = tl.load(scale + group, mask=exists, other=0.0).to(tl.float32)
     if OFFSET == 0:
         o = -BASE * s
@@ -410,8 +410,11 @@ def early_pays(weight: PackedWeight, tokens: int, sms: int) -> bool:
 
 
 def splits(size: int, programs: int, steps: int, sms: int) -> int:
-    """So many that multiprocessors have up to one, two or three programs with tiles of that size,
-    of two steps at least, each: the best of that sweep."""
+    """Return the number of splits of the steps, the best of the sweep for `tile`.
+
+    size: elements of a tile. Multiprocessors have up to one, two or three programs with tiles of
+    this size. Each program has at least two steps.
+    """
     most = 1 if size > 8192 else 2 if size > 4096 else 3
     found = 1
     while found < 4 and 2 * found * programs <= most * sms and 4 * found <= steps:
@@ -493,7 +496,7 @@ def add_parts(
     residual: Tensor | None,  # [tokens, out]
     out: Tensor,  # [tokens, out]
 ) -> None:
-    """What shares of the columns found, added up in their order, into out."""
+    """Add what shares of the columns found, in their order, into out."""
     split, tokens, rows = parts.shape
     count = tokens * rows
     _packed_sum_kernel[(triton.cdiv(count, 1024),)](
@@ -512,7 +515,7 @@ def add_parts(
 
 
 def expand(weight: PackedWeight, like: Tensor) -> Tensor:
-    """The weights [out, in] in like's dtype."""
+    """Dequantise the weights [out, in] to like's dtype."""
     form, (rows, columns) = weight.form, weight.shape
     out = like.new_empty((rows, columns))
     # Of a program: the best of a sweep over llama-8b's matrices on one H200.

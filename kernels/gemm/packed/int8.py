@@ -128,7 +128,10 @@ def tile(tokens: int) -> tuple[int, int, int, int, int]:
 
 
 def _splits(programs: int, steps: int, sms: int) -> int:
-    """So many that each multiprocessor has a program, of four steps at least."""
+    """Return the number of splits, so that multiprocessors have up to one program each.
+
+    A program has at least four steps.
+    """
     found = 1
     while found < 8 and 2 * found * programs <= sms and 8 * found <= steps:
         found *= 2

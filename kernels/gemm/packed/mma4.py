@@ -41,7 +41,7 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def _bits(value: float, kind: str) -> str:
-    """Two such numbers in a word."""
+    """Return a word that holds the number twice, in the 16-bit format of its kind."""
     half = int(torch.tensor(value, dtype=_FLOATS[kind]).view(torch.int16)) & 0xFFFF
     return f"0x{half << 16 | half:08x}"
 
@@ -136,15 +136,17 @@ LONE = Tile(8, 1, 1)  # where the table has none and the kernel is asked for all
 
 @gluon.constexpr_function
 def _layout(SHARES):
-    """[shares, lanes, a thread's]"""
+    """Return the layout of [shares, lanes, a thread's elements]."""
     return gl.BlockedLayout([1, 1, 4], [1, 32, 1], [SHARES, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
 def _bring(codes_at, scale_at, offset_at, share, share3, step, STEPS: gl.constexpr,
            PER: gl.constexpr, OFFSET: gl.constexpr, EVEN: gl.constexpr):  # fmt: skip
-    """Words, scales and offsets of each half tile at this step along the inputs; none from STEPS
-    on. EVEN: the step is there or not for all warps alike."""
+    """Load words, scales and offsets of each half tile at this step along the inputs.
+
+    None from STEPS on. EVEN: the step is there or not for all warps alike.
+    """
     words, scales, offsets = (), (), ()
     has = (share + step) < STEPS
     has3 = (share3 + step) < STEPS
@@ -169,7 +171,10 @@ def _bring(codes_at, scale_at, offset_at, share, share3, step, STEPS: gl.constex
 
 @gluon.jit
 def _both(halves, at: gl.constexpr, element):
-    """Of the outputs g and 8 + g what each of a thread's four sums needs, in float32."""
+    """Return the scale or offset of each of a thread's four sums, in float32.
+
+    Two sums are of the output g, two of the output 8 + g.
+    """
     low = halves[2 * at].to(gl.float32).expand_dims(2)
     high = halves[2 * at + 1].to(gl.float32).expand_dims(2)
     return gl.where(element < 2, low, high)
@@ -178,7 +183,7 @@ def _both(halves, at: gl.constexpr, element):
 @gluon.jit
 def _store(y, first, bias, residual, out, tokens, rows, GATED: gl.constexpr, ACT: gl.constexpr,
            ADD: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
-    """What is to become of the sums of a tile, [g, c, four]."""
+    """Apply bias, gate and residual to the sums of a tile, [g, c, four], and store them."""
     low, high = y.reshape([8, 4, 2, 2]).permute([0, 1, 3, 2]).split()
     S: gl.constexpr = low.type.layout
     g = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
@@ -325,7 +330,10 @@ def _mma4_kernel(
 
 
 def tile(tokens: int, outputs: int, width: int) -> Tile | None:
-    """outputs: rows of the matrix, gates included. tokens: up to TOKENS."""
+    """Return the tile of `TILES` for a launch; None: `gemv4` takes less time.
+
+    outputs: rows of the matrix, gates included. tokens: up to TOKENS.
+    """
     return next(
         found
         for most, rows, columns, found in TILES
