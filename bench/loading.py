@@ -55,7 +55,8 @@ _SOURCE = 1 << 30  # bytes of host memory that copies are made from, again and a
 
 
 def dense(gb: float) -> dict[str, Any]:
-    """llama-8b's layers, as many as make so many GB; below 6 GB narrower ones."""
+    """Return a configuration of as many layers of llama-8b as make so many GB; below 6 GB narrower
+    ones."""
     narrow = 1 if gb >= 6 else 2
     hidden, inner = 4096 // narrow, 14336 // narrow
     layer = 2 * (2 * hidden * hidden + hidden * hidden // 2 + 3 * hidden * inner)
@@ -65,7 +66,10 @@ def dense(gb: float) -> dict[str, Any]:
 
 
 def moe(gb: float, layers: int = 26) -> dict[str, Any]:
-    """Qwen3-MoE's tensors, 393 a layer: 384 of experts, which are narrower than qwen3-30b-a3b's."""
+    """Return a configuration of Qwen3-MoE with 393 tensors a layer.
+
+    Of these, 384 are of experts, which are narrower than qwen3-30b-a3b's.
+    """
     # A layer has about 75 h^2 numbers: 3 * 128 * h * (3/16 h) in experts, the rest in attention.
     hidden = max(256, round(math.sqrt(gb * GB / 2 / layers / 75) / 256) * 256)
     heads = hidden // 64
@@ -111,7 +115,8 @@ def _llama(hidden: int, inner: int, vocab: int, layers: int, kv_heads: int) -> d
 
 
 def tensors(folder: Path) -> list[tuple[str, list[int]]]:
-    """What a checkpoint of the folder's config.json has: names and shapes."""
+    """Return the names and shapes of the tensors that a checkpoint of the folder's config.json
+    has."""
     meta = build_model(
         ModelConfig.from_folder(folder),
         torch.bfloat16,
@@ -125,7 +130,7 @@ def tensors(folder: Path) -> list[tuple[str, list[int]]]:
 
 
 def make(folder: Path, config: dict[str, Any]) -> list[int]:
-    """Write the folder. Returns the bytes of each tensor."""
+    """Write the folder's checkpoint. Returns the bytes of each tensor."""
     (folder / "config.json").write_text(json.dumps(config))
     # An engine that reads weights reads a tokenizer, too: a token for each row of the head.
     words = {f"<{id}>": id for id in range(config["vocab_size"])}
@@ -172,7 +177,7 @@ def load(folder: Path, device: str) -> None:
 
 
 def copy(source: Tensor, sizes: Sequence[int], device: str) -> list[Tensor]:
-    """So many bytes in tensors of these sizes."""
+    """Copy bytes of source into new tensors of these sizes, from its start again where it ends."""
     found, at = [], 0
     for size in sizes:
         tensor = torch.empty(size, dtype=torch.uint8, device=device)
@@ -201,7 +206,7 @@ def timed(device: str, work: Callable[[], Any]) -> float:
 
 
 class _Peak:
-    """How much the process's own memory grows at most."""
+    """The most that the process's own memory grows by."""
 
     def __enter__(self) -> "_Peak":
         self._stop = threading.Event()
@@ -226,7 +231,7 @@ def _resident() -> int:
 
 
 def against_copy(folder: Path, sizes: list[int], device: str, rounds: int) -> Line:
-    """Loading, and copies of as many bytes, in turns: the seconds of each round."""
+    """Time loading and copies of as many bytes, in turns: the seconds of each round."""
     total = sum(sizes)
     source = torch.empty(min(_SOURCE, total), dtype=torch.uint8).random_()
     ways: dict[str, Callable[[], Any]] = {
@@ -252,7 +257,7 @@ def against_copy(folder: Path, sizes: list[int], device: str, rounds: int) -> Li
 
 
 def starts(folder: Path, count: int) -> Iterator[Line]:
-    """Each start's line: its side, when it was ready, what it was configured with."""
+    """Yield each start's line: its side, when the engine was ready, and its configuration."""
     for run in range(count):
         for side in ("manta", "vllm"):
             for line in run_side(side, str(folder), [], [], None, load_format="auto"):
@@ -260,7 +265,7 @@ def starts(folder: Path, count: int) -> Iterator[Line]:
 
 
 def rows(lines: list[Line]) -> list[Line]:
-    """Of all lines, those of earlier calls included."""
+    """Compute the rows of all lines, those of earlier calls included."""
     found = [_copy_row(line) for line in lines if "seconds" in line]
     for case in dict.fromkeys(line["case"] for line in lines if "ready_s" in line):
         ours, peer = (

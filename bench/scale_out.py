@@ -42,7 +42,7 @@ SCALES = 0.95
 
 
 def configuration(args: argparse.Namespace, replicas: int) -> dict[str, Any]:
-    """In the form of manta.yaml."""
+    """Return the server's configuration in the form of manta.yaml."""
     engine: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False}
     if args.cpu:
         engine |= {"max_model_len": 2048, "max_num_seqs": args.streams, "num_blocks": 1024}
@@ -102,7 +102,7 @@ class Server:
         deploy(serve_config(configuration(self.args, replicas)))
 
     def answered(self) -> dict[str, float]:
-        """Output tokens by replica, as some router has heard of them."""
+        """Return the output tokens by replica, as some router has heard of them."""
         text = self._get("/metrics") or ""
         found = {}
         for line in text.splitlines():
@@ -112,7 +112,7 @@ class Server:
         return found
 
     def ask(self) -> None:
-        """One token, of a prompt of its own."""
+        """Request one token, with a prompt of its own."""
         body = {"model": "m", "prompt": [time.monotonic_ns() % 9973 + 16] * 8, "max_tokens": 1}
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
@@ -131,7 +131,7 @@ class Server:
 
 
 def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
-    """From the decision to the first answers of all new replicas, seconds."""
+    """Deploy more replicas; time each new replica's first answer in seconds from the decision."""
     # Soon after a start a router has not heard of all that are there; one that it hears of later
     # would count as new, with the answers that it gave before.
     old: set[str] = set()
@@ -169,7 +169,8 @@ def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, url: str, replicas: int, share: float = 1.0) -> Line:
-    """Of the requests of each replica, this share."""
+    """Run the load and return its line. share: the share of each replica's requests that is
+    sent."""
     clients = min(args.streams, 1 if args.cpu else 8)
     line = load(
         url,
@@ -184,20 +185,23 @@ def measure(args: argparse.Namespace, url: str, replicas: int, share: float = 1.
 
 
 def missing(counts: list[int], lines: list[Line]) -> list[int]:
-    """Replicas whose throughput is not yet among the lines, in order."""
+    """Return the replica counts whose throughput is not yet among the lines, in order."""
     done = {line["replicas"] for line in lines if "out_tok_s" in line}
     return [count for count in counts if count not in done]
 
 
 def whole(lines: list[Line]) -> list[Line]:
-    """Without a growth after which no throughput was measured, which is done again."""
+    """Drop the lines of a growth after which no throughput was measured; the growth is done
+    again."""
     done = {line["replicas"] for line in lines if "out_tok_s" in line}
     return [line for line in lines if line["label"] != "grow" or line["to"] in done]
 
 
 def rows_of(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cases <name>/<replicas>: tokens/s against so many times one replica's; and the longest time
-    to a first answer against the promised one."""
+    """Compute the rows <name>/<replicas>: tokens/s against so many times one replica's.
+
+    Further rows have the longest time to a first answer against the promised one.
+    """
     rows: list[dict[str, Any]] = []
 
     def add(case: str, ours: float, peer: float, unit: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU: each kind of kernel, its floor, and the idle gaps.
+"""The profile of a step on a GPU: the time of each kind of kernel, its floor, and the idle gaps.
 
     python -m bench.step_profile --model FOLDER --name llama-8b --out bench/results
 
@@ -60,7 +60,7 @@ OTHER = "other"  # embedding, selections, copies to and from the host
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Times in microseconds on the device's clock."""
+    """A launched kernel. Times in microseconds on the device's clock."""
 
     name: str
     start: float
@@ -69,7 +69,7 @@ class Kernel:
 
 @dataclass(slots=True)
 class TimeLine:
-    """What whole steps are made of, in microseconds a step."""
+    """The parts of whole steps, in microseconds a step."""
 
     steps: int = 0
     step_us: float = 0.0
@@ -79,7 +79,7 @@ class TimeLine:
     names: dict[str, tuple[float, float]] = field(default_factory=dict)  # us and launches a step
 
     def launches(self, kind: str) -> float:
-        """Of its kernels, a step."""
+        """Return how often kernels of a kind are launched in a step."""
         return sum(count for name, (_, count) in self.names.items() if kind_of(name) == kind)
 
 
@@ -127,8 +127,11 @@ def products_floor_us(
     bandwidth: float,
     rate: float,
 ) -> float:
-    """parameters: (name, (outputs, inputs), bytes of an element) of each matrix; bandwidth in
-    bytes/s, rate in operations/s. The head sees the rows that sample only."""
+    """Return the floor of a step's GEMMs in microseconds. The head sees only the rows that sample.
+
+    parameters: (name, (outputs, inputs), bytes of an element) of each matrix.
+    bandwidth: in bytes/s. rate: in operations/s.
+    """
     total = 0.0
     for name, (outputs, inputs), size in parameters:
         rows = samples if name.startswith("head") else tokens
@@ -154,8 +157,11 @@ class Mixture:
 def mixture_floors_us(
     mixtures: Sequence[Mixture], step: "Step", line: TimeLine, bandwidth: float, rate: float
 ) -> dict[str, float]:
-    """Kind -> floor, of those that experts have. Tokens meet as many experts as they do on average
-    where each chooses evenly; the weights of those are read once."""
+    """Return kind -> floor of the kinds that experts have.
+
+    The tokens meet as many experts as even routing gives on average; the weights of those are read
+    once.
+    """
     element, found = step.element, dict.fromkeys(("experts up", "experts down"), 0.0)
     found |= dict.fromkeys(("expert choice", "expert sort", "expert sum", "router product"), 0.0)
     fused = any("_few_route_kernel" in name for name in line.names)
@@ -180,7 +186,7 @@ def mixture_floors_us(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step computes, for the floors of all but the products."""
+    """The work of a step, for the floors of all kinds but GEMMs."""
 
     tokens: int
     samples: int
@@ -193,8 +199,11 @@ class Step:
 def floors_us(
     config: ModelConfig, step: Step, line: TimeLine, bandwidth: float, rate: float
 ) -> dict[str, float]:
-    """Kind -> floor, of those that ran. What is fused into a product is not counted again: norms,
-    gates and rotations have the floor of as many launches as there were."""
+    """Return kind -> floor of the kinds that ran.
+
+    Fused operations are not counted again: norms, gates and rotary embeddings have floors of as
+    many launches as there were.
+    """
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     seen = step.prompt * (step.prompt + 1) / 2
     row = step.tokens * step.element
@@ -214,7 +223,10 @@ def floors_us(
 
 
 def _matrices(model: Any) -> list[tuple[str, tuple[int, int], int]]:
-    """Of one decoder whose weights are not quantized; a tied head is the embedding once more."""
+    """Return the matrices of a decoder whose weights are not quantised.
+
+    The embedding counts as the head of a tied model.
+    """
     weights = [("layer", linear.state.weight) for linear in model.linears()]
     weights.append(("head", model.embedding if model.head is None else model.head.state.weight))
     return [
@@ -224,7 +236,7 @@ def _matrices(model: Any) -> list[tuple[str, tuple[int, int], int]]:
 
 
 def _mixtures(model: Any) -> list[Mixture]:
-    """Of the layers that have one."""
+    """Return the experts of each layer that has some."""
     found = []
     for layer in model.layers:
         for stack in layer.stacks:
@@ -240,7 +252,7 @@ def _mixtures(model: Any) -> list[Mixture]:
 
 
 def _record(core: EngineCore, feed: Any) -> tuple[list[Kernel], float]:
-    """Kernels of STEPS rounds of the loop, and the mean of keys read by decodes in them."""
+    """Record STEPS rounds of the loop: the kernels, and the mean of keys that decodes read."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

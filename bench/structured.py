@@ -1,4 +1,5 @@
-"""Whether schemas are enforced: what JSON Schema's own test suite, and MaskBench, say of ours.
+"""Enforcement of schemas: how many documents of JSON Schema's own test suite, and of MaskBench, are
+judged rightly.
 
     python -m bench.structured --suite json/tests/draft2020-12 --maskbench maskbench/data \
         --tokenizer FOLDER --out bench/results
@@ -36,7 +37,7 @@ OUTCOMES = ("right", "refused", "invalid_accepted", "valid_rejected", "failed")
 
 
 def suite_cases(files: list[Path]) -> Iterator[Case]:
-    """Of the JSON-Schema-Test-Suite."""
+    """Yield the cases of the JSON-Schema-Test-Suite."""
     for path in files:
         for group in json.loads(path.read_text()):
             tests = [(test["data"], test["valid"]) for test in group["tests"]]
@@ -44,7 +45,7 @@ def suite_cases(files: list[Path]) -> Iterator[Case]:
 
 
 def maskbench_cases(folder: Path, sample: int) -> Iterator[Case]:
-    """Evenly spread over the files, by name."""
+    """Yield cases of MaskBench, evenly spread over the files, by name."""
     files = sorted(folder.glob("*.json"))
     step = max(1.0, len(files) / sample) if sample else 1.0
     for i in range(min(len(files), sample or len(files))):
@@ -55,8 +56,10 @@ def maskbench_cases(folder: Path, sample: int) -> Iterator[Case]:
 
 
 def in_order(value: Any, schema: Any) -> Any:
-    """A document with its properties as the schema lists them; where only the schema's own
-    `properties` and `items` tell."""
+    """Return a document with its properties in the schema's order.
+
+    Only the schema's own `properties` and `items` give the order.
+    """
     if not isinstance(schema, dict):
         return value
     if isinstance(value, list):
@@ -76,8 +79,8 @@ def in_order(value: Any, schema: Any) -> Any:
 
 
 class Judge:
-    """Compiles schemas and feeds them documents; keeps what compiling and masks take, in ms of this
-    thread on a core: what else runs on the machine would be all there is of the longest."""
+    """A judge that compiles schemas and feeds them documents. It keeps the times of compiling and
+    masks, in ms of CPU of this thread. Wall-clock times would be dominated by other programs."""
 
     def __init__(self, vocabulary: Vocabulary, compile_schema: Callable[[Any], Any]) -> None:
         self._vocabulary = vocabulary
@@ -87,7 +90,7 @@ class Judge:
         self.mask_ms: list[float] = []
 
     def outcomes(self, schema: Any, tests: list[tuple[Any, bool]], *, masks: bool) -> Counter[str]:
-        """How many documents came out how."""
+        """Count the documents by outcome."""
         found: Counter[str] = Counter()
         began = time.thread_time()
         try:
@@ -129,7 +132,7 @@ class Judge:
 def measure(
     name: str, cases: list[Case], vocabulary: Vocabulary, masks: bool
 ) -> tuple[list[Line], list[Line]]:
-    """Rows, and a line for each schema that was not right in everything."""
+    """Return rows, and a line for each schema with a wrong outcome."""
     compiler = Compiler(vocabulary)
     ours = Judge(
         vocabulary, lambda schema: compiler.compile(Grammar.json_schema(schema, strict=True))

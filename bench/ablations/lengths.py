@@ -13,7 +13,7 @@ _OUTPUT = [5, 24, 41, 77, 98, 128, 159, 194, 223, 251, 277, 309, 343, 370, 400, 
 
 
 def sharegpt(count: int, seed: int = 0, scale: float = 1.0) -> Sizes:
-    """Mean input 114, mean output 322, times scale; independent draws."""
+    """Draw lengths of mean input 114 and mean output 322, times scale; independent draws."""
     rng = random.Random(seed)
     prompt = parse_length({"cdf": _INPUT, "mean": 114 * scale})
     output = parse_length({"cdf": _OUTPUT, "mean": 322 * scale})
@@ -21,15 +21,19 @@ def sharegpt(count: int, seed: int = 0, scale: float = 1.0) -> Sizes:
 
 
 def widely_different(count: int, seed: int = 0) -> Sizes:
-    """Input 32 to 64; output 16 to 64 for seven in ten, 1,024 to 2,048 for the others."""
+    """Draw inputs of 32 to 64; outputs of 16 to 64 for seven in ten, 1,024 to 2,048 for the
+    others."""
     rng = random.Random(seed)
     output = parse_length({"mix": [[0.7, [16, 64]], [0.3, [1024, 2048]]]})
     return [(rng.randint(32, 64), output.draw(rng)) for _ in range(count)]
 
 
 def batches(sizes: Sizes, size: int, *, fill_prompts: bool = True) -> list[Sizes]:
-    """In order, each filled up to its longest output, and its longest prompt: what a static batch
-    computes."""
+    """Return static batches in the order of the requests.
+
+    Each request is filled up to the batch's longest output and longest prompt, which a static batch
+    computes.
+    """
     filled = []
     for at in range(0, len(sizes), size):
         group = sizes[at : at + size]

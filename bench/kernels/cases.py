@@ -1,4 +1,4 @@
-"""What measure.py times: every kernel at the sizes of llama-8b, attention at others too."""
+"""The cases of measure.py: every kernel at the sizes of llama-8b, attention at others too."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,7 +85,7 @@ def caches(s: Sizes, count: int, num_blocks: int, block_size: int) -> list[tuple
 
 
 def codes(s: Sizes, shape: tuple[int, int, int, int]) -> QuantizedKV:
-    """Random ones, with the numbers of elements below 1."""
+    """Make random quantised keys or values, whose elements are below 1."""
     form = FORMATS[s.kv]
     if form.name == "int4":
         form = replace(form, hadamard=s.dim // 2)
@@ -97,7 +97,7 @@ def codes(s: Sizes, shape: tuple[int, int, int, int]) -> QuantizedKV:
 
 
 def kv_bytes(s: Sizes, tokens: int) -> float:
-    """Of their keys and values, with scales."""
+    """Return the bytes of the keys and values of so many tokens, with scales."""
     if s.kv:
         return 2.0 * tokens * FORMATS[s.kv].token_bytes(s.kv_heads, s.dim)
     return 2.0 * tokens * s.kv_heads * s.dim * s.dtype.itemsize
@@ -125,7 +125,7 @@ def prefill(
     target: float | None = None,
     libraries: dict[str, Library] | None = None,
 ) -> KernelWork:
-    """libraries: of a single prompt without a prefix."""
+    """Make a case of prefill attention. libraries: of a single prompt without a prefix."""
     meta, num_blocks = meta_of(s, kv_len, query_len, 0, 16)
     seen = sum(m * (n - m) + m * (m + 1) // 2 for n, m in zip(kv_len, query_len, strict=True))
     q = s.random(sum(query_len), s.heads, s.dim)
@@ -140,7 +140,10 @@ def prefill(
 
 
 def torch_attention(backend: SDPBackend) -> Library:
-    """Keys lie in a row and every query head has its own: what a library is fastest at."""
+    """Make torch's attention with a backend.
+
+    Keys lie in a row and every query head has its own: the form in which a library is fastest.
+    """
 
     def make(
         q: Tensor, k_cache: Cache, v_cache: Cache, meta: AttentionMeta
@@ -158,7 +161,7 @@ def torch_attention(backend: SDPBackend) -> Library:
 
 
 def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
-    """After the tuner has seen these, as at an engine's start."""
+    """Make a case of a GEMM, tuned for its rows as at an engine's start."""
     num_bytes = size * width * s.dtype.itemsize
     weights = [s.random(size, width) for _ in range(copies_for(num_bytes) + 1)]
     x = s.random(rows, width)
@@ -169,7 +172,7 @@ def linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
 
 
 def form_of(to: str, width: int) -> Format:
-    """What weights of so many inputs are made of, by a name of theirs."""
+    """Return the format of weights with so many inputs, by the format's name."""
     return {
         "int4": Format(4, min(width, 128), zero=8),
         "int4-add": Format(4, min(width, 128), offset="add"),
@@ -183,7 +186,7 @@ def form_of(to: str, width: int) -> Format:
 
 
 def random_weight(s: Sizes, form: Format, size: int, width: int) -> PackedWeight:
-    """Random codes, scales and offsets that are all alike."""
+    """Make a weight of random codes, with equal scales and equal offsets."""
     weight = PackedWeight(form, size, width, None, torch.device(s.device))
     codes = weight.codes.view(torch.uint8)
     codes.random_(0, 256)
@@ -198,8 +201,11 @@ def random_weight(s: Sizes, form: Format, size: int, width: int) -> PackedWeight
 def packed_linear(
     s: Sizes, size: int, width: int, rows: int, to: str, units: bool = False
 ) -> KernelWork:
-    """Random codes; the bytes are those of codes and scales, and the library's weights have 16
-    bits. units: by `mma4`, whatever its table says."""
+    """Make a case of a GEMM with packed weights of random codes.
+
+    The bytes are those of codes and scales; the library's weights have 16 bits.
+    units: by `mma4`, whatever its table says.
+    """
     form = form_of(to, width)
     num_bytes = PackedWeight.num_bytes(form, size, width)
     copies = copies_for(num_bytes) + 1
@@ -221,7 +227,7 @@ def packed_linear(
 
 
 def rounded_rows(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
-    """The norm before a product of rows in 8 bits."""
+    """Make a case of the norm before a GEMM with 8-bit rows."""
     num_bytes = rows * s.hidden * (s.dtype.itemsize + 1.0)
     xs = [s.random(rows, s.hidden) for _ in range(copies_for(num_bytes))]
     weight = s.random(s.hidden)
@@ -229,7 +235,8 @@ def rounded_rows(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
 
 
 def rounded_gate(s: Sizes, rows: int, to: torch.dtype) -> KernelWork:
-    """The gate before a product of rows in 8 bits; as a library, gate and rounding apart."""
+    """Make a case of the gate before a GEMM with 8-bit rows; the library runs gate and rounding
+    apart."""
     num_bytes = rows * s.inner * (2 * s.dtype.itemsize + 1.0)
     xs = [s.random(rows, 2 * s.inner) for _ in range(copies_for(num_bytes))]
     ours = [partial(round_rows, x, to=to, gate="silu") for x in xs]
@@ -242,7 +249,7 @@ def _apart(x: Tensor, to: torch.dtype) -> object:
 
 
 def fixed_linear(s: Sizes, size: int, width: int, rows: int) -> KernelWork:
-    """The product of the deterministic mode."""
+    """Make a case of the deterministic mode's GEMM."""
     weights = [s.random(size, width) for _ in range(copies_for(2.0 * size * width) + 1)]
     x = s.random(rows, width)
     ours = [partial(linear_fixed, x, w) for w in weights]
@@ -267,7 +274,7 @@ def layer_norm(s: Sizes, rows: int) -> KernelWork:
 
 
 def plain_activation(s: Sizes, rows: int, name: str) -> KernelWork:
-    """Of an MLP without a gate."""
+    """Make a case of the activation of an MLP without a gate."""
     num_bytes = 2.0 * rows * s.inner * s.dtype.itemsize
     xs = [s.random(rows, s.inner) for _ in range(copies_for(num_bytes))]
     calls: Calls
@@ -280,7 +287,8 @@ def plain_activation(s: Sizes, rows: int, name: str) -> KernelWork:
 
 
 def shared_gate(s: Sizes, rows: int) -> KernelWork:
-    """What a shared expert gives, times the sigmoid of a token's product, onto the residual."""
+    """Make a case of a shared expert's output times the sigmoid of a token's gate, added to the
+    residual."""
     num_bytes = 4.0 * rows * s.hidden * s.dtype.itemsize
     gate = s.random(1, s.hidden)
     given = [[s.random(rows, s.hidden) for _ in range(3)] for _ in range(copies_for(num_bytes))]
@@ -288,7 +296,7 @@ def shared_gate(s: Sizes, rows: int) -> KernelWork:
 
 
 def output_gate(s: Sizes, rows: int) -> KernelWork:
-    """What was attended, times the sigmoid of gates that lie between queries."""
+    """Make a case of attention's output times the sigmoid of gates that lie between queries."""
     width = s.heads * s.dim
     num_bytes = 3.0 * rows * width * s.dtype.itemsize
     given = [
@@ -299,8 +307,10 @@ def output_gate(s: Sizes, rows: int) -> KernelWork:
 
 
 def residual_norm(s: Sizes, rows: int) -> KernelWork:
-    """The product after attention with the residual, then the norm before the MLP: the sum itself
-    has no kernel of its own, it is part of the product."""
+    """Make a case of the GEMM after attention with the residual, then the norm before the MLP.
+
+    The addition has no kernel of its own: it is part of the GEMM.
+    """
     weights = [s.random(s.hidden, s.hidden) for _ in range(copies_for(2.0 * s.hidden**2) + 1)]
     x, residual, scale = s.random(rows, s.hidden), s.random(rows, s.hidden), s.random(s.hidden)
     cuda.tune_linear(weights, [rows], add=True)
@@ -318,7 +328,10 @@ def gate(s: Sizes, rows: int, name: str) -> KernelWork:
 
 
 def rope(s: Sizes, rows: int, head_norm: bool, gated: bool = False) -> KernelWork:
-    """Decodes up to 256 rows, a prompt from there on. gated: each query has a gate behind it."""
+    """Make a case of rotary embeddings. Decodes up to 256 rows, a prompt from there on.
+
+    gated: whether each query has a gate behind it.
+    """
     width = ((1 + gated) * s.heads + 2 * s.kv_heads) * s.dim
     read = width - gated * s.heads * s.dim
     num_bytes = rows * (read + s.heads * s.dim) * s.dtype.itemsize + kv_bytes(s, rows)
@@ -340,7 +353,8 @@ def rope(s: Sizes, rows: int, head_norm: bool, gated: bool = False) -> KernelWor
 
 
 def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
-    """Parameters of rows: temperature 1 and what is named as in kernels/sampling/layout.py."""
+    """Make the parameters of rows: temperature 1 and the named values of
+    kernels/sampling/layout.py."""
     words = torch.zeros(rows, layout.NUM_WORDS, dtype=torch.int32)
     words[:, layout.ROW] = torch.arange(rows)
     words[:, layout.SEED] = torch.arange(rows)
@@ -358,7 +372,10 @@ def sampled_words(s: Sizes, rows: int, **values: float) -> Tensor:
 
 
 def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
-    """A pass over the logits is what choosing cannot do without; edits touch some of them."""
+    """Make a case of sampling.
+
+    The bytes are those of one pass over the logits, which choosing needs; edits touch some of them.
+    """
     num_bytes: float = rows * s.vocab * s.dtype.itemsize
     logits = [s.random(rows, s.vocab) * 2.5 for _ in range(copies_for(num_bytes))]
     index = torch.arange(rows, device=s.device)
@@ -410,7 +427,7 @@ def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
 
 
 def assembly(s: Sizes, rows: int, what: str) -> KernelWork:
-    """Decodes after 1,000 tokens: the layout of a step, or the rows' new blocks."""
+    """Make a case of a step's layout or of the rows' new blocks, for decodes after 1,000 tokens."""
     blocks = 64
     tokens = torch.zeros(rows + 1, 1025, dtype=torch.int32, device=s.device)
     table = torch.zeros(rows + 1, blocks, dtype=torch.int32, device=s.device)
@@ -438,7 +455,10 @@ def assembly(s: Sizes, rows: int, what: str) -> KernelWork:
 
 
 def adapters(s: Sizes, rows: int, part: int) -> KernelWork:
-    """Shrink and expand for adapters of rank 16, drawn zipf of 16; with a gate, also that."""
+    """Make a case of LoRA shrink and expand, of 16 adapters of rank 16, drawn zipf.
+
+    The gate is included where the layer has one.
+    """
     layer = bench_lora.LAYER[part]
     rank, count = 16, 16
     x, y = s.random(rows, layer.in_features), s.random(rows, sum(layer.outs))
@@ -456,8 +476,10 @@ def adapters(s: Sizes, rows: int, part: int) -> KernelWork:
 
 
 def all_cases(s: Sizes = LLAMA, libraries: dict[str, Library] | None = None) -> dict[str, Make]:
-    """Name -> what makes it, its data included. libraries: more that can do a prompt's attention;
-    the first of all is the one that ours is held against."""
+    """Return name -> a maker of the case, its data included.
+
+    libraries: more libraries for a prompt's attention; ours is compared with the first.
+    """
     cases: dict[str, Make] = {}
     for name, (kv_len, target) in DECODES.items():
         cases[f"decode/{name}"] = partial(decode, s, kv_len, 16, target)

@@ -1,5 +1,5 @@
-"""Recurrent layers and latent attention on the CPU beside transformers', in turns in one process:
-what stands between a layer's products, which both sides are given.
+"""Recurrent layers and latent attention on the CPU beside transformers', in turns in one process,
+without the GEMMs, whose results both sides are given.
 
     python -m bench.kernels.cpu_mixers --out bench/results
 
@@ -34,7 +34,7 @@ BLOCK = 16  # tokens of a block
 
 
 class Given(torch.nn.Module):
-    """In the place of a product."""
+    """A module that returns a given tensor, in place of a GEMM."""
 
     def __init__(self, found: Tensor) -> None:
         super().__init__()
@@ -46,8 +46,12 @@ class Given(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Layer:
-    """widths: of the products. make: of a dtype, transformers' layer with these in the place of its
-    products, and its configuration. run: ours."""
+    """A layer that both sides compute.
+
+    widths: of the GEMMs' results.
+    make: of a dtype, transformers' layer with `Given` in place of its GEMMs, and its configuration.
+    run: ours.
+    """
 
     hidden: int
     widths: tuple[int, ...]
@@ -174,7 +178,10 @@ def lfm2() -> Layer:
 
 
 def jamba() -> Layer:
-    """Of so few inputs that the product that makes steps, torch's on both sides, is nothing."""
+    """Make a Mamba layer of Jamba with a dt rank of 16.
+
+    So the dt GEMM, which both sides compute with torch, costs next to nothing.
+    """
     from transformers.models.jamba import modeling_jamba as theirs
 
     channels, size, taps, rank = 8192, 16, 4, 16
@@ -204,8 +211,12 @@ def jamba() -> Layer:
 
 
 def deepseek_v2_lite() -> Layer:
-    """Latents, and what makes keys and values of them, are bfloat16 on our side, as a checkpoint's;
-    that product is not given to either side, and transformers has it in its type."""
+    """Make a layer of latent attention.
+
+    Latents and the matrix that makes keys and values of them are bfloat16 on our side, as in a
+    checkpoint. Neither side is given that GEMM's result, and transformers has the matrix in its own
+    dtype.
+    """
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as theirs
 
     heads, rank, nope, rope, value = 16, 512, 128, 64, 128
@@ -248,7 +259,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
 
 
 def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
-    """ "ours", and a dtype's name each of transformers': a step of one request."""
+    """Return the calls of one request's step: "ours", and transformers' by the dtype's name."""
     from transformers import DynamicCache
 
     given = [torch.randn(tokens, width) for width in layer.widths]
@@ -291,7 +302,7 @@ def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
 
 
 def best_of(calls: dict[str, Call], seconds: float) -> dict[str, float]:
-    """Milliseconds of each call, in turns: the best of at least three."""
+    """Time each call in turns, in milliseconds: the best of at least three."""
     best = dict.fromkeys(calls, float("inf"))
     end, turns = time.perf_counter() + seconds, 0
     while turns < 4 or time.perf_counter() < end:

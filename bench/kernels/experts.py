@@ -57,7 +57,7 @@ _BEST = 4  # of a sweep, that are printed
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """experts: of which a token has `chosen`."""
+    """The sizes of a layer of experts. experts: their number, of which a token has `chosen`."""
 
     experts: int
     chosen: int
@@ -68,7 +68,7 @@ class Layer:
 
     @property
     def up_bytes(self) -> float:
-        """Of one expert in 16 bits."""
+        """The bytes of one expert's gate and up matrices in 16 bits."""
         return 4.0 * self.size * self.hidden
 
     @property
@@ -101,7 +101,7 @@ def make_stack(layer: Layer) -> ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """A format of packed experts. share: its bytes, of those in 16 bits."""
+    """A format of packed experts. share: its bytes over those of 16 bits."""
 
     name: str
     share: float
@@ -111,7 +111,7 @@ MXFP4, FP8 = Bits("MXFP4", 4.5 / 16), Bits("FP8", 0.5)
 
 
 def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
-    """Random codes, of the same sizes."""
+    """Make packed experts of random codes, of the same sizes."""
 
     def packed(weight: Tensor) -> PackedWeight:
         form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
@@ -131,7 +131,7 @@ def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
 
 @dataclass(slots=True)
 class Step:
-    """One layer's work on so many tokens, COPIES times with other choices."""
+    """One layer's work on so many tokens, with COPIES different routings."""
 
     model: str
     layer: Layer
@@ -155,7 +155,7 @@ class Step:
 
 
 def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:
-    """(name, bytes of weights, the calls to be timed) of each launch, and of all together."""
+    """Yield (name, bytes of weights, the calls to be timed) of each launch, and of all together."""
     kernels, layer, stack, x = kernels_for("cuda"), step.layer, step.stack, step.x
     router = random(layer.experts, layer.hidden)
     routing, residual = Routing(layer.chosen), torch.zeros_like(x)
@@ -227,12 +227,15 @@ def down_tiles(places: int) -> Iterator[tuple[int, int, int]]:
 
 
 def near(pairs: float) -> list[int]:
-    """Rows of a tile for so many pairs an expert."""
+    """Return numbers of rows that a tile may have for so many pairs an expert."""
     return [size for size in (16, 32, 64, 128) if pairs / 2 <= size <= max(16, 3 * pairs)] or [128]
 
 
 def grouped_tiles(pairs: float, halves: int) -> Iterator[Tile]:
-    """For so many pairs an expert; halves: 2 of the first product, gate and up."""
+    """Yield tiles to try for a GEMM with so many pairs an expert.
+
+    halves: 2 for the first GEMM, whose weights are gate and up.
+    """
     many = pairs > 24  # operations count, and wide tiles with them
     every = product(
         near(pairs),
@@ -260,7 +263,10 @@ def packed_tiles(pairs: float) -> Iterator[packed_moe.Tile]:
 
 
 def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.Tile]:
-    """places: rows of other experts that a program has beside each of its own."""
+    """Yield tiles to try for few tokens.
+
+    places: rows of other experts that a program has beside each of its own.
+    """
     if bits is MXFP4:
         for rows, units, warps in product((1, 2, 4, 8, 16), (8, 16, 32, 64), (1, 2)):
             if rows * places > 1 and 4 <= rows * places * units // (32 * warps) <= 16:
@@ -274,8 +280,11 @@ def few_packed_tiles(places: int, bits: Bits) -> Iterator[few_moe.Tile]:
 
 
 def rounded_tiles(pairs: float, halves: int) -> Iterator[Tile]:
-    """For 8-bit floats on both sides; halves as above. Of a tile with fewer rows than an expert has
-    pairs, all weights would be read again."""
+    """Yield tiles to try for a GEMM whose two sides are 8-bit floats.
+
+    A tile with fewer rows than an expert has pairs would read all weights again.
+    halves: as in `grouped_tiles`.
+    """
     for size in [size for size in near(pairs) if size >= pairs] or [128]:
         ways: tuple[tuple[bool, bool], ...] = ((True, False), (True, True))  # swap, tma
         if size > 32:
@@ -290,7 +299,7 @@ def rounded_tiles(pairs: float, halves: int) -> Iterator[Tile]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A launch that may have other tiles. today: the first of `tiles`."""
+    """A launch that may have other tiles. tiles: today's first."""
 
     name: str
     tiles: list[Any]
@@ -300,7 +309,7 @@ class Choice:
 
 
 class SortedLaunch(NamedTuple):
-    """A product of pairs that are sorted by expert. tiles: today's first."""
+    """A GEMM of pairs that are sorted by expert. tiles: today's first."""
 
     name: str
     call: Callable[..., Tensor]
@@ -308,14 +317,14 @@ class SortedLaunch(NamedTuple):
 
 
 class Sweep:
-    """Times launches until its time is up. copy: bytes a second."""
+    """A timer of launches, until its time is up. copy: bytes a second."""
 
     def __init__(self, seconds: float, copy: float) -> None:
         self.until, self.copy = time.monotonic() + seconds, copy
         self.compilers = Compilers()
 
     def compile(self, choices: Iterable[Choice]) -> None:
-        """Hands over what has not been; nothing is launched."""
+        """Hand the compilers what has not been compiled; nothing is launched."""
         with self.compilers.collecting():
             for choice in choices:
                 for tile in choice.tiles:
@@ -323,7 +332,7 @@ class Sweep:
                         choice.calls(tile)[0]()
 
     def best(self, choice: Choice) -> list[Any]:
-        """The best tiles, which are printed with today's."""
+        """Return the best two tiles, and print the best with today's."""
         today = choice.tiles[0]
         rows: dict[Any, Timed] = {}
         try:
@@ -355,7 +364,7 @@ class Sweep:
 
 
 def _numbers(result: object) -> Tensor:
-    """What a launch gives, the last of several."""
+    """Return the result of a launch, the last of several."""
     found = result[-1] if isinstance(result, tuple) else result
     assert isinstance(found, Tensor)
     return found.float()
@@ -389,7 +398,8 @@ def by_expert_choices(
     up: SortedLaunch,
     down: SortedLaunch,
 ) -> list[Choice]:
-    """share: bytes of the weights, of those in 16 bits."""
+    """Return the choices of a layer sorted by expert. share: bytes of the weights over those of 16
+    bits."""
     layer, x = step.layer, step.x
     pairs = [sort(ids, layer.experts) for _, ids in step.routed]
     routed = list(zip(step.routed, pairs, strict=True))
@@ -423,7 +433,7 @@ def grouped_choices(step: Step) -> list[Choice]:
 
 
 def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
-    """Sort, products and sum with these."""
+    """Return a choice of sort, GEMMs and sum with these tiles."""
     layer, stack, x = step.layer, step.stack, step.x
     today = tiles_for(len(x) * layer.chosen, layer.experts, x.dtype)
     ups, downs = [*dict.fromkeys([*ups, today.up])], [*dict.fromkeys([*downs, today.down])]
@@ -448,7 +458,8 @@ def packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice
 
 
 def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Choice]:
-    """Pair by pair; whole: that (True) beside groups by expert."""
+    """Return the choices of the kernels that go pair by pair; whole layers also grouped by
+    expert."""
     x, layer = step.x, step.layer
     inners = [random(len(x) * layer.chosen, layer.size) for _ in step.routed]
     both = list(zip(inners, step.routed, strict=True))
@@ -482,7 +493,7 @@ def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Ch
 
 
 def rounded_choices(step: Step, packed: PackedExperts) -> list[Choice]:
-    """Both sides in FP8; with the launches that round inputs."""
+    """Return the choices of launches with weights and inputs in FP8, rounding included."""
     layer, x = step.layer, step.x
     today = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     each_has = len(x) * layer.chosen / layer.experts
@@ -492,8 +503,11 @@ def rounded_choices(step: Step, packed: PackedExperts) -> list[Choice]:
 
 
 def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: list[Tile]) -> Choice:
-    """Inputs as they come (None), and rounded, with these tiles and with today's. Rounding is what
-    their results are apart by."""
+    """Return a choice of the whole layer: inputs in 16 bits (None), or in FP8 with these tiles and
+    today's.
+
+    The results of the two differ by the rounding of the inputs.
+    """
     layer, x = step.layer, step.x
     today = rounded_moe.tiles_for(len(x) * layer.chosen, layer.experts)
     as_they_come = few_packed if len(x) <= few_moe.MOST else packed_experts
@@ -515,7 +529,7 @@ def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: lis
 
 @dataclass(slots=True)
 class Found:
-    """Best tiles of experts in FP8, as the tables of constants have them."""
+    """The best tiles of experts in FP8, as the tables of constants have them."""
 
     few: dict[int, tuple[few_moe.Tile, few_moe.Tile]]  # by tokens: of both products
     rounded: dict[float, Tiles]  # by the pairs of an expert
@@ -533,7 +547,10 @@ class Found:
 
 
 def sweep_fp8(steps: list[Step], sweep: Sweep) -> None:
-    """Of each step the ways as they are and tile by tile, then all launches together."""
+    """Sweep the launches of experts in FP8, for each step, and print the best tiles.
+
+    Launches are tried one by one, then together.
+    """
     stacks = {step.model: make_packed(step.stack, FP8) for step in steps}
     made: list[tuple[Step, list[Choice], list[Choice]]] = []
     for step in steps:
@@ -564,7 +581,7 @@ def sweep_fp8(steps: list[Step], sweep: Sweep) -> None:
 
 
 def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
-    """Of each step in turn; all are handed to the compilers first."""
+    """Sweep the launches of each step in turn; the compilers get all kernels first."""
     made: list[tuple[Step, str, list[Choice]]] = []
     for step in steps:
         small = len(step.x) <= MOST
@@ -589,7 +606,7 @@ def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
 
 
 def tell(step: Step, copy: float, rate: float) -> None:
-    """A line for each launch."""
+    """Print a line for each launch."""
     for launch, num_bytes, calls in launches(step):
         us = time_us(calls)
         line = f"  {launch:<22}{us:9.2f} us"

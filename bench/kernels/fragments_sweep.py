@@ -53,7 +53,7 @@ DOWN_ALONE = [
 
 
 def columns(pairs: float) -> tuple[int, ...]:
-    """Of an expert, which has so many pairs on average."""
+    """Return the column counts of tiles for an expert with so many pairs on average."""
     if pairs <= 2:
         return (8,)
     if pairs <= 6:
@@ -66,7 +66,7 @@ def columns(pairs: float) -> tuple[int, ...]:
 
 
 def grouped_tiles(pairs: float, up: bool) -> Iterator[Tile]:
-    """up: as many rows again of the up's."""
+    """Yield tiles to try. up: whether the GEMM is gate and up, which has twice the rows."""
     for wide in columns(pairs):
         if wide <= 8:
             yield from (Tile(wide, 1, 1, 4, 4), Tile(wide, 1, 2, 2, 4), Tile(wide, 1, 4, 1, 4))
@@ -84,7 +84,7 @@ def grouped_tiles(pairs: float, up: bool) -> Iterator[Tile]:
 
 @dataclass(slots=True)
 class Case:
-    """One model and number of tokens. whole: to be timed once tiles are known."""
+    """One model and number of tokens, with its weights, wanted results and times."""
 
     name: str
     step: Step
@@ -108,7 +108,7 @@ class Case:
 
 
 def make_packed(layer: Layer) -> tuple[PackedExperts, PackedExperts]:
-    """Random codes of MXFP4 and scales of 2^-9 to 2^-5, in both orders."""
+    """Make experts of random MXFP4 codes and scales of 2^-9 to 2^-5, in both orders."""
     form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
     count, size, hidden = layer.experts, layer.size, layer.hidden
 
@@ -131,7 +131,7 @@ def make_packed(layer: Layer) -> tuple[PackedExperts, PackedExperts]:
 
 
 def rows_of(weight: PackedWeight, count: int, expert: int) -> Tensor:
-    """float64 of one expert, from the order of spans."""
+    """Return the weights of one expert in float64, from the order of spans."""
     rows = weight.shape[0] // count
     part = PackedWeight(weight.form, rows, weight.shape[1], None, weight.codes.device)
     part.codes = weight.codes[expert * rows : (expert + 1) * rows]
@@ -140,7 +140,10 @@ def rows_of(weight: PackedWeight, count: int, expert: int) -> Tensor:
 
 
 def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, Tensor]:
-    """float64: what each pair's expert has inside, and what a token's give together."""
+    """Compute float64 results of the sampled tokens.
+
+    Returns the inner values of each pair's expert, and the output of each token.
+    """
     x = step.x[sample].double()
     weights, ids = (each[sample] for each in step.routed[0])
     inner = torch.zeros(*ids.shape, step.layer.size, dtype=torch.float64, device="cuda")
@@ -161,7 +164,8 @@ def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One launch, of each choice of experts. check: of its first result, how far from float64."""
+    """One launch, for each choice of experts. check: the distance of its first result from
+    float64."""
 
     calls: list[Callable[[], Tensor]]
     check: Callable[[Tensor], float]
@@ -204,7 +208,11 @@ def up_ways(case: Case) -> Ways:
 
 
 def down_ways(case: Case) -> Ways:
-    """Of the sample's inner numbers and any others; the sum over experts is torch's."""
+    """Return the ways to compute the down GEMM.
+
+    Inputs are the sample's inner values and random values for other tokens; torch sums over
+    experts.
+    """
     step = case.step
     order = [sort(ids, case.new.count) for _, ids in step.routed]
     inner = random(case.tokens, step.layer.chosen, step.layer.size)
@@ -249,7 +257,7 @@ def tiles_of(case: Case, way: str, up: bool) -> list[Any]:
 
 
 def whole_ways(case: Case) -> dict[str, Way]:
-    """All launches of a layer, with the best tiles of each product."""
+    """Return the ways to compute a whole layer, with the best tiles of each GEMM."""
     step = case.step
 
     def check(found: Tensor) -> float:
@@ -282,7 +290,7 @@ class Sweep:
         return self.until - time.monotonic()
 
     def us(self, case: Case, label: str, way: Way, bound: float) -> float | None:
-        """None: it is wrong, does not run or there is no time."""
+        """Time a way in microseconds; None if it is wrong, does not run or there is no time."""
         if self.left() < 0:
             return None
         try:
@@ -297,7 +305,7 @@ class Sweep:
             return None
 
     def product(self, case: Case, part: str) -> None:
-        """Each way's best tile of one product."""
+        """Find each way's best tile of one GEMM."""
         up = part == "up"
         layer = case.step.layer
         num_bytes = case.step.met * (layer.up_bytes if up else layer.down_bytes) * BITS
@@ -327,7 +335,7 @@ class Sweep:
 
 
 def agreed(cases: list[Case], key: str) -> Tile | None:
-    """The tile that is nowhere much slower than the best."""
+    """Return the tile that is nowhere much slower than the best."""
     worst: dict[Tile, float] = {}
     seen: dict[Tile, int] = {}
     for case in cases:
@@ -345,7 +353,7 @@ def told(tiles: tuple[Tile | None, Tile | None]) -> str:
 
 
 def decide(cases: list[Case]) -> str:
-    """The constants of `kernels.experts.fragments.tiles`."""
+    """Return the constants of `kernels.experts.fragments.tiles`."""
     both = [case for case in cases if {"few", "grouped"} <= case.times.keys()]
     most = 0
     for tokens in TOKENS:

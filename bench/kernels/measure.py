@@ -23,7 +23,7 @@ _BUSY = 200_000  # cycles: the device waits for none of what it is timed by
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """What is timed: calls that do the same on other data each."""
+    """The calls that are timed: each does equal work on other data."""
 
     calls: Calls
     amount: float  # bytes, or operations, that one call cannot do without
@@ -35,7 +35,7 @@ class KernelWork:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Of the device, measured in the same run."""
+    """The device's best rates, measured in the same run."""
 
     copy: float  # bytes/s, read plus written
     product: float  # bfloat16 operations/s
@@ -48,7 +48,8 @@ Timer = Callable[[Calls], float]
 
 
 def time_us(calls: Calls, repeats: int = 20) -> float:
-    """Microseconds of one call: a graph of all `calls`, replayed; the median of `repeats`."""
+    """Time one call in microseconds: a CUDA graph of all `calls`, replayed; the median of
+    `repeats`."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -73,12 +74,12 @@ def _events_ms(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def apart(found: Tensor, wanted: Tensor) -> float:
-    """How far a result is from another, as a share of that one's norm."""
+    """Return the distance of a result from another, as a share of the other's norm."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read plus written, of a large device-to-device copy."""
+    """Measure a large device-to-device copy in bytes a second, read plus written."""
     source = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     # Eagerly: in a graph a copy may go to the slower copy engine.
@@ -86,19 +87,22 @@ def copy_bandwidth() -> float:
 
 
 def matmul_rate() -> float:
-    """Bfloat16 operations a second of a large matrix product."""
+    """Measure a large bfloat16 matmul in operations a second."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / time_us([lambda: a @ b]) * 1e6
 
 
 def copies_for(num_bytes: float) -> int:
-    """How many calls' data leave the cache behind."""
+    """Return how many calls' data leave the cache behind."""
     return max(1, min(_MOST_COPIES, int(_COLD // num_bytes) + 1))
 
 
 def measure(case: str, work: KernelWork, best: Best, timer: Timer) -> dict[str, Any]:
-    """A row: microseconds, the rate, of_best (its share of the device's best), the libraries'
-    microseconds, and ratio, the share of the best or of the library that it is held against."""
+    """Measure a case and return its row.
+
+    A row has microseconds, the rate, of_best (the share of the device's best) and the libraries'
+    microseconds. Its ratio is the share of the best, or of the library that it is compared with.
+    """
     us = timer(work.calls)
     rate, unit = work.amount / us * 1e6, work.unit
     row: dict[str, Any] = {
@@ -130,7 +134,7 @@ def measure(case: str, work: KernelWork, best: Best, timer: Timer) -> dict[str, 
 
 
 def told(row: Mapping[str, Any]) -> str:
-    """A row as a line of text."""
+    """Format a row as a line of text."""
     if "error" in row:
         return f"{row['case']:<34} failed: {row['error']}"
     line = f"{row['case']:<34} {row['us']:9.2f} us {row['ours']:8.3f} {row['unit']:<7}"
@@ -145,7 +149,7 @@ def told(row: Mapping[str, Any]) -> str:
 def rows(
     cases: Mapping[str, Callable[[], KernelWork]], best: Best, timer: Timer
 ) -> Iterator[dict[str, Any]]:
-    """One case after the other. What fails gives a row that says so, and the others go on."""
+    """Measure one case after the other. A failed case gives a row that says so."""
     for case, make in cases.items():
         try:
             yield measure(case, make(), best, timer)

@@ -167,7 +167,7 @@ def said(change: Change) -> str:
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """A constant, or a table that says `value` whatever it is asked."""
+    """Replace a constant, or a table by one that always answers `value`."""
     old = getattr(module, name)
     table = callable(old) and not callable(value)
     setattr(module, name, (lambda *_: value) if table else value)
@@ -178,7 +178,7 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def latents(lengths: list[int], heads: int) -> KernelWork:
-    """Decodes alone, without the products around them, of blocks of 64 tokens."""
+    """Make a case of decodes alone, without the GEMMs around them, of blocks of 64 tokens."""
     num_bytes, count = float(sum(lengths)) * (RANK + ROPE) * LLAMA.dtype.itemsize, len(lengths)
     meta, num_blocks = meta_of(LLAMA, lengths, [1] * count, count, 64)
     copies = range(copies_for(num_bytes))
@@ -218,7 +218,7 @@ def variants(only: list[str]) -> Iterator[Variant]:
 
 
 def by_kernel(work: KernelWork) -> str:
-    """Microseconds of each kernel of a call."""
+    """Return the microseconds of each kernel of a call, as text."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -235,7 +235,7 @@ def by_kernel(work: KernelWork) -> str:
 
 
 def first(work: KernelWork) -> Any:
-    """What the first call returns."""
+    """Return the result of the first call."""
     import torch
 
     found = work.calls[0]()
@@ -244,7 +244,7 @@ def first(work: KernelWork) -> Any:
 
 
 def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
-    """use(the case's work), with the change. The same numbers each time."""
+    """Return use(the case's work), with the variant's change. The numbers are equal each time."""
     import torch
 
     torch.manual_seed(0)
@@ -253,7 +253,7 @@ def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
 
 
 def timed(variant: Variant, wanted: Any) -> tuple[Timed, Any]:
-    """Its time, and the result."""
+    """Time a variant; return its row and its result."""
     found, us = run(variant, lambda work: (first(work), time_us(work.calls, 10)))
     return Timed(us, variant.what, variant.table, differs(found, wanted)), found
 

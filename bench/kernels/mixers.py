@@ -1,6 +1,5 @@
-"""What measure.py times of latent attention and of recurrent layers: sizes of DeepSeek-V2-Lite, of
-Qwen3-Next, of Kimi Linear, of Granite 4 H Small (Mamba-2) and of LFM2 2.6B (short
-convolutions)."""
+"""The cases of measure.py for latent attention and recurrent layers: sizes of DeepSeek-V2-Lite, of
+Qwen3-Next, of Kimi Linear, of Granite 4 H Small (Mamba-2) and of LFM2 2.6B (short convolutions)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +28,8 @@ DECODES = {"64 x 4096": [4096] * 64, "1 x 32768": [32768]}
 
 
 def latent_decode(s: Sizes, kv_len: list[int]) -> KernelWork:
-    """Absorbed: each latent is read once for all heads. With the products around it."""
+    """Make a case of absorbed decodes: each latent is read once for all heads. With the GEMMs
+    around it."""
     num_bytes = float(sum(kv_len)) * (RANK + ROPE) * s.dtype.itemsize
     meta, num_blocks = meta_of(s, kv_len, [1] * len(kv_len), len(kv_len), 16)
     caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(copies_for(num_bytes))]
@@ -40,7 +40,10 @@ def latent_decode(s: Sizes, kv_len: list[int]) -> KernelWork:
 
 
 def latent_prefill(s: Sizes, length: int) -> KernelWork:
-    """The operations are those of making a key and a value of each head, and of attention."""
+    """Make a case of a latent prompt.
+
+    The operations are those of making each head's keys and values, and of attention.
+    """
     meta, num_blocks = meta_of(s, [length], [length], 0, 16)
     meta.query_start_host, meta.kv_len_host = [0, length], [length]
     caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(2)]
@@ -54,7 +57,8 @@ def latent_prefill(s: Sizes, length: int) -> KernelWork:
 
 
 def latent_chunk(s: Sizes, length: int, before: int) -> KernelWork:
-    """Absorbed, as in a graph, which does not know how many keys there are."""
+    """Make a case of an absorbed chunk, as in a CUDA graph, which does not know the number of
+    keys."""
     meta, num_blocks = meta_of(s, [before + length], [length], 0, 16)
     caches = [s.random(num_blocks, 1, 16, RANK + ROPE) for _ in range(2)]
     cuda.prepare(meta, HEADS, caches[0], RANK)
@@ -76,7 +80,7 @@ def latent_write(s: Sizes, rows: int) -> KernelWork:
 
 
 def _with_rows(s: Sizes, kv_len: list[int], query_len: list[int]) -> AttentionMeta:
-    """Each request's state is in a row of its own."""
+    """Return a step's metadata in which each request's state is in a row of its own."""
     count, tokens = len(kv_len), sum(query_len)
     meta, _ = meta_of(s, kv_len, query_len, count if tokens == count else 0, 16)
     meta = replace(meta, rows=torch.arange(count, device=s.device))
@@ -85,7 +89,8 @@ def _with_rows(s: Sizes, kv_len: list[int], query_len: list[int]) -> AttentionMe
 
 
 def mamba2(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
-    """As of `delta`."""
+    """Make a case of Mamba-2. The bytes are those of states and convolution tails, read and
+    written, and of the tokens."""
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
     channels = MAMBA_HEADS * MAMBA_SIZE + 2 * STATE_SIZE
@@ -101,7 +106,8 @@ def mamba2(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
 
 
 def mamba1(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
-    """As of `delta`."""
+    """Make a case of Mamba-1. The bytes are those of states, read and written, and of the
+    tokens."""
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
     x, dt = (torch.randn(tokens, MAMBA1_CHANNELS, device=s.device) for _ in range(2))
@@ -116,7 +122,7 @@ def mamba1(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
 
 
 def gated_norm(s: Sizes, rows: int) -> KernelWork:
-    """Of what Mamba-2 found."""
+    """Make a case of the gated norm behind Mamba-2."""
     inner = MAMBA_HEADS * MAMBA_SIZE
     found = torch.randn(rows, inner, device=s.device)
     gate, weight = s.random(rows, inner), torch.randn(inner, device=s.device)
@@ -134,14 +140,19 @@ def short_convolution(s: Sizes, kv_len: list[int], query_len: list[int]) -> Kern
 
 
 def _positions(meta: AttentionMeta, decodes: bool) -> list[AttentionMeta]:
-    """The step, and of decodes those of the same requests with a token more each: one of so many
-    writes states."""
+    """Return the metadata of LATE + 1 steps; each step of decodes has a token more than the one
+    before.
+
+    One of so many steps writes states.
+    """
     return [replace(meta, kv_len=meta.kv_len + later * decodes) for later in range(LATE + 1)]
 
 
 def _states(state: Tensor, late: Tensor, decodes: bool) -> float:
-    """Bytes of states that a call of `_positions` reads and writes. Decodes read the state and what
-    is not yet in it; prompts read and write the state once."""
+    """Return the bytes of states that a call of `_positions` reads and writes.
+
+    Decodes read the state and the late tokens that it lacks; prompts read and write the state once.
+    """
     if not decodes:
         return 2.0 * state.nbytes
     # In n + 1 steps 0, 1, .. n entries are read, n are written, and the state is once.
@@ -151,8 +162,11 @@ def _states(state: Tensor, late: Tensor, decodes: bool) -> float:
 def delta(
     s: Sizes, kv_len: list[int], query_len: list[int], deterministic: bool = False
 ) -> KernelWork:
-    """The bytes are those of states, as `_states` has them, and of what tokens bring and take.
-    deterministic: prompts are walked token by token, too."""
+    """Make a case of gated delta rules.
+
+    The bytes are those of states (see `_states`), and of the tokens' inputs and outputs.
+    deterministic: prompts are walked token by token, too.
+    """
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
     channels = (2 * KEY_HEADS + VALUE_HEADS) * SIZE
@@ -182,7 +196,10 @@ def delta(
 
 
 def kimi(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
-    """As of `delta`, with as many heads of keys as of values, as Kimi Linear has them."""
+    """Make a case of Kimi Linear's delta rule, with as many heads of keys as of values.
+
+    The bytes are counted as in `delta`.
+    """
     count, tokens = len(kv_len), sum(query_len)
     meta = _with_rows(s, kv_len, query_len)
     inner = VALUE_HEADS * SIZE

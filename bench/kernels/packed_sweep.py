@@ -1,5 +1,5 @@
-"""Products with weights of 4 and 8 bits at llama-8b's shapes, on one GPU: launches that the tables
-of their kernels might name, and other ways to the same numbers; what the tables should say there.
+"""GEMMs with weights of 4 and 8 bits at llama-8b's shapes, on one GPU: launches that the tables of
+their kernels might name, other ways to the same numbers, and the tables' best values.
 
     python -m bench.kernels.packed_sweep
     python -m bench.kernels.packed_sweep --only "fp8-block, 8 tokens" --seconds 90
@@ -100,7 +100,8 @@ BYTES = {
 
 
 class Step(NamedTuple):
-    """What is multiplied: x [tokens, in], and for the MLP's second product what x was made of."""
+    """The inputs of a GEMM: x [tokens, in], and for the MLP's down GEMM the pair that x was made
+    of."""
 
     shape: str
     tokens: int
@@ -112,8 +113,12 @@ class Step(NamedTuple):
 
 
 class Try(NamedTuple):
-    """One launch. what: the table whose launches are tried, or LAYER; launch: None for a table as
-    it is, the name of another way, or else (tile, shares of the columns, ...)."""
+    """One launch.
+
+    what: the table whose launches are tried, or LAYER.
+    launch: None for a table as it is, the name of another way, or else (tile, shares of the
+        columns, ...).
+    """
 
     what: str
     case: str
@@ -141,7 +146,7 @@ def step_of(s: Sizes, shape: str, tokens: int) -> Step:
 
 @cache
 def weights_of(s: Sizes, to: str, shape: str, many: bool) -> list[PackedWeight]:
-    """Many: so many that the cache keeps none."""
+    """Make the weights of a shape. many: whether there are so many that the cache keeps none."""
     outputs, width = SHAPES[shape]
     form = form_of(to, width)
     count = copies_for(PackedWeight.num_bytes(form, outputs, width)) + 1 if many else 1
@@ -150,7 +155,7 @@ def weights_of(s: Sizes, to: str, shape: str, many: bool) -> list[PackedWeight]:
 
 
 def around(step: Step) -> dict[str, Any]:
-    """What one token's product has in an engine."""
+    """Return the norm, gate or residual that an engine fuses into one token's GEMM."""
     if step.shape == "qkv":
         return {"norm": step.norm, "eps": EPS}
     if step.shape == "gate_up":
@@ -159,8 +164,10 @@ def around(step: Step) -> dict[str, Any]:
 
 
 def whole(step: Step, weight: PackedWeight) -> Tensor:
-    """The product with what an engine's step has around it. The gate is where it is there: with
-    gate and up, or with the rounding before the second product."""
+    """Compute the GEMM with the operations around it in an engine's step.
+
+    The gate belongs to gate and up, or to the rounding before the down GEMM.
+    """
     how = around(step)
     x = step.x
     if step.tokens > 1 and cuda.takes_gate(x, weight):
@@ -175,7 +182,7 @@ def case_of(to: str, tokens: int) -> str:
 
 
 def tries(s: Sizes = LLAMA) -> Iterator[Try]:
-    """Those of a case and a shape follow each other, AGAINST before all."""
+    """Yield all launches to try, those of a case and a shape in a row, AGAINST first."""
     launch: Any
     for to, counts in LAYERS.items():
         for tokens, shape in product(counts, SHAPES):
@@ -226,13 +233,13 @@ def _with(
 
 
 def _decoded(step: Step, weight: PackedWeight) -> Tensor:
-    """x as it is when it has been rounded, with decoded weights."""
+    """Multiply x, rounded to 8 bits and back, by dequantised weights."""
     rows, scales = (each[: step.tokens].float() for each in step.rounded)
     return packed_dot((rows * scales.repeat_interleave(128, 1)).to(step.x.dtype), weight)
 
 
 def _expanded(step: Step, weight: PackedWeight) -> Tensor:
-    """As many rows as the decoded product never has."""
+    """Multiply x by dequantised weights with cuBLASLt."""
     return cublaslt.linear(step.x, dot.expand(weight, step.x), None)
 
 
@@ -251,13 +258,14 @@ def _dot(step: Step, launch: Any, weight: PackedWeight) -> Tensor:
 
 
 def _worthwhile(step: Step, tile: tuple[int, ...], split: int) -> bool:
-    """One share of the columns, or not more programs than a GPU has at once."""
+    """Whether a launch has one share of the columns, or no more programs than a GPU runs at
+    once."""
     programs = -(-SHAPES[step.shape][0] // tile[0]) * -(-step.tokens // tile[1])
     return split == 1 or split * programs <= 132 * 4
 
 
 def now(table: str, to: str, shape: str, tokens: int) -> str:
-    """What a table says today, with the shares of the columns."""
+    """Return a table's launch today, with the shares of the columns."""
     outputs, width = SHAPES[shape]
     form = form_of(to, width)
     weight = PackedWeight(form, outputs, width, None, torch.device("meta"))
@@ -279,7 +287,7 @@ def now(table: str, to: str, shape: str, tokens: int) -> str:
 
 
 def layer_lines(found: Found) -> Iterator[str]:
-    """What a layer's four products take, by case, where all of them were timed."""
+    """Yield the time of a layer's four GEMMs by case, where all of them were timed."""
     for (what, case), shapes in found.items():
         if what == LAYER and len(shapes) == len(SHAPES):
             total = sum(each[None] for each in shapes.values())
@@ -288,7 +296,8 @@ def layer_lines(found: Found) -> Iterator[str]:
 
 
 def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Iterator[str]:
-    """The best launch of each shape beside today's, and the tile that is best for all four."""
+    """Yield the best launch of each shape beside today's, and the tile that is best for all
+    four."""
     for (what, case), shapes in found.items():
         if not what.endswith(".tile"):
             continue
@@ -322,7 +331,7 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
 
 
 def check(each: Try, wanted: Tensor | None) -> tuple[Tensor, str]:
-    """A launch's result, and how far it is from what is wanted."""
+    """Return a launch's result, and its distance from the wanted result."""
     each.step.residual.zero_()
     found = each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
     found = found.clone()  # of the residual

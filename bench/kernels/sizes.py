@@ -1,4 +1,4 @@
-"""The sizes of what is timed, and where its keys lie."""
+"""The sizes of the timed kernels' inputs, and the places of their keys."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from kernels.metadata import AttentionMeta
 
 
 class Sizes(NamedTuple):
-    """Of a model, and where its tensors are."""
+    """The sizes of a model, and the device and dtype of its tensors."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -34,7 +34,7 @@ LLAMA = Sizes()
 def meta_of(
     s: Sizes, kv_len: list[int], query_len: list[int], num_decodes: int, block_size: int
 ) -> tuple[AttentionMeta, int]:
-    """Entries whose blocks lie scattered; and how many blocks there are."""
+    """Return metadata of entries whose blocks lie scattered, and the number of blocks."""
     blocks = [-(-n // block_size) for n in kv_len]
     order = torch.randperm(sum(blocks)).int().split(blocks)
     table = torch.zeros(len(kv_len), max(blocks), dtype=torch.int32)

@@ -1,5 +1,5 @@
-"""Sums over the GPUs of one machine: those of `kernels.peer_sums` against NCCL's, by size, in CUDA
-graphs.
+"""All-reduces over the GPUs of one machine: those of `kernels.peer_sums` against NCCL's, by size,
+in CUDA graphs.
 
     python -m bench.kernels.sums --ranks 2
 
@@ -63,7 +63,7 @@ def measure(
     ways: Collection[str],
     repeats: int = 20,
 ) -> Line:
-    """Microseconds of one size by each of the ways that are asked for. Every rank takes part."""
+    """Measure the microseconds of one size by each of the given ways. Every rank takes part."""
     x = torch.ones(rows, columns, device=device).bfloat16() / 64
     residual, weight, memory = torch.zeros_like(x), x[0].clone(), group.memory
 
@@ -89,8 +89,10 @@ def measure(
 
 
 def crossings(lines: list[Line]) -> tuple[int, int]:
-    """Bytes up to which one shot is fastest from the smallest size on, and up to which one of both
-    ways through memory is."""
+    """Return the bytes up to which one shot is fastest, and up to which either shot beats NCCL.
+
+    Both count from the smallest size on.
+    """
     none = float("inf")
     times = [
         (line["bytes"], *(line.get(way, none) for way in ("one_shot", "two_shot", "nccl")))
@@ -104,7 +106,7 @@ def crossings(lines: list[Line]) -> tuple[int, int]:
 
 
 def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -> None:
-    """Each setting by size, and with the norm by rows of each width; then what to set."""
+    """Sweep each setting by size, and with the norm by rows of each width; then say what to set."""
     region, _ = group.memory.holder
     bare = [(size // 2 // min(COLUMNS, size // 2), min(COLUMNS, size // 2)) for size in SWEPT]
     normed = [(tokens, hidden) for hidden in HIDDEN for tokens in TOKENS]
@@ -140,7 +142,8 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
 
 
 def over_the_first(lines: dict[Setting, list[Line]], setting: Setting) -> tuple[float, float]:
-    """Geometric means of the setting's times by those of the first: of small sums, of others."""
+    """Return geometric means of the setting's times over the first's: of small all-reduces, of
+    others."""
 
     def mean(small: bool) -> float:
         ratios = [
@@ -158,7 +161,10 @@ def ours(line: Line) -> float:
 
 
 def best_of(lines: dict[Setting, list[Line]]) -> Setting:
-    """Another than the first has to be 2 % better, and no worse than that with small sums."""
+    """Return the best setting.
+
+    Another than the first has to be 2 % faster, and at most 2 % slower with small all-reduces.
+    """
     better = {}
     for each in lines:
         small, others = over_the_first(lines, each)
@@ -168,7 +174,7 @@ def best_of(lines: dict[Setting, list[Line]]) -> Setting:
 
 
 def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
-    """Of CROSSINGS and of `kernels.peer_sums`."""
+    """Return the values to set in CROSSINGS and in `kernels.peer_sums`."""
     best = best_of(lines)
     _, most = crossings(
         [{"bytes": each["rows"] * each["columns"] * 2, **each} for each in lines[best]]
@@ -258,7 +264,7 @@ def main() -> None:
 
 
 def _free_port() -> int:
-    """The store of rank 0 lets go of it at once."""
+    """Return a free port: the store that found it is closed at once."""
     return int(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
 
 

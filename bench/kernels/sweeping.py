@@ -1,5 +1,5 @@
-"""What sweeps of launches share: each launch runs once in another process before any is timed, its
-result is held against the one wanted, and the table of times ends with what to set."""
+"""The common parts of launch sweeps. Each launch runs once in another process before any is timed,
+and its result is compared with the wanted one. The table of times ends with what to set."""
 
 import math
 import os
@@ -27,7 +27,11 @@ WRONG = "WRONG"  # begins the remark on a launch that is further apart
 
 
 class Timed(NamedTuple):
-    """us: inf where it did not run. table: what the launch is of; "" of today's launch."""
+    """The time of one launch.
+
+    us: inf where it did not run.
+    table: the table that the launch is for; "" for today's launch.
+    """
 
     us: float
     what: str
@@ -44,7 +48,7 @@ class Timed(NamedTuple):
 
 
 def differs(found: Any, wanted: Any, most: float = DIFFERS) -> str:
-    """A remark: how far a result is from the one wanted, where both are there."""
+    """Return a remark on the distance of a result from the wanted one, where both are given."""
     if found is None or wanted is None:
         return ""
     error = apart(found, wanted)
@@ -56,8 +60,10 @@ def pays(us: float, today: float) -> bool:
 
 
 def to_set(rows: Iterable[Timed]) -> str:
-    """Of each table the fastest launch, if it pays. Each was changed alone: what they are together
-    is to be timed."""
+    """Return the fastest launch of each table, if it pays.
+
+    Each launch was changed alone: time them together as well.
+    """
     ran = sorted(row for row in rows if row.right)
     if not ran:
         return "nothing ran"
@@ -70,7 +76,7 @@ def to_set(rows: Iterable[Timed]) -> str:
 
 
 def lines(rows: Iterable[Timed], most: int | None = None) -> Iterator[str]:
-    """The `most` fastest, today's in any case, and what to set."""
+    """Yield the `most` fastest launches, today's in any case, and what to set."""
     ranked = sorted(rows)
     for number, row in enumerate(ranked):
         if most is None or number < most or not row.table:
@@ -79,8 +85,8 @@ def lines(rows: Iterable[Timed], most: int | None = None) -> Iterator[str]:
 
 
 def first_launches(module: str, arguments: list[str], count: int, seconds: float) -> dict[int, str]:
-    """Run each of a module's `count` launches once, in several processes. So Triton's cache has
-    them, and one that faults or never ends is known before anything is timed.
+    """Run each of a module's `count` launches once, in several processes. So Triton's cache has all
+    kernels, and a launch that faults or never ends is known before anything is timed.
 
     A process is `python -m MODULE ARGUMENTS --these NUMBERS`, which calls `launch_these`. One that
     ends at a launch leaves the rest of its numbers to another. Returns by number why a launch
@@ -109,7 +115,7 @@ def first_launches(module: str, arguments: list[str], count: int, seconds: float
 
 
 def launch_these(numbers: list[int], launch: Callable[[int], object]) -> None:
-    """A process of `first_launches`: a line for each launch that is done."""
+    """Run launches in a process of `first_launches`: print a line for each launch that is done."""
     for number in numbers:
         launch(number)
         torch.cuda.synchronize()
@@ -117,7 +123,7 @@ def launch_these(numbers: list[int], launch: Callable[[int], object]) -> None:
 
 
 def _walk(command: list[str], numbers: list[int], limit: float) -> tuple[int, str]:
-    """How many of the numbers one process did, and why it did not do the next."""
+    """Run numbers in one process; return how many it did, and why it did not do the next."""
     ran, late = 0, False
     with (
         TemporaryFile("w+") as errors,

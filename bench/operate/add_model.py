@@ -43,7 +43,7 @@ MODEL = {
 
 class Streams:
     """Threads that stream answers of model `one` without end. gaps: (when, seconds) of each chunk
-    after another of its stream; failed: what went wrong."""
+    after another of its stream; failed: the errors."""
 
     def __init__(self, port: int) -> None:
         self.gaps: list[tuple[float, float]] = []
@@ -81,14 +81,14 @@ class Streams:
             raise ValueError("the stream was cut")
 
     def p99(self, began: float, ended: float) -> tuple[float, int]:
-        """Milliseconds, and of how many gaps."""
+        """Return the p99 of the gaps in milliseconds, and the number of gaps."""
         found = sorted(gap for when, gap in list(self.gaps) if began < when <= ended)
         if not found:
             raise SystemExit(f"no token came in {ended - began:.0f} s: {self.failed[-3:]}")
         return round(found[int(0.99 * len(found))] * 1e3, 2), len(found)
 
     def longest(self, began: float, ended: float) -> list[list[float]]:
-        """Seconds since then at which the five longest gaps ended, and their milliseconds."""
+        """Return (seconds since began, milliseconds) of the five longest gaps."""
         found = sorted((gap, when) for when, gap in list(self.gaps) if began < when <= ended)
         return [[round(when - began, 2), round(gap * 1e3, 1)] for gap, when in found[-5:]]
 
@@ -107,7 +107,7 @@ def _ask(port: int, method: str, path: str, body: dict[str, Any] | None = None) 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[int, int]]:
-    """`manta serve` with one of several models; gives its port, and the process."""
+    """Run `manta serve` with one of several models; yield its port, and the process."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     keys = folder / "admins"
@@ -153,7 +153,7 @@ _STREAM = (b"ray::servereplica", b"haproxy", b"ray::proxyactor")
 
 
 def _half(cores: list[int]) -> set[int]:
-    """The logical cores of half of the cores."""
+    """Return the logical cores of half of the cores."""
     whole: dict[str, list[int]] = {}
     for core in cores:
         path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
@@ -163,8 +163,12 @@ def _half(cores: list[int]) -> set[int]:
 
 
 def _pin(server: int) -> int:
-    """What streams now gets half of the cores, all other processes of the server the rest, and so
-    what they start later. How many cores a half has; 0: nothing was pinned."""
+    """Pin the streaming processes to half of the cores, all other processes of the server to the
+    rest.
+
+    Processes that the server starts later go with the rest. Returns how many cores a half has; 0:
+    nothing was pinned.
+    """
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -191,7 +195,7 @@ def _pin(server: int) -> int:
 
 
 def _wait(port: int, status: str | None) -> None:
-    """Until the added model has this status; None: until it is gone."""
+    """Wait until the added model has this status. status: None for a model that is gone."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         try:
@@ -206,7 +210,7 @@ def _wait(port: int, status: str | None) -> None:
 
 
 def lines(rounds: int) -> Iterator[Line]:
-    """A line a round."""
+    """Yield a line for each round."""
     with tempfile.TemporaryDirectory(prefix="op") as text, serving(Path(text)) as (port, server):
         pinned = _pin(server)
         streams = Streams(port)

@@ -1,5 +1,5 @@
-"""`page/viewer`: what a router spends on somebody who looks at the live view, once a second as the
-page does.
+"""`page/viewer`: the CPU time that a router spends on a viewer of the live view, who looks once a
+second as the page does.
 
 A router has STREAMS in flight, more than a look tells of, and slow steps, so that the looks are
 most of what it does. Windows with LOOKS a second and windows without take turns. The difference is
@@ -23,7 +23,7 @@ _STEP = 0.25  # seconds
 
 
 async def _looks(port: int) -> None:
-    """Until it is cancelled."""
+    """Request the live view LOOKS times a second until cancelled."""
     due = time.monotonic()
     while True:
         await asyncio.to_thread(_look, port)
@@ -37,7 +37,7 @@ def _look(port: int) -> None:
 
 
 async def _window(port: int, pid: int, seen: bool) -> Line:
-    """Milliseconds of CPU a second."""
+    """Measure the router's CPU in a window, in milliseconds a second."""
     looking = asyncio.create_task(_looks(port)) if seen else None
     spent = await spend([port], STREAMS, SECONDS, [pid], routers=False)
     if looking is not None:
@@ -47,7 +47,7 @@ async def _window(port: int, pid: int, seen: bool) -> Line:
 
 
 def lines(rounds: int) -> Iterator[Line]:
-    """Two lines a round."""
+    """Yield two lines for each round."""
     with ExitStack() as stack:
         replica = stack.enter_context(process("replica", _STEP))
         router = stack.enter_context(process("router", {"m": replica}))

@@ -31,7 +31,7 @@ READY_S = 180.0
 
 
 def build_wheel(folder: Path) -> Path:
-    """The wheel of this checkout as it is, built in this folder. Raises CalledProcessError."""
+    """Build the wheel of this checkout as it is, in this folder. Raises CalledProcessError."""
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -45,8 +45,11 @@ def build_wheel(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """A new virtual environment with the wheel in it; what the wheel needs is found where this
-    process has it. Returns its `manta`. Raises CalledProcessError."""
+    """Make a virtual environment with the wheel in it; its dependencies are found where this
+    process has them.
+
+    Returns its `manta`. Raises CalledProcessError.
+    """
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     paths = {"base": str(folder), "platbase": str(folder)}
     own = Path(sysconfig.get_path("purelib", "venv", vars=paths))
@@ -60,7 +63,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def environment(**values: str) -> dict[str, str]:
-    """This process's without what leads to the checkout."""
+    """Return this process's environment without the variables that lead to the checkout."""
     left = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**left, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **values}
 
@@ -73,7 +76,8 @@ def _run(*command: str, **options: object) -> None:
 
 
 def round_(wheel: Path, folder: Path, cache: Path) -> Line:
-    """Seconds from nothing to the installed command, the ready server and the first token."""
+    """Measure the seconds from nothing to the installed command, the ready server and the first
+    token."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     shutil.copytree(cache, folder / "cache")
@@ -112,7 +116,7 @@ def round_(wheel: Path, folder: Path, cache: Path) -> Line:
 
 
 def _ask(port: int) -> tuple[str, float]:
-    """The streamed answer, and when its first token came."""
+    """Return the streamed answer, and when its first token came."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
         model = json.load(answer)["data"][0]["id"]
     question = [{"role": "user", "content": "What is the capital of France?"}]
@@ -134,7 +138,7 @@ def _ask(port: int) -> tuple[str, float]:
 
 
 def lines(rounds: int) -> Iterator[Line]:
-    """A line a round."""
+    """Yield a line for each round."""
     with tempfile.TemporaryDirectory(prefix="op") as text:
         folder = Path(text)
         (folder / "build").mkdir()

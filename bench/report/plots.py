@@ -83,7 +83,7 @@ text{font:13px system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu San
 
 @dataclass(frozen=True)
 class Result:
-    """A result file. name: without its date."""
+    """A result file. name: the file's, without its date."""
 
     path: Path
     name: str
@@ -92,7 +92,8 @@ class Result:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Those that compare two sides in a picture; the docs draw others themselves."""
+        """The rows that compare two sides in a picture; [] for results that the docs draw
+        otherwise."""
         if self.name.startswith(("ablations", "simulate", "kernels")):
             return []
         rows = self.document.get("rows", [])
@@ -110,7 +111,7 @@ class Result:
 
 
 def read_results(folder: Path) -> list[Result]:
-    """All of them, by name and date."""
+    """Read all result files of a folder, by name and date."""
     found = []
     for path in sorted(folder.glob("*.json")):
         if match := _NAME.fullmatch(path.name):
@@ -123,7 +124,7 @@ def newest(results: list[Result]) -> list[Result]:
 
 
 def picture(result: Result) -> str:
-    """Two bars a row, ours and the peer's, as long as the longer of the two is full."""
+    """Draw two bars a row, ours and the peer's; the longer of the two has the full length."""
     rows = result.rows
     height = _TOP + _PAIR * len(rows) + _FOOT
     parts = [
@@ -196,7 +197,7 @@ def _spoken(result: Result) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """bench/results/README.md."""
+    """Return the text of bench/results/README.md."""
     lines = [
         "# Results",
         "",
@@ -223,7 +224,8 @@ def table(results: list[Result]) -> str:
 
 
 def speeds(results: list[Result]) -> str:
-    """deployments/configs/speeds.yaml: what `manta plan` knows of measured speeds."""
+    """Return the text of deployments/configs/speeds.yaml: the measured speeds that `manta plan`
+    knows."""
     rows: dict[tuple[str, str, str], str] = {}
     engine = [result for result in results if result.name.startswith("versus-engine")]
     for result in sorted(engine, key=lambda result: result.date):  # the newest replaces older ones

@@ -14,14 +14,14 @@ Line = dict[str, Any]
 
 
 def commit(folder: Path | None = None) -> str:
-    """What is checked out in a folder, by default this process's."""
+    """Return the commit that a folder has checked out, by default this process's."""
     command = ["git", "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     return done.stdout.strip() or "unknown"
 
 
 def device_name() -> str:
-    """The GPU, or how many cores there are."""
+    """Return the name of the GPU, or the number of cores."""
     import torch
 
     if torch.cuda.is_available():
@@ -30,7 +30,7 @@ def device_name() -> str:
 
 
 def ask_device(what: str) -> str:
-    """A property of the first GPU, without a context on it; "" if there is none."""
+    """Return a property of the first GPU, without a context on it; "" if there is none."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -40,8 +40,8 @@ def ask_device(what: str) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """What a side of a comparison ran on: the device and its driver, Python, CUDA, torch, triton
-    and these packages, as far as they are there."""
+    """Return what a side of a comparison ran on: the device and its driver, Python, CUDA, torch,
+    triton and these packages, as far as they are there."""
     import torch
 
     found = {"device": device_name(), "python": sys.version.split()[0]}
@@ -58,7 +58,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def versions_under(environment: Mapping[str, str], *packages: str) -> dict[str, str]:
-    """The same of a program that runs with another environment than this one."""
+    """Return the versions that a program with another environment than this one runs on."""
     command = [sys.executable, "-m", "bench.report.result_file", *packages]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:  # a comparison is worth having without it
@@ -68,13 +68,16 @@ def versions_under(environment: Mapping[str, str], *packages: str) -> dict[str, 
 
 
 class RawLines:
-    """<out>/<name>-<date>.jsonl: each line is in it as soon as it is there, so that a run that is
-    cut off loses nothing and can be taken up again."""
+    """The file <out>/<name>-<date>.jsonl: each line is written at once, so that a run that is cut
+    off loses nothing and can be taken up again."""
 
     def __init__(
         self, out: Path, name: str, whole: Callable[[list[Line]], list[Line]] | None = None
     ) -> None:
-        """whole: take up the day's file; of its lines, those to keep. None: begin a new one."""
+        """Begin the day's file, or take it up.
+
+        whole: returns those of the file's lines that are kept; None begins a new file.
+        """
         out.mkdir(parents=True, exist_ok=True)
         self.date = datetime.date.today().isoformat()
         self._stem = out / f"{name}-{self.date}"
@@ -117,8 +120,11 @@ def write(
     lines: Iterable[Line],
     device: str = "",
 ) -> None:
-    """Of a run that is over: <out>/<name>-<date>.json, the table, and .jsonl, the raw lines. The
-    versions of this process are added to the configuration."""
+    """Write the files of a run that is over: <out>/<name>-<date>.json, the table, and .jsonl, the
+    raw lines.
+
+    The versions of this process are added to the configuration.
+    """
     raw = RawLines(out, name)
     for line in lines:
         raw.keep(line, show=False)
@@ -126,7 +132,7 @@ def write(
 
 
 def print_ratios(rows: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each row that has ours, peer, unit and ratio."""
+    """Print a line for each row that has ours, peer, unit and ratio."""
     for row in rows:
         figures = f"{row['ours']!s:>12} {row['peer']!s:>12} {row['unit']:<6} {row['ratio']!s:>7}"
         print(f"{row['case']:<38} {figures}")

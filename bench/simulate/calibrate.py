@@ -24,7 +24,10 @@ from engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """rate: requests a second. prompts: tokens, one of these. outputs: tokens, from, below."""
+    """The requests of a run.
+
+    rate: requests a second. prompts: tokens, one of these. outputs: tokens, from, below.
+    """
 
     rate: float
     count: int
@@ -51,7 +54,10 @@ _PASSES = 100  # over the stretches, so that the prior weighs next to nothing
 
 @dataclass(slots=True)
 class Observed:
-    """firsts: seconds to the first token, by request; gaps: seconds a token after it."""
+    """The observations of a run.
+
+    firsts: seconds to the first token, by request. gaps: seconds a token after the first.
+    """
 
     frames: list[EngineStats]
     firsts: list[float]
@@ -65,7 +71,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What the engine did in so many busy seconds."""
+    """The engine's work in so many busy seconds."""
 
     steps: int
     outputs: int
@@ -78,7 +84,7 @@ class Stretch:
 
 
 def main(model: str | None, name: str, fields: Mapping[str, Any], out: Path | None) -> None:
-    """Prints the table; with `out`, also writes the result file. fields: of EngineConfig."""
+    """Print the table; with `out`, also write the result file. fields: of EngineConfig."""
     import torch
 
     if model is None:
@@ -109,8 +115,11 @@ def main(model: str | None, name: str, fields: Mapping[str, Any], out: Path | No
 def compare(
     name: str, first: Observed, second: Observed
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows: the costs fitted to the first run, then what they say of the second (ours) and what it
-    was (peer). Lines: its stretches and requests."""
+    """Compare the simulation with the second run.
+
+    Returns rows: the costs fitted to the first run, then the prediction (ours) and the second run
+    (peer). Returns also lines: the second run's stretches and requests.
+    """
     cost = fit(first)
     stretches = intervals(second)
     predicted = [one.predicted(cost) for one in stretches]
@@ -176,14 +185,14 @@ def fit(observed: Observed) -> StepCost:
 
 
 def simulate(real: Observed, cost: StepCost) -> list[Job]:
-    """The same requests at one SimReplica."""
+    """Simulate the run's requests at one SimReplica."""
     speed = Speed("", *cost, real.kv_tokens, real.rows, real.step_tokens, ahead=real.ahead)
     work = [Job(job.arrival, job.prompt, job.output) for job in real.jobs]
     return run([speed], RoundRobin(), work, routers=1).jobs
 
 
 def intervals(observed: Observed) -> list[Stretch]:
-    """From frame to frame, joined to stretches of at least STRETCH busy seconds."""
+    """Join the run's frames into stretches of at least STRETCH busy seconds."""
     found: list[Stretch] = []
     began = observed.frames[0]
     for stats in observed.frames:

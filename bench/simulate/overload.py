@@ -40,8 +40,10 @@ QUARTER = HALF.slower(2)
 
 @dataclass(slots=True)
 class Asked:
-    """One request. Monotonic seconds; -1 is never. sent: to a replica. retry_after: of a refusal,
-    in seconds."""
+    """One request. Monotonic seconds; -1 is never.
+
+    sent: to a replica. retry_after: of a refusal, in seconds.
+    """
 
     at: float
     sent: float = -1.0
@@ -52,15 +54,20 @@ class Asked:
 
 @dataclass
 class Found:
-    """asked: by arrival. most_waiting: in an engine beyond its rows, at any time. began: monotonic
-    seconds; other times are from then."""
+    """The outcome of a run.
+
+    asked: by arrival.
+    most_waiting: in an engine beyond its rows, at any time.
+    began: monotonic seconds; other times are from then.
+    """
 
     asked: list[Asked] = field(default_factory=list)
     most_waiting: int = 0
     began: float = 0.0
 
     def good(self, since: float, until: float, wait: float = WAIT) -> float:
-        """Answers a second that ended in this part of the run, their first token in time."""
+        """Return the answers a second that ended in this part of the run, with the first token in
+        time."""
         count = sum(
             since <= one.end - self.began < until and one.first - one.at <= wait
             for one in self.asked
@@ -69,7 +76,8 @@ class Found:
         return count / (until - since)
 
     def first(self, share: float, since: float = 0.0) -> float:
-        """Seconds to the first token that so many of those let in stay below."""
+        """Return the seconds to the first token that this share of the admitted requests stays
+        below."""
         waits = sorted(
             one.first - one.at
             for one in self.asked
@@ -78,7 +86,7 @@ class Found:
         return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
 
     def let_in(self) -> list[int]:
-        """How many, in each stretch of 5 s."""
+        """Return the number of admitted requests in each stretch of 5 s."""
         counts: dict[int, int] = {}
         for one in self.asked:
             part = int((one.at - self.began) // 5)
@@ -90,7 +98,8 @@ Lengths = Callable[[Random], tuple[int, int]]  # prompt, output tokens
 
 
 def alike(dice: Random) -> tuple[int, int]:
-    """Requests that begin together end together: the batch is renewed as a whole."""
+    """Draw equal lengths: requests that begin together end together, and the whole batch is
+    renewed."""
     return 24, 32
 
 
@@ -99,7 +108,7 @@ def mixed(dice: Random) -> tuple[int, int]:
 
 
 def chats(dice: Random) -> tuple[int, int]:
-    """Requests that keep their rows for 25 s."""
+    """Draw the lengths of requests that keep their rows for 25 s."""
     return dice.randrange(20, 100), dice.randrange(50, 350)
 
 
@@ -209,7 +218,8 @@ async def _run(
 
 
 def closed(speeds: Sequence[Speed], lengths: Lengths, *, seconds: float = 40.0) -> Found:
-    """As many users as rows, each with one request after the other, at two routers."""
+    """Run a closed loop: as many users as rows, each with one request after the other, at two
+    routers."""
     users = sum(speed.max_num_seqs for speed in speeds)
     return virtual_time.run(_run(speeds, 2, lengths, seconds, 0.0, users))
 
@@ -222,7 +232,7 @@ def open_loop(
     routers: int = 2,
     seconds: float = 60.0,
 ) -> Found:
-    """Poisson arrivals, whatever becomes of them."""
+    """Run Poisson arrivals, whatever becomes of them."""
     return virtual_time.run(_run(speeds, routers, lengths, seconds, rate, 0))
 
 
@@ -238,8 +248,11 @@ CASES = {
 
 
 def case(name: str) -> tuple[float, Found, float]:
-    """A closed loop's answers a second, ten times these, and the seconds at the flood's beginning
-    that are not counted: two rounds of the batch, since the flood finds empty engines."""
+    """Measure a closed loop and a flood of ten times its rate.
+
+    Returns the loop's answers a second, the flood, and the seconds at the flood's beginning that do
+    not count. Those are two rounds of the batch, since the flood finds empty engines.
+    """
     lengths, speed = CASES[name]
     speeds = (speed, speed)
     begin = 2 * 2 * speed.max_num_seqs / closed(speeds, lengths).good(10, 40, float("inf"))
@@ -248,7 +261,7 @@ def case(name: str) -> tuple[float, Found, float]:
 
 
 def rows() -> list[RoutingRow]:
-    """Ten times what a closed loop gets, for a minute."""
+    """Measure a flood of ten times a closed loop's rate, for a minute, in each case."""
     found = []
     for name in CASES:
         capacity, flood, begin = case(name)

@@ -18,7 +18,7 @@ _FRAME_GAP = 0.02  # seconds: closer frames are taken as one, to keep the simula
 
 
 class _Counting:
-    """Counts the requests in flight at each replica, from sending to end."""
+    """A policy that counts the requests in flight at each replica, from sending to end."""
 
     name = ""
     popular = False
@@ -48,7 +48,7 @@ class _Counting:
 
 
 class RoundRobin(_Counting):
-    """Each router takes one replica after the other."""
+    """A policy by which each router takes one replica after the other."""
 
     name = "round-robin"
 
@@ -58,7 +58,8 @@ class RoundRobin(_Counting):
 
 
 class TwoChoices(_Counting):
-    """Ray Serve's default: two by lot, the one with fewer requests in flight."""
+    """Ray Serve's default policy: two replicas by lot, of which the one with fewer requests in
+    flight."""
 
     name = "two-choices"
 
@@ -69,15 +70,18 @@ class TwoChoices(_Counting):
 
 
 class OurSlots(TwoChoices):
-    """The same in front of engines with our slots: what is gained over it is routing's alone."""
+    """The policy of two choices in front of engines with Manta's adapter slots.
+
+    A gain over this policy is the gain of routing alone.
+    """
 
     name = "two-choices, our slots"
     popular = True
 
 
 class PrefixTree(TwoChoices):
-    """The longest match in a tree of what was sent where, unless loads are too uneven; a poor match
-    goes to the replica with the least in the tree.
+    """A policy of the longest match in a tree of sent prompts, unless loads are too uneven. A poor
+    match goes to the replica with the least in the tree.
 
     threshold: share of the prompt that must match. uneven: (most - least requests in flight, most /
     least) beyond which load decides; SGLang's router has (64, 1.5) and takes the least loaded, Ray

@@ -40,7 +40,10 @@ class RoutingRow:
 
 
 def fleet(kind: str, count: int) -> tuple[Speed, ...]:
-    """mixed: a quarter CPU, a tenth slow GPUs. slow: a tenth slow GPUs. gpu: all alike."""
+    """Return the replicas' speeds.
+
+    kind: "mixed" = a quarter CPU, a tenth slow GPUs; "slow" = a tenth slow GPUs; "gpu" = all alike.
+    """
     slow = 0 if kind == "gpu" else max(1, count // 10)
     cpu = count // 4 if kind == "mixed" else 0
     return (GPU,) * (count - slow - cpu) + (SLOW,) * slow + (CPU,) * cpu
@@ -53,7 +56,8 @@ def mix(kind: str, count: int) -> Mix:
 
 
 def capacity(speeds: Sequence[Speed], work: Sequence[Job]) -> float:
-    """Requests a second that the fleet could do at most: every prefix found, every batch full."""
+    """Return the most requests a second of a fleet that finds every prefix and fills every
+    batch."""
     count = len(work)
     computed = (sum(job.prompt for job in work) - ideal_hits(work)) / count
     output = sum(job.output for job in work) / count
@@ -88,7 +92,8 @@ def peers() -> list[RoutingPolicy]:
 
 
 def compare(case: Case) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
-    """p99 and p50 to the first token against the best peer at each; hit rate against the ideal."""
+    """Compare p99 and p50 of the time to first token with the best peer; hit rate with the
+    ideal."""
     outcomes = [outcome(case, policy) for policy in [MantaRouting(), *peers()]]
     ours, others = outcomes[0], outcomes[1:]
     rows = []
@@ -120,7 +125,8 @@ def compare(case: Case) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
 
 
 def _ideal(case: Case) -> float:
-    """Of the requests after the warm-up, what a cache that knows all before them would find."""
+    """Return the ideal hit rate of the requests after the warm-up, of a cache that keeps all
+    earlier prompts."""
     work = jobs(case.mix, case.rate, case.seconds, _ROUTERS, SEED)
     before = [job for job in work if job.arrival < case.seconds / 3]
     after = work[len(before) :]
@@ -128,8 +134,10 @@ def _ideal(case: Case) -> float:
 
 
 def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], list[RoutingOutcome]]:
-    """200 adapters over 4 replicas of 16 slots, against routing by load alone, with slots that are
-    LRU and with ours; means over ADAPTER_SEEDS."""
+    """Measure 200 adapters over 4 replicas of 16 slots.
+
+    Peers are routing by load alone, with LRU slots and with ours; means over ADAPTER_SEEDS.
+    """
     case = Case(f"adapters-zipf-{zipf:g}/4", (GPU,) * 4, Mix(adapters=200, zipf=zipf), seconds, 50)
     policies = (MantaRouting, TwoChoices, OurSlots)
     outcomes = [[outcome(case, policy(), 2, seed) for seed in ADAPTER_SEEDS] for policy in policies]
@@ -163,7 +171,7 @@ def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], lis
 
 
 def _fewest_loads(work: Sequence[Job], slots: int, since: float) -> int:
-    """Belady: the adapter that is wanted latest goes."""
+    """Return the fewest loads possible, by Belady: the adapter that is wanted latest goes."""
     following: list[int] = [0] * len(work)
     last: dict[str, int] = {}
     for at in range(len(work) - 1, -1, -1):
@@ -194,7 +202,7 @@ CASES = (
 
 
 def all_rows(quick: bool = False) -> Iterator[tuple[list[RoutingRow], list[RoutingOutcome]]]:
-    """quick: the smallest fleet only."""
+    """Yield the rows of all cases. quick: the smallest fleet only."""
     for kind, count, seconds in CASES:
         if not quick or count == 4:
             yield compare(make_case(kind, count, seconds))

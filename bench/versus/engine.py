@@ -60,12 +60,15 @@ _FORMER = ("bench.versus_engine", "loadtest.versus_engine")  # this module in ol
 
 
 def _needs(names: list[str]) -> dict[str, Any]:
-    """Of one engine: run_side starts one for each group of workloads that need the same."""
+    """Return what the workloads need of their engine.
+
+    The workloads of one call need alike: run_side starts an engine for each such group.
+    """
     return {key: value for name in names for key, value in offline.NEEDS.get(name, {}).items()}
 
 
 def engine_fields(items: list[str]) -> dict[str, Any]:
-    """["block_size=1", "admission=peak"] -> fields of EngineConfig."""
+    """Parse fields of EngineConfig, e.g. ["block_size=1", "admission=peak"]."""
     fields: dict[str, Any] = {}
     for item in items:
         key, _, text = item.partition("=")
@@ -83,7 +86,7 @@ def run_manta(
     side: str = "manta",
     load_format: str = "dummy",
 ) -> None:
-    """One process: start, then each workload once; prints a JSON line for each."""
+    """Start Manta's engine and run each workload once; print a JSON line for each."""
     from engine import LLM, SamplingParams
 
     began = time.perf_counter()
@@ -125,7 +128,10 @@ def run_vllm(
     change: dict[str, Any] | None = None,
     load_format: str = "dummy",
 ) -> None:
-    """The same for vLLM, with its defaults but for what must be equal, and the change."""
+    """Start vLLM's engine and run each workload once; print a JSON line for each.
+
+    Settings are vLLM's defaults, except those that must equal Manta's, and the change.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -176,7 +182,7 @@ def _print(**line: Any) -> None:
 
 
 def lines_of(command: list[str], folder: Path | None = None) -> Iterator[Line]:
-    """The JSON lines of a program, each when it is there. folder: where it runs, and imports from.
+    """Yield the JSON lines of a program as they come. folder: where it runs, and imports from.
 
     Raises CalledProcessError at the end.
     """
@@ -210,8 +216,10 @@ def run_side(
     against: Path | None,
     load_format: str = "dummy",
 ) -> Iterator[Line]:
-    """The lines of one run in a process of its own, each when it is there; in one for each group of
-    workloads that need the same of an engine. No names: a start."""
+    """Yield the lines of one run as they come, from a process for each group of workloads.
+
+    The workloads of a group need the same of an engine. names: none for a start alone.
+    """
     module, folder = "bench.versus.engine", None
     if side == BEFORE:
         assert against is not None
@@ -230,12 +238,12 @@ def run_side(
 
 
 def _of(line: Line) -> tuple[str, int, str]:
-    """Which process said it."""
+    """Return the key of the process that printed a line."""
     return line["model"], line["run"], line["side"]
 
 
 def whole_runs(lines: list[Line], names: list[str]) -> list[Line]:
-    """The lines of runs that got through all workloads; a run that was cut off runs again."""
+    """Return the lines of runs that finished all workloads; a run that was cut off runs again."""
     done: dict[tuple[str, int, str], set[str]] = {}
     for line in lines:
         done.setdefault(_of(line), set()).add(line.get("workload", ""))
@@ -243,7 +251,7 @@ def whole_runs(lines: list[Line], names: list[str]) -> list[Line]:
 
 
 def best(lines: list[dict[str, Any]], side: str, name: str) -> float:
-    """See `offline.best`."""
+    """Return a side's best figure of a workload. See `offline.best`."""
     mine = (line for line in lines if line["side"] == side and line.get("workload") == name)
     return offline.best(name, mine)
 
@@ -298,7 +306,7 @@ def compare(
 
 
 def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str, Any]]:
-    """Of one model: each workload that both sides did, and how soon each side was ready."""
+    """Return the rows of one model: each workload that both sides did, and when each was ready."""
     mine = [line for line in lines if line["model"] == label]
     did = [
         dict.fromkeys(one["workload"] for one in mine if one["side"] == side and "workload" in one)

@@ -106,12 +106,12 @@ finally:
 
 
 def clients_of(streams: int) -> int:
-    """Processes of the load, which deals out the requests and the streams to them."""
+    """Return the number of client processes, which divide the requests and the streams."""
     return 1 if streams == 1 else 8
 
 
 def run_offline(model: str) -> None:
-    """In this process: Manta's engine alone, at each number of streams. Prints JSON lines."""
+    """Run Manta's engine in this process at each number of streams. Prints JSON lines."""
     from engine import LLM
 
     # One engine with the server's settings for all: with fewer rows it is another engine, with
@@ -139,8 +139,10 @@ def run_offline(model: str) -> None:
 
 
 def generate(llm: "LLM", requests: list[workloads.Request], streams: int) -> list[int]:
-    """The output tokens of each request, with so many in flight, as the load tester does it: each
-    of its processes has its own share of the requests and of the streams."""
+    """Generate all requests with so many in flight; return the output tokens of each.
+
+    Requests and streams are divided as among the load tester's processes.
+    """
     from engine import SamplingParams
 
     def run(some: list[workloads.Request]) -> list[int]:
@@ -220,7 +222,8 @@ def environment_of(side: str, first_path: str) -> dict[str, str]:
 
 @contextmanager
 def server(side: str, model: str, first_path: str) -> Iterator[float]:
-    """A running server; yields the seconds it took to answer. Ends it and what it started.
+    """Run a server; yield the seconds until it answered. Ends the server and the processes that it
+    started.
 
     Raises SystemExit if it does not start, and if another is in its place.
     """
@@ -257,7 +260,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], side: str, log: Path) ->
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGINT to its whole session, which is only what it started; SIGKILL to what remains."""
+    """Send SIGINT to the process's session, which has only its own children; SIGKILL to what
+    remains."""
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -270,8 +274,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def held() -> str:
-    """What a server that is still there has: the port, or much of the device's memory, which it
-    takes before it answers."""
+    """Return what a remaining server holds: the port, or much of the device's memory.
+
+    A server takes the memory before it answers.
+    """
     try:
         socket.create_connection(("127.0.0.1", PORT), timeout=1).close()
         return f"port {PORT}"
@@ -288,13 +294,14 @@ def held() -> str:
 
 
 def refuse_if_held(side: str) -> None:
-    """Of a call that was cut off a server is left, which would answer in this side's place."""
+    """Raise SystemExit if a server of an earlier call is left, as it would answer in this side's
+    place."""
     if what := held():
         raise SystemExit(f"{side} is not started: another program has {what}; end it first")
 
 
 def _wait_until_closed(side: str) -> None:
-    """The next server wants the port and the device's memory."""
+    """Wait until the port and the device's memory are free for the next server."""
     limit = time.monotonic() + STOP_S
     while what := held():
         if time.monotonic() > limit:
@@ -312,9 +319,13 @@ def load(
     clients: int,
     copies: int = 1,
 ) -> Line:
-    """The first `count` requests of a workload, each `copies` times with a prompt of its own, with
-    so many streams at once; what the load tester measured. ok: those that got all their tokens.
-    Raises SystemExit if it takes too long."""
+    """Send the first `count` requests of a workload, with so many streams at once; return the load
+    tester's line.
+
+    copies: how often each request is sent, each time with a prompt of its own.
+    ok in the line: requests that got all their tokens.
+    Raises SystemExit if the load takes too long.
+    """
     scenario = {
         "target": {"url": url, "model": "m", "timeout": LOAD_S, "chunk_timeout": LOAD_S},
         "work": {"name": workload, "copies": copies, "sampling": {"temperature": 0}},
@@ -358,8 +369,10 @@ def load(
 
 
 def whole_load(url: str, side: str, streams: int, count: int, workload: str) -> Line:
-    """Raises SystemExit unless all requests got all their tokens: a server that refuses some has
-    less to do, and its figures are not those of this load."""
+    """Run a load. Raises SystemExit unless all requests got all their tokens.
+
+    A server that refuses some has less to do, and its figures are not those of this load.
+    """
     clients = clients_of(streams)
     line = load(url, side, workload, streams=streams, count=count, clients=clients)
     if line["failed"] or line["ok"] != count:
@@ -371,7 +384,7 @@ def whole_load(url: str, side: str, streams: int, count: int, workload: str) -> 
 
 
 def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]:
-    """Its lines, each when it is there."""
+    """Run a side; yield its lines as they come."""
     if side == "offline":
         refuse_if_held(side)
         command = [sys.executable, "-m", "bench.versus.http", "--offline", "--model", args.model]
@@ -387,7 +400,7 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run the sides that are not there; with all of them, the table. Returns the exit code."""
+    """Run the sides that are missing; with all of them, write the table. Returns the exit code."""
     end = time.monotonic() + args.seconds
     raw = RawLines(args.out, "versus-http", whole_sides if args.resume else None)
     there = {line["label"] for line in raw.all}
@@ -432,7 +445,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def whole_sides(lines: list[Line]) -> list[Line]:
-    """Of an earlier run's raw lines, those of the sides that saw every load."""
+    """Return those of an earlier run's raw lines whose side saw every load."""
 
     def whole(side: str) -> bool:
         return {x.get("concurrency") for x in lines if x["label"] == side} >= STREAMS.keys()
@@ -441,7 +454,8 @@ def whole_sides(lines: list[Line]) -> list[Line]:
 
 
 def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
-    """Cases <label>/<streams>/<peer>: tokens/s, then time to first token and ITL p99 in ms."""
+    """Compute rows <label>/<streams>/<peer>: tokens/s, then time to first token and ITL p99 in
+    ms."""
 
     def find(side: str, streams: int) -> dict[str, Any]:
         return next(x for x in lines if x["label"] == side and x.get("concurrency") == streams)

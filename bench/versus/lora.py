@@ -1,4 +1,4 @@
-"""What adapters cost: Manta and vLLM on one GPU, each against itself without any, in turns.
+"""The cost of adapters: Manta and vLLM on one GPU, each against itself without any, in turns.
 
     python -m bench.versus.lora --model FOLDER --name llama-8b --resume
 
@@ -67,14 +67,14 @@ VLLM_ENVIRONMENT = {
 
 
 def runs_of(side: str, count: int) -> tuple[str, ...]:
-    """What the process of a side runs with so many adapters; `loads` says one line."""
+    """Return the names of the runs in a side's process with so many adapters; `loads` has one."""
     if side == "loads":
         return ("loads",)
     return ON if count else OFF
 
 
 def expected_seconds(side: str, count: int) -> int:
-    """Of a process."""
+    """Return how long a side's process is expected to take."""
     if side == "loads":
         return EXPECTED_LOADS
     start, without, full = EXPECTED[side]
@@ -82,12 +82,12 @@ def expected_seconds(side: str, count: int) -> int:
 
 
 def writing_seconds(count: int, made: int) -> int:
-    """To make so many adapters where some are made."""
+    """Return how long it takes to make the missing adapters. made: those that exist."""
     return round(max(0, count - made) * WRITE_SECONDS)
 
 
 def engine_config(cpu: bool) -> dict[str, Any]:
-    """Of Manta's sides."""
+    """Return the engine configuration of Manta's sides."""
     config: dict[str, Any] = {"load_format": "dummy", "prefix_caching": False}
     if cpu:
         return config | {"device": "cpu", "dtype": "float32", "num_blocks": 1024}
@@ -107,7 +107,7 @@ def build_requests(cpu: bool) -> list[workloads.Request]:
 
 
 def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
-    """Random adapters out/a<made> .. out/a<count - 1> in PEFT's format; returns how many there
+    """Make random adapters out/a<made> .. out/a<count - 1> in PEFT's format; return how many there
     are."""
     if count <= made:
         return made
@@ -166,7 +166,7 @@ def make_adapters(model: Path, out: Path, made: int, count: int) -> int:
 
 
 def pick(count: int, requests: int) -> list[int]:
-    """The adapter of each request; none if there are none."""
+    """Return the adapter of each request; none if there are none."""
     if not count:
         return []
     rng = random.Random(1)
@@ -175,7 +175,7 @@ def pick(count: int, requests: int) -> list[int]:
 
 
 def run_manta(model: str, adapters: Path, count: int, cpu: bool) -> None:
-    """One process; prints a JSON line for each run."""
+    """Run Manta's side in this process; print a JSON line for each run."""
     from engine import LLM, SamplingParams
 
     requests = build_requests(cpu)
@@ -203,7 +203,10 @@ def run_manta(model: str, adapters: Path, count: int, cpu: bool) -> None:
 
 
 def run_vllm(model: str, adapters: Path, count: int) -> None:
-    """The same for vLLM, with its defaults but for what must be equal."""
+    """Run vLLM's side in this process; print a JSON line for each run.
+
+    Settings are vLLM's defaults, except those that must equal Manta's.
+    """
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
     from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 
@@ -245,7 +248,7 @@ def run_vllm(model: str, adapters: Path, count: int) -> None:
 
 
 def run_loads(model: str, adapters: Path, count: int, cpu: bool) -> None:
-    """One process; prints the percentiles of the times between tokens."""
+    """Run the side `loads` in this process; print the percentiles of the times between tokens."""
     streams, tokens, interval = (4, 64, 0.0) if cpu else (STREAMS, STREAM_TOKENS, LOAD_SECONDS)
     prompts = [ids for ids, _ in build_requests(cpu)][:streams]
     config = engine_config(cpu) | {"max_loras": lora_loads.SLOTS, "max_lora_rank": RANK}
@@ -277,8 +280,8 @@ def _print(**line: Any) -> None:
 
 
 def run_side(command: list[str], keep: Callable[[Line], None], seconds: float = 600) -> None:
-    """Run a side in a process of its own; keep each JSON line that it prints when it comes. It is
-    killed when it has taken so many seconds.
+    """Run a side in a process of its own, and keep each JSON line as it comes. A side that takes
+    more seconds is killed.
 
     Raises SideFailed with the cause and the end of the log.
     """
@@ -311,7 +314,7 @@ def run_side(command: list[str], keep: Callable[[Line], None], seconds: float = 
 
 
 def _json_of(line: str) -> Line | None:
-    """None: not ours, but a library's."""
+    """Parse a line of ours; None for a line that a library printed."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError):
             found: Line = json.loads(line)
@@ -324,7 +327,7 @@ class SideFailed(Exception):
 
 
 def explain(lines: list[str]) -> str:
-    """The line that names the cause, and the last 40.
+    """Return the line that names the cause, and the last 40 lines.
 
     The first exception is the cause: what comes after it tells of the processes that waited.
     """
@@ -334,7 +337,7 @@ def explain(lines: list[str]) -> str:
 
 
 def wait_for_device() -> None:
-    """Until the memory of the side before is free."""
+    """Wait until the earlier side's memory is free."""
     for _ in range(30):
         used = ask_device("memory.used")
         if not used.isdigit() or int(used) < 2000:
@@ -350,14 +353,16 @@ def piece_of(line: Line) -> Piece:
 
 
 def whole_runs(lines: list[Line]) -> list[Line]:
-    """Without the lines of pieces that were cut off."""
+    """Return the lines of the pieces that were not cut off."""
     counts = Counter(piece_of(li) for li in lines if "run" in li or "loading_p99_ms" in li)
     return [li for li in lines if counts[piece_of(li)] >= len(runs_of(*piece_of(li)[:2]))]
 
 
 def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
-    """Of whole runs: <label>/<adapters>, and <label>/loads, with what is there. *_none: with as
-    many slots, of which no request uses any."""
+    """Compute the rows of whole runs: <label>/<adapters>, and <label>/loads, of the sides that ran.
+
+    *_none: the speed with as many slots, of which no request uses any.
+    """
 
     def best(side: str, run: str, count: int | None = None) -> float | None:
         speeds = [
@@ -392,7 +397,7 @@ def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
 
 
 def plan(args: argparse.Namespace, lines: list[Line]) -> list[Piece]:
-    """What is not there yet, sides in turns; the adapters' cases after the bases."""
+    """Return the pieces that are missing, sides in turns; the adapters' cases after the bases."""
     there = {piece_of(line) for line in lines}
     pieces = [
         (side, LOADED if side == "loads" else count, start)

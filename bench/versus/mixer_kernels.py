@@ -46,8 +46,11 @@ Peers = dict[str, Callable[[], Calls]]
 
 
 class Case:
-    """Ours, and peers that are made when they are due. read: a side's result in a common form.
-    parts: peers that do a part of the work, for which no ratio is told."""
+    """A case: ours, and peers that are made when they are due.
+
+    read: returns a side's result in a common form.
+    parts: peers that do a part of the work, for which no ratio is reported.
+    """
 
     def __init__(
         self,
@@ -125,8 +128,11 @@ def decode(s: Sizes, kv_len: list[int], heads: int, block_size: int) -> Case:
 
 
 def _prompt(work: Any, rule: Callable[..., Calls], layer: Callable[..., Calls] | None) -> Case:
-    """Of `mixers.delta` or kimi: what a layer is given, and the peer's rule of what comes of it.
-    layer: all of the peer's, of what ours is given."""
+    """Make the case of a prompt from the work of `mixers.delta` or kimi.
+
+    The peer's rule gets the values that the layer's other parts make of the work's inputs.
+    layer: the peer's whole layer, given the same inputs as ours; None where it has none.
+    """
     call = work.calls[0]
     x, z, a, b, heads, tail, state, meta, *_ = call.args
     sizes = (heads.key_size, heads.key_size, heads.value_size)
@@ -177,7 +183,8 @@ def _delta_rule(
 def _delta_layer(
     x: Tensor, z: Tensor, a: Tensor, b: Tensor, heads: Any, initial: Tensor, starts: Tensor
 ) -> Calls:
-    """Of QwenGatedDeltaNetAttention, between its products: a prompt that begins."""
+    """Return calls of vLLM's QwenGatedDeltaNetAttention between its GEMMs, for a prompt that
+    begins."""
     from vllm.model_executor.layers.fla.ops import (
         chunk_gated_delta_rule,
         fused_post_conv_prep,
@@ -261,7 +268,7 @@ def cases(s: Sizes) -> dict[str, Callable[[], Case]]:
 
 
 def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
-    """Lines of a case: each side's best of TURNS, and what failed; the row last."""
+    """Yield the lines of a case: each side's best of TURNS, and what failed; the row last."""
     with torch.inference_mode():
         wanted = case.read("ours", case.ours[0]())
         sides: dict[str, Calls] = {"ours": case.ours}
@@ -302,8 +309,10 @@ def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
 
 
 def compile_all(only: list[str]) -> None:
-    """Fill Triton's cache: flash-linear-attention tries tens of launches of each kernel, which take
-    minutes in one process. Each of several tries some of them."""
+    """Fill Triton's cache in several processes, each of which tries some of the launches.
+
+    flash-linear-attention tries tens of launches of each kernel, which take minutes in one process.
+    """
     base = [sys.executable, "-m", "bench.versus.mixer_kernels", "--only", *only, "--share"]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     count = min(PROCESSES, max(1, (os.cpu_count() or 2) - 2))
@@ -313,7 +322,7 @@ def compile_all(only: list[str]) -> None:
 
 
 def compile_share(chosen: dict[str, Callable[[], Case]], index: int, count: int) -> None:
-    """The index-th of every `count` launches that peers try, and ours in the first process."""
+    """Run the index-th of every `count` launches that peers try, and ours in the first process."""
     from triton.runtime.autotuner import Autotuner
 
     run = Autotuner.run

@@ -1,5 +1,5 @@
-"""What engines are asked offline, and the figure of it that counts: the load tester's workloads,
-one request at the end of a long context, and conversations that go on from the prefix cache."""
+"""The offline workloads, and the figure of each that counts: the load tester's workloads, one
+request at the end of a long context, and conversations that go on from the prefix cache."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ HISTORY, NEXT, TIMES = 8192, 64, 5
 
 
 class Turned:
-    """Conversations of one generator's answers, and what was asked and said of them in all."""
+    """The conversations of one generator, and the tokens of all prompts and answers."""
 
     def __init__(self, generate: Generate, count: int, opening: int, seed: int = 0) -> None:
         self.generate, self.rng = generate, random.Random(seed)
@@ -28,7 +28,7 @@ class Turned:
         return [self.rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in range(count)]
 
     def answer(self, tokens: int) -> float:
-        """A turn of all; its seconds."""
+        """Run a turn of all conversations; return its seconds."""
         answers, seconds = _asked(self.generate, [(ids, tokens) for ids in self.history])
         self.seconds += seconds
         self.num_in += sum(map(len, self.history))
@@ -43,7 +43,7 @@ class Turned:
 
 
 def _asked(generate: Generate, requests: list[Request]) -> tuple[list[list[int]], float]:
-    """Raises SystemExit if a request did not get the tokens that it is to have."""
+    """Generate the requests. Raises SystemExit if one did not get the tokens that it is to have."""
     found, seconds = generate(requests)
     if [len(ids) for ids in found] != [wanted for _, wanted in requests]:
         raise SystemExit("a request did not give the tokens it was asked for")
@@ -60,7 +60,7 @@ def _speeds(num_in: int, num_out: int, seconds: float) -> dict[str, Any]:
 
 
 def decode_128k(generate: Generate) -> dict[str, Any]:
-    """One request; its prompt's time, of the better of two runs, is taken off."""
+    """Measure the decoding of one request; the better of two times of its prompt is taken off."""
     rng = random.Random(0)
     length = LONG_CONTEXT - DECODED - 1
     ids = [rng.randrange(workloads.LOW_ID, workloads.HIGH_ID) for _ in range(length)]
@@ -70,7 +70,7 @@ def decode_128k(generate: Generate) -> dict[str, Any]:
 
 
 def conversations(generate: Generate) -> dict[str, Any]:
-    """All that the turns take, prompts too."""
+    """Measure the whole time of all turns, prompts too."""
     turned = Turned(generate, CONVERSATIONS, OPENING)
     for turn in range(TURNS):
         if turn:
@@ -80,7 +80,7 @@ def conversations(generate: Generate) -> dict[str, Any]:
 
 
 def second_turn(generate: Generate) -> dict[str, Any]:
-    """One conversation after the other: the median of TIMES, the first left out."""
+    """Measure one conversation after the other: the median of TIMES, the first left out."""
     seconds = []
     for seed in range(TIMES + 1):
         turned = Turned(generate, 1, HISTORY, seed)
@@ -104,7 +104,7 @@ FIGURES = {"prefill": "total_tok_s", "second_turn": "first_token_ms"}  # else ou
 
 
 def measure(name: str, generate: Generate) -> dict[str, Any]:
-    """Raises KeyError for a workload that there is not."""
+    """Run a workload. Raises KeyError for a workload that does not exist."""
     if name in OURS:
         return OURS[name](generate)
     requests = workloads.build(name)
@@ -113,7 +113,10 @@ def measure(name: str, generate: Generate) -> dict[str, Any]:
 
 
 def by_engine(names: Iterable[str]) -> list[list[str]]:
-    """Those that one start of an engine serves together; [[]] of none, a start is asked then."""
+    """Group the workloads that one start of an engine serves together.
+
+    Returns [[]] for no names: then a start alone is wanted.
+    """
     found: list[list[str]] = []
     for name in names:
         for group in found:
@@ -126,8 +129,11 @@ def by_engine(names: Iterable[str]) -> list[list[str]]:
 
 
 def best(name: str, lines: Iterable[dict[str, Any]]) -> float:
-    """Of several runs' lines of a workload: output tokens/s; for prefill all tokens, because that
-    is the work; for second_turn milliseconds."""
+    """Return the best figure of several runs' lines of a workload.
+
+    The figure is output tokens/s; for prefill all tokens/s, because that is the work; for
+    second_turn milliseconds.
+    """
     key = FIGURES.get(name, "out_tok_s")
     some = [float(line[key]) for line in lines]
     return min(some) if key.endswith("_ms") else max(some)

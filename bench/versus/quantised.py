@@ -54,7 +54,7 @@ def _eight_bits(kind: str, form: str) -> dict[str, Any]:
 
 
 def _mxfp4() -> dict[str, Any]:
-    """Of experts that a file names one by one."""
+    """Return the `quantization_config` of MXFP4 experts that a file names one by one."""
     weights = {"num_bits": 4, "type": "float", "symmetric": True}
     made = _group(
         {**weights, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
@@ -76,8 +76,11 @@ GPT_OSS = {
 
 
 class Form(NamedTuple):
-    """config: quantization_config, or nothing. manta, vllm: options of each engine, "key=value";
-    vllm is None where it has no such format."""
+    """A format of weights or of keys and values.
+
+    config: quantization_config, or nothing.
+    manta, vllm: options of each engine, "key=value"; vllm is None where it has no such format.
+    """
 
     config: dict[str, Any] | None = None
     manta: tuple[str, ...] = ()
@@ -117,7 +120,7 @@ FORMATS = {
 
 
 def with_format(model: Path, name: str, folder: Path) -> Path:
-    """A folder whose config.json is the model's with this format."""
+    """Make a folder whose config.json is the model's with this format."""
     config = json.loads((model / "config.json").read_text())
     chosen = FORMATS[name].config
     if name == "mxfp4" and config.get("model_type") == "gpt_oss":
@@ -131,7 +134,7 @@ def with_format(model: Path, name: str, folder: Path) -> Path:
 
 
 def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
-    """(PLAIN or a format, side, what of the engine is changed), in the order of a run."""
+    """Return (PLAIN or a format, side, changes of the engine), in the order of a run."""
     found: list[tuple[str, str, list[str]]] = [(PLAIN, "manta", [])]
     for name in formats:
         for side, change in (("manta", FORMATS[name].manta), ("vllm", FORMATS[name].vllm)):
@@ -141,7 +144,7 @@ def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
 
 
 def rows_of(label: str, lines: list[Line]) -> list[Line]:
-    """Cases <label>-<format>/<workload>: `ratio` to vLLM, where that ran, `own` to Manta's
+    """Compute rows <label>-<format>/<workload>: `ratio` to vLLM, where it ran, `own` to Manta's
     bfloat16."""
     plain = [line for line in lines if line["model"] == PLAIN]
     names = dict.fromkeys(line["workload"] for line in plain if "workload" in line)
@@ -165,7 +168,7 @@ def rows_of(label: str, lines: list[Line]) -> list[Line]:
 def measure(
     model: Path, formats: list[str], names: list[str], runs: int, raw: RawLines, own: bool
 ) -> None:
-    """Keeps the lines of the runs that raw has not."""
+    """Run what is missing in raw, and keep its lines."""
     there = {_of(line) for line in raw.all}
     with tempfile.TemporaryDirectory() as made:
         folders = {name: with_format(model, name, Path(made)) for name in formats}
@@ -178,7 +181,7 @@ def measure(
 
 
 def _of(line: Line) -> tuple[str, int, str, str]:
-    """What was measured."""
+    """Return the key of a line's measurement."""
     return line["model"], line["run"], line["side"], line.get("workload", "")
 
 

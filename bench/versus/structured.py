@@ -1,4 +1,4 @@
-"""What a schema costs a full batch on one GPU: Manta's engine and vLLM's, each against itself.
+"""The cost of a schema to a full batch on one GPU: Manta's engine and vLLM's, each against itself.
 
     python -m bench.versus.structured --model LLAMA --name llama-8b --streams 64 --turns 3
 
@@ -82,7 +82,11 @@ def prompts(streams: int) -> list[list[int]]:
 
 
 def run_manta(model: str, streams: int, **change: Any) -> tuple[Generate, dict[str, Any], Any]:
-    """What generates, its configuration, and what ends it. change: of EngineConfig."""
+    """Start Manta's engine.
+
+    Returns a function that generates, the configuration, and a function that ends the engine.
+    change: of EngineConfig.
+    """
     from engine import LLM, SamplingParams
     from engine.structured.grammar import Grammar
 
@@ -113,7 +117,11 @@ def run_manta(model: str, streams: int, **change: Any) -> tuple[Generate, dict[s
 
 
 def run_vllm(model: str, streams: int) -> tuple[Generate, dict[str, Any], Any]:
-    """The same for vLLM, with its defaults but for what must be equal."""
+    """Start vLLM's engine.
+
+    Returns a function that generates, the configuration, and a function that ends the engine.
+    Settings are vLLM's defaults, except those that must equal Manta's.
+    """
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
     from vllm.sampling_params import StructuredOutputsParams  # type: ignore[import-not-found]
 
@@ -145,8 +153,11 @@ def run_vllm(model: str, streams: int) -> tuple[Generate, dict[str, Any], Any]:
 
 
 def run_side(side: str, model: str, streams: int, tokens: int, turns: int, **change: Any) -> None:
-    """One process: start, a short turn of each kind that does not count, then the turns; prints a
-    JSON line for each. Raises SystemExit: a stream is shorter than asked, or no document."""
+    """Run a side: start, a short turn of each kind that does not count, then the turns.
+
+    Prints a JSON line for each turn. Raises SystemExit: a stream is shorter than asked, or no
+    document.
+    """
     began = time.perf_counter()
     start = run_manta if side == "manta" else run_vllm
     generate, config, close = start(model, streams, **change)
@@ -170,7 +181,7 @@ def run_side(side: str, model: str, streams: int, tokens: int, turns: int, **cha
 
 
 def rows_of(label: str, streams: int, lines: list[Line], sides: Sequence[str]) -> list[Line]:
-    """`kept` of each side beside the other's, and the speeds that it is made of."""
+    """Compute rows of each side's `kept` beside the other's, and the speeds that it is made of."""
     best = {
         (side, kind): max(
             line["out_tok_s"] for line in lines if (line["side"], line.get("kind")) == (side, kind)

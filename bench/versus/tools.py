@@ -45,7 +45,7 @@ Figures = dict[str, float]
 
 @contextlib.contextmanager
 def known_server() -> Iterator[str]:
-    """The URL of a process whose delays are DELAYS."""
+    """Run a server whose delays are DELAYS; yield its URL."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.loadtest.fake_server", *DELAYS],
         cwd=Path(__file__).parents[2],
@@ -140,14 +140,14 @@ def _call(program: str, verb: str, options: dict[str, Any], switches: list[str])
 
 
 def _version(program: str, package: str) -> str:
-    """Of a package in the environment of one of its programs."""
+    """Return the version of a package in the environment of one of its programs."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     python = Path(program).parent / "python"
     return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
 def rows_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each peer and figure: the medians of the rounds, and whether they agree."""
+    """Return a row for each peer and figure: the medians of the rounds, and whether they agree."""
     sides: dict[tuple[str, str], list[float]] = {}
     for line in lines:
         for figure in LIMITS:
@@ -172,7 +172,7 @@ def rows_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Exit code 1 if a figure differs by more than LIMITS."""
+    """Run the comparison. Returns 1 if a figure differs by more than LIMITS."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,8 +23,10 @@ _SIZES = {torch.uint8: 2.93, torch.int8: 73.9, torch.int32: 4.64}
 
 
 def check_drawn(llm: Any) -> None:
-    """Raises RuntimeError where vLLM has other weights than these, but for a few: an LLM with
-    WORKER that fills some in another way."""
+    """Check that vLLM has random weights of this module, but for a few. Raises RuntimeError if not.
+
+    The LLM was made with WORKER.
+    """
     for drawn, numbers in llm.collective_rpc("count_drawn"):
         if drawn < 0.99 * numbers or not drawn:
             raise RuntimeError(f"vLLM has {drawn} of {numbers} weights as they were asked for")
@@ -32,9 +34,11 @@ def check_drawn(llm: Any) -> None:
 
 @torch.no_grad()
 def draw(model: nn.Module) -> tuple[int, int]:
-    """Weights, biases and scales of all its modules, in place: how many numbers were drawn, and how
-    many parameters have. To be called when vLLM has filled all modules in its way, as a module's
-    turn there fills those inside it once more."""
+    """Draw a model's weights, biases and scales in place.
+
+    Returns how many numbers were drawn, and how many the parameters have. To be called when vLLM
+    has filled all modules in its way: a module's turn there fills its submodules once more.
+    """
     drawn = numbers = 0
     for module in model.modules():
         mine = dict(module.named_parameters(recurse=False))
@@ -46,7 +50,10 @@ def draw(model: nn.Module) -> tuple[int, int]:
 
 
 def _draw(name: str, tensor: Tensor, beside: dict[str, nn.Parameter]) -> bool:
-    """False: it is left as it was. beside: the module's parameters."""
+    """Draw one parameter. Returns False if the parameter was left as it was.
+
+    beside: the module's parameters.
+    """
     if name.endswith("bias"):
         tensor.zero_()
     elif name.endswith(_SCALES):
@@ -65,13 +72,14 @@ def _draw(name: str, tensor: Tensor, beside: dict[str, nn.Parameter]) -> bool:
 
 
 def _codes(name: str, beside: dict[str, nn.Parameter]) -> torch.dtype | None:
-    """Of the weight that these are the scales of."""
+    """Return the dtype of the weight that a scale belongs to; None where there is none."""
     stem = name[: name.rindex("weight") + len("weight")]
     found = beside.get(stem, beside.get(f"{stem}_packed"))
     return None if found is None else found.dtype
 
 
 def _scale(dtype: torch.dtype, codes: torch.dtype | None) -> float:
-    """What makes weights of about STD of codes; where scales are exponents, the nearest one."""
+    """Return the scale that makes weights of about STD of codes; where scales are exponents, the
+    nearest one."""
     wanted = STD if codes is None else STD / _SIZES.get(codes, 1.0)
     return wanted if dtype.is_floating_point else 127 + round(torch.tensor(wanted).log2().item())

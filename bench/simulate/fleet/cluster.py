@@ -1,4 +1,4 @@
-"""run(replicas, policy, jobs): a fleet in discrete events. The policy says where each goes."""
+"""run(replicas, policy, jobs): a fleet in discrete events. The policy says where each job goes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _HOP = 0.0005  # seconds from router to replica
 
 
 class RoutingPolicy(Protocol):
-    """Chooses replicas; is told what a router of its kind would hear."""
+    """A policy that chooses replicas; it gets the news that a router of its kind would hear."""
 
     name: str
     popular: bool  # its engines keep the adapters that are asked for most, not last
@@ -22,11 +22,11 @@ class RoutingPolicy(Protocol):
     def choose(self, job: Job, now: float) -> int: ...
 
     def frame(self, replica: SimReplica, now: float) -> None:
-        """A stretch of steps is over there."""
+        """Take the news that a stretch of steps is over at a replica."""
         ...
 
     def first(self, job: Job, now: float) -> None:
-        """Its first token has come."""
+        """Take the news that a job's first token has come."""
         ...
 
     def end(self, job: Job, now: float) -> None: ...
@@ -34,8 +34,11 @@ class RoutingPolicy(Protocol):
 
 @dataclass(slots=True)
 class RoutingOutcome:
-    """jobs: those whose arrival counts (after the warm-up). pending: of these, without a first
-    token at the end, at second `stopped`. loads: of adapters, after the warm-up."""
+    """The outcome of a simulated run.
+
+    jobs: those whose arrival counts (after the warm-up). pending: of these, without a first
+    token at the end, at second `stopped`. loads: of adapters, after the warm-up.
+    """
 
     policy: str
     jobs: list[Job]
@@ -46,19 +49,21 @@ class RoutingOutcome:
     seed: int
 
     def waits(self) -> list[float]:
-        """Seconds to the first token, shortest first. A request without one has waited till the
-        end."""
+        """Return the seconds to the first token, shortest first.
+
+        A request without a first token has waited till the end.
+        """
         return sorted(
             (job.first if job.first >= 0 else self.stopped) - job.arrival for job in self.jobs
         )
 
     def ttft(self, share: float) -> float:
-        """Seconds that this share of requests waits at most for its first token."""
+        """Return the seconds that this share of requests waits at most for its first token."""
         waits = self.waits()
         return waits[min(len(waits) - 1, int(share * len(waits)))]
 
     def speed(self, share: float) -> float:
-        """Seconds between tokens that this share of requests stays below."""
+        """Return the seconds between tokens that this share of requests stays below."""
         gaps = sorted(
             (job.end - job.first) / (job.output - 1)
             for job in self.jobs
@@ -67,7 +72,7 @@ class RoutingOutcome:
         return gaps[min(len(gaps) - 1, int(share * len(gaps)))]
 
     def hit_rate(self) -> float:
-        """Of prompt tokens."""
+        """Return the share of prompt tokens that came from prefix caches."""
         done = [job for job in self.jobs if job.first >= 0]
         return sum(job.cached for job in done) / max(1, sum(job.prompt for job in done))
 
@@ -82,8 +87,8 @@ def run(
     patience: float = 20.0,
     seed: int = 1,
 ) -> RoutingOutcome:
-    """Serve `work` until all has its first token, for `patience` seconds after the last arrival at
-    most."""
+    """Serve `work` until every job has its first token, at most `patience` seconds after the last
+    arrival."""
     dice = Random(seed)
     replicas = [
         SimReplica(index, speed, routers, popular=policy.popular)

@@ -13,10 +13,13 @@ from deployments.routing.prefix_index import STRIDE
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """shared, chat: shares of requests that begin with a shared prefix, and that continue a
+    """A mix of requests.
+
+    shared, chat: shares of requests that begin with a shared prefix, and that continue a
     conversation; the rest is plain. groups: shared prefixes. adapters: their number, 0 for none;
     drawn by Zipf with exponent zipf, for a share `adapted` of all requests. burst: factor of the
-    rate during one fifth of the time; the mean stays. Lengths are medians, in tokens."""
+    rate during one fifth of the time; the mean stays. Lengths are medians, in tokens.
+    """
 
     shared: float = 0.0
     chat: float = 0.0
@@ -36,7 +39,8 @@ _PERIOD = 5.0  # seconds from burst to burst
 
 
 def jobs(mix: Mix, rate: float, seconds: float, routers: int, seed: int) -> list[Job]:
-    """Requests with Poisson arrivals at `rate` a second on average, in the order of arrival."""
+    """Draw requests with Poisson arrivals at `rate` a second on average, in the order of
+    arrival."""
     return sorted(_jobs(mix, rate, seconds, routers, Random(seed)), key=lambda job: job.arrival)
 
 
@@ -113,7 +117,7 @@ def _job(
 
 
 def ideal_hits(work: list[Job]) -> int:
-    """Prompt tokens that a single cache without limits would find."""
+    """Return the prompt tokens that a single cache without limits would find."""
     seen: set[bytes] = set()
     hits = 0
     for job in work:
@@ -139,7 +143,7 @@ def _take(new: Iterator[bytes], count: int) -> list[bytes]:
 
 
 def _rooted(prefix_hash: bytes, adapter: str) -> bytes:
-    """The same text under another adapter is another prefix."""
+    """Return the prefix hash of a text under an adapter; each adapter gives another hash."""
     mark = int.from_bytes(adapter.encode()[:8], "little") * 0x9E3779B97F4A7C15 % 2**64
     return (int.from_bytes(prefix_hash, "little") ^ mark).to_bytes(8, "little")
 

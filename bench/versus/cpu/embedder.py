@@ -79,7 +79,7 @@ PEERS = {"sentence-transformers": sentence_transformers, "vllm": vllm}
 
 
 def cpu_seconds() -> float:
-    """Of this process and all below it that are alive."""
+    """Return the CPU seconds of this process and of all its live descendants."""
     below: dict[int, list[int]] = {}
     used: dict[int, float] = {}
     for entry in Path("/proc").iterdir():

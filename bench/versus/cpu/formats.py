@@ -38,7 +38,10 @@ BUSY = 0.05  # cores that others may keep busy
 
 @dataclass(slots=True)
 class Side:
-    """formats: that it is compared in. name: "" for ours. rounds: what it printed, and `other`."""
+    """A side of the comparison.
+
+    formats: those that it is compared in. name: "" for ours. rounds: what it printed, and `other`.
+    """
 
     formats: tuple[str, ...]
     name: str
@@ -51,18 +54,19 @@ class Side:
 
     @property
     def memory(self) -> tuple[float, float] | None:
-        """(MB at the peak, cores that others kept busy in that round), of the least of them."""
+        """Return (MB at the peak, cores that others kept busy in that round) of the round with the
+        least."""
         peaks = [(each[MEMORY], each["other"]) for each in self.quiet if MEMORY in each]
         return min(peaks, default=None)
 
     def best(self, column: str) -> tuple[float, float] | None:
-        """(tokens a second, cores that others kept busy in that round)"""
+        """Return (tokens a second, cores that others kept busy in that round) of the best round."""
         rates = [(each[KEYS[column]], each["other"]) for each in self.quiet if KEYS[column] in each]
         return max(rates, default=None)
 
 
 def ours(text: str, workload: Path, repeat: int) -> Side:
-    """FORMAT=MODEL:QUANTIZATION"""
+    """Parse a side of ours: FORMAT=MODEL:QUANTIZATION."""
     form, found, rest = text.partition("=")
     model, colon, quantization = rest.rpartition(":")
     if not (found and colon):
@@ -73,7 +77,7 @@ def ours(text: str, workload: Path, repeat: int) -> Side:
 
 
 def peer(text: str, workload: Path) -> Side:
-    """FORMAT,...:NAME=COMMAND"""
+    """Parse a peer: FORMAT,...:NAME=COMMAND."""
     head, found, command = text.partition("=")
     form, colon, name = head.partition(":")
     if not (found and colon):
@@ -82,25 +86,25 @@ def peer(text: str, workload: Path) -> Side:
 
 
 def _busy() -> float:
-    """CPU seconds of the whole machine so far."""
+    """Return the CPU seconds of the whole machine so far."""
     with open("/proc/stat") as file:
         ticks = [int(number) for number in file.readline().split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def _own() -> float:
-    """Of this process and its children that have ended."""
+    """Return the CPU seconds of this process and its ended children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def _name(word: str) -> str:
-    """A word of a command line, of a path its last part."""
+    """Return a word of a command line; the last part of a path."""
     return Path(word).name if word.startswith("/") else word
 
 
 def turn(side: Side) -> dict[str, Any]:
-    """Runs it once. Raises SystemExit with the end of what it said if it gave no result."""
+    """Run a side once. Raises SystemExit with the end of its output if it gave no result."""
     busy, own, start = _busy(), _own(), time.perf_counter()
     done = subprocess.run(side.command, capture_output=True, text=True, check=False)
     wall = time.perf_counter() - start
@@ -113,8 +117,10 @@ def turn(side: Side) -> dict[str, Any]:
 
 
 def rows(sides: list[Side]) -> list[dict[str, Any]]:
-    """A row for each peer and column that both have, memory at the peak included. busy: cores that
-    other processes kept busy in the busier of the two rounds that count."""
+    """Return a row for each peer and column that both have, memory at the peak included.
+
+    busy: cores that other processes kept busy in the busier of the two rounds that count.
+    """
     mine = {side.formats[0]: side for side in sides if not side.name}
     found: list[dict[str, Any]] = []
     for side in sides:
