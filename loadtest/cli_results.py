@@ -143,7 +143,7 @@ def search(
 
 
 def _load_keys(scenario: "Scenario") -> tuple[list[str], str]:
-    """The scenario values that set the load, and the load's unit. Raises ScenarioError."""
+    """Return the scenario values that set the load, and the load's unit. Raises ScenarioError."""
     from loadtest.errors import ScenarioError
 
     keys, units = [], set()
@@ -166,7 +166,7 @@ def _load_keys(scenario: "Scenario") -> tuple[list[str], str]:
 
 
 def _limits(scenario: "Scenario") -> "list[Any]":
-    """The scenario's own SLO, at 99 % of the requests: what a sweep marks as kept or broken."""
+    """Return the scenario's own SLO at 99 % of the requests, which a sweep judges its loads by."""
     from loadtest.search import parse_slo
 
     texts = [f"p99_{name}<{seconds:g}s" for name, seconds in scenario.slo.limits().items()]
@@ -189,7 +189,7 @@ def _run_once(
     folder: Path,
     whole: bool,
 ) -> "RunOnce":
-    """Each trial is a run with a folder of its own, which `report` and `compare` take."""
+    """Run one trial into a folder of its own, which `report` and `compare` take."""
 
     def once(load: float, repeat: int) -> "tuple[Summary, Sequence[RequestRecord]]":
         from dataclasses import replace
@@ -224,7 +224,7 @@ def _tell(unit: str) -> "Callable[[Trial], None]":
 
 
 def _write_page(folder: Path, out: Path | None) -> Path:
-    """Of a search or a run, by what is in the folder."""
+    """Write the HTML page of a search or a run, whichever the folder holds; return its path."""
     from loadtest.report import write_report
     from loadtest.report.search_page import search_page
     from loadtest.search import STATE, read_search

@@ -19,22 +19,26 @@ IDLE_S = 2.0  # servers drop idle connections after 5 s or more; a request must 
 
 
 class ResponseHandler(Protocol):
-    """The receiver of an answer. Each method gets the time of the bytes' arrival."""
+    """The receiver of an answer. Each method gets the time at which the bytes arrived."""
 
     def on_head(self, status: int, headers: dict[bytes, bytes], now: float) -> None: ...
 
     def on_body(self, data: bytes, now: float) -> None: ...
 
     def on_end(self, now: float) -> None:
-        """The answer is whole."""
+        """Take the end of a whole answer."""
 
     def on_lost(self, error: str, now: float) -> None:
-        """The answer ended too early, or is no HTTP. Not called after on_end."""
+        """Take the error of an answer that ended too early, or is no HTTP. Not called after
+        on_end."""
 
 
 class Address(NamedTuple):
-    """Where a URL leads. prefix: its path, without a slash at the end. name: the host name that
-    TLS expects."""
+    """The address that a URL leads to.
+
+    prefix: the URL's path, without a slash at the end.
+    name: the host name that TLS expects.
+    """
 
     host: str
     port: int
@@ -87,7 +91,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.transport.write(request)
 
     def abandon(self) -> None:
-        """Hang up. The handler hears nothing more."""
+        """Hang up; the handler gets no more calls."""
         self._handler = None
         if self.transport is not None:
             self.transport.abort()
@@ -196,8 +200,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._handler.on_body(data, now)
 
     def _chunks(self, data: bytes, now: float) -> None:
-        """left: bytes until the chunk's end; 0 = its line break is due; -1 = a size line is due;
-        -2 = the last chunk has come, and trailers and an empty line are due."""
+        """Decode the chunks of an answer.
+
+        left: bytes until the chunk's end; 0 = its line break is due; -1 = a size line is due;
+        -2 = the last chunk has come, and trailers and an empty line are due.
+        """
         if self._rest:
             data, self._rest = self._rest + data, b""
         body: list[bytes] = []
@@ -238,7 +245,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 class ConnectionPool:
-    """Connections to one address that wait for a request. The newest is taken first."""
+    """A pool of idle connections to one address. The newest is taken first."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -261,7 +268,7 @@ class ConnectionPool:
             self._idle.remove(connection)
 
     async def connect(self, timeout: float, slow_pause: float | None = None) -> HttpConnection:
-        """A new connection. Raises OSError (TimeoutError, ssl.SSLError among them)."""
+        """Open a new connection. Raises OSError (TimeoutError, ssl.SSLError among them)."""
         address = self.address
         async with asyncio.timeout(timeout):
             loop = asyncio.get_running_loop()
@@ -301,7 +308,7 @@ class ConnectionPool:
 
 
 def request_head(address: Address, method: str, path: str, headers: dict[str, str]) -> bytes:
-    """Everything of a request's head but the length and the empty line."""
+    """Return a request's head without the length and the empty line."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     first = f"{method} {address.prefix}{path} HTTP/1.1\r\n"
     return first.encode() + address.head + lines.encode()

@@ -35,16 +35,16 @@ _FAR_S = 0.7  # what the start, and a meeting, take longer where orders cross a 
 
 
 class RunClock:
-    """The run's time, for faults beside the load. mark(): a line in the summary's faults."""
+    """The clock of a run, for faults beside the load. mark(): a line in the summary's faults."""
 
     def __init__(self, origin: float, proxies: Sequence[NetworkProxy] = ()) -> None:
-        """proxies: those between clients and servers, if there are any."""
+        """Make the clock. proxies: those between clients and servers, if there are any."""
         self.origin, self.proxies = origin, proxies
         self.marks: list[FaultMark] = []
         self.spoilt: list[str] = []  # why the run is not what was asked for
 
     def now(self) -> float:
-        """Seconds since the run's start."""
+        """Return the seconds since the run's start."""
         return clock() - self.origin
 
     def mark(self, what: str, t: float | None = None) -> None:
@@ -53,7 +53,9 @@ class RunClock:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """procs: client processes. ray: start them on the nodes of this Ray cluster, an address or
+    """The options of a run.
+
+    procs: client processes. ray: start them on the nodes of this Ray cluster, an address or
     "auto". verify: a reference file. keep: write one instead.
 
     proxied: clients reach the servers through proxies of ours, for faults of the network.
@@ -75,7 +77,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RunResult:
-    """records: in the order of intended times."""
+    """The result of a run. records: in the order of intended times."""
 
     summary: Summary
     records: list[RequestRecord] = field(repr=False)
@@ -84,7 +86,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Task:
-    """A checked scenario and where it came from. overrides: dotted keys over the file's values."""
+    """A checked scenario and its source. overrides: dotted keys over the file's values."""
 
     text: str
     name: str = "scenario"
@@ -102,17 +104,17 @@ class Task:
         return cls(text, str(path), path.parent, overrides or {})
 
     def scenario(self) -> Scenario:
-        """Raises ScenarioError."""
+        """Return the scenario. Raises ScenarioError."""
         return parse(self.text, self.name, self.folder, self.overrides)
 
 
 def run(task: Task, options: RunOptions | None = None) -> RunResult:
-    """The whole run; blocks. Raises ScenarioError before any request, RunError."""
+    """Run a load test to its end; blocks. Raises ScenarioError before any request, RunError."""
     return asyncio.run(run_async(task, options))
 
 
 async def run_async(task: Task, options: RunOptions | None = None) -> RunResult:
-    """As run(), in the caller's loop."""
+    """Run a load test in the caller's event loop. Raises as run()."""
     options = options or RunOptions()
     scenario = task.scenario()
     plans = lay_out(scenario, scenario.target.model or "")  # a bad plan, before any request
@@ -154,7 +156,7 @@ async def run_async(task: Task, options: RunOptions | None = None) -> RunResult:
 async def _connections(
     scenario: Scenario, options: RunOptions, folder: Path
 ) -> Sequence[ProcessConnection]:
-    """A connection to each client process; no process runs yet. Raises RunError."""
+    """Return a connection to each client process; no process runs yet. Raises RunError."""
     folders = [folder / str(number) for number in range(options.procs)]
     if options.ray is None:
         return [LocalProcess(folder) for folder in folders]
@@ -218,7 +220,7 @@ async def _until_done(
             options.on_progress([worker.progress for worker in workers])
 
     def meet() -> None:
-        """All running workers wait for the next phase, and begin it together."""
+        """Start the next phase together, once all running workers wait for it."""
         running = [worker for worker in workers if not worker.over]
         if all(worker.waiting for worker in running):
             start = clock() + _MEET_S + (_FAR_S if options.ray else 0)
@@ -279,7 +281,7 @@ def _info(
 
 
 def _commit() -> str | None:
-    """The load tester's commit, where it runs from a checkout."""
+    """Return the load tester's commit, where it runs from a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None

@@ -45,8 +45,12 @@ _FAULT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Seconds since the run's start. every: None for a single one. hold: how long a pause or a
-    delay lasts. by: how long a delay is."""
+    """A fault, in seconds since the run's start.
+
+    every: the interval of a repeated fault; None for a single one.
+    hold: how long a pause or a delay lasts.
+    by: how long a delay is.
+    """
 
     action: str
     target: str
@@ -63,7 +67,7 @@ class Fault:
 
 
 class FaultClock(Protocol):
-    """The run's clock: see runner.RunClock."""
+    """The clock of a run: see runner.RunClock."""
 
     @property
     def origin(self) -> float: ...
@@ -80,13 +84,13 @@ class FaultClock(Protocol):
 
 
 class ProcessFinder(Protocol):
-    """Where victims come from: ServerInstance, or a test's stand-in."""
+    """A finder of victims: ServerInstance, or a test's stand-in."""
 
     def find(self, target: str) -> list[ServerProcess]: ...
 
 
 def parse_chaos(text: str | Sequence[str]) -> list[Fault]:
-    """Faults of a comma-separated text, or of one text each. Raises ScenarioError."""
+    """Parse the faults of a comma-separated text, or of one text each. Raises ScenarioError."""
     texts = text.split(",") if isinstance(text, str) else text
     return [_parse(one.strip()) for one in texts if one.strip()]
 
@@ -130,7 +134,7 @@ def _seconds(text: str) -> float:
 
 
 def schedule(faults: Sequence[Fault]) -> Iterator[tuple[float, Fault]]:
-    """(seconds, fault) in order; without end if a fault repeats without end."""
+    """Yield (seconds, fault) in order; without end if a fault repeats without end."""
     return heapq.merge(*map(_times, faults), key=lambda item: item[0])
 
 
@@ -145,7 +149,7 @@ def _times(fault: Fault) -> Iterator[tuple[float, Fault]]:
 
 
 def check_syntax(text: str) -> str:
-    """The text, if parse_chaos() takes it. Raises ValueError."""
+    """Return the text, if parse_chaos() takes it. Raises ValueError."""
     try:
         parse_chaos(text)
     except ScenarioError as error:
@@ -161,8 +165,10 @@ def needs_proxies(texts: Sequence[str]) -> bool:
 def beside(
     texts: Sequence[str], url: str, seed: int
 ) -> Callable[[FaultClock], Awaitable[None]] | None:
-    """The coroutine that carries out a run's faults beside its load, or None without faults. Raises
-    ScenarioError if there is no process to harm at the URL."""
+    """Return the coroutine that carries out a run's faults beside its load, or None without faults.
+
+    Raises ScenarioError if there is no process to harm at the URL.
+    """
     faults = [fault for text in texts for fault in parse_chaos(text)]
     if not faults:
         return None
@@ -192,7 +198,7 @@ def beside(
 
 
 async def _disturb(fault: Fault, clock: FaultClock) -> None:
-    """One fault of the network, each time that it is due."""
+    """Carry out one fault of the network, each time that it is due."""
     for t, _ in _times(fault):
         await asyncio.sleep(max(0.0, clock.origin + t - time.monotonic()))
         if fault.action == "kill":
@@ -216,7 +222,7 @@ async def _disturb(fault: Fault, clock: FaultClock) -> None:
 
 
 class Chaos:
-    """Carries the faults out in a thread of its own. Use: `start(zero)`, then `stop()`.
+    """A thread that carries the faults out. Use: `start(zero)`, then `stop()`.
 
     finder: None looks for the instance that listens at `url`. Raises ScenarioError, before anything
     is harmed, if a fault has no possible victim.
@@ -246,13 +252,15 @@ class Chaos:
         self._error: Exception | None = None
 
     def start(self, zero: float) -> None:
-        """zero: the clock's reading at the run's start."""
+        """Start the thread. zero: the clock's reading at the run's start."""
         self._zero = zero
         self._thread.start()
 
     def stop(self) -> list[FaultMark]:
-        """The marks so far, in order. Processes that are still frozen are woken. Raises the error
-        of a fault that failed."""
+        """Stop the thread, wake frozen processes and return the marks so far, in order.
+
+        Raises the error of a fault that failed.
+        """
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -265,7 +273,7 @@ class Chaos:
 
     @property
     def running(self) -> bool:
-        """There may be more to come."""
+        """Whether more faults or marks may come."""
         return self._thread.is_alive()
 
     @property

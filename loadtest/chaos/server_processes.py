@@ -32,7 +32,10 @@ _LOOKS, _LOOK_S = 10, 0.05
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """started: clock ticks since boot; with the pid it names one process for ever."""
+    """A process of the server.
+
+    started: clock ticks since boot; with the pid, started names one process for ever.
+    """
 
     pid: int
     parent: int
@@ -40,7 +43,8 @@ class ServerProcess:
     title: str
 
     def send(self, number: signal.Signals) -> bool:
-        """False if it has ended; a later process of the same pid is never hit. Raises RunError."""
+        """Send a signal. Returns False if the process has ended; a later process of the same pid is
+        never hit. Raises RunError."""
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(self.pid)
             try:
@@ -73,16 +77,19 @@ TARGETS: dict[str, Callable[[ServerProcess], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServerInstance:
-    """session: part of the command lines of its raylets. root: the process that listens, for a
+    """The processes of one server instance on this machine.
+
+    session: part of the command lines of its raylets. root: the process that listens, for a
     server without Ray, whose descendants then are the instance. port: where it listens, and
-    where its successor will."""
+    where its successor will.
+    """
 
     session: str | None
     root: ServerProcess
     port: int
 
     def processes(self) -> list[ServerProcess]:
-        """All that live now, the eldest first."""
+        """Return all live processes, the eldest first."""
         table = _table()
         if self.session is None:
             roots = [p.pid for p in self._servers(table)]
@@ -104,13 +111,13 @@ class ServerInstance:
         return sorted(found.values(), key=lambda p: (p.started, p.pid))
 
     def find(self, target: str) -> list[ServerProcess]:
-        """The target's live processes; `server` is the one that listens."""
+        """Return the target's live processes; `server` is the one that listens."""
         if target == "server":
             return self._servers({p.pid: p for p in self.processes()})
         return [p for p in self.processes() if TARGETS[target](p)]
 
     def _servers(self, table: dict[int, ServerProcess]) -> list[ServerProcess]:
-        """The process of the table that listens: the first one while it lives, then another."""
+        """Return the listening process of the table: the first one while it lives, then another."""
         first = table.get(self.root.pid)
         if first is not None and first.started == self.root.started:
             return [first]
@@ -119,7 +126,8 @@ class ServerInstance:
 
 
 def instance_at(url: str) -> ServerInstance:
-    """The instance that answers at a URL. Raises ScenarioError if it is not on this machine."""
+    """Find the instance that answers at a URL. Raises ScenarioError if it is not on this
+    machine."""
     if not Path("/proc/net/tcp").exists():
         raise ScenarioError("faults need Linux: processes are found in /proc")
     parts = urlsplit(url)
@@ -153,7 +161,7 @@ def _session(process: ServerProcess) -> str | None:
 
 
 def _is_here(host: str) -> bool:
-    """Only an address of this machine can be bound."""
+    """Whether a host is this machine: only an address of this machine can be bound."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -166,7 +174,7 @@ def _is_here(host: str) -> bool:
 
 
 def _listeners(port: int) -> list[int]:
-    """Pids of the processes that listen on a TCP port."""
+    """Return the pids of the processes that listen on a TCP port."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         path = Path("/proc/net", table)
@@ -193,7 +201,7 @@ def _table() -> dict[int, ServerProcess]:
 
 
 def _read(pid: int) -> ServerProcess | None:
-    """None for one that has ended, zombies included."""
+    """Read a process; None for one that has ended, zombies included."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         title = Path(f"/proc/{pid}/cmdline").read_bytes()

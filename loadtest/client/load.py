@@ -32,7 +32,8 @@ _REFUSED_PAUSE_S = 0.1
 
 
 class ClientProgress(msgspec.Struct):
-    """How far one client process is. Counts since its start; ttft, late: since the last look."""
+    """The progress of one client process. Counts since its start; ttft, late: since the last
+    look."""
 
     phase: str = ""
     sent: dict[str, int] = {}
@@ -48,7 +49,10 @@ class ClientProgress(msgspec.Struct):
 
 
 class LoadClient:
-    """sink(record): every request ends there once, in the order of their ends."""
+    """A client that sends a plan's requests and records each.
+
+    sink: called with every request's record once, in the order of the requests' ends.
+    """
 
     def __init__(
         self,
@@ -60,9 +64,12 @@ class LoadClient:
         barrier: Callable[[], Awaitable[float]] | None = None,
         proxies: Sequence[int] = (),
     ) -> None:
-        """references: compare answers with them. keep: take each answer. barrier: the time at which
+        """Make a client that has sent nothing yet.
+
+        references: compare answers with them. keep: take each answer. barrier: the time at which
         all processes of a run begin the next phase, where that hangs on answers. proxies: ports on
-        this machine to connect to instead of the servers."""
+        this machine to connect to instead of the servers.
+        """
         self._target = target
         self._sink, self._references, self._keep = sink, references, keep
         self._barrier = barrier
@@ -94,7 +101,7 @@ class LoadClient:
         self._stop.set()
 
     async def run(self, plans: list[PhasePlan], origin: float) -> None:
-        """All phases. origin: time 0 of the records on time.monotonic(), not in the past."""
+        """Run all phases. origin: time 0 of the records on time.monotonic(), not in the past."""
         self._origin = origin
         gc.collect()
         gc.freeze()  # what has been built stays; a collection over it would show as lateness
@@ -137,7 +144,7 @@ class LoadClient:
             pool.close()
 
     async def _phase(self, plan: PhasePlan, begin: float) -> float:
-        """Runs a phase that starts at `begin`; returns when the next one starts."""
+        """Run a phase that starts at `begin`; return when the next one starts."""
         if plan.concurrency is not None:
             await self._wait(begin)
             await self._closed(plan, begin)
@@ -162,7 +169,8 @@ class LoadClient:
         return end
 
     async def _together(self, least: float) -> float:
-        """When the next phase begins, after one that took as long as its answers."""
+        """Agree on the start of the next phase, after a phase that lasted as long as its
+        answers."""
         if self._barrier is None or self._stop.is_set():
             return max(least, clock())
         together, stopped = asyncio.ensure_future(self._barrier()), self._stopped()
@@ -178,7 +186,7 @@ class LoadClient:
         return asyncio.ensure_future(self._stop.wait())
 
     async def _wait(self, until: float) -> None:
-        """Until then, or until stop()."""
+        """Wait until a time on the clock, or until stop()."""
         if (left := until - clock()) <= 0:
             await asyncio.sleep(0)
         elif left < 0.2:
@@ -195,7 +203,7 @@ class LoadClient:
             await asyncio.sleep(0.02)
 
     def _visit(self, plan: PhasePlan, visit: Visit, turn: int, intended: float) -> None:
-        """Send one turn of a visit; its answer sets off the next."""
+        """Send one turn of a visit; the answer sets off the next turn."""
         session = visit.index if visit.thinks else None
         after: Callable[[float], None] | None = None
         if turn < len(visit.thinks):
@@ -212,7 +220,8 @@ class LoadClient:
             self._visit(plan, visit, turn, due)
 
     async def _closed(self, plan: PhasePlan, begin: float) -> None:
-        """`concurrency` requests at any time, until the phase's time or its requests are over."""
+        """Keep `concurrency` requests in flight, until the phase's time or its requests are
+        over."""
         assert plan.concurrency is not None
         numbers = iter(range(plan.requests)) if plan.requests is not None else count()
         end = None if plan.seconds is None else begin + plan.seconds
@@ -353,7 +362,7 @@ class LoadClient:
             progress.ttft.append(attempt.first_token)
 
     async def _sweep(self) -> None:
-        """Ends requests that wait too long: one look at all, instead of a timer for each."""
+        """End the requests that wait too long; one look at all replaces a timer for each."""
         target = self._target
         while True:
             await asyncio.sleep(_SWEEP_S)
@@ -367,7 +376,8 @@ class LoadClient:
                     attempt.fail("timeout", f"not done after {target.timeout:g} s", now)
 
     async def _watch_cpu(self) -> None:
-        """cpu_share: the highest over any five seconds, or over the whole of a shorter run."""
+        """Update cpu_share: the highest over any five seconds, or over the whole of a shorter
+        run."""
         samples = deque([(clock(), time.process_time())])
         try:
             while True:

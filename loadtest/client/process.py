@@ -32,8 +32,8 @@ _FLUSH_BYTES = 2**20
 
 
 class ClientAssignment(msgspec.Struct, kw_only=True):
-    """What to run. scenario: its text; folder: for its paths. results: folder to write into, where
-    `records` has a RequestRecord a line.
+    """The work of a client process. scenario: its text; folder: for its paths. results: the folder
+    to write into, where `records` has a RequestRecord a line.
 
     references: compare with this file. proxies: see LoadClient. keep: write the answers to `kept`.
     """
@@ -51,7 +51,7 @@ class ClientAssignment(msgspec.Struct, kw_only=True):
 
 
 class StartSignal(msgspec.Struct):
-    """at: a time on the monotonic clock."""
+    """The order to start. at: a time on the monotonic clock."""
 
     at: float
 
@@ -82,7 +82,7 @@ def _say(message: Message) -> None:
 
 
 class _Records:
-    """The records' file, written in large pieces."""
+    """The file of records, written in large pieces."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
@@ -174,7 +174,7 @@ async def _listen(
 
 
 def main() -> None:
-    """Reads the order and runs it."""
+    """Read the assignment and run it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:  # a connection for each request under way
         with contextlib.suppress(ValueError, OSError):
@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def _first_line() -> bytes:
-    """Without a buffer: what follows is the event loop's to read."""
+    """Read a line from stdin without a buffer: the event loop reads what follows."""
     line = bytearray()
     while not line.endswith(b"\n"):
         if not (piece := os.read(0, 1)):

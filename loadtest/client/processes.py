@@ -1,4 +1,4 @@
-"""The client processes of a run, as their parent sees them: on this machine, or Ray's nodes."""
+"""The client processes of a run, as their parent sees them: on this machine, or on Ray's nodes."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,11 @@ _READY_TIMEOUT_S = 300.0
 
 
 class ProcessConnection(Protocol):
-    """The connection to a client process (process.py). offset: what its clock shows more than ours.
-    where: another machine's name, and how well its clock is known."""
+    """The connection to a client process (process.py).
+
+    offset: how far the process's clock is ahead of this process's.
+    where: another machine's name, and how well its clock is known.
+    """
 
     offset: float
     where: str
@@ -39,24 +42,27 @@ class ProcessConnection(Protocol):
     def write(self, line: bytes) -> None: ...
 
     async def readline(self) -> bytes:
-        """b"" when there are no more."""
+        """Read the next line; b"" after the last."""
         ...
 
     def stop(self) -> None:
-        """Let it hang up and write what it has."""
+        """Ask the client process to hang up and write its records."""
         ...
 
     async def end(self) -> None:
-        """It is gone when this returns."""
+        """End the client process, and return when it is gone."""
         ...
 
     async def file(self, name: str) -> Path | None:
-        """What it has written, `records` or `kept`; None if it has not. After its last line."""
+        """Return the file `records` or `kept` of the client process; None if it wrote none.
+
+        Legal after its last line.
+        """
         ...
 
 
 class LocalProcess:
-    """A ProcessConnection to a process on this machine. folder: for its files."""
+    """A ProcessConnection to a process on this machine. folder: for the process's files."""
 
     offset = 0.0
     where = ""
@@ -115,7 +121,7 @@ class LocalProcess:
 
 
 class Worker:
-    """One client process. over: it has finished, or died."""
+    """A client process and its state. over: whether it has finished, or died."""
 
     def __init__(self, connection: ProcessConnection, assignment: ClientAssignment) -> None:
         self.connection = connection
@@ -127,14 +133,14 @@ class Worker:
         self._decode = msgspec.json.Decoder(Message).decode
 
     async def start(self) -> None:
-        """Start it and wait until it has its part of the plan. Raises RunError."""
+        """Start the process and wait until it has its part of the plan. Raises RunError."""
         async with asyncio.timeout(_READY_TIMEOUT_S):
             await self.connection.start(self._assignment)
             if not isinstance(await self._message(), ClientReady):
                 raise RunError("a client process did not start; its message is above")
 
     def go(self, at: float) -> None:
-        """at: on our clock."""
+        """Send the start signal. at: a time on this process's clock."""
         self.connection.write(msgspec.json.encode(StartSignal(at + self.connection.offset)) + b"\n")
 
     async def _message(self) -> Message | None:
@@ -142,7 +148,10 @@ class Worker:
         return self._decode(line) if line.strip() else None
 
     async def listen(self, show: Callable[[], None], meet: Callable[[], None]) -> None:
-        """Until it has finished, or died."""
+        """Read the process's messages until it has finished, or died.
+
+        show: called after progress. meet: called when the process waits at a barrier or is over.
+        """
         while (message := await self._message()) is not None:
             if isinstance(message, ProgressReport):
                 self.progress = message.progress

@@ -1,5 +1,5 @@
-"""Were the answers right? A reference file has the answer to each question of a scenario, made by a
-quiet run, one request at a time, or by anything else that writes its lines:
+"""Verification: compares a scenario's answers with those of a reference file. Such a file is made
+by a quiet run, one request at a time, or by anything else that writes its lines:
 
     {"key": "...", "text": "...", "token_ids": [...], "finish_reason": "length"}
 
@@ -19,7 +19,7 @@ from loadtest.measure.records import RequestRecord, Verified
 
 
 class ReceivedAnswer:
-    """What was received: pieces of text, and ids unless a piece came without."""
+    """A received answer: pieces of text, and ids unless a piece came without."""
 
     __slots__ = ("ids", "texts")
 
@@ -40,7 +40,7 @@ class ReceivedAnswer:
 
 
 class Reference(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a reference file. pieces: the text as its chunks had it."""
+    """One line of a reference file. pieces: the answer's text, chunk by chunk."""
 
     key: str
     text: str
@@ -56,7 +56,7 @@ def reference_of(key: str, record: RequestRecord, answer: ReceivedAnswer) -> Ref
 
 
 def read_references(path: Path) -> dict[str, Reference]:
-    """By key. Raises ScenarioError with the line."""
+    """Read a reference file, by key. Raises ScenarioError with the line."""
     decode = msgspec.json.Decoder(Reference).decode
     found: dict[str, Reference] = {}
     try:
@@ -83,7 +83,7 @@ def write_references(references: list[Reference], path: Path) -> None:
 def check(
     record: RequestRecord, answer: ReceivedAnswer, reference: Reference | None
 ) -> RequestRecord:
-    """The record with `verified`; "not checked" without a reference, and where nothing came."""
+    """Return the record with `verified`; "not checked" without a reference or an answer."""
     if reference is None or not (record.ok or answer.texts):
         return record
     whole = record.ok
@@ -98,7 +98,10 @@ def check(
 def count_slips(
     record: RequestRecord, answer: ReceivedAnswer, reference: Reference
 ) -> RequestRecord:
-    """A whole but different answer's record with what is missing or doubled. Slow: afterwards."""
+    """Return the record of a whole but different answer with its missing and doubled tokens.
+
+    Slow, so called after the run.
+    """
     got, want = _comparable(answer, reference)
     if isinstance(got, str):
         if not reference.pieces:
@@ -123,7 +126,7 @@ def _comparable(
 
 
 def slips(got: Sequence[Any], want: Sequence[Any]) -> tuple[int, int]:
-    """(tokens of `want` that are not in `got`, tokens that `got` has once more than `want`).
+    """Count (tokens of `want` that are not in `got`, tokens that `got` has once more than `want`).
 
     Only where the rest agrees: a text that took another way has no tokens lost.
     """

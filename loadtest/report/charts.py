@@ -19,8 +19,11 @@ _CHAR = 6.1  # mean width of a character at the 11 px of labels
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points in order of x. area: filled to zero. step: holds each value until the next x.
-    gap: a line is not drawn between points that are further apart."""
+    """The points of a chart in order of x.
+
+    area: filled to zero. step: holds each value until the next x.
+    gap: the distance of points beyond which no line is drawn.
+    """
 
     label: str
     xs: Sequence[float]
@@ -53,7 +56,7 @@ class ChartPanel:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line. tag: what is written at its top."""
+    """A vertical line. tag: the text at its top."""
 
     x: float
     tag: str
@@ -68,7 +71,7 @@ class Band:
 
 
 def number(value: float) -> str:
-    """At most three significant digits: 0, 0.25, 12, 3.4k, 1.2M."""
+    """Format a number with at most three significant digits: 0, 0.25, 12, 3.4k, 1.2M."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -79,7 +82,7 @@ def number(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """Seconds as 0, 850 µs, 12 ms, 1.5 s, 3 min."""
+    """Format seconds as 0, 850 µs, 12 ms, 1.5 s, 3 min."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -93,7 +96,7 @@ def duration(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A share as 99.5%."""
+    """Format a share as 99.5%."""
     return f"{value * 100:.4g}%"
 
 
@@ -105,7 +108,7 @@ def line_chart(
     name: str,
     limits: Sequence[Mark] = (),
 ) -> str:
-    """One plot. name: for screen readers. limits: vertical lines, such as an SLO's."""
+    """Draw one plot. name: for screen readers. limits: vertical lines, such as an SLO's."""
     width, height = 340, 240
     body = _Plot(series, x, y, width, height, top=14, bottom=44 if x.label else 26).draw(limits)
     return _svg(width, height, name, body)
@@ -120,7 +123,8 @@ def timeline(
     marks: Sequence[Mark] = (),
     bands: Sequence[Band] = (),
 ) -> str:
-    """Panels below one another over the same seconds; marks and bands go through all of them."""
+    """Draw panels below one another over the same seconds; marks and bands go through all of
+    them."""
     x = Axis("seconds", low=0.0, high=max(end, 1e-3))
     marks = sorted(marks, key=lambda mark: mark.x)
     parts, top = [], 30 if marks else 8
@@ -169,7 +173,7 @@ class Range:
 
 
 def ranges(rows: Sequence[Range], *, name: str, width: int) -> str:
-    """Horizontal intervals around zero, for relative changes."""
+    """Draw horizontal intervals around zero, for relative changes."""
     if not rows:
         return ""
     reach = max(0.01, *(abs(v) for r in rows for v in (r.low, r.high)))
@@ -200,7 +204,7 @@ def ranges(rows: Sequence[Range], *, name: str, width: int) -> str:
 
 
 def ticks_of(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers (1, 2, 5 times a power of ten) within [low, high]."""
+    """Return round numbers (1, 2, 5 times a power of ten) within [low, high]."""
     span = high - low
     if span <= 0 or not math.isfinite(span):
         return [low]
@@ -212,7 +216,7 @@ def ticks_of(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks_of(low: float, high: float) -> list[float]:
-    """Powers of ten; with 2 and 5 between them where there is room for these."""
+    """Return powers of ten; with 2 and 5 between them where there is room for these."""
     if high / low > 300:
         steps: tuple[int, ...] = (1,)
     elif high / low > 12:
@@ -228,7 +232,7 @@ def log_ticks_of(low: float, high: float) -> list[float]:
 
 
 class _Plot:
-    """The mapping from values to pixels, and what is drawn with it."""
+    """The mapping from values to pixels, and the drawing of a plot."""
 
     def __init__(
         self,
@@ -362,7 +366,7 @@ def _share(value: float, low: float, high: float, log: bool) -> float:
 
 
 def _range(axis: Axis, values: Sequence[float], zero: bool = False) -> tuple[float, float]:
-    """The ends of an axis, never equal."""
+    """Return the ends of an axis, never equal."""
     if axis.log:
         values = [v for v in values if v > 0] or [1e-3, 1.0]
         low = axis.low if axis.low is not None else min(values) / 1.05
@@ -380,7 +384,7 @@ def _wide(title: str) -> float:
 
 
 def _legend(series: Sequence[Series], right: float, y: float, left: float) -> str:
-    """Labels from the right end on; those without room are left to the tooltips."""
+    """Draw labels from the right end on; those without room are left to the tooltips."""
     parts, at = [], right
     for one in reversed([s for s in series if s.label]):
         length = _CHAR * len(one.label)

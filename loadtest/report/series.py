@@ -1,4 +1,4 @@
-"""From request records to the arrays that are drawn and compared. Seconds everywhere."""
+"""The arrays that reports draw and compare, computed from request records. Seconds everywhere."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class SavedRun:
-    """A run's folder, read. records: without warm-up."""
+    """A run that was read from its folder. records: without warm-up."""
 
     path: Path
     summary: Summary
@@ -37,7 +37,8 @@ class SavedRun:
 
 
 def read_run(folder: Path) -> SavedRun:
-    """Raises ScenarioError for a folder that no run has written, or that is damaged."""
+    """Read a run's folder. Raises ScenarioError for one that no run has written, or that is
+    damaged."""
     try:
         summary = read_summary(folder / "summary.json")
         records = [r for r in read_records(folder / "requests.jsonl") if not r.warmup]
@@ -49,7 +50,7 @@ def read_run(folder: Path) -> SavedRun:
 
 
 def values(records: Iterable[RequestRecord], metric: str) -> Floats:
-    """The values that percentiles are taken of: one a success, or for itl one a token."""
+    """Return the values that percentiles are taken of: one a success, or for itl one a token."""
     good = (r for r in records if r.ok and not r.slow_reader)
     if metric == "itl":
         parts = [_per_token(r) for r in good]
@@ -64,8 +65,11 @@ def _per_token(record: RequestRecord) -> Floats:
 
 
 def cdf(sample: Floats) -> tuple[list[float], list[float]]:
-    """(value, share at most that value), with more points where the tail is. From 0.4 % on:
-    one token that came with the one before it must not squeeze all others into a corner."""
+    """Return (value, share at most that value), with more points where the tail is.
+
+    The points begin at 0.4 %: one token that came with the one before it must not squeeze all
+    others into a corner.
+    """
     if not len(sample):
         return [], []
     shares = np.unique(
@@ -76,7 +80,9 @@ def cdf(sample: Floats) -> tuple[list[float], list[float]]:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """edges: [n] bin starts. Rates are a second, of requests or tokens; in_flight: mean of a bin.
+    """The course of a run, in bins.
+
+    edges: [n] bin starts. Rates are a second, of requests or tokens; in_flight: mean of a bin.
 
     ttft: {percentile: (seconds, values)} by intended send. errors: rate by class.
     replicas: how many answered in a bin; empty if the server does not tell.
@@ -95,7 +101,7 @@ class Timeline:
 
 
 def timeline_of(records: Sequence[RequestRecord], bins: int = 150) -> Timeline:
-    """What happened when, in bins of a round length."""
+    """Count the run's events in bins of a round length."""
     end = max((r.end_s for r in records), default=1.0)
     width = next(
         (w for w in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 600) if end / w <= bins), 3600.0
@@ -140,7 +146,7 @@ def timeline_of(records: Sequence[RequestRecord], bins: int = 150) -> Timeline:
 
 
 def _in_flight(records: Sequence[RequestRecord], edges: Floats) -> list[float]:
-    """Mean number of requests under way, from the time that each spends in each bin."""
+    """Return the mean number of requests in flight in each bin."""
     sent = np.sort([r.sent_s for r in records if r.sent_s is not None])
     ended = np.sort([r.end_s for r in records if r.sent_s is not None])
 
@@ -163,5 +169,6 @@ def _replicas(records: Sequence[RequestRecord], edges: Floats) -> list[float]:
 
 
 def silences(records: Iterable[RequestRecord], longer_than: float) -> list[tuple[float, float]]:
-    """(start, end) of the stretches beyond so many seconds in which requests waited in vain."""
+    """Return (start, end) of the stretches beyond so many seconds in which requests waited in
+    vain."""
     return [(start, end) for start, end in service_gaps(records) if end - start > longer_than]

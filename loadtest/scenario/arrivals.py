@@ -29,12 +29,14 @@ Segment = tuple[float, float, float]  # seconds, requests/s at its start, reques
 
 
 def rng_of(seed: int, *what: object) -> random.Random:
-    """A generator of its own for each purpose. Text seeds go through SHA-512: alike everywhere."""
+    """Return a generator of its own for each purpose. Text seeds go through SHA-512: alike
+    everywhere."""
     return random.Random("/".join(map(str, (seed, *what))))
 
 
 def unit_gaps(cv: float, rng: random.Random) -> Iterator[float]:
-    """Gaps of mean 1 and standard deviation cv, for ever. cv 1: exponential. cv 0: 0, then 1s."""
+    """Yield gaps of mean 1 and standard deviation cv, for ever. cv 1: exponential. cv 0: 0, then
+    1s."""
     if cv == 0:
         yield 0.0
         yield from repeat(1.0)
@@ -48,7 +50,7 @@ def unit_gaps(cv: float, rng: random.Random) -> Iterator[float]:
 
 
 def through(segments: Iterable[Segment], gaps: Iterable[float]) -> Iterator[float]:
-    """Times at which the cumulated rate of `segments` reaches the sums of `gaps`, if it does."""
+    """Yield the times at which the cumulated rate of `segments` reaches the sums of `gaps`."""
     parts = iter(segments)
     start, mass = 0.0, 0.0  # where the current segment begins, in seconds and in requests
     seconds, low, high = next(parts)
@@ -69,7 +71,8 @@ def _mass(seconds: float, low: float, high: float) -> float:
 
 
 def _invert(mass: float, seconds: float, low: float, high: float) -> float:
-    """The time after which a rate going from low to high over `seconds` has summed up to `mass`."""
+    """Return the time after which a rate going from low to high over `seconds` has summed to
+    `mass`."""
     if mass <= 0:
         return 0.0
     slope = 0.0 if math.isinf(seconds) else (high - low) / seconds
@@ -84,17 +87,17 @@ def constant(rate: float) -> Iterator[Segment]:
 
 
 def ramp(first: float, last: float, seconds: float) -> Iterator[Segment]:
-    """From one rate to another, and on at the last."""
+    """Return the segments of a rate that goes from first to last, and stays at last."""
     return iter([(seconds, first, last), (math.inf, last, last)])
 
 
 def steps(rates: Iterable[float], seconds: float) -> Iterator[Segment]:
-    """Each rate for so long, then the end."""
+    """Yield each rate for so many seconds, then end."""
     return iter([(seconds, rate, rate) for rate in rates])
 
 
 def bursts(rate: float, on: float, off: float, between: float = 0.0) -> Iterator[Segment]:
-    """`rate` for `on` seconds, `between` for `off` seconds, again and again."""
+    """Yield `rate` for `on` seconds and `between` for `off` seconds, again and again."""
     return cycle([(on, rate, rate), (off, between, between)])
 
 
@@ -106,7 +109,7 @@ def schedule(
     duration: float | None,
     requests: int | None,
 ) -> list[float]:
-    """Send times, ascending from 0 s, until the duration, the count or the segments end."""
+    """Return send times, ascending from 0 s, until the duration, the count or the segments end."""
     times = through(segments, unit_gaps(cv, rng))
     if duration is not None:
         times = takewhile(lambda t: t < duration, times)
@@ -114,7 +117,10 @@ def schedule(
 
 
 class TraceRow(NamedTuple):
-    """t: seconds from the trace's first request. blocks: ids of 512-token prefix blocks."""
+    """A request of a recorded load.
+
+    t: seconds from the trace's first request. blocks: ids of 512-token prefix blocks.
+    """
 
     t: float
     input: int
@@ -126,7 +132,7 @@ TRACE_BLOCK = 512
 
 
 def read_trace(path: Path, speed: float = 1.0) -> list[TraceRow]:
-    """A recorded load, in the order of time; `speed` 2 plays it in half the time.
+    """Read a recorded load, in the order of time; `speed` 2 plays it in half the time.
 
     JSONL as Mooncake writes it (timestamp in ms, input_length, output_length, hash_ids) or as
     Azure does (TIMESTAMP, ContextTokens, GeneratedTokens), or Azure's CSV. Raises ScenarioError

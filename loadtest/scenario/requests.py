@@ -41,7 +41,7 @@ SHAREGPT_OUTPUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class NamedWorkload:
-    """A workload. ids: token ids are sent, not a chat. prefix: (groups, tokens) shared."""
+    """A named workload. ids: token ids are sent, not a chat. prefix: (groups, tokens) shared."""
 
     about: str
     input: Length | None = None
@@ -132,19 +132,21 @@ class RequestSpec(NamedTuple):
         return msgspec.json.encode(fields)
 
     def key(self) -> str:
-        """The same for the same question, streamed or not, from any tenant."""
+        """Return the key of a question, alike for any tenant, streamed or not."""
         data = msgspec.json.encode([self.path, self.fields])
         return blake2b(data, digest_size=12).hexdigest()
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same request must get the same answer again: greedy, or sampled with a
-        seed."""
+        """Whether a repeated request must get an equal answer: greedy, or sampled with a seed."""
         return self.fields.get("temperature") == 0 or self.fields.get("seed") is not None
 
 
 class RequestGenerator:
-    """The requests of one phase. first: the named lists of workloads.py begin here as they are."""
+    """The generator of one phase's requests.
+
+    first: whether the phase begins with the lists of workloads.py as they are.
+    """
 
     def __init__(
         self,
@@ -176,7 +178,8 @@ class RequestGenerator:
         return not self._named.ids
 
     def spec(self, index: int, first: int | None = None) -> RequestSpec:
-        """Request `index`. first: index of its conversation's first turn, which it continues."""
+        """Return request `index`. first: index of its conversation's first turn, which it
+        continues."""
         work = self._work
         tenant = self._tenant(index if first is None else first)
         output = self._output(index, tenant)
@@ -247,7 +250,8 @@ class RequestGenerator:
         return workloads.build(self._work.name, seed)
 
     def _listed(self, index: int) -> workloads.Request | None:
-        """The request of a list in workloads.py, unless the scenario sets lengths of its own."""
+        """Return the request of a list in workloads.py, unless the scenario sets lengths of its
+        own."""
         if self._trace or self._work.name not in workloads.WORKLOADS:
             return None
         number, length = index // self._work.copies, len(self._list(0))
@@ -331,7 +335,7 @@ def _pick(sums: list[float], rng: random.Random) -> int:
 
 
 def _picker(adapters: "AdapterMix | None") -> Callable[[int, random.Random], str]:
-    """(index, rng) -> an adapter's name, "" for the base model."""
+    """Return (index, rng) -> an adapter's name, "" for the base model."""
     if adapters is None:
         return lambda index, rng: ""
     names, base, kind = adapters.all_names(), adapters.base, adapters.choice
@@ -348,7 +352,7 @@ def _picker(adapters: "AdapterMix | None") -> Callable[[int, random.Random], str
 def _prefixes(
     prefix: "Prefix | None", named: NamedWorkload
 ) -> tuple[Callable[[random.Random], int] | None, int]:
-    """(rng -> group, tokens of a prefix)."""
+    """Return (rng -> group, tokens of a prefix)."""
     if prefix is None and named.prefix is None:
         return None, 0
     if prefix is None:

@@ -29,7 +29,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def seconds(value: object) -> float:
-    """A duration in seconds. Raises ValueError for anything else."""
+    """Parse a duration into seconds. Raises ValueError for anything else."""
     if isinstance(value, bool):
         raise ValueError("a duration is seconds, or text such as 500ms, 30s, 5m")
     if isinstance(value, int | float):
@@ -66,7 +66,7 @@ class _Model(BaseModel):
 
 
 class Target(_Model):
-    """An OpenAI-compatible server. model None: the first that /v1/models names."""
+    """An OpenAI-compatible server. model: None for the first that /v1/models names."""
 
     url: str | list[str] = "http://127.0.0.1:8000"
     model: str | None = None
@@ -148,7 +148,10 @@ class Trace(_Model):
 
 
 class Closed(_Model):
-    """So many at any time: each answer starts the next request. Hides a server's stalls."""
+    """A closed loop of so many requests at a time: each answer starts the next request.
+
+    Such a load hides a server's stalls.
+    """
 
     kind: Literal["closed"]
     concurrency: Annotated[int, Field(ge=1, le=100_000)]
@@ -170,7 +173,11 @@ Arrivals = Annotated[
 
 
 class AdapterMix(_Model):
-    """names, or `count` of them from a pattern such as lora-{}. base: share without any adapter."""
+    """The adapters that requests name.
+
+    names: the names, or `count` of them from a pattern such as lora-{}.
+    base: the share of requests without any adapter.
+    """
 
     names: list[str] = []
     count: Annotated[int, Field(ge=1, le=100_000)] | None = None
@@ -201,7 +208,7 @@ class Tenant(_Model):
 
 
 class Prefix(_Model):
-    """The first `tokens` of each prompt are one of `groups` shared ones."""
+    """Shared prefixes: the first `tokens` of each prompt are one of `groups` shared ones."""
 
     groups: Annotated[int, Field(ge=1, le=1_000_000)] = 8
     tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 512
@@ -210,7 +217,7 @@ class Prefix(_Model):
 
 
 class Cancels(_Model):
-    """Hang up after so many chunks (a stream) or so long (a unary answer)."""
+    """Requests that hang up after so many chunks (a stream) or so long (a unary answer)."""
 
     share: Share
     after_chunks: Lengths = parse_length([1, 32])
@@ -218,21 +225,22 @@ class Cancels(_Model):
 
 
 class SlowReaders(_Model):
-    """Take 1 KiB, then nothing for `pause`."""
+    """Requests that read 1 KiB, then nothing for `pause`."""
 
     share: Share
     pause: Duration = 0.1
 
 
 class JsonSchema(_Model):
-    """This share of requests must answer in a JSON schema. None: one of the shipped ones."""
+    """The share of requests that must answer in a JSON schema. json_schema: None for a shipped
+    one."""
 
     share: Share
     json_schema: dict[str, Any] | None = None
 
 
 class Workload(_Model):
-    """The requests' content. name: see `manta loadtest list`. input, output: instead of the
+    """The content of the requests. name: see `manta loadtest list`. input, output: instead of the
     workload's own lengths.
 
     copies: each request of a named list is sent so many times, each time with another prompt of the
@@ -309,7 +317,7 @@ Faults = Annotated[str, AfterValidator(chaos.check_syntax)]
 
 
 class Slo(_Model):
-    """A request is good if it keeps all of these. itl: its longest gap between chunks."""
+    """The limits that a good request keeps. itl: the request's longest gap between chunks."""
 
     ttft: Duration | None = None
     tpot: Duration | None = None
@@ -354,7 +362,7 @@ class Scenario(_Model):
 
 
 def read_key(path: Path) -> str:
-    """The first line of a key file. Raises ScenarioError."""
+    """Read the first line of a key file. Raises ScenarioError."""
     try:
         lines = path.read_text("utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
