@@ -63,6 +63,13 @@ def make_auth_token() -> None:
             file.write(secrets.token_hex(32))
 
 
+def send_auth_token() -> None:
+    """Let Ray's client send the token of this machine, where there is one and nothing else was
+    said: a Ray that `manta serve` started asks for it."""
+    if auth_token_source() is not None:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
 def asks_for_token() -> bool:
     """Whether Ray's processes started from here check the token.
 

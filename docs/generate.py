@@ -250,7 +250,8 @@ FIELDS_HEAD = """# Fields of requests
 [http.md](http.md) says what the fields mean. `python docs/generate.py` writes this page from the
 tables that the checks read (`deployments/api/fields/`). `/openapi.json` has them as schemas, with
 what is inside lists and objects, and `/docs` as a page. "Ignored, and named" is in
-`x-ignored-fields`, and so is each field that is not listed, unless `http.strict` refuses it. Null is what a field has that is left out.
+`x-ignored-fields`, and so is each field that is not listed, unless `http.strict` refuses it.
+Null is what a field has that is left out.
 """
 
 

@@ -6,7 +6,6 @@ are differences between two looks.
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from deployments.cli.console import out
 from deployments.cli.serving.cluster import Cluster
 from deployments.cli.serving.joining import ClusterError, join, rays_here
 from deployments.cli.serving.time_limit import within
-from deployments.environment import auth_token_source
+from deployments.environment import send_auth_token
 from deployments.observe.metrics import RouterMetrics, quantile
 from deployments.scaling.policy import ENGINE_PREFIX, ROUTER, scaling_decisions
 
@@ -96,8 +95,7 @@ def _join(address: str | None) -> None:
                 "several Ray clusters run on this machine; give the --address of one: "
                 + ", ".join(addresses)
             )
-        if auth_token_source() is not None:  # as a Ray that `manta serve` starts asks for it
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
+        send_auth_token()
         join(addresses[0])
     import ray.serve  # before its logger is told: it sets the level when it is imported
 

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from deployments import environment
 from deployments.cli import chat, status
 from deployments.cli.serving import joining
 from deployments.cli.serving.joining import ClusterError, join
@@ -195,7 +196,7 @@ def test_status_finds_the_ray_of_a_server_here(
 
     joined: list[str] = []
     monkeypatch.setattr(status, "join", joined.append)
-    monkeypatch.setattr(status, "auth_token_source", lambda: "here")
+    monkeypatch.setattr(environment, "auth_token_source", lambda: "here")
     monkeypatch.setattr(status, "Cluster", lambda _: SimpleNamespace(own=True, address=None))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with monkeypatch.context() as patch:
