@@ -1,0 +1,16 @@
+"""The served model from another job of the same Ray cluster: `python examples/ray_job.py`, with the
+two variables that `manta serve` prints. Manta has to be installed where the job runs."""
+
+import ray
+
+from deployments.client import Client
+
+ray.init(address="auto", log_to_driver=False)
+client = Client.connect()
+questions = ["What is a tide?", "What is a wave?"]
+for question in questions:
+    answer = client.chat([{"role": "user", "content": question}], max_tokens=40)
+    print(question, answer.text, f"({answer.usage.completion_tokens} tokens)", sep="\n", end="\n\n")
+for piece in client.stream("The sea is", max_tokens=20):
+    print(piece.text, end="", flush=True)
+print()

@@ -1,0 +1,70 @@
+"""examples/: the programs against a deployed application, and the configurations as read."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deployments.app import assemble
+from deployments.config.load import parse_config
+from tests.deployments.on_ray.serve_cluster import Cluster, fake_engine, tiny_model
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def test_each_file_is_in_the_list() -> None:
+    """An example that nobody finds."""
+    page = (EXAMPLES / "README.md").read_text("utf-8")
+    files = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")]
+    assert len(files) == 6 and all(f"({name})" in page for name in files)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_configuration_is_read(path: Path) -> None:
+    """A key that was renamed, and the example as it was."""
+    data = yaml.safe_load(path.read_text("utf-8"))
+    config = parse_config(data, {}, check_files=False)  # folders and a hub's model are elsewhere
+    assert len(config.models or [""]) == len(data.get("models", [""]))
+
+
+@pytest.fixture(scope="module")
+def served(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    from ray import serve
+
+    folder = tmp_path_factory.mktemp("examples")
+    config = parse_config(
+        {
+            "model": str(tiny_model(folder / "tiny")),
+            "pools": {"cpu": {"replicas": 1, "num_cpus": 0.5}},
+            "router": {"replicas": 1},
+            "limits": {"drain_seconds": 2.0},
+            "batch": {"folder": str(folder / "batches")},
+        },
+        {},
+    )
+    serve.run(assemble(config, fake_engine), name="manta", route_prefix="/")
+    yield shared_cluster
+    serve.delete("manta")
+
+
+@pytest.mark.serve
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shown"), [("chat", "60 tokens"), ("ray_job", "(40 tokens)"), ("batch", "question-9")]
+)
+def test_a_program_runs(served: Cluster, name: str, shown: str) -> None:
+    """A sample that ends in a traceback is the first thing that a new user sees."""
+    url = f"http://127.0.0.1:{served.port}/v1"
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), url],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RAY_ADDRESS": served.address, "PYTHONPATH": str(EXAMPLES.parent)},
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert shown in done.stdout
