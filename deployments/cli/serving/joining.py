@@ -6,6 +6,7 @@ import logging
 import socket
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +28,13 @@ class ClusterError(MantaError):
     code = "cluster_error"
 
 
+def _commands(processes: Path = Path("/proc")) -> Iterator[list[bytes]]:
+    """Yield the arguments of each process of this machine."""
+    for entry in processes.glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            yield entry.read_bytes().split(b"\0")
+
+
 def running_here() -> str | None:
     """The address that `ray start` has left for this machine, if that cluster still runs."""
     try:
@@ -34,24 +42,21 @@ def running_here() -> str | None:
     except OSError:
         return None
     flags = {f"--gcs-address={address}".encode(), f"--address={address}".encode()}
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if flags & set(entry.read_bytes().split(b"\0")):
-                return address
-    return None
+    return address if any(flags & set(arguments) for arguments in _commands()) else None
 
 
 def rays_here(processes: Path = Path("/proc")) -> list[str]:
     """Return the addresses of all clusters that have a node on this machine, whoever started them,
     sorted."""
-    found: set[str] = set()
-    for entry in processes.glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            arguments = entry.read_bytes().split(b"\0")
-            if arguments[0].endswith(b"/raylet"):
-                start = b"--gcs-address="
-                found |= {a[len(start) :].decode() for a in arguments if a.startswith(start)}
-    return sorted(found)
+    start = b"--gcs-address="
+    addresses = {
+        argument.removeprefix(start).decode()
+        for arguments in _commands(processes)
+        if arguments[0].endswith(b"/raylet")
+        for argument in arguments
+        if argument.startswith(start)
+    }
+    return sorted(addresses)
 
 
 def join(address: str) -> None:
