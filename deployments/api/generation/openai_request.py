@@ -22,7 +22,7 @@ from deployments.api.generation.fields import (
     take_word,
 )
 from deployments.api.generation.messages import check_messages
-from deployments.api.generation.sampling import add_bad_words, sampling_params
+from deployments.api.generation.sampling import add_bad_words, bad_words_size, sampling_params
 from deployments.api.http.errors import invalid, shown, wrong_type
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
@@ -176,7 +176,7 @@ async def chat_call(
         return call
 
     try:
-        return await in_thread(work, size)
+        return await in_thread(work, size + bad_words_size(body))
     except TooManyTokens as error:
         raise too_many_tokens(error, "messages") from None
     except InvalidRequest as error:
@@ -260,7 +260,8 @@ async def completion_call(
     card = await find_model(body.get("model"), backend, caller)
     refuse_tools(body)
     echo = take_bool(body, "echo")
-    call = _common(body, card, backend, chat=False, max_tokens=max_tokens)
+    common = functools.partial(_common, body, card, backend, chat=False, max_tokens=max_tokens)
+    call = await in_thread(common, bad_words_size(body))
     call.ignored = ignored + call.ignored
     call.echo = echo
     if call.params.max_tokens == 0:
@@ -454,7 +455,8 @@ def _stream_options(value: Any, stream: bool) -> tuple[bool, bool, list[str]]:
         if value.get(name) is not None and not isinstance(value[name], bool):
             raise wrong_type(f"stream_options.{name}", "true or false")
     others = name_fields((name for name in value if name not in _USAGE), "stream_options.")
-    return bool(value.get(_USAGE[0])), bool(value.get(_USAGE[1])), others
+    at_end, in_each = (bool(value.get(name)) for name in _USAGE)
+    return at_end, in_each, others
 
 
 def check_choices(call: OpenAIRequest, options: ApiOptions) -> None:

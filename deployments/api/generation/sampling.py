@@ -19,6 +19,7 @@ from engine.sampling_params import (
 )
 from engine.text.tokenizer import Tokenizer
 
+_WORD_CHARS = 64  # a word is encoded three times, each with the overhead of a call
 _AS_GIVEN = SAMPLING.keys() - {
     *("logit_bias", "logprobs", "top_k", "max_tokens", "bad_words", "suppress_tokens"),
     *SAME_FIELDS,
@@ -109,6 +110,12 @@ def add_bad_words(
     except InvalidRequest as error:
         name = "bad_words" if words else "suppress_tokens"
         raise invalid(error.message.replace("bad_words_ids", name), name, error.code) from None
+
+
+def bad_words_size(body: dict[str, Any]) -> int:
+    """Return how many characters of text cost as much to encode as a body's `bad_words`."""
+    words = body.get("bad_words")
+    return _WORD_CHARS * len(words) if isinstance(words, list) else 0
 
 
 def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:
