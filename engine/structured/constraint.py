@@ -61,19 +61,20 @@ class Constraint:
         limits: TokenLimits,
         output: Sequence[int],
     ) -> "Constraint":
-        """Make one of lists of tokens alone.
+        """Make a constraint of lists of tokens alone.
 
-        num_tokens: of the vocabulary. stop_ids: that end the request, the model's end tokens
-        included. output: what has been sampled before.
+        num_tokens: the size of the vocabulary.
+        stop_ids: the tokens that end the request, the model's end tokens included.
+        output: the tokens that were sampled before.
         """
         vocabulary = Vocabulary(None, num_tokens, ())
-        made = cls(AnyToken(), vocabulary, stop_ids, min_tokens, limits=limits)
-        made.resume(output)
-        return made
+        constraint = cls(AnyToken(), vocabulary, stop_ids, min_tokens, limits=limits)
+        constraint.resume(output)
+        return constraint
 
     @property
     def grammatical(self) -> bool:
-        """Whether it has a grammar."""
+        """Whether the choice has a grammar."""
         return not isinstance(self._matcher, AnyToken)
 
     def resume(self, token_ids: Sequence[int]) -> bool:
@@ -114,8 +115,10 @@ class Constraint:
             self._limits.take(token)
 
     def finish_mask(self, mask: Masks) -> str:
-        """Ends, lists and errors, in the mask that the matcher has filled: [num_words] int32.
-        Returns why there is none, or ""."""
+        """Write ends, lists and errors into a mask [num_words] int32, which the matcher has filled
+        if there is a grammar. Return why there is no mask, or ""."""
+        if not self.grammatical:
+            mask[:] = _ALL
         why = self._finish(mask)
         if not why and self._limits is not None and not self._limits.limit(mask):
             mask[:] = _ALL  # the mask will not be read

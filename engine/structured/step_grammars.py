@@ -48,9 +48,6 @@ class StepGrammars:
         rows = [(constraints[row].matcher, row) for row in order if constraints[row].grammatical]
 
         def finish() -> Filled:
-            for row, one in enumerate(constraints):
-                if not one.grammatical:
-                    masks[row] = -1
             failed = {
                 row: why
                 for row, one in enumerate(constraints)
