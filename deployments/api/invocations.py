@@ -32,16 +32,16 @@ async def route_of(api: "Api", exchange: HttpExchange) -> str:
 
 
 def _path(body: dict[str, Any], card: ModelCard) -> str | None:
-    given = {name for name, value in body.items() if value is not None}
-    if given & {"messages", "input"} and (card.pooling is not None or "input" in given):
+    names = {name for name, value in body.items() if value is not None}
+    if names & {"messages", "input"} and (card.pooling is not None or "input" in names):
         labels = card.pooling is not None and card.pooling.labels
         return "/v1/classify" if labels else "/v1/embeddings"
-    if "messages" in given:
+    if "messages" in names:
         return "/v1/chat/completions"
-    if "prompt" in given:
+    if "prompt" in names:
         return "/v1/completions"
-    if {"query", "documents"} <= given:
+    if {"query", "documents"} <= names:
         return "/v1/rerank"
-    if given & set(FIRST):
+    if names & set(FIRST):
         return "/v1/score"
     return None

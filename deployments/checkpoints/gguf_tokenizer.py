@@ -284,10 +284,10 @@ def sampling_of(file: GGUFFile) -> dict[str, Any]:
         "min_p": "min_p",
         "penalty_repeat": "repetition_penalty",
     }
-    found = {ours: file.get(f"general.sampling.{name}") for name, ours in names.items()}
+    recommended = {ours: file.get(f"general.sampling.{name}") for name, ours in names.items()}
     return {  # 0.2 is 0.20000000298 in the file
         name: float(f"{value:.6g}") if isinstance(value, float) else value
-        for name, value in found.items()
+        for name, value in recommended.items()
         if value is not None
     }
 

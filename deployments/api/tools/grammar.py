@@ -200,11 +200,12 @@ class _Builder:
             self._rules.append(f"tag_{i}: {' '.join(parts)}")
             behind.setdefault(trigger, []).append(f"tag_{i}")
         marks = tuple(dict.fromkeys((*triggers, *behind)))
-        found = []
+        alternatives = []
         for i, (trigger, names) in enumerate(behind.items()):
             others = tuple(one for one in marks if one != trigger)
-            found.append(f"{self._until(f'until_{i}', trigger, others)} ({' | '.join(names)})")
-        self._rules.append(f"start: ({' | '.join(found)})* {self._free(marks)}")
+            before = self._until(f"until_{i}", trigger, others)
+            alternatives.append(f"{before} ({' | '.join(names)})")
+        self._rules.append(f"start: ({' | '.join(alternatives)})* {self._free(marks)}")
         return "\n".join(self._rules) + "\n"
 
     def build_channels(

@@ -1,5 +1,5 @@
-"""What this machine must have for `manta serve`, which stops at the first fault; `manta doctor`
-tells all."""
+"""The checks of this machine before `manta serve`, which stops at the first fault; `manta doctor`
+reports all."""
 
 import shutil
 from collections.abc import Callable

@@ -42,7 +42,7 @@ texts = st.lists(st.sampled_from(_PIECES + _WIDE) | st.text(max_size=4), max_siz
 
 
 def common(a: str, b: str) -> str:
-    """What two texts begin with."""
+    """Return the longest common beginning of two texts."""
     size = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
     return a[: min(size, len(b))]
 

@@ -46,7 +46,7 @@ class Served:
         self.client = Client(build_asgi(self.backend))
 
     def prompt(self) -> list[int]:
-        """Of the last request."""
+        """Return the token ids of the last request."""
         return self.backend.requests[-1].token_ids
 
     def ask(self, path: str, answer: list[int], **fields: Any) -> Reply:

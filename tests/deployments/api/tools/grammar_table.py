@@ -120,7 +120,7 @@ class WideBackend(FakeBackend):
 
 
 class Table:
-    """Of one tokenizer."""
+    """The cases of one tokenizer."""
 
     def __init__(self, folder: Path, *, seeds: int) -> None:
         loaded = Tokenizer.load(folder)
