@@ -1,10 +1,11 @@
 """Writes docs/configuration.md from the configuration models, docs/models.md from the records of
-architectures, docs/modules.md from the modules' first lines, and docs/fields.md from the tables of
-request fields: `python docs/generate.py`."""
+architectures, and docs/fields.md from the tables of request fields: `python docs/generate.py`.
+`python docs/generate.py --modules [FOLDER]` prints each module with its first sentence."""
 
 import ast
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,7 +24,6 @@ from engine.config.engine_config import EngineConfig
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
 MODELS = Path(__file__).with_name("models.md")
-MODULES = Path(__file__).with_name("modules.md")
 FIELDS = Path(__file__).with_name("fields.md")
 PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
@@ -220,29 +220,14 @@ def render_models() -> str:
     )
 
 
-MODULES_HEAD = """# Modules
-
-Every module by its first line. [map.md](map.md) says how a request goes through them and where to
-add what. `python docs/generate.py` writes this page.
-"""
-
-
-def render_modules() -> str:
-    """Return the page's text: each folder with its modules."""
-    parts = [MODULES_HEAD]
-    for package in PACKAGES:
-        folders = {path.parent for path in (ROOT / package).rglob("*.py")}
-        for folder in sorted(folders):
-            rows = [
-                (path.stem, sentence(path))
-                for path in sorted(folder.glob("*.py"))
-                if path.stem != "__init__" or sentence(path)
-            ]
-            if rows:
-                parts.append(f"## `{folder.relative_to(ROOT).as_posix()}/`\n")
-                lines = [f"| `{name}` | {told} |" for name, told in rows]
-                parts.append("\n".join(["| module | |", "| --- | --- |", *lines]) + "\n")
-    return "\n".join(parts)
+def modules(folder: str = "") -> list[tuple[str, str]]:
+    """Return (path, first sentence) of each module of the repository, or of one folder."""
+    if folder and not (ROOT / folder).is_dir():
+        raise SystemExit(f"{folder}: no folder of {ROOT}")
+    places = [ROOT / folder] if folder else [ROOT / package for package in PACKAGES]
+    paths = [path for place in places for path in sorted(place.rglob("*.py"))]
+    lines = [(path.relative_to(ROOT).as_posix(), sentence(path)) for path in paths]
+    return [line for line in lines if line[1] or not line[0].endswith("__init__.py")]
 
 
 FIELDS_HEAD = """# Fields of requests
@@ -280,14 +265,17 @@ def render_fields() -> str:
 
 
 def sentence(path: Path) -> str:
-    """The first of a module's docstring, for a cell of a table; "" without one."""
+    """Return the first sentence of a module's docstring; "" without one."""
     docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
-    text = " ".join(docstring.split("\n\n")[0].split()).replace("|", "\\|")
+    text = " ".join(docstring.split("\n\n")[0].split())
     return re.split(r"(?<=\.) (?=[A-Z`(])", text)[0]
 
 
 if __name__ == "__main__":
-    TARGET.write_text(render(), "utf-8")
-    MODELS.write_text(render_models(), "utf-8")
-    MODULES.write_text(render_modules(), "utf-8")
-    FIELDS.write_text(render_fields(), "utf-8")
+    if "--modules" in sys.argv:
+        for path, text in modules(*sys.argv[2:3]):
+            print(f"{path}  {text}")
+    else:
+        TARGET.write_text(render(), "utf-8")
+        MODELS.write_text(render_models(), "utf-8")
+        FIELDS.write_text(render_fields(), "utf-8")
