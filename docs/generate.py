@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deployments.api.fields.schema import Body
-from deployments.api.fields.words import REQUIRED, TAKEN, rows
+from deployments.api.fields.words import TAKEN, rows
 from deployments.api.routes import ROUTES
 from deployments.config.load import MantaConfig, PoolConfig
 from deployments.config.models import ModelLimitsConfig, ServedModelConfig
@@ -30,9 +31,9 @@ PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 HEAD = """# Configuration
 
 One YAML file describes one served model, or [several](several-models.md). `manta serve manta.yaml`
-runs it, and `manta plan manta.yaml` tells what it takes. Both check the file first. A misspelt key,
+runs the file, and `manta plan manta.yaml` says what it takes. Both check it first. A misspelt key,
 a wrong value or a missing model folder ends the command with exit code 2, before Ray or a model is
-touched; the error names the file, the line and the nearest right name.
+touched. The error names the file, the line and the nearest right name.
 
 ```yaml
 model: default            # a folder, a .gguf file, a hub name, or a small model out of a package
@@ -43,13 +44,13 @@ http:
   port: 8000
 ```
 
-All keys are optional; `{}` serves the default model. Single values can be overridden by the
-environment: `MANTA_HTTP_PORT=9000`, `MANTA_ENGINE_MAX_MODEL_LEN=2048` (MANTA_, section, key).
-`MANTA_CACHE` is the folder of converted models, by default `~/.cache/manta`. A variable that starts
-with `MANTA_` and means nothing is warned about.
+All keys are optional; `{}` serves the default model. Environment variables override single values:
+`MANTA_HTTP_PORT=9000`, `MANTA_ENGINE_MAX_MODEL_LEN=2048` (MANTA_, section, key). `MANTA_CACHE` is
+the folder of converted models, by default `~/.cache/manta`. Manta warns about other variables that
+start with `MANTA_`.
 
-This page is written by `python docs/generate.py` from `models.py`, `endpoint.py` and `adapters.py`
-in `deployments/config/`, and from `engine/config/engine_config.py`.
+`python docs/generate.py` writes this page from `deployments/config/` (`models.py`, `endpoint.py`,
+`adapters.py`) and `engine/config/engine_config.py`.
 """
 
 
@@ -60,13 +61,14 @@ def render() -> str:
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             parts += _section(name, section)
+    limits = ", ".join(f"`{key}`" for key in ModelLimitsConfig.model_fields)
     parts += [
         "## `models.NAME`\n",
         f"{inspect.getdoc(ServedModelConfig)}\n",
         _table(ServedModelConfig),
         "## `models.NAME.limits`\n",
         f"{inspect.getdoc(ModelLimitsConfig)}\n",
-        _table(ModelLimitsConfig),
+        f"Keys, as in [`limits`](#limits): {limits}.\n",
         "## `pools.gpu` and `pools.cpu`\n",
         f"{inspect.getdoc(PoolConfig)}\n",
         _table(PoolConfig),
@@ -79,24 +81,21 @@ def render() -> str:
 
 
 def _section(name: str, section: type[BaseModel]) -> list[str]:
-    """Its table, and those of the sections in it."""
-    parts = [f"## `{name}`\n", f"{inspect.getdoc(section)}\n", _table(section)]
+    """Return the table of a section, and those of the sections in it."""
+    parts = [f"## `{name}`\n", f"{inspect.getdoc(section)}\n", _table(section, name)]
     for inner, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             parts += _section(f"{name}.{inner}", field.annotation)
     return parts
 
 
-def _table(section: type[BaseModel]) -> str:
+def _table(section: type[BaseModel], within: str = "") -> str:
+    """Return the table of a section's keys. within: the section's name, as anchors begin."""
     rows = [
-        (name, _kind(field), _default(field), field.description or _summary(field))
+        (name, _kind(field), _default(field), field.description or f"[its keys](#{within}{name})")
         for name, field in section.model_fields.items()
     ]
     return _markdown(rows)
-
-
-def _summary(field: FieldInfo) -> str:
-    return f"{(inspect.getdoc(field.annotation) or '').splitlines()[0]} See below."
 
 
 def _kind(field: FieldInfo) -> str:
@@ -115,6 +114,7 @@ def _type(annotation: Any) -> str:
     if isinstance(annotation, type):
         return annotation.__name__
     text = str(annotation).replace("typing.", "").replace("deployments.config.load.", "")
+    text = text.removesuffix(" | None")
     text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace(", ", " or "), text)
     return "mapping" if text.startswith(("dict", "Annotated")) else text
 
@@ -144,9 +144,9 @@ def _engine_table() -> str:
 
 
 def _markdown(rows: list[tuple[str, str, str, str]]) -> str:
-    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    lines = ["| key | type, default | meaning |", "| --- | --- | --- |"]
     for key, kind, default, meaning in rows:
-        cells = (f"`{key}`", kind, f"`{default}`" if default else "", meaning)
+        cells = (f"`{key}`", f"{kind}: `{default}`" if default else kind, meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -232,36 +232,53 @@ def modules(folder: str = "") -> list[tuple[str, str]]:
 
 FIELDS_HEAD = """# Fields of requests
 
-[http.md](http.md) says what the fields mean. `python docs/generate.py` writes this page from the
-tables that the checks read (`deployments/api/fields/`). `/openapi.json` has them as schemas, with
-what is inside lists and objects, and `/docs` as a page. "Ignored, and named" is in
-`x-ignored-fields`, and so is each field that is not listed, unless `http.strict` refuses it.
-Null is what a field has that is left out.
+[http.md](http.md) says what the fields mean. `/openapi.json` has the complete schemas, with what is
+inside lists and objects, and `/docs` shows them as a page. `python docs/generate.py` writes this
+overview from the tables that the checks read (`deployments/api/fields/`).
+
+- "Ignored, and named": the field is listed in the header `x-ignored-fields`, unless `http.strict`
+  refuses it. So is every field that stands nowhere here. Null counts as left out.
+- A route lists what it adds to the common fields, and which of these it does not know.
 """
+COMMON = "## Common fields\n"
 
 
 def render_fields() -> str:
-    """Return the page's text: the fields of each route."""
+    """Return the page's text: the fields that most routes share, then those of each route."""
     paths: dict[int, list[str]] = {}
     bodies: dict[int, Body] = {}
     for route in ROUTES:
         if route.post is not None and (body := route.post.body) is not None:
             paths.setdefault(id(body), []).append(f"`{route.path}`")
             bodies[id(body)] = body
-    parts = [FIELDS_HEAD]
-    for key, body in bodies.items():
-        fates: dict[tuple[str, str], list[str]] = {}
-        for name, fate, values in rows(body):
-            own = fate in (TAKEN, REQUIRED)
-            fates.setdefault((name if own else fate, values), []).append(f"`{name}`")
-        lines = ["| field | | values |", "| --- | --- | --- |"]
-        for (fate, values), names in fates.items():
-            own = fate in body.taken
-            what = (REQUIRED if fate in body.required else TAKEN) if own else fate
-            values = values.replace("|", "\\|")
-            lines.append(f"| {', '.join(names)} | {what} | {values} |")
-        parts.append(f"## {', '.join(paths[key])}\n\n" + "\n".join(lines) + "\n")
+    fields = {key: list(rows(body)) for key, body in bodies.items()}
+    counts = Counter(row for table in fields.values() for row in table)
+    common = {row: "" for row, count in counts.items() if 2 * count > len(bodies)}
+    parts = [FIELDS_HEAD, COMMON, _fields_table(common)]
+    origin: dict[tuple[str, str, str], str] = {}
+    for key, table in fields.items():
+        names = {name for name, _, _ in table}
+        absent = [f"`{name}`" for name, _, _ in common if name not in names]
+        own = {row: origin.get(row, "") for row in table if row not in common}
+        parts.append(f"## {', '.join(paths[key])}\n")
+        if absent:
+            unknown = "all common fields" if len(absent) == len(common) else ", ".join(absent)
+            parts.append(f"Not known here: {unknown}.\n")
+        parts.append(_fields_table(own))
+        origin |= {row: paths[key][0] for row in table if row not in origin}
     return "\n".join(parts)
+
+
+def _fields_table(origins: dict[tuple[str, str, str], str]) -> str:
+    """Return a table of (name, fate, values) rows; those of an earlier route are named only."""
+    cells: dict[str, list[str]] = {}
+    for (name, fate, values), origin in origins.items():
+        text = f"as in {origin}" if origin and fate == TAKEN else values.replace("|", "\\|")
+        cell = text if fate == TAKEN else ", ".join(filter(None, (fate, text)))
+        cells.setdefault(cell, []).append(f"`{name}`")
+    lines = ["| field | what is taken |", "| --- | --- |"]
+    lines += [f"| {', '.join(names)} | {cell} |" for cell, names in cells.items()]
+    return "\n".join(lines) + "\n"
 
 
 def sentence(path: Path) -> str:
