@@ -63,7 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: the type of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on
         the CPU. GPUs below compute capability 8.0, such as a T4, have no bfloat16.
     quantization: "none" takes weights as the checkpoint has them, those in fewer bits included
-        (GPTQ, AWQ, FP8 and others: docs/performance.md), and expands a .gguf file, such as the
+        (GPTQ, AWQ, FP8 and others: docs/quantization.md), and expands a .gguf file, such as the
         default model, to 16 bits. "gguf" keeps the file's blocks: a third of the memory. "auto" is
         "gguf" for such a file where all replicas run on the CPU, dtype is "auto", deterministic is
         off and tensor_parallel is 1, and "none" otherwise.
@@ -82,7 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         keep them in 8 or 4 bits with a scale for each token and head, int4 with an offset too:
         about 1.9 times, or 3.6 times, the tokens in the same memory. int4 loses the most accuracy,
         int8 the least. On the CPU, attention over them is several times slower, and far more so
-        with deterministic: docs/performance.md. On CUDA "fp8" needs compute capability 8.9.
+        with deterministic: docs/quantization.md. On CUDA "fp8" needs compute capability 8.9.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = as many as the model's
