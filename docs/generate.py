@@ -1,6 +1,6 @@
-"""Writes docs/configuration.md from the configuration models, docs/models.md from the records of
-architectures, and docs/fields.md from the tables of request fields: `python docs/generate.py`.
-`python docs/generate.py --modules [FOLDER]` prints each module with its first sentence."""
+"""Writes docs/configuration.md from the configuration models and docs/models.md from the records
+of architectures: `python docs/generate.py`. With `--modules [FOLDER]` it prints each module with
+its first sentence, with `--fields` the fields of all request bodies."""
 
 import ast
 import inspect
@@ -25,7 +25,6 @@ from engine.config.engine_config import EngineConfig
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
 MODELS = Path(__file__).with_name("models.md")
-FIELDS = Path(__file__).with_name("fields.md")
 PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
 HEAD = """# Configuration
@@ -232,13 +231,10 @@ def modules(folder: str = "") -> list[tuple[str, str]]:
 
 FIELDS_HEAD = """# Fields of requests
 
-[http.md](http.md) says what the fields mean. `/openapi.json` has the complete schemas, with what is
-inside lists and objects, and `/docs` shows them as a page. `python docs/generate.py` writes this
-overview from the tables that the checks read (`deployments/api/fields/`).
-
-- "Ignored, and named": the field is listed in the header `x-ignored-fields`, unless `http.strict`
-  refuses it. So is every field that stands nowhere here. Null counts as left out.
-- A route lists what it adds to the common fields, and which of these it does not know.
+docs/http.md says what the fields mean. /openapi.json has the complete schemas, and /docs shows them
+as a page. "Ignored, and named": the field is listed in the header `x-ignored-fields`, unless
+`http.strict` refuses it. So is every field that stands nowhere here. Null counts as left out. A
+route lists what it adds to the common fields, and which of these it does not know.
 """
 COMMON = "## Common fields\n"
 
@@ -292,7 +288,8 @@ if __name__ == "__main__":
     if "--modules" in sys.argv:
         for path, text in modules(*sys.argv[2:3]):
             print(f"{path}  {text}")
+    elif "--fields" in sys.argv:
+        print(render_fields())
     else:
         TARGET.write_text(render(), "utf-8")
         MODELS.write_text(render_models(), "utf-8")
-        FIELDS.write_text(render_fields(), "utf-8")
