@@ -145,7 +145,8 @@ def _engine_table() -> str:
 def _markdown(rows: list[tuple[str, str, str, str]]) -> str:
     lines = ["| key | type, default | meaning |", "| --- | --- | --- |"]
     for key, kind, default, meaning in rows:
-        cells = (f"`{key}`", f"{kind}: `{default}`" if default else kind, meaning)
+        linked = re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", meaning)
+        cells = (f"`{key}`", f"{kind}: `{default}`" if default else kind, linked)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

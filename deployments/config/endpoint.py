@@ -24,45 +24,44 @@ class RouterConfig(Section):
         2,
         ge=1,
         le=256,
-        description="Router processes. The number is fixed, because a change reloads the HTTP "
-        "edge, which cuts long streams. 2: one can fail.",
+        description="Router processes. Fixed: a change reloads the HTTP edge, which cuts long "
+        "streams. 2: one can fail.",
     )
     num_cpus: float = Field(
         0.0,
         ge=0,
         le=64,
         description="CPU cores that Ray reserves for each router. 0: on a small machine the "
-        "engines get all cores, and an idle router needs none.",
+        "engines get all cores.",
     )
     wait_seconds: float = Field(
         30.0,
         ge=0,
         le=3600,
         description="How long a request waits at most, for a replica to be ready (then 503 "
-        "no_replica) or to have room (503 overloaded). 30 "
-        "s: a replaced replica of a small model is ready again by then, and clients' own limits "
-        "are longer.",
+        "no_replica) or to have room (503 overloaded). 30 s: a replaced replica of a small model "
+        "is ready again by then.",
     )
     losses: int = Field(
         1,
         ge=0,
         le=100,
         description="Replicas killed from outside that a request may lose without one new token, "
-        "before the request fails, as it may be the cause. Where engines die by themselves, the "
-        "request fails at the second death.",
+        "before it fails as their possible cause. Where engines die by themselves, it fails at "
+        "the second death.",
     )
     heartbeat_seconds: float = Field(
         0.5,
         gt=0,
         le=60,
-        description="Seconds between signs of life on a channel; they cost nothing.",
+        description="Seconds between signs of life on a channel.",
     )
     silence_seconds: float = Field(
         2.5,
         gt=0,
         le=600,
-        description="A channel silent for so many seconds is dead and its requests move. So soon a "
-        "lost machine is noticed. Five heartbeats: a busy interpreter may miss one.",
+        description="A channel silent for so many seconds is dead and its requests move. Five "
+        "heartbeats: a busy interpreter may miss one.",
     )
 
     @model_validator(mode="after")
@@ -77,11 +76,11 @@ class TlsConfig(Section):
 
     certificate: str | None = Field(
         None,
-        description="File in PEM with the certificate and the certificates between it and a root. "
-        "Default none: plain HTTP. The file is read when the edge starts or is reloaded.",
+        description="PEM file with the certificate and those between it and a root, read when "
+        "the edge starts or is reloaded. Default none: plain HTTP.",
     )
     key: str | None = Field(
-        None, description="File in PEM with the certificate's key, not encrypted, readable by few."
+        None, description="PEM file with the certificate's key, not encrypted, readable by few."
     )
 
     @model_validator(mode="after")
@@ -99,48 +98,45 @@ class HttpConfig(Section):
         min_length=1,
         max_length=255,
         description="Address to listen on. Loopback: nothing is open to the network until you "
-        "change it; on a single machine the engines' channels then stay on loopback too.",
+        "change it.",
     )
     port: int = Field(
         8000, ge=1, le=65535, description="Port to listen on. 8000: Serve's own default."
     )
     proxy: Literal["auto", "haproxy", "serve"] = Field(
         "auto",
-        description="What stands before the routers. haproxy costs about 12 us of CPU a streamed "
-        "chunk, Serve's own proxy about 300. auto: haproxy where its binary is installed.",
+        description="The proxy before the routers. haproxy costs about 12 us of CPU a streamed "
+        "chunk, Serve's own about 300. auto: haproxy where its binary is installed.",
     )
     max_stream_seconds: int = Field(
         3600,
         ge=1,
         le=7 * 86400,
-        description="The longest stream that survives a change at the edge (haproxy's hard stop) "
-        "or the update of its router. 1 h: longer than any answer, short enough that old processes "
-        "go.",
+        description="The longest stream that survives a change at the edge or the update of its "
+        "router. 1 h: longer than any answer.",
     )
     api_keys_file: str | None = Field(
         None,
         description="File with one API key a line, or `sha256:` and its digest, readable by its "
-        "owner only. Behind a key stands what it may do: models, rates, a budget, priority; see "
-        "docs/http.md. A change is taken within seconds. Default none: no key is asked for, which "
-        "suits loopback.",
+        "owner only, and what each key may do: docs/http.md. Changes take seconds. Default none: "
+        "no key is asked for, which suits loopback.",
     )
     admin_keys_file: str | None = Field(
         None,
         description="File of the keys that may also change what is served (/v1/adapters, and "
-        "/v1/models where there are several). Default none: where api_keys_file is set no key may "
-        "change it, and where keys are not used every client may; /v1/models is then closed.",
+        "/v1/models where there are several). Default none: with api_keys_file no key may, "
+        "without keys every client may change adapters.",
     )
     share_prefixes: bool = Field(
         False,
-        description="Requests of different API keys share the prefix cache. Off: otherwise the "
-        "time to the first token would tell one key what another has asked. On: for keys of one "
-        "owner, whose common prompts are then computed once.",
+        description="Requests of different API keys share the prefix cache. Off: else the time "
+        "to the first token tells one key what another has asked. On: for keys of one owner.",
     )
     cors_origins: list[str] = Field(
         default_factory=list,
-        description="Origins of web pages that may send requests, as a browser names them: "
-        "https://chat.example.com, without a path; `*` is any. Default none: browsers keep all "
-        "pages away. Without API keys a page named here can use the service through your browser.",
+        description="Origins of web pages that may send requests, such as "
+        "https://chat.example.com; `*` is any. Default none: browsers keep all pages away. "
+        "Without API keys a page named here can use the service through your browser.",
     )
     keepalive_seconds: float = Field(
         5.0,
@@ -148,8 +144,7 @@ class HttpConfig(Section):
         le=600,
         description="A stream without a token after so many seconds gets the head of its answer, "
         "and then a comment line as often until its first token, because proxies cut silent "
-        "connections, often after 60 s. A later failure has no status of its own: see "
-        "docs/http.md. 0: never.",
+        "connections. A later failure has no status of its own: docs/http.md. 0: never.",
     )
     store_bytes: int = Field(
         0,
@@ -157,14 +152,12 @@ class HttpConfig(Section):
         le=1 << 40,
         description="Memory for answers of /v1/responses that are kept for later turns, each for "
         "its own API key and up to 30 days; the least recently used go first. Only with "
-        "`router.replicas: 1`: routers do not share them, and they end with their router. 0: "
-        "none are kept, and clients send the whole conversation.",
+        "`router.replicas: 1`. 0: none are kept.",
     )
     page: bool = Field(
         True,
-        description="Serve a page at /page to talk to models and to see what runs. Its files "
-        "are the same for everyone; what it asks for needs the keys that all clients need. See "
-        "docs/page.md. Off: 404.",
+        description="Serve a page at /page to talk to models and to see what runs: docs/page.md. "
+        "Off: 404.",
     )
     tls: TlsConfig = Field(default_factory=TlsConfig)
     connections: int = Field(
@@ -172,16 +165,15 @@ class HttpConfig(Section):
         ge=16,
         le=1_000_000,
         description="Connections of clients at once (haproxy), beyond them 503 overloaded. Two "
-        "fifths of the limit of open files if that is less. 16384: twice what two routers "
-        "have in flight at most.",
+        "fifths of the limit of open files if that is less. 16384: twice what two routers have "
+        "in flight.",
     )
     connections_per_address: int = Field(
         8192,
         ge=0,
         le=1_000_000,
-        description="Connections from one address, at most half of `connections`; beyond them 429 "
-        "too_many_connections. 8192: a load generator does not notice the bound, and one address "
-        "never keeps out the others. 0: no bound, for a proxy in front that all clients come "
+        description="Connections from one address, at most half of `connections`; beyond them "
+        "429 too_many_connections. 0: no bound, for a proxy in front that all clients come "
         "through.",
     )
     strict: bool = Field(
@@ -251,8 +243,8 @@ class UsageConfig(Section):
         min_length=1,
         max_length=4096,
         description="Appended to: a JSON object a line for each prompt that has ended, with key, "
-        "model and tokens; on each machine that has a router. Budgets of keys begin with what it "
-        "says of their day or month. Default none: budgets begin with the application.",
+        "model and tokens; on each machine that has a router. Budgets begin with its sums. "
+        "Default none: budgets begin with the application.",
     )
     bytes: int = Field(
         64 * 2**20,
@@ -276,15 +268,15 @@ class BatchConfig(Section):
         None,
         min_length=1,
         max_length=4096,
-        description="Folder of files and batches, which all routers see: in a "
-        "cluster a shared one whose file system has locks. Default none: the routes are off.",
+        description="Folder of files and batches, which all routers see: in a cluster a shared "
+        "one whose file system has locks. Default none: the routes are off.",
     )
     in_flight: int = Field(
         32,
         ge=1,
         le=4096,
         description="Requests of batches at once, behind all others. 32: fills what others leave "
-        "of a few replicas, and is little to have in the queue.",
+        "of a few replicas.",
     )
     file_bytes: int = Field(
         200 * 2**20, ge=1024, le=1 << 40, description="The largest upload. 200 MiB: OpenAI's."
@@ -334,8 +326,7 @@ class TracingConfig(Section):
         1.0,
         ge=0,
         le=1,
-        description="The part of the requests that are traced, of those that come without a "
-        "traceparent; one that has it says so itself.",
+        description="The part of the requests without a traceparent that are traced.",
     )
     service: str = Field("manta", min_length=1, max_length=128, description="service.name.")
     headers: dict[str, str] = Field(
@@ -357,7 +348,7 @@ class LimitsConfig(Section):
         ge=1,
         le=1_000_000,
         description="Requests in flight at one router; beyond them 503 overloaded. 4096: two "
-        "routers then take half of http.connections, so that refusals have room beside them.",
+        "routers then take half of http.connections.",
     )
     waiting: int = Field(
         1024,
@@ -369,26 +360,24 @@ class LimitsConfig(Section):
         None,
         gt=0,
         le=3600,
-        description="Work that may wait at one router for room at the replicas, in seconds at the "
-        "rate at which they were seen to work; beyond it 503 overloaded with the time until there "
-        "is room. Default: 0.75 of `scaling.ttft`, so that a request that is let in has its first "
-        "token within twice `scaling.ttft` (p99), the answers that it waits for included. A burst "
-        "that fits into the free rows may wait four times as long, and less may wait where an "
-        "engine is slow to begin.",
+        description="Work that may wait at one router, in seconds at the replicas' measured "
+        "speed; beyond it 503 overloaded with the time until there is room. Default: 0.75 of "
+        "`scaling.ttft`, so that the first token comes within twice `scaling.ttft` (p99). A "
+        "burst that fits into the free slots may wait four times as long.",
     )
     queue_tokens: int = Field(
         1_000_000,
         ge=1,
         le=10**12,
-        description="Longest queue in tokens of prompts and expected outputs, at any rate. Bounds "
-        "the router's memory: about 40 bytes a token.",
+        description="Longest queue in tokens of prompts and expected outputs. Bounds the "
+        "router's memory: about 40 bytes a token.",
     )
     share_by: str = Field(
         "api_key",
         pattern=r"^(api_key|user|x-[a-z0-9-]{1,62})$",
-        description="What waiting requests take turns by: `api_key`, `user` (the request's field) "
-        "or the name of a header, such as x-tenant. The last two are for a gateway in front that "
-        "sets them: a client that can choose them can take more turns.",
+        description="What waiting requests take turns by: `api_key`, `user` (the request's "
+        "field) or the name of a header, such as x-tenant. The last two are for a gateway in "
+        "front: a client that can choose them can take more turns.",
     )
     deadline_seconds: float | None = Field(
         None,
@@ -401,22 +390,19 @@ class LimitsConfig(Section):
         5.0,
         gt=0,
         le=3600,
-        description="Waiting time that outweighs one step of a request's `priority`, so that "
-        "no request waits for ever.",
+        description="Waiting time that outweighs one step of a request's `priority`.",
     )
     body_bytes: int = Field(
         4 * 2**20,
         ge=1024,
         le=2**30,
-        description="Bytes of a request body, checked while reading. 4 MiB: a million characters "
-        "of prompt with room.",
+        description="Bytes of a request body. 4 MiB: a million characters of prompt with room.",
     )
     choices: int = Field(
         256,
         ge=1,
         le=4096,
-        description="Choices of one request: its prompts times `n`, which is at most 128. Each is "
-        "work of its own for a replica.",
+        description="Choices of one request: its prompts times `n`, which is at most 128.",
     )
     drain_seconds: float = Field(
         60.0,

@@ -98,63 +98,56 @@ class PoolConfig(Section):
         1,
         ge=0,
         le=4096,
-        description="Engine replicas, where max_replicas is not set. 1: the least that serves.",
+        description="Engine replicas, where max_replicas is not set.",
     )
     max_replicas: int | None = Field(
         None,
         ge=1,
         le=4096,
-        description="If set, the pool scales between min_replicas and this number. Default: the "
-        "pool always has `replicas`.",
+        description="If set, the pool scales between min_replicas and this number.",
     )
     min_replicas: int = Field(
         1,
         ge=0,
         le=4096,
-        description="Replicas at first, and at least, where max_replicas is set. 0: the pool "
-        "may become empty, if no request comes or another pool carries all; the first "
-        "request then waits for a start, or is told when to come back (see router.wait_seconds "
-        "and docs/several-models.md).",
+        description="Replicas at first, and at least, where max_replicas is set. 0: the pool may "
+        "become empty; the next request then waits for a start, or is told when to come back "
+        "(docs/several-models.md).",
     )
     price: float | None = Field(
         None,
         gt=0,
         le=10_000,
         description="Price of a replica's hour, in any unit. It decides which pool carries the "
-        "work and which pool the overflow. Default: 1 for gpu, 0.1 for cpu.",
+        "work and which the overflow. Default: 1 for gpu, 0.1 for cpu.",
     )
     start_seconds: float = Field(
         60.0,
         gt=0,
         le=3600,
         description="Seconds from the decision to a replica's first answer, until that time was "
-        "measured. The pool looks so far ahead.",
+        "measured.",
     )
     start_first: bool = Field(
         False,
         description="Whether an update starts a new replica before an old one stops, which needs "
-        "room for one more. Off by default, because a full machine could not be updated; then "
-        "requests to a single replica wait until the new one is ready.",
+        "room for one more. Off: requests to a single replica wait until the new one is ready.",
     )
     num_cpus: float | None = Field(
         None,
         ge=0,
         le=1024,
-        description="CPU cores that Ray reserves for a replica, on each of its nodes if it has "
-        "several (engine.pipeline_nodes); its step uses as many threads. "
-        "Default: 1 for each rank in a gpu pool (its step loop); in a cpu pool the cores of the "
-        "machine that builds the configuration, or of the largest node if Ray runs, shared out "
-        "among the replicas, on a single machine also among several models. Set it for a cluster, "
-        "whose nodes may be of another size.",
+        description="CPU cores that Ray reserves for a replica, on each of its nodes; its step "
+        "uses as many threads. Default: 1 for each rank in a gpu pool; in a cpu pool the cores "
+        "of the machine that builds the configuration, or of the largest node if Ray runs, "
+        "shared out among the replicas. Set it for a cluster, whose nodes may be of another size.",
     )
     num_gpus: float | None = Field(
         None,
         ge=0,
         le=64,
-        description="GPUs of a replica, on each of its nodes if it has several: one for each rank "
-        "there (engine.tensor_parallel, engine.pipeline_parallel), or a part of a GPU that "
-        "replicas share where there is one. "
-        "Default: as many as ranks in a gpu pool, 0 in a cpu pool.",
+        description="GPUs of a replica, on each of its nodes: one for each rank there, or a part "
+        "of a GPU that replicas share. Default: as many as ranks in a gpu pool, 0 in a cpu pool.",
     )
     resources: dict[str, float] = Field(
         default_factory=dict,
@@ -195,8 +188,8 @@ class ScalingConfig(Section):
         0.93,
         gt=0.1,
         le=1,
-        description="Share of a replica's time that is planned for. The rest is a reserve for "
-        "chance. A smaller share is quicker, a larger one is cheaper.",
+        description="Share of a replica's time that is planned for. A smaller share is quicker, "
+        "a larger one is cheaper.",
     )
     calm_seconds: float = Field(
         120.0,
@@ -293,14 +286,13 @@ class MantaConfig(Section):
         default_factory=list,
         max_length=64,
         description="Other names that requests may use for the model, such as `gpt-4o`, or "
-        "patterns of names (`*`, `?`, `[...]`), such as `claude-*`. Answers, keys and metrics "
-        "have the model's own name.",
+        "patterns of names, such as `claude-*`. Answers, keys and metrics have the model's own "
+        "name.",
     )
     app_name: str = Field(
         "manta",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$",
-        description="Serve application name, by which other Ray jobs find the application. "
-        "Applications of other names on the same cluster stay as they are.",
+        description="Serve application name, by which other Ray jobs find the application.",
     )
     route_prefix: str = Field(
         "/",
@@ -309,7 +301,7 @@ class MantaConfig(Section):
     )
     engine: EngineOptions = Field(
         default_factory=dict,
-        description="EngineConfig fields for all pools; see engine/config/engine_config.py.",
+        description="Settings of the engines of all pools: [engine](#engine).",
     )
     replicas: int = Field(
         1,
@@ -323,8 +315,8 @@ class MantaConfig(Section):
     adapters: AdaptersConfig = Field(default_factory=AdaptersConfig)
     models: dict[_ModelName, ServedModelConfig] = Field(
         default_factory=dict,
-        description="Several models behind one endpoint, by the name that requests use, instead of "
-        "`model` and what belongs to it. See docs/several-models.md and below.",
+        description="Several models behind one endpoint, by the name that requests use: "
+        "docs/several-models.md.",
     )
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)

@@ -78,41 +78,36 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         head to 8 bits (both CUDA only).
         "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
         group of so many inputs, and activations to 8 bits with a scale for 32 (CPU only).
-    kv_dtype: the type of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3) and "int4"
-        keep them in 8 or 4 bits with a scale for each token and head, int4 with an offset too:
-        about 1.9 times, or 3.6 times, the tokens in the same memory. int4 loses the most accuracy,
-        int8 the least. On the CPU, attention over them is several times slower, and far more so
-        with deterministic: docs/quantization.md. On CUDA "fp8" needs compute capability 8.9.
+    kv_dtype: the type of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3, compute
+        capability 8.9) and "int4" quantise them, with a scale for each token and head: about 1.9
+        times, or 3.6 times, the tokens in the same memory. int4 loses the most accuracy, int8 the
+        least. On the CPU, attention over them is several times slower: docs/quantization.md.
     load_format: "auto" reads the checkpoint; "dummy" fills random weights from config.json alone
         (benchmarks).
     max_model_len: tokens a request may have, prompt and output; None = as many as the model's
         positions.
     rope_scaling: stretches rotary positions beyond those of the model, as config.json's
         rope_parameters do: {rope_type: yarn, factor: 4.0}; "yarn", "linear" and "llama3". What it
-        leaves out is the model's own. Texts of any length are computed with it.
-    max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA (a prefill chunk that
-        saturates the device while a step stays short), 512 on the CPU (about half a second of
-        prefill on two cores) and 2048 there of encoders, which keep no decode waiting.
-    max_num_seqs: requests running at once, i.e. device rows; 0 = 1024 on CUDA, 64 on the CPU;
-        128 and 32 where layers keep states.
+        leaves out is the model's own.
+    max_num_batched_tokens: the token budget of a step; 0 = 8192 on CUDA, 512 on the CPU (about half
+        a second of prefill on two cores) and 2048 there of encoders.
+    max_num_seqs: requests running at once, i.e. slots of the device; 0 = 1024 on CUDA, 64 on the
+        CPU; 128 and 32 for hybrid models.
     block_size: tokens per KV block. 16 wastes little and keeps tables short; 1 is token attention.
-    allocation: the place of free blocks: "list" on the host, or "cumsum", a mask on the device
-        that is searched by its cumulative sum, contiguous blocks first. When: docs/strategies.md.
+    allocation: the place of free blocks: "list" on the host, or "cumsum", a mask on the device.
+        When: docs/strategies.md.
     memory_fraction: share of device memory for weights, activations and KV together (CUDA).
     kv_cache_bytes: bytes for KV instead of a share; 0 = by memory_fraction on CUDA, and on the CPU
         the smaller of 2 GiB and a quarter of the free memory.
     num_blocks: KV blocks instead of bytes; 0 = as many as fit. For tests and comparisons.
-    prefix_caching: reuse KV blocks of equal prefixes. Where layers keep states, a prefix is found
-        up to a snapshot of them.
-    snapshot_bytes: bytes for snapshots of these states, beside those in rows that no request has; 0
-        = a quarter of what KV gets otherwise. The least recently used goes first.
+    prefix_caching: reuse KV blocks of equal prefixes. A hybrid model finds a prefix up to a
+        snapshot of its states.
+    snapshot_bytes: bytes for snapshots of recurrent states, beside those in slots that no request
+        has; 0 = a quarter of what KV gets otherwise.
     async_scheduling: launch step n+1 before the tokens of n are known to the host; None = on CUDA.
-        On the CPU, where a launch returns when the work is done, tokens would come a step late.
-    target_tpot_ms: milliseconds between a request's tokens (time per output token) that steps are
-        kept within; 0 = no bound. So many requests run, and so many prompt tokens are computed
-        beside them, as the last steps' times allow; the others wait. One step in a hundred may
-        take longer, and so does one in which the process is paused. Less is a promise kept for
-        fewer requests at once.
+    target_tpot_ms: the TPOT target: milliseconds between a request's tokens; 0 = no bound. So many
+        requests run, and so many prompt tokens are computed beside them, as the last steps' times
+        allow; the others wait. One step in a hundred may take longer.
     cuda_graphs: capture whole steps (decodes, and mixed ones up to 2,048 tokens).
     graph_sizes: numbers of decodes to capture, up to max_num_seqs; empty = 1, 2, 4, then multiples
         of 8 up to 256, then of 32.
@@ -121,54 +116,48 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batching: "mixed" puts requests of all adapters into one step; "split" serves one adapter at a
         time, in the order of arrival. When: docs/strategies.md.
     max_loras: adapters on the device at once; 0 = adapters are refused and cost nothing.
-    max_lora_rank: the largest rank of one adapter; the device has max_loras slots of this rank,
-        allocated at start.
-    max_virtual_tokens: the most of one adapter by prompt tuning, p-tuning or prefix tuning; the
-        slots have room for as many, allocated at start. 0 = such adapters are refused and cost
-        nothing.
+    max_lora_rank: the largest rank of one adapter; max_loras slots of this rank are allocated at
+        start.
+    max_virtual_tokens: the most virtual tokens of one adapter (prompt tuning, p-tuning, prefix
+        tuning); the slots have room for as many. 0 = such adapters are refused and cost nothing.
     lora_host_bytes: host memory for adapters, those on the device included; 0 = the smaller of
         4 GiB and a quarter of the free memory.
-    lora_disk_bytes: bytes of the disk, for adapters that came from object stores, shared by all
-        engines of a user; 0 = the smaller of 16 GiB and a quarter of what is free.
-    lora_disk_folder: the folder of these adapters, an absolute path; "" = the machine's temporary
-        folder.
+    lora_disk_bytes: bytes of the disk, for adapters that came from object stores; 0 = the smaller
+        of 16 GiB and a quarter of what is free.
+    lora_disk_folder: the folder of these adapters, an absolute path, shared by all engines of a
+        user; "" = the machine's temporary folder.
     deterministic: a request's text and log-probabilities are the same bit by bit whatever else
-        runs, in whatever chunks its prompt is computed, and after a preemption; slower. On the same
-        kind of device with the same num_threads.
+        runs, in whatever chunks its prompt is computed, and after a preemption; slower:
+        docs/deterministic.md.
     num_threads: CPU threads of the step, of each rank; 0 = the process's share of cores, divided
         among the ranks, 2 on CUDA.
     numa: "bind" gives each rank a node of the machine, or its share of one: threads on the node's
-        cores, memory from there. An engine of one rank takes the node that the fewest other engines
-        have, so a replica for each node uses them all; one with as many ranks as nodes uses them
-        by itself. Needs device: cpu. "none" leaves both to the system. docs/parallel.md.
-    tensor_parallel: ranks that the heads, the columns of products and the vocabulary are divided
+        cores, memory from there. Needs device: cpu. "none" leaves both to the system.
+        docs/parallel.md.
+    tensor_parallel: ranks that the heads, the columns of matrices and the vocabulary are divided
         among: so many GPUs of one machine, or processes on its CPU. It has to divide the width of
-        the MLPs, and the attention heads if it is above the key heads. Weights that are
-        stored in fewer bits are divided where their groups end. docs/parallel.md.
+        the MLPs, and the attention heads if it is above the key heads. docs/parallel.md.
     expert_parallel: with tensor_parallel, each rank has some experts of a mixture whole, instead of
-        a part of each. None = where parts would be thin: from 8 ranks on, below 64 of an expert's
-        width, or where the width or groups of stored weights cannot be divided. docs/parallel.md.
-    attention_data_parallel: with tensor_parallel, attention is divided by requests instead of by
-        heads: each rank has its weights whole, and keeps keys and values for its own requests
-        alone. Room for more tokens where key heads are fewer than ranks, and for latents, which
-        all ranks have otherwise. num_blocks is then of each rank. docs/parallel.md.
-    pipeline_parallel: ranks that the layers are divided among, each with its layers' weights and
+        a part of each. None = where parts would be thin or cannot be divided: docs/parallel.md.
+    attention_data_parallel: with tensor_parallel, data-parallel attention: each rank has the
+        weights of attention whole, and keeps keys and values for its own requests alone. Room for
+        more tokens where key heads are fewer than ranks, and for latents. num_blocks is then of
+        each rank. docs/parallel.md.
+    pipeline_parallel: stages that the layers are divided among, each with its layers' weights and
         KV: so many GPUs of one machine, or processes on its CPU. As many steps are in flight, each
-        of other requests. With tensor_parallel, so many ranks divide the layers of each stage, and
-        there are tensor_parallel times pipeline_parallel. docs/parallel.md.
-    pipeline_nodes: nodes of a Ray cluster that the stages of pipeline_parallel, which it has to
-        divide, are on: equally many on each, and the ranks of a stage together. 1 = all are on one
-        machine, as they always are without Ray. docs/parallel.md.
-    sleep_in_host_memory: the engine can sleep, and the weights are then in host memory: on a GPU
-        nothing of weights and caches is on the device, and on the CPU caches have no pages. It
-        wakes in about the time that the weights take to be copied. Takes the weights' size of host
-        memory from its first sleep on. Not for several ranks. docs/several-models.md.
+        of other requests. With tensor_parallel there are tensor_parallel times pipeline_parallel
+        ranks. docs/parallel.md.
+    pipeline_nodes: nodes of a Ray cluster that the stages of pipeline_parallel are on: equally many
+        on each, and the ranks of a stage together. 1 = all are on one machine. docs/parallel.md.
+    sleep_in_host_memory: the engine can sleep: its weights are then in host memory, and nothing of
+        weights and caches on the device. It wakes in about the time that the weights take to be
+        copied. Not for several ranks. docs/several-models.md.
     seed: decides the seeds of requests that give none, by their prompts: the same request has the
-        same text again, from any router and replica. None = each draws one at random. Also of the
-        dummy weights, where None is 0.
+        same text again, from any router and replica. None = each draws one at random. Also of
+        random weights, where None is 0.
     generation_config: "auto" takes what a request leaves out of temperature, top_p, top_k, min_p
-        and repetition_penalty from the model's generation_config.json, as its authors recommend;
-        "none" takes OpenAI's defaults whatever the file says (temperature 1).
+        and repetition_penalty from the model's generation_config.json; "none" takes OpenAI's
+        defaults (temperature 1).
     log_level: "debug" logs a line when a request is queued and when it has ended.
     """
 
