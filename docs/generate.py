@@ -46,7 +46,7 @@ http:
 All keys are optional; `{}` serves the default model. Environment variables override single values:
 `MANTA_HTTP_PORT=9000`, `MANTA_ENGINE_MAX_MODEL_LEN=2048` (MANTA_, section, key). `MANTA_CACHE` is
 the folder of converted models, by default `~/.cache/manta`. Manta warns about other variables that
-start with `MANTA_`.
+start with `MANTA_`. A number out of range is refused with its bounds.
 
 `python docs/generate.py` writes this page from `deployments/config/` (`models.py`, `endpoint.py`,
 `adapters.py`) and `engine/config/engine_config.py`.
@@ -101,12 +101,7 @@ def _kind(field: FieldInfo) -> str:
     section = field.annotation
     if isinstance(section, type) and issubclass(section, BaseModel):
         return "section"
-    text = _type(section)
-    limits = {kind: getattr(item, kind) for item in field.metadata for kind in ("ge", "gt", "le")
-              if hasattr(item, kind)}  # fmt: skip
-    low = f"> {limits['gt']}" if "gt" in limits else f">= {limits['ge']}" if "ge" in limits else ""
-    high = f"<= {limits['le']}" if "le" in limits else ""
-    return " ".join(filter(None, (text, ", ".join(filter(None, (low, high))))))
+    return _type(section)
 
 
 def _type(annotation: Any) -> str:
@@ -153,43 +148,39 @@ def _markdown(rows: list[tuple[str, str, str, str]]) -> str:
 
 MODELS_HEAD = """# Models
 
-What runs is told by `architectures` in a model's config.json. A name that is not here is refused
-with the nearest one that is; code of a model folder is never run. Weights are read from
-safetensors, where there are none from pickled shards (`pytorch_model*.bin`; nothing in them is
-run), and from GGUF files, whose name of the architecture is in the last column.
-[adding-a-model.md](adding-a-model.md) says how to add one.
+`architectures` in a model's config.json decides what runs. A name that is not here is refused with
+the nearest one that is; code of a model folder is never run. Weights are read from safetensors,
+where there are none from pickled shards (`pytorch_model*.bin`; nothing in them is run), and from
+GGUF files. [adding-a-model.md](adding-a-model.md) says how to add an architecture.
 
-GGUF files keep what llama.cpp computes, which is less in places: no windows of Mistral 7B 0.1,
-Qwen 2 and StarCoder 2. Their tokenizers are SentencePiece's BPE, and byte-level BPE with the splits
-that have a name in `deployments/checkpoints/gguf_tokenizer.py`. On the CPU matrices stay in the
-file's blocks, those of experts included; on a GPU they are expanded to 16 bits.
+- **GGUF files** keep what llama.cpp computes, which is less in places: no windows of Mistral 7B
+  0.1, Qwen 2 and StarCoder 2. Their tokenizers are SentencePiece's BPE, and byte-level BPE with the
+  splits in `deployments/checkpoints/gguf_tokenizer.py`. On the CPU matrices stay in the file's
+  blocks; on a GPU they stay so with `quantization: gguf` ([quantization.md](quantization.md)).
+- **`longrope`** (Phi 3 and 4 with long contexts) has two sets of factors. One holds for all texts:
+  the long one if `max_model_len` is beyond the length of the first training, else the short one.
+  transformers takes the short one while a text is shorter than that.
+- **Keys that config.json leaves out** have the values of its class of the pinned transformers, by
+  `model_type` (`engine/architectures/class_defaults.json`). Ids of end tokens are what the files of
+  the folder say.
+- **MiMo-V2**'s values are narrower than its keys and lie in the cache with zeros behind them, which
+  takes 1.2 times the memory.
+- The code of Orion, EXAONE 3 and DeciLM (Nemotron Super) is only in their repositories; they are
+  compared with what computes the same in transformers.
 
-Of models whose rope is `longrope` (Phi 3 and 4 with long contexts) one of the two sets of factors
-holds for all texts, because keys in the cache cannot be turned again: the long one if
-`max_model_len` is beyond the length of the first training, else the short one. transformers takes
-the short one while a text is shorter than that: `max_model_len` at that length gives its short
-texts. To compare texts with transformers', set `dtype: float32`, too; the CPU's default is
-bfloat16. [verify](verify.md) does both for the prompts that come with it.
-
-Keys that config.json leaves out have the values of its class of transformers, by `model_type`,
-whatever version of transformers is there: those of the pinned one lie in
-`engine/architectures/class_defaults.json`. Ids of end tokens are not among them: these are what the
-files of the folder say.
-
-Values of MiMo-V2 are narrower than its keys (128 and 192 elements) and lie in the cache with zeros
-behind them, which takes 1.2 times the memory. The code of Orion, EXAONE 3 and DeciLM
-(Nemotron Super) is only in their repositories; they are compared with what computes the same in
-transformers.
-
-This page is written by `python docs/generate.py` from `engine/architectures/`.
+`python docs/generate.py` writes this page from `engine/architectures/`. A name of GGUF files stands
+in brackets.
 """
 MODELS_OF_SEVERAL = """## Text models inside others
 
-The text model of these is run; what sees or hears is left out, and its tensors are not read. The
-text model is the one that `text_config` names, of the list above. Published files of LLaVA, Pixtral
-and Gemma 3 leave much of it to its class. A file that does not say whether the head is the
-embedding (`tie_word_embeddings`) goes by `text_config`.
+Of these the text model runs, which `text_config` names; what sees or hears is left out, and its
+tensors are not read. A file that does not say whether the head is the embedding
+(`tie_word_embeddings`) goes by `text_config`.
 """
+
+
+def _in_brackets(names: list[str]) -> str:
+    return f" ({', '.join(names)})" if names else ""
 
 
 def render_models() -> str:
@@ -199,7 +190,7 @@ def render_models() -> str:
         mine = names.setdefault(gguf.record, [])
         mine += [] if f"`{gguf.name}`" in mine else [f"`{gguf.name}`"]
     rows = [
-        f"| {each.models} | `{each.name.split(',')[0]}` | {', '.join(names.get(each.name, []))} |"
+        f"| {each.models} | `{each.name.split(',')[0]}`{_in_brackets(names.get(each.name, []))} |"
         for each in ARCHITECTURES.values()
         if each.models
     ]
@@ -207,8 +198,8 @@ def render_models() -> str:
     return "\n".join(
         [
             MODELS_HEAD,
-            "| models | architecture | GGUF |",
-            "| --- | --- | --- |",
+            "| models | architecture (GGUF) |",
+            "| --- | --- |",
             *rows,
             "",
             MODELS_OF_SEVERAL,
