@@ -60,11 +60,12 @@ def render() -> str:
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             parts += _section(name, section)
+    keys = ", ".join(f"`{key}`" for key in ServedModelConfig.model_fields)
     limits = ", ".join(f"`{key}`" for key in ModelLimitsConfig.model_fields)
     parts += [
         "## `models.NAME`\n",
         f"{inspect.getdoc(ServedModelConfig)}\n",
-        _table(ServedModelConfig),
+        f"Keys, as at the [top level](#top-level): {keys}.\n",
         "## `models.NAME.limits`\n",
         f"{inspect.getdoc(ModelLimitsConfig)}\n",
         f"Keys, as in [`limits`](#limits): {limits}.\n",
@@ -91,10 +92,16 @@ def _section(name: str, section: type[BaseModel]) -> list[str]:
 def _table(section: type[BaseModel], within: str = "") -> str:
     """Return the table of a section's keys. within: the section's name, as anchors begin."""
     rows = [
-        (name, _kind(field), _default(field), field.description or f"[its keys](#{within}{name})")
+        (name, _kind(field), _default(field), field.description)
         for name, field in section.model_fields.items()
+        if field.description
     ]
-    return _markdown(rows)
+    sections = [
+        f"[`{name}`](#{within}{name})"
+        for name, field in section.model_fields.items()
+        if not field.description
+    ]
+    return _markdown(rows) + (f"\nSections: {', '.join(sections)}.\n" if sections else "")
 
 
 def _kind(field: FieldInfo) -> str:
@@ -109,7 +116,7 @@ def _type(annotation: Any) -> str:
         return annotation.__name__
     text = str(annotation).replace("typing.", "").replace("deployments.config.load.", "")
     text = text.removesuffix(" | None")
-    text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace(", ", " or "), text)
+    text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", ""), text)
     return "mapping" if text.startswith(("dict", "Annotated")) else text
 
 
@@ -190,21 +197,17 @@ def render_models() -> str:
         mine = names.setdefault(gguf.record, [])
         mine += [] if f"`{gguf.name}`" in mine else [f"`{gguf.name}`"]
     rows = [
-        f"| {each.models} | `{each.name.split(',')[0]}`{_in_brackets(names.get(each.name, []))} |"
+        f"- {each.models}: `{each.name.split(',')[0]}`{_in_brackets(names.get(each.name, []))}"
         for each in ARCHITECTURES.values()
         if each.models
     ]
-    around = [f"| {each.models} | `{each.name}` |" for each in WRAPPERS.values()]
+    around = [f"- {each.models}: `{each.name}`" for each in WRAPPERS.values()]
     return "\n".join(
         [
             MODELS_HEAD,
-            "| models | architecture (GGUF) |",
-            "| --- | --- |",
             *rows,
             "",
             MODELS_OF_SEVERAL,
-            "| models | architecture |",
-            "| --- | --- |",
             *around,
             "",
         ]
