@@ -143,8 +143,8 @@ class HttpConfig(Section):
         ge=0,
         le=600,
         description="A stream without a token after so many seconds gets the head of its answer, "
-        "and then a comment line as often until its first token, because proxies cut silent "
-        "connections. A later failure has no status of its own: docs/http.md. 0: never.",
+        "and then a comment line as often, because proxies cut silent connections. A later "
+        "failure has no status of its own: docs/http.md. 0: never.",
     )
     store_bytes: int = Field(
         0,
@@ -409,21 +409,20 @@ class LimitsConfig(Section):
         ge=0,
         le=3600,
         description="How long requests may go on at a replica that is to stop, before they move "
-        "elsewhere. When `manta serve` is to stop, how long before they end with an error.",
+        "elsewhere, or end with an error when `manta serve` stops.",
     )
     restarts: int = Field(
         5,
         ge=0,
         le=1000,
         description="How often in an hour `manta serve` starts its own Ray and the application "
-        "again when that Ray is lost (its raylet or GCS has ended). Beyond that it ends with exit "
-        "code 1, for a supervisor; 0: at once. 5: enough for chance, and no endless circle.",
+        "again when that Ray is lost. Beyond that it ends with exit code 1, for a supervisor; 0: "
+        "at once.",
     )
     stall_seconds: float = Field(
         30.0,
         ge=1,
         le=3600,
-        description="An engine whose step takes so many seconds is replaced. 30 s: a CPU may need "
-        "them for a prompt. An engine that computes nothing meanwhile is noticed after 8 s, an "
-        "engine without a sign of life after 3 s.",
+        description="An engine whose step takes so many seconds is replaced. One that computes "
+        "nothing meanwhile is noticed after 8 s, one without a sign of life after 3 s.",
     )

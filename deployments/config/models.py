@@ -139,8 +139,8 @@ class PoolConfig(Section):
         le=1024,
         description="CPU cores that Ray reserves for a replica, on each of its nodes; its step "
         "uses as many threads. Default: 1 for each rank in a gpu pool; in a cpu pool the cores "
-        "of the machine that builds the configuration, or of the largest node if Ray runs, "
-        "shared out among the replicas. Set it for a cluster, whose nodes may be of another size.",
+        "of the machine that builds the configuration, or of the largest node, shared out among "
+        "the replicas. Set it for a cluster.",
     )
     num_gpus: float | None = Field(
         None,
