@@ -255,6 +255,22 @@ def test_links_lead_somewhere() -> None:
     assert not broken
 
 
+def paragraphs(page: Path) -> Iterator[str]:
+    """The paragraphs and items of lists of a page, without tables, code and targets of links."""
+    text = re.sub(r"```.*?```|^ *\|.*?$|^    .*?$", "", page.read_text("utf-8"), flags=re.S | re.M)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    yield from re.split(r"\n\s*\n|^ *(?:-|\d+\.) ", text, flags=re.M)
+
+
+def test_paragraphs_have_at_most_80_words() -> None:
+    """Walls of 150 words, which nobody reads (rule 5 of docs/development.md)."""
+    pages = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"))
+    sizes = [
+        (len(text.split()), page.name, text[:60]) for page in pages for text in paragraphs(page)
+    ]
+    assert len(sizes) > 500 and not [size for size in sizes if size[0] > 80]
+
+
 def test_every_dependency_has_its_reason() -> None:
     """Each dependency is a thing that can break, be slow or be taken over; it needs a reason."""
     import tomllib
