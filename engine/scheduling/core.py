@@ -51,6 +51,7 @@ from engine.scheduling.request import Request, RequestPhase, validate
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sleeping import EngineSleep, Sleeper
 from engine.scheduling.step import LaunchedStep
+from engine.scheduling.step_failure import MemoryShortages, StepBlame
 from engine.structured.constraint import Constraint
 from engine.structured.preparing import Grammars
 from engine.structured.step_grammars import Filled, HostMemory, StepGrammars, host_memory
@@ -59,9 +60,6 @@ from engine.structured.token_limits import Masks, TokenLimits
 __all__ = ["CoreConfig", "EngineCore", "PendingResult", "Runner"]
 
 logger = logging.getLogger("manta.engine")
-
-_SHORTAGES = 3  # in a row, until the KV cache has to give memory back: an eighth of it
-_PATIENCE = 64  # good steps until larger ones are tried again; each further time twice as many
 
 _POISON = "engine_error: the engine fails on this request, and only on it"
 
@@ -150,17 +148,16 @@ class EngineCore:
         self._sleep = EngineSleep(memory)
         self.on_device = False  # in a step that waits for the device; read by another thread
         self._runner = runner
+        self._depth = config.depth
         self._pending: deque[PendingResult] = deque()
         self._outbox: list[Delta] = []  # deltas that came up between steps
         self._grammars = grammars or Grammars(_NO_GRAMMARS)
         self._preparing: dict[int, Request] = {}  # their grammars are being compiled
-        # Of the newest step, if it waits for masks that are being made.
-        self._filling: tuple[LaunchedStep, Callable[[], Filled]] | None = None
-        self._timer = StepTimer()
-        self._results_at = [0.0] * config.lanes  # time.perf_counter() of each lane's last result
-        self._shortages = 0  # of memory, since a step succeeded
-        self._good_steps = 0
-        self._patience = _PATIENCE // 2  # the first shortage doubles it
+        # The newest step and what finishes its masks, if it waits for masks.
+        self._masks_begun: tuple[LaunchedStep, Callable[[], Filled]] | None = None
+        self._timer = StepTimer(config.lanes)
+        self._blame = StepBlame()
+        self._shortages = MemoryShortages()
         self._bisection: FailureBisection | None = None
         # A poison request was found, and no step has succeeded since.
         self._poison_unconfirmed = False
@@ -212,17 +209,17 @@ class EngineCore:
     def _take_prepared(self) -> None:
         """Queue the requests whose grammars are compiled; end the requests whose grammars
         failed."""
-        for id, made in self._grammars.poll():
+        for id, prepared in self._grammars.poll():
             request = self._preparing.pop(id, None)
             if request is None:
                 continue  # aborted
-            if not isinstance(made, Constraint):
-                text = f"{made.code}: {made.message}"
+            if not isinstance(prepared, Constraint):
+                text = f"{prepared.code}: {prepared.message}"
                 self._outbox.append(Delta(id, [], "error", error=text))
-            elif made.complete:  # resumed after its last token
+            elif prepared.complete:  # resumed after its last token
                 self._outbox.append(Delta(id, [], "stop", cached=0))
             else:
-                request.constraint = made
+                request.constraint = prepared
                 self.scheduler.add(request)
 
     def abort(self, ids: Sequence[int]) -> None:
@@ -236,106 +233,87 @@ class EngineCore:
         """Whether a call of `step` would do something. It would not if all requests, or all of the
         current group of a bisection, wait for adapters."""
         return bool(
-            self.scheduler.can_run()
-            or self._pending
+            self._pending
             or self._outbox
+            or self.scheduler.can_run()
             or self._adapters.has_news()
             or self._grammars.has_news()
             or self._may_fall_asleep()
         )
 
     def step(self) -> list[Delta]:
-        """Run one round of the loop and return its deltas. With async_scheduling the first round
-        after an idle time only launches, and returns none."""
-        if self._may_fall_asleep():
-            self.scheduler.memory.reset_prefix_cache()
+        """Run one round of the loop and return its deltas.
+
+        With async_scheduling the first round after an idle time only launches, and returns none.
+        """
+        scheduler, pending, blame = self.scheduler, self._pending, self._blame
+        if self._sleep.wanted and self._may_fall_asleep():
+            scheduler.memory.reset_prefix_cache()
             self._sleep.begin()
-        elif self._sleep.asleep and self.scheduler.can_run():
+        elif self._sleep.asleep and scheduler.can_run():
             self.wake()
         began = time.perf_counter()
-        self.scheduler.take_loaded()
+        scheduler.take_loaded()
         if self._preparing:
             self._take_prepared()
-        batch = self.scheduler.schedule()
-        deltas, self._outbox = self._outbox + self.scheduler.take_failed(), []
-        pending = self._pending
-        depth = 1 if self._bisection is not None else self.config.depth
+        batch = scheduler.schedule()
+        deltas, self._outbox = self._outbox + scheduler.take_failed(), []
+        depth = 1 if self._bisection is not None else self._depth
         result: StepResult | None = None
-        done: LaunchedStep | None = None  # whose result that is
-        failure: Exception | None = None
-        suspect = 0  # index in scheduler.in_flight of the step to blame
-        try:
-            if self._filling is not None:
-                deltas += self._sample_late(*self._filling)
-        except AssertionError:
-            raise
-        except Exception as error:
-            failure, suspect = error, -1 if batch is None else -2
-            pending.pop()
-        try:
-            if batch is not None and failure is None and len(pending) >= self.config.lanes > 1:
-                pending[0].conclude()
-        except AssertionError:
-            raise
-        except Exception as error:
-            failure, suspect = error, 0
-        try:
-            if failure is not None:
-                pass  # what was scheduled behind it is not launched
-            elif batch is not None and batch.masked and not self.scheduler.in_flight[-1].late:
-                deltas += self._launch_with_masks(batch)
-            elif batch is not None:
-                pending.append(self._runner.launch(batch))
-        except AssertionError:
-            raise  # a broken invariant: there is no state to go on from
-        except Exception as error:
-            failure, suspect = error, -1
-        try:
-            if pending and (batch is None or len(pending) >= depth or failure):
+        done: LaunchedStep | None = None  # the step of `result`
+        with blame(-1):
+            self._launch(batch, deltas)
+        if pending and (batch is None or len(pending) >= depth or blame.failure):
+            with blame(0):
                 self.on_device = True
                 result = pending.popleft().wait()
-        except AssertionError:
-            raise
-        except Exception as error:
-            failure, suspect = error, 0
-        self.on_device = False
-        assert result or failure or batch or not self.scheduler.can_run(), (
+            self.on_device = False
+        assert result or blame.failure or batch or not scheduler.can_run(), (
             "requests are left, yet none can run"
         )
         if result is not None:
             self._poison_unconfirmed = False
-            self._shortages = 0
-            self._good_steps += 1
-            if self._good_steps % self._patience == 0:
-                limit = 2 * self.scheduler.token_limit
-                self.scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
-            done = self.scheduler.in_flight[0]
-            deltas += self.scheduler.update(result)
-        if batch is not None and failure is None and self.scheduler.in_flight:
-            newest = self.scheduler.in_flight[-1]
-            if newest.late:
-                try:
-                    self._filling = newest, self._step_grammars.begin(_constraints(newest))
-                except AssertionError:
-                    raise
-                except Exception as error:
-                    failure, suspect = error, -1
-                    pending.pop()
-        if isinstance(failure, OutOfMemory) and self._bisection is None:
-            self._retry_smaller(failure, self.scheduler.in_flight[-1])
-        elif failure is not None:
-            self._begin_bisection(failure, suspect)
+            if self._shortages.count_success():
+                limit = 2 * scheduler.token_limit
+                scheduler.token_limit = min(limit, self.config.max_num_batched_tokens)
+            done = scheduler.in_flight[0]
+            deltas += scheduler.update(result)
+        if batch is not None and blame.failure is None and scheduler.in_flight:
+            newest = scheduler.in_flight[-1]
+            if newest.awaits_masks:
+                with blame(-1):
+                    self._begin_masks(newest)
+        if blame.failure is not None:
+            self._retry(*blame.take())
         if self._bisection is not None:
             deltas += self._continue_bisection(self._bisection, succeeded=result is not None)
         self._timer.stepped(began, result=result is not None, more=self.has_work())
         if done is not None:
             seconds = self._timer.between
-            if self.config.lanes > 1:  # what the lane's requests have waited, other lanes' included
-                now = time.perf_counter()
-                seconds = now - max(done.began, self._results_at[done.lane])
-                self._results_at[done.lane] = now
-            self.scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
+            if self.config.lanes > 1:
+                seconds = self._timer.since_last(done.lane, done.began)
+            scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
         return deltas
+
+    def _launch(self, batch: Batch | None, deltas: list[Delta]) -> None:
+        """Launch the sampling that has waited for masks, then the batch.
+
+        deltas: gets the last deltas of requests whose grammar can go no further.
+        """
+        scheduler, pending, blame = self.scheduler, self._pending, self._blame
+        if self._masks_begun is not None:
+            blame.suspect = -1 if batch is None else -2
+            deltas += self._sample_deferred(*self._masks_begun)
+        if batch is None:
+            return
+        if len(pending) >= self.config.lanes > 1:
+            blame.suspect = 0
+            pending[0].conclude()
+        blame.suspect = -1
+        if batch.masked and not scheduler.in_flight[-1].awaits_masks:
+            deltas += self._launch_with_masks(batch)
+        else:
+            pending.append(self._runner.launch(batch))
 
     def _launch_with_masks(self, batch: Batch) -> list[Delta]:
         """Launch a step whose masks are made while the host launches or computes the forward pass.
@@ -352,11 +330,19 @@ class EngineCore:
         self._pending.append(pending)
         return self._fail_masks(launched, errors)
 
-    def _sample_late(self, launched: LaunchedStep, finish: Callable[[], Filled]) -> list[Delta]:
+    def _begin_masks(self, launched: LaunchedStep) -> None:
+        """Begin the masks of the newest step, which the next `step` waits for."""
+        pending = self._pending.pop()  # a step without masks is not waited for
+        self._masks_begun = launched, self._step_grammars.begin(_constraints(launched))
+        self._pending.append(pending)
+
+    def _sample_deferred(self, launched: LaunchedStep, finish: Callable[[], Filled]) -> list[Delta]:
         """Launch the sampling of the newest launched step, whose masks the last `step` began."""
-        self._filling = None
+        self._masks_begun = None
+        pending = self._pending.pop()  # a step without masks is not waited for
         masks, errors = finish()
-        self._pending[-1].sample(masks)
+        pending.sample(masks)
+        self._pending.append(pending)
         return self._fail_masks(launched, errors)
 
     def _fail_masks(self, launched: LaunchedStep, errors: dict[int, str]) -> list[Delta]:
@@ -367,16 +353,22 @@ class EngineCore:
             deltas += self.scheduler.fail([launched.requests[launched.constrained[row]]], why)
         return deltas
 
+    def _retry(self, failure: Exception, suspect: int) -> None:
+        """Run the requests of a failed step again, in smaller steps or in groups.
+
+        suspect: the index in `Scheduler.in_flight` of the step to blame.
+        """
+        if isinstance(failure, OutOfMemory) and self._bisection is None:
+            self._retry_smaller(failure, self.scheduler.in_flight[-1])
+        else:
+            self._begin_bisection(failure, suspect)
+
     def _retry_smaller(self, failure: OutOfMemory, newest: LaunchedStep) -> None:
-        """Requeue all requests and make smaller steps from now on: the device had no memory for
-        this one.
+        """Requeue all requests, and make smaller steps from now on.
 
         If a step of one token does not fit and the KV cache cannot shrink, bisect.
         """
-        self._shortages += 1
-        if self._shortages == 1:
-            self._patience *= 2
-        self._good_steps = 0
+        self._shortages.count_shortage()
         scheduler = self.scheduler
         scheduler.counters.out_of_memory += 1
         fewer = self.config.num_blocks * 7 // 8
@@ -396,8 +388,9 @@ class EngineCore:
             num_tokens,
             scheduler.token_limit,
         )
-        if self._shortages % _SHORTAGES == 0 and can_shrink:
-            logger.warning("out of memory %d times: %d KV blocks", self._shortages, fewer)
+        if self._shortages.persists and can_shrink:
+            in_a_row = self._shortages.in_a_row
+            logger.warning("out of memory %d times: %d KV blocks", in_a_row, fewer)
             self._runner.shrink(fewer)
             scheduler.shrink(fewer)
             self.config = scheduler.config
@@ -532,21 +525,21 @@ class EngineCore:
 
 def _constraints(launched: LaunchedStep) -> list[Constraint]:
     """Return the constraints of the step's constrained entries, in order."""
-    found = [launched.requests[entry].constraint for entry in launched.constrained]
-    return [one for one in found if one is not None]
+    constraints = [launched.requests[entry].constraint for entry in launched.constrained]
+    return [constraint for constraint in constraints if constraint is not None]
 
 
 def _of_states(scheduler: Scheduler) -> dict[str, int]:
     """Return the stats of the recurrent state of a model, if its layers have any."""
-    kept = scheduler.memory.snapshots
-    if kept is None:
+    snapshots = scheduler.memory.snapshots
+    if snapshots is None:
         return {}
     return {
         "state_slots": scheduler.config.max_num_seqs,
-        "snapshots": len(kept),
-        "snapshot_slots": kept.capacity,
+        "snapshots": len(snapshots),
+        "snapshot_slots": snapshots.capacity,
         "snapshots_taken": scheduler.counters.snapshots_taken,
-        "snapshots_evicted": kept.evicted,
+        "snapshots_evicted": snapshots.evicted,
     }
 
 

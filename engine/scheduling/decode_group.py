@@ -53,7 +53,7 @@ class DecodeGroup:
     @property
     def context(self) -> int:
         """The number of tokens whose keys the next turn reads, of all members together."""
-        return self._sum_of_bases + (self.turn + 2) * len(self)
+        return self._sum_of_bases + (self.turn + 2) * len(self.requests)
 
     def take_turn(self, step: int) -> None:
         """Count a turn of the group, in the step that is being built."""

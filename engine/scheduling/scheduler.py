@@ -204,7 +204,7 @@ class Scheduler:
             self._schedule_running(builder)
         if self.queue.waiting and not builder.preempted:
             self._admit(builder)
-        if not (self.decoding or builder.sampling or builder.prefill_only):
+        if not (self.decoding.requests or builder.sampling or builder.prefill_only):
             return None
         return self._build(builder)
 
@@ -487,7 +487,7 @@ class Scheduler:
         for entry, request in enumerate(launched.requests[: len(launched.ids)]):
             constraint = request.constraint
             if constraint is not None:
-                launched.late |= constraint.sampled_in > self.done_step
+                launched.awaits_masks |= constraint.sampled_in > self.done_step
                 constraint.sampled_in = launched.step
                 found.append(entry)
         launched.constrained = batch.masked = found

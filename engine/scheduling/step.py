@@ -44,7 +44,7 @@ class LaunchedStep:
     prompt_tokens: int = 0  # of its chunks
     some_ended: bool = False  # a request has ended since the launch
     constrained: Sequence[int] = ()  # entries that sample under a grammar
-    late: bool = False  # the last token of one of these was not known at the launch
+    awaits_masks: bool = False  # the last token of one of these was not known at the launch
 
     def accept(self, result: StepResult, end_tokens: set[int]) -> StepOutcome:
         """Give each request its token, unless it has ended, and find the requests that end with it.
@@ -177,15 +177,19 @@ class StepBuilder:
         batch, step = self.batch, self.batch.step
         context = group.context
         group.take_turn(step)
-        turn = group.turn
+        turn, num_decodes = group.turn, len(group)
         chunks = self.sampling + self.prefill_only
-        batch.num_decodes = len(group)
+        batch.num_decodes = num_decodes
         batch.rows = group.rows.copy()
         batch.starts = [base + turn for base in group.bases]
-        batch.lengths = [1] * len(group)
-        num_samples = len(group) + len(self.sampling)
+        batch.lengths = [1] * num_decodes
+        num_samples = num_decodes + len(self.sampling)
         batch.samples = [True] * num_samples + [False] * len(self.prefill_only)
-        requests = group.requests.copy()
+        requests, ids = group.requests.copy(), group.ids.copy()
+        token_lists = group.token_lists.copy()
+        for request, _ in self.sampling:
+            ids.append(request.id)
+            token_lists.append(request.token_ids)
         for request, length in chunks:
             batch.rows.append(request.row)
             batch.starts.append(request.num_computed)
@@ -195,13 +199,13 @@ class StepBuilder:
             step,
             requests,
             batch.starts,
-            group.ids + [r.id for r, _ in self.sampling],
-            group.token_lists + [r.token_ids for r, _ in self.sampling],
+            ids,
+            token_lists,
             firsts=[r.slot for r in self.joined if r.slot >= 0 and not r.delivered],
             finishing=[r.slot for r in group.last_samples()],
             lane=group.lane,
             began=time.perf_counter(),
-            decodes=len(group),
+            decodes=num_decodes,
             context=context,
             prompt_tokens=self.chunk_tokens,
         )

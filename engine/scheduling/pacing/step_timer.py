@@ -13,7 +13,8 @@ class StepTimer:
         request's last tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, micro_batches: int = 1) -> None:
+        self._results_at = [0.0] * micro_batches  # perf_counter() of the last result of each
         self.step = self.total = self.between = 0.0
         self._since = 0.0  # start of the time that is not counted yet; 0: there was no work
 
@@ -27,3 +28,14 @@ class StepTimer:
             self.total += self.between
             since = now
         self._since = since if more else 0.0
+
+    def since_last(self, micro_batch: int, began: float) -> float:
+        """Return the seconds that the micro-batch's requests have waited for the result that is
+        there now, those of other micro-batches included.
+
+        began: time.perf_counter() at the launch of the result's step.
+        """
+        now = time.perf_counter()
+        seconds = now - max(began, self._results_at[micro_batch])
+        self._results_at[micro_batch] = now
+        return seconds

@@ -1,0 +1,81 @@
+"""Failures of a step: what a round of the step loop raised and which step is to blame, and how
+often the device had no memory.
+
+What becomes of the requests of a failed step is in bisect_failure.py.
+"""
+
+from types import TracebackType
+
+_SHRINK_AFTER = 3  # steps without memory in a row, until the KV cache gives an eighth of it back
+_PATIENCE = 64  # good steps until larger steps are tried again; each further time twice as many
+
+
+class StepBlame:
+    """The blame for what a block of the step loop raises: `with blame(index): ...`.
+
+    The block's exception is suppressed and becomes `failure`, in place of an earlier one. A broken
+    invariant (AssertionError) passes, because there is no state to go on from.
+
+    failure: the last exception; None: no block has raised since `take`.
+    suspect: the index in `Scheduler.in_flight` of the step that the running block works on.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.suspect = self._blamed = -1
+
+    def __call__(self, suspect: int) -> "StepBlame":
+        """Set which step the next block works on."""
+        self.suspect = suspect
+        return self
+
+    def __enter__(self) -> None:
+        """Begin a block."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Keep the block's exception as `failure`."""
+        if not isinstance(error, Exception) or isinstance(error, AssertionError):
+            return False
+        self.failure, self._blamed = error, self.suspect
+        return True
+
+    def take(self) -> tuple[Exception, int]:
+        """Return the failure and the index of the step to blame, and forget both."""
+        failure, self.failure = self.failure, None
+        assert failure is not None, "no step has failed"
+        return failure, self._blamed
+
+
+class MemoryShortages:
+    """The counts of steps that the device had no memory for, and of good steps between them.
+
+    in_a_row: shortages since a step succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self._good_steps = 0
+        self._patience = _PATIENCE // 2  # the first shortage doubles it
+
+    @property
+    def persists(self) -> bool:
+        """Whether smaller steps did not help, so that the KV cache has to shrink."""
+        return self.in_a_row % _SHRINK_AFTER == 0
+
+    def count_shortage(self) -> None:
+        """Count a step that the device had no memory for."""
+        self.in_a_row += 1
+        if self.in_a_row == 1:
+            self._patience *= 2
+        self._good_steps = 0
+
+    def count_success(self) -> bool:
+        """Count a good step. Returns whether larger steps may be tried again."""
+        self.in_a_row = 0
+        self._good_steps += 1
+        return self._good_steps % self._patience == 0
