@@ -31,7 +31,9 @@ from engine.runner.caches.cache_memory import CacheMemory
 from engine.runner.caches.kv_cache import KVCache
 from engine.runner.caches.sleep_memory import SleepMemory, sleep_memory
 from engine.runner.caches.token_pool import TokenPool
+from engine.runner.forward import ModelForward, OwnInputs
 from engine.runner.graphs import default_sizes
+from engine.runner.inputs import make_inputs
 from engine.runner.memory import (
     ADAPTERS_TOO_LARGE,
     GIB,
@@ -53,6 +55,7 @@ from engine.runner.ranked import RankedRunner
 from engine.runner.rows import RequestRows
 from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
 from engine.sampling.sampler import Masked, Sampler
+from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
 from engine.scheduling.block_manager import FreeList
 from engine.scheduling.core import CoreConfig, EngineCore
@@ -276,7 +279,7 @@ def _build_part(
     if resolved.captures:
         phases.start("graphs")
         with fits_on(device, "the CUDA graphs", GRAPHS_TOO_LARGE, param="memory_fraction"):
-            capture_graphs(runner, _graph_sizes(resolved))
+            capture_graphs(runner, _graph_sizes(resolved), resolved.max_num_batched_tokens)
             torch.cuda.synchronize()
         phases.end("graphs")
     return _Part(resolved, place, runner, plan, device_adapters, host_bytes, pooling, memory)
@@ -440,21 +443,18 @@ def _build_runner(
             snapshots=snapshots,
             memory=memory,
         )
-        return ModelRunner(
-            model,
-            kernels,
-            sampler,
-            rows,
-            kv,
-            max_num_batched_tokens=resolved.max_num_batched_tokens,
-            device=device,
-            lora=None if device_adapters is None else device_adapters.lora,
-            prompts=None if device_adapters is None else device_adapters.prompts,
-            pooling=pooling,
-            link=place.link,
-            steps=resolved.stages + resolved.async_scheduling,
-            by_requests=config.attention_data_parallel,
+        steps = resolved.stages + resolved.async_scheduling
+        layout = rows, kv.block_size, resolved.max_num_batched_tokens, device, steps
+        own: OwnInputs | None = None
+        if config.attention_data_parallel:
+            own = OwnInputs(make_inputs(*layout), model.group.rank, rows)
+        lora = None if device_adapters is None else device_adapters.lora
+        forward = ModelForward(
+            model, kernels, rows, kv, make_inputs(*layout), own, lora, place.link
         )
+        sampling = StepSampler(model, sampler, rows.tokens, pooling)
+        prompts = None if device_adapters is None else device_adapters.prompts
+        return ModelRunner(forward, sampling, prompts)
 
     plan: MemoryPlan | None = None
     if device.type == "cuda":
@@ -501,7 +501,8 @@ def _hand_over(
     try:
         runner = make_runner()
         with compilers.collecting():
-            launch_everything(runner, _graph_sizes(resolved) if resolved.captures else ())
+            sizes = _graph_sizes(resolved) if resolved.captures else ()
+            launch_everything(runner, sizes, resolved.max_num_batched_tokens)
     except Exception as error:
         logger.warning("not all kernels are compiled ahead: %s: %s", type(error).__name__, error)
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from engine.lora.loader import AdapterLoader
     from engine.parallel.opening import Place
     from engine.runner.model_runner import ModelRunner
-    from engine.runner.results import DeviceResult, StagedResult
+    from engine.runner.staged_result import StagedResult
+    from engine.sampling.device_result import DeviceResult
 
 logger = logging.getLogger("manta.engine")
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,12 +32,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.runner.inputs import max_entries
+from engine.runner.forward import ModelForward
+from engine.runner.inputs import CudaInputs, max_entries
 from engine.sampling.sampler import Masked, Sampled, SamplePlan
+from engine.sampling.step_sampler import Hidden, MaskedChoice, StepSampler
 from kernels.metadata import AttentionMeta
-
-if TYPE_CHECKING:
-    from engine.runner.model_runner import ModelRunner
 
 Size = tuple[int, int]  # entries, tokens
 How = Literal["greedy", "sampled", "masked"]  # tokens are chosen; masked: sampled, under masks
@@ -72,19 +71,31 @@ class _Choice:
 
 
 class StepGraphs:
-    """The CUDA graphs of a runner, all recorded at the start, as recording waits for the device.
+    """The CUDA graphs of a model's steps, all recorded at the start, as recording waits for the
+    device.
 
     Steps are recorded with and without adapters where the engine takes any. Steps without adapters
     pay nothing for them.
     """
 
-    def __init__(self, runner: "ModelRunner", sizes: Sequence[int], max_tokens: int) -> None:
-        self._runner = runner
+    def __init__(
+        self, forward: ModelForward, sampling: StepSampler, sizes: Sequence[int], max_tokens: int
+    ) -> None:
+        """Set up the graphs; `capture` records them.
+
+        sizes: the numbers of decodes to record.
+        max_tokens: the tokens of the largest step.
+        """
+        self._forward = forward
+        self._sampling = sampling
+        self._rows = forward.rows
+        self._inputs: CudaInputs = forward.inputs
+        self._own_inputs: CudaInputs | None = None if forward.own is None else forward.own.inputs
         self._decodes = sorted(sizes)
         self._max_tokens = max_tokens
         # Padding may be as long as a size less one token, and has to fit the padding row.
-        limit = min(max_tokens, runner.rows.tokens.shape[1] - 1)
-        most = max_entries(runner.rows.pad_row)
+        limit = min(max_tokens, self._rows.tokens.shape[1] - 1)
+        most = max_entries(self._rows.pad_row)
         self._mixed: dict[int, list[int]] = {}
         for entries, tokens in MIXED_SIZES.items():
             fitting = [size for size in tokens if entries <= size <= limit]
@@ -121,13 +132,12 @@ class StepGraphs:
         With data-parallel attention a recorded step's attention has the tokens of all ranks. Steps
         of many decodes are left out if they take longer so than with this rank's tokens alone.
         """
-        runner = self._runner
-        group = runner.model.group
+        model, group = self._forward.model, self._forward.model.group
         tokens = {*self._decodes, *chain.from_iterable(self._mixed.values()), self._max_tokens}
-        runner.model.tune(sorted(tokens), [*self._decodes, *self._mixed])
+        model.tune(sorted(tokens), [*self._decodes, *self._mixed])
         self._allocate()
         variants = self._variants()
-        pays = runner.own_inputs is None
+        pays = self._own_inputs is None
         for count in reversed(self._decodes):
             self._capture_forward((count, count), adapters=False)
             pays = pays or count <= _FEW
@@ -161,32 +171,32 @@ class StepGraphs:
         for size in chain(((count, count) for count in reversed(self._decodes)), mixed):
             self._all_padding(size)
             for adapters in self._variants():
-                self._forward(size, adapters)
+                self._launch_layers(size, adapters)
         for count, is_mixed, how in self._each_choice():
             self._sample(*self._logits(count, is_mixed, how), how)
 
     def _allocate(self) -> None:
-        runner, model = self._runner, self._runner.model
+        model, device = self._forward.model, self._forward.device
 
         def zeros(rows: int) -> Tensor:
             size = model.config.hidden_size
-            return torch.zeros(rows, size, dtype=model.dtype, device=runner.device)
+            return torch.zeros(rows, size, dtype=model.dtype, device=device)
 
         if not model.stage.alone:
             tokens = max(*self._decodes, *chain.from_iterable(self._mixed.values()))
             self._entered, self._handed_on = zeros(tokens), zeros(tokens)
             return
-        most, words = max_entries(runner.rows.pad_row), -(-model.config.vocab_size // 32)
+        most, words = max_entries(self._rows.pad_row), -(-model.config.vocab_size // 32)
         self._hidden = zeros(most)
-        self._masks = torch.zeros(most, words, dtype=torch.int32, device=runner.device)
+        self._masks = torch.zeros(most, words, dtype=torch.int32, device=device)
 
     def _variants(self) -> tuple[bool, ...]:
         """Return the variants of each forward: whether tokens may have adapters."""
-        return (False, True)[: 1 + (self._runner.lora is not None)]
+        return (False, True)[: 1 + (self._forward.lora is not None)]
 
     def _each_choice(self) -> Iterator[tuple[int, bool, How]]:
         """Yield (entries, whether the step is mixed, how tokens are chosen), largest first."""
-        if not self._runner.model.stage.alone:
+        if not self._forward.model.stage.alone:
             return
         hows: tuple[How, ...] = ("greedy", "sampled", "masked")
         for mixed, counts in ((False, self._decodes), (True, list(self._mixed))):
@@ -197,7 +207,7 @@ class StepGraphs:
     def _launch_seconds(self, size: Size) -> float:
         """Return the seconds that the host takes to launch such a step kernel by kernel."""
         self._all_padding(size)
-        return self._seconds(lambda: self._forward(size, adapters=False), whole=False)
+        return self._seconds(lambda: self._launch_layers(size, adapters=False), whole=False)
 
     def _device_seconds(self, size: Size) -> float:
         """Return the seconds that the step's graph takes, without attention to earlier tokens."""
@@ -210,16 +220,17 @@ class StepGraphs:
 
         Host and device count together. This rank's attention has its share of the decodes alone.
         """
-        runner = self._runner
-        share = -(-count // runner.model.group.size)
-        runner.inputs.all_padding(count, count)
-        runner.own_inputs.all_padding(share, share)
-        longest = runner.rows.tokens.shape[1] - 1
+        forward, inputs, own_inputs = self._forward, self._inputs, self._own_inputs
+        assert own_inputs is not None
+        share = -(-count // forward.model.group.size)
+        inputs.all_padding(count, count)
+        own_inputs.all_padding(share, share)
+        longest = self._rows.tokens.shape[1] - 1
 
         def launch() -> None:
-            token_ids, metas = runner.inputs.lay_out(count, count, count, 1, longest)
-            _, own = runner.own_inputs.lay_out(share, share, share, 1, longest)
-            runner.run(token_ids, metas, own=(torch.arange(share, device=runner.device), own))
+            token_ids, metas = inputs.lay_out(count, count, count, longest)
+            _, own = own_inputs.lay_out(share, share, share, longest)
+            forward.run(token_ids, metas, own=(torch.arange(share, device=forward.device), own))
 
         return self._seconds(launch)
 
@@ -237,9 +248,9 @@ class StepGraphs:
         return seconds
 
     def _all_padding(self, size: Size) -> None:
-        for inputs in (self._runner.inputs, self._runner.own_inputs):
-            if inputs is not None:
-                inputs.all_padding(*size)
+        self._inputs.all_padding(*size)
+        if self._own_inputs is not None:
+            self._own_inputs.all_padding(*size)
 
     def forget(self) -> None:
         """Drop all graphs. Each is captured again when it is first needed."""
@@ -247,36 +258,35 @@ class StepGraphs:
         self._choices.clear()
         self._pool = None
 
-    @torch.inference_mode()
-    def forward(self, batch: Batch, size: Size) -> None:
+    def launch(self, batch: Batch, size: Size) -> Hidden:
         """Upload the batch and replay the step up to its hidden states.
 
-        `choose`, `choose_masked` or `samples` come next.
+        The states of the whole model are those of the sampling entries, valid until the next call.
+        The states of a pipeline stage are a copy, on the last stage of the sampling entries, else
+        of all tokens.
         """
-        runner = self._runner
-        lora = runner.lora
+        stage, link = self._forward.model.stage, self._forward.link
+        mixed = size[1] > size[0]
+        count = sum(batch.samples) if mixed else len(batch.rows)
+        if link is not None and not stage.first:
+            self._entered[: batch.num_tokens].copy_(link.receive(batch.num_tokens))
+        lora = self._forward.lora
         slots = None if lora is None else lora.slots_of(batch)
         key = (size, slots is not None)
         if key not in self._forwards:
             self._capture_forward(*key)
-        runner.inputs.upload(batch, *size)
-        if runner.own_inputs is not None:
-            runner.own_inputs.upload(runner.padded_to_own(batch), *size)
+        self._inputs.upload(batch, *size)
+        if self._forward.own is not None and self._own_inputs is not None:
+            self._own_inputs.upload(self._forward.own.padded(batch), *size)
         if lora is not None and slots is not None:
             lora.upload_step(slots, size[1])
         self._forwards[key].replay()
-
-    def through(self, batch: Batch, size: Size, entered: Tensor | None) -> Tensor:
-        """Run a stage's layers and return their output [n, hidden_size], valid until the next call.
-
-        n is the number of the batch's tokens; on the last stage, of the entries that sample.
-        entered: the output of the stage before, [num_tokens, hidden_size].
-        """
-        if entered is not None:
-            self._entered[: len(entered)].copy_(entered)
-        self.forward(batch, size)
-        last = self._runner.model.stage.last
-        return self._handed_on[: sum(batch.samples) if last else batch.num_tokens]
+        if stage.alone:
+            return Hidden(self._hidden[:count], None, graphs=self, size=size)
+        # The next step is laid out where this one's rows and positions are.
+        places = self.places(count, mixed) if stage.first else None
+        tokens = count if stage.last else batch.num_tokens
+        return Hidden(self._handed_on[:tokens].clone(), places)
 
     def choose(self, size: Size, plan: SamplePlan) -> Tensor:
         """Choose the next token of each sampling entry and write it into the entry's row.
@@ -288,12 +298,12 @@ class StepGraphs:
         choice.graph.replay()
         return choice.tokens
 
-    def choose_masked(self, size: Size) -> Callable[[NDArray[np.int32] | None], Tensor]:
+    def choose_masked(self, size: Size) -> MaskedChoice:
         """Launch the logits of a batch with masks, and return the function that launches the
         choice.
 
         The function takes the masks: [M, ceil(vocab / 32)], not changed until the choice is done;
-        None on a rank that does not choose. It has to be called before the next `forward`.
+        None on a rank that does not choose. It has to be called before the next `launch`.
         """
         choice = self._choice(size, "masked")
         assert choice.logits is not None
@@ -312,48 +322,41 @@ class StepGraphs:
         """Return the recorded choice of this size, with the rows' sampling parameters on the
         device."""
         entries, num_tokens = size
-        self._runner.sampler.flush()
+        self._sampling.sampler.flush()
         key = (entries, num_tokens > entries, how)
         if key not in self._choices:
             self._capture_choice(*key)
         return self._choices[key]
 
-    def samples(self, entries: int, mixed: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return hidden states, rows and positions of the step's sampling entries.
-
-        The hidden states are [entries, hidden_size]. Rows and positions of new tokens are [entries]
-        int64.
-        """
-        return self._hidden[:entries], *self.places(entries, mixed)
-
-    def places(self, entries: int, mixed: bool) -> tuple[Tensor, Tensor]:
-        """Return the rows and positions of `samples`, in memory of their own."""
-        inputs = self._runner.inputs
+    def places(self, count: int, mixed: bool) -> tuple[Tensor, Tensor]:
+        """Launch the rows and positions of the step's new tokens, [count] int64 each, in memory of
+        their own."""
+        inputs = self._inputs
         rows, positions = inputs.rows, inputs.kv_len
         if mixed:
-            which = inputs.which[:entries]
+            which = inputs.which[:count]
             rows, positions = rows.index_select(0, which), positions.index_select(0, which)
-        return rows[:entries].long(), positions[:entries].long()
+        return rows[:count].long(), positions[:count].long()
 
     def _logits(self, entries: int, mixed: bool, how: How) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits of the sampling entries, and the rows and positions of `samples`."""
-        hidden, rows, positions = self.samples(entries, mixed)
-        parts = self._runner.by_parts(self._plan(how))
-        return self._runner.model.logits(hidden, not parts), rows, positions
+        """Return the logits of the sampling entries, and the rows and positions of new tokens."""
+        by_parts = self._sampling.by_parts(self._plan(how))
+        logits = self._forward.model.logits(self._hidden[:entries], not by_parts)
+        return logits, *self.places(entries, mixed)
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor, how: How) -> Sampled:
-        runner, plan = self._runner, self._plan(how)
-        mask_of = runner.inputs.mask_of[: len(logits)]
+        sampling, plan = self._sampling, self._plan(how)
+        mask_of = self._inputs.mask_of[: len(logits)]
         masked = Masked(mask_of, self._masks) if how == "masked" else None
-        parts = runner.by_parts(plan)
-        return runner.sample(logits, rows, positions, plan, masked, by_parts=parts)
+        by_parts = sampling.by_parts(plan)
+        return sampling.sample(logits, rows, positions, plan, masked, by_parts=by_parts)
 
     def _plan(self, how: How) -> SamplePlan:
-        return self._runner.sampler.simple_plan(how == "greedy")
+        return self._sampling.sampler.simple_plan(how == "greedy")
 
     def _capture_forward(self, size: Size, adapters: bool) -> None:
         with self._recording() as graph:
-            self._forward(size, adapters)
+            self._launch_layers(size, adapters)
         self._forwards[size, adapters] = graph
 
     def _capture_choice(self, entries: int, mixed: bool, how: How) -> None:
@@ -382,30 +385,29 @@ class StepGraphs:
             yield graph
         self._pool = graph.pool()
 
-    def _forward(self, size: Size, adapters: bool) -> None:
-        runner = self._runner
+    def _launch_layers(self, size: Size, adapters: bool) -> None:
+        forward, stage = self._forward, self._forward.model.stage
         entries, num_tokens = size
         mixed = num_tokens > entries
-        max_kv_len = runner.rows.tokens.shape[1] - 1
+        max_kv_len = self._rows.tokens.shape[1] - 1
         layout = entries, num_tokens, entries, max_kv_len
-        token_ids, metas = runner.inputs.lay_out(*layout)
+        token_ids, metas = self._inputs.lay_out(*layout)
         own: list[AttentionMeta] = []
-        if runner.own_inputs is not None:
-            _, own = runner.own_inputs.lay_out(*layout)
+        if self._own_inputs is not None:
+            _, own = self._own_inputs.lay_out(*layout)
         if adapters:
-            assert runner.lora is not None
+            assert forward.lora is not None
             for meta in (*metas, *own):
-                meta.lora = runner.lora.graph_step(num_tokens)
+                meta.lora = forward.lora.graph_step(num_tokens)
         divided = (None, own) if own else None
-        stage = runner.model.stage
         if stage.alone:
-            hidden, out = runner.run(token_ids, metas, own=divided), self._hidden
+            hidden, out = forward.run(token_ids, metas, own=divided), self._hidden
         else:
             entered = self._entered[:num_tokens]
             if stage.first:
-                entered = runner.model.enter(token_ids, metas[0].positions)
-            hidden, out = runner.run(token_ids, metas, entered, own=divided), self._handed_on
+                entered = forward.model.enter(token_ids, metas[0].positions)
+            hidden, out = forward.run(token_ids, metas, entered, own=divided), self._handed_on
         if mixed and stage.last:
-            torch.index_select(hidden, 0, runner.inputs.last[:entries], out=out[:entries])
+            torch.index_select(hidden, 0, self._inputs.last[:entries], out=out[:entries])
         else:
             out[: len(hidden)].copy_(hidden)

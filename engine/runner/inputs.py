@@ -126,16 +126,6 @@ class CpuInputs:
             sample_positions=torch.from_numpy(ends[samples]),
         )
 
-    def write(self, tokens: Tensor, bad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Write new tokens into their rows and return the tokens, -1 for bad ones.
-
-        Bad tokens are written too, where nobody reads them. All tensors are [n]. Three operations
-        of torch would take as long as a layer of a small model.
-        """
-        chosen, failed = tokens.numpy(), bad.numpy()
-        self._tokens[rows.numpy(), positions.numpy()] = chosen
-        return torch.from_numpy(np.where(failed, -1, chosen)) if failed.any() else tokens
-
 
 class _Staging:
     """One pinned host buffer and the numpy view that packs it."""
@@ -143,6 +133,19 @@ class _Staging:
     def __init__(self, size: int) -> None:
         self.tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self.array = self.tensor.numpy()
+
+
+def make_inputs(
+    rows: RequestRows, block_size: int, max_num_tokens: int, device: torch.device, steps: int = 2
+) -> "CpuInputs | CudaInputs":
+    """Make the inputs of steps on this device.
+
+    max_num_tokens: the tokens of the largest step.
+    steps: the number of steps in flight at once.
+    """
+    if device.type == "cuda":
+        return CudaInputs(rows, block_size, max_num_tokens, device, steps)
+    return CpuInputs(rows, block_size)
 
 
 def max_entries(max_num_seqs: int) -> int:

@@ -4,7 +4,8 @@ from engine.batch import Batch
 from engine.parallel.opening import Place
 from engine.parallel.ranks import Ranks
 from engine.runner.model_runner import ModelRunner
-from engine.runner.results import DeviceResult, StagedResult
+from engine.runner.staged_result import StagedResult
+from engine.sampling.device_result import DeviceResult
 
 _NOTICED = 0.5  # seconds: what is sent to a rank that has ended fails before its end is known
 

@@ -13,10 +13,14 @@ from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import MOST, Masked
 
 
-def capture_graphs(runner: ModelRunner, sizes: Sequence[int]) -> None:
-    """Record steps of these numbers of decodes, and mixed steps. CUDA only; after `warm_up`."""
-    runner.graphs = StepGraphs(runner, sizes, runner.max_num_batched_tokens)
-    runner.graphs.capture()
+def capture_graphs(runner: ModelRunner, sizes: Sequence[int], max_tokens: int) -> None:
+    """Record steps of these numbers of decodes, and mixed steps. CUDA only; after `warm_up`.
+
+    max_tokens: the tokens of the largest step.
+    """
+    graphs = StepGraphs(runner.forward, runner.sampling, sizes, max_tokens)
+    graphs.capture()
+    runner.use_graphs(graphs)
 
 
 @torch.inference_mode()
@@ -25,45 +29,45 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
     This compiles kernels and shows the peak of memory.
     """
-    pad = runner.rows.pad_row
+    pad, forward, sampling = runner.rows.pad_row, runner.forward, runner.sampling
     batch = largest_step(runner, num_tokens)
-    step = runner.inputs.assemble(batch)
-    if runner.lora is not None and runner.cuda:
+    step = forward.inputs.assemble(batch)
+    if runner.lora is not None and forward.cuda:
         _warm_up_adapters(runner, batch)
-        step = runner.inputs.assemble(batch)
+        step = forward.inputs.assemble(batch)
         step.adapt(runner.lora.pretend(batch.num_tokens))
-    hidden = runner.forward(step)
+    hidden = forward.run_step(step)
     if runner.lora is not None:
         runner.lora.forget()
     decode = Batch(-1, [pad], [0], [1], [True], num_decodes=1)
-    runner.forward(runner.inputs.assemble(decode))
-    if runner.cuda and runner.model.config.recurrent:
+    forward.run_step(forward.inputs.assemble(decode))
+    if forward.cuda and runner.model.config.recurrent:
         _warm_up_prompts(runner, num_tokens)
     if not runner.model.stage.first:
         return
-    count = runner.rows.pad_row
-    rows = torch.full((count,), pad, dtype=torch.int64, device=runner.device)
-    last = torch.arange(count, device=runner.device) % hidden.shape[0]
-    masked = Masked.everything(count, runner.model.config.vocab_size, runner.device)
+    count, device = pad, forward.device
+    rows = torch.full((count,), pad, dtype=torch.int64, device=device)
+    last = torch.arange(count, device=device) % hidden.shape[0]
+    masked = Masked.everything(count, runner.model.config.vocab_size, device)
     logits = runner.model.logits(hidden.index_select(0, last))
-    runner.sample(logits, rows, torch.ones_like(rows), MOST, masked)
-    if runner.cuda:
-        runner.sampler.prompt_logprobs(logits, last, MOST.logprobs)
+    sampling.sample(logits, rows, torch.ones_like(rows), MOST, masked)
+    if forward.cuda:
+        sampling.sampler.prompt_logprobs(logits, last, MOST.logprobs)
 
 
-def launch_everything(runner: ModelRunner, sizes: Sequence[int]) -> None:
+def launch_everything(runner: ModelRunner, sizes: Sequence[int], max_tokens: int) -> None:
     """Launch all that a start launches, where launches only record which kernels they need.
 
     See `kernels.launch.compiling`.
-    sizes: as for `capture_graphs`; none, if no graphs will be recorded.
+    sizes, max_tokens: as for `capture_graphs`; no sizes, if no graphs will be recorded.
     """
     pad = runner.rows.pad_row
     update = Batch(-1, [pad], [0], [1], [True], num_decodes=1, new_blocks=[(pad, 0, 0)])
     try:
-        warm_up(runner, runner.max_num_batched_tokens)
+        warm_up(runner, max_tokens)
         if sizes:
-            StepGraphs(runner, sizes, runner.max_num_batched_tokens).launch_all()
-        runner.inputs.upload(update, 1, 1)
+            StepGraphs(runner.forward, runner.sampling, sizes, max_tokens).launch_all()
+        runner.forward.inputs.upload(update, 1, 1)
     finally:
         # Tokens that no kernel has chosen were written there, and would be looked up.
         runner.rows.tokens.zero_()
@@ -95,17 +99,17 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
     """
     from kernels.recurrent.chunks_cuda import CHUNK, ENTRIES
 
-    pad, whole = runner.rows.pad_row, runner.model
+    pad, forward, whole = runner.rows.pad_row, runner.forward, runner.forward.model
     most = min(CHUNK, runner.rows.tokens.shape[1] - 1)
-    runner.model = whole.one_layer()
+    forward.model = whole.one_layer()
     try:
         for count in range(1, min(ENTRIES, pad, num_tokens) + 1):
             # A chunk each: a few tokens have other kernels for their products.
             lengths = [min(most, num_tokens // count)] * count
             batch = Batch(-1, [pad] * count, [0] * count, lengths, [True] * count)
-            runner.forward(runner.inputs.assemble(batch))
+            forward.run_step(forward.inputs.assemble(batch))
     finally:
-        runner.model = whole
+        forward.model = whole
 
 
 def _warm_up_adapters(runner: ModelRunner, largest: Batch) -> None:
@@ -116,6 +120,6 @@ def _warm_up_adapters(runner: ModelRunner, largest: Batch) -> None:
     pad = runner.rows.pad_row
     for size in warm_up_sizes(largest.num_tokens, runner.lora.num_slots):
         lengths = [min(size, largest.lengths[0])]
-        step = runner.inputs.assemble(Batch(-1, [pad], [0], lengths, [True]))
+        step = runner.forward.inputs.assemble(Batch(-1, [pad], [0], lengths, [True]))
         step.adapt(runner.lora.pretend(lengths[0]))
-        runner.forward(step)
+        runner.forward.run_step(step)

@@ -26,6 +26,7 @@ from engine.parallel.group import TensorParallelGroup
 from engine.parallel.stages import Stage
 from engine.resolve import resolve
 from engine.runner.caches.kv_cache import KVCache
+from engine.runner.forward import ModelForward
 from engine.runner.graphs import StepGraphs, default_sizes
 from engine.runner.inputs import CpuInputs, max_entries
 from engine.runner.memory import (
@@ -42,6 +43,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
 from engine.runner.warm_up import largest_step, warm_up
 from engine.sampling.sampler import Sampler
+from engine.sampling.step_sampler import StepSampler
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import kernels_for
 from kernels.kv.format import KVFormat
@@ -80,15 +82,11 @@ def runner() -> ModelRunner:
         parameter.allocate()
         parameter.tensor.normal_(0.0 if parameter.std else 1.0, 0.3, generator=generator)
     model.finish()
-    return ModelRunner(
-        model,
-        kernels,
-        Sampler(NUM_ROWS + 1, CONFIG.vocab_size, CPU),
-        RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, CPU),
-        KVCache.allocate(kv_groups(CONFIG), NUM_ROWS * 16, BLOCK_SIZE, torch.float32, CPU),
-        max_num_batched_tokens=64,
-        device=CPU,
-    )
+    rows = RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, CPU)
+    kv = KVCache.allocate(kv_groups(CONFIG), NUM_ROWS * 16, BLOCK_SIZE, torch.float32, CPU)
+    forward = ModelForward(model, kernels, rows, kv, CpuInputs(rows, BLOCK_SIZE))
+    sampler = Sampler(NUM_ROWS + 1, CONFIG.vocab_size, CPU)
+    return ModelRunner(forward, StepSampler(model, sampler, rows.tokens))
 
 
 def step(
@@ -248,7 +246,7 @@ def test_prompt_logprobs_hold_few_logits(
     params = SamplingParams(temperature=0.0, prompt_logprobs=3)
     length, found = 40, []
     for row, most in enumerate((39, 7)):
-        runner._logits_rows = most
+        runner.sampling._logits_rows = most
         rows.clear()
         new = new_row(row, prompt(length), params)
         found.append(step(runner, (row, 0, length, True), new_rows=(new,)).prompt_logprobs[0])
@@ -292,7 +290,8 @@ def test_mixed_graphs_cover_every_row_up_to_256(most: int) -> None:
     """Bug: with max_num_seqs 256 a mixed step of 136 entries or more had no graph, because padding
     wants an entry more than there are rows."""
     rows = RequestRows.allocate(most, 4096, 16, torch.device("cpu"))
-    graphs = StepGraphs(SimpleNamespace(rows=rows), default_sizes(most), 2048)  # type: ignore[arg-type]
+    forward: Any = SimpleNamespace(rows=rows, inputs=None, own=None)
+    graphs = StepGraphs(forward, SimpleNamespace(), default_sizes(most), 2048)  # type: ignore[arg-type]
     for count in range(1, min(most, 256) + 1):
         batch = Batch(0, [0] * count, [0] * count, [1] * (count - 1) + [30], num_decodes=count - 1)
         size = graphs.size_of(batch)
@@ -339,8 +338,8 @@ def test_ranks_record_the_same_sizes() -> None:
 
     def captured(number: int) -> Timed:
         model = SimpleNamespace(group=Rank(number), stage=Stage(), tune=lambda *sizes: None)
-        runner = SimpleNamespace(rows=rows, model=model, lora=None, own_inputs=None)
-        graphs = Timed(runner, [1, 2], 2048)  # type: ignore[arg-type]
+        forward: Any = SimpleNamespace(rows=rows, model=model, lora=None, inputs=None, own=None)
+        graphs = Timed(forward, SimpleNamespace(), [1, 2], 2048)  # type: ignore[arg-type]
         graphs.slow = [{(16, 384), (72, 512)}, {(16, 768), (72, 192)}][number]
         graphs.capture()
         return graphs
@@ -375,16 +374,18 @@ def test_decodes_of_all_ranks_are_recorded_where_that_pays() -> None:
 
     rows = RequestRows.allocate(1024, 32, 16, torch.device("cpu"))
     model = SimpleNamespace(group=TensorParallelGroup(), stage=Stage(), tune=lambda *_: None)
-    fields = {"rows": rows, "model": model, "lora": object()}
+    fields = {"rows": rows, "model": model, "lora": object(), "inputs": None}
     sizes = default_sizes(1024)
-    graphs = Timed(SimpleNamespace(**fields, own_inputs=object()), sizes, 31)  # type: ignore[arg-type]
+    sampling: Any = None
+    forward: Any = SimpleNamespace(**fields, own=SimpleNamespace(inputs=object()))
+    graphs = Timed(forward, sampling, sizes, 31)
     graphs.capture()
     kept = [size for size in sizes if size <= 256]
     assert graphs._decodes == kept and set(graphs.timed) == set(sizes) - set(kept) | {kept[-1]}
     assert set(graphs._forwards) == {((n, n), adapters) for n in kept for adapters in (False, True)}
     for count, size in ((3, (4, 4)), (256, (256, 256)), (257, None)):
         assert graphs.size_of(Batch(0, [0] * count, num_decodes=count)) == size
-    graphs = Timed(SimpleNamespace(**fields, own_inputs=None), sizes, 31)  # type: ignore[arg-type]
+    graphs = Timed(SimpleNamespace(**fields, own=None), sampling, sizes, 31)  # type: ignore[arg-type]
     graphs.capture()
     assert graphs._decodes == sizes and not graphs.timed
 

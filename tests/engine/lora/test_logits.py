@@ -341,17 +341,17 @@ def test_the_largest_step_is_warmed_up_with_adapters(
     runner: Any = engine(tmp_path / "base")._runner
     assert runner.lora is not None
     seen: list[tuple[str, int]] = []
-    forward = runner.forward
+    run_step = runner.forward.run_step
 
     def watched(step: Any) -> Any:
         seen.append(("forward", len(step.metas[0].positions)))
-        return forward(step)
+        return run_step(step)
 
-    monkeypatch.setattr(runner, "forward", watched)
+    monkeypatch.setattr(runner.forward, "run_step", watched)
     monkeypatch.setattr(runner.lora, "pretend", lambda n: seen.append(("pretend", n)))
     monkeypatch.setattr(runner.lora, "forget", lambda: seen.append(("forget", 0)))
     monkeypatch.setattr(warm_up, "_warm_up_adapters", lambda runner, batch: None)
-    monkeypatch.setattr(runner, "cuda", True)
+    monkeypatch.setattr(runner.forward, "cuda", True)
     warm_up.warm_up(runner, 48)
     assert seen[:3] == [("pretend", 48), ("forward", 48), ("forget", 0)]
 

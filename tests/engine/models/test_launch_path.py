@@ -45,11 +45,10 @@ ALLOWED = {
     ("engine/runner/graphs.py", "StepGraphs._seconds"): _START,
     ("engine/runner/inputs.py", "CpuInputs.__init__"): _CPU,
     ("engine/runner/inputs.py", "CpuInputs.assemble"): _CPU,
-    ("engine/runner/inputs.py", "CpuInputs.write"): _CPU,
     ("engine/runner/inputs.py", "_Staging.__init__"): "a view of pinned host memory",
     ("engine/runner/model_runner.py", "ModelRunner.recover"): "after a step that has failed",
-    ("engine/runner/results.py", "DeviceResult.wait"): "the place to wait",
-    ("engine/runner/results.py", "HostLogprobs.items"): "host memory, in DeviceResult.wait",
+    ("engine/sampling/device_result.py", "DeviceResult.wait"): "the place to wait",
+    ("engine/sampling/device_result.py", "HostLogprobs.items"): "host memory, in DeviceResult.wait",
     ("engine/runner/programs.py", "StepPrograms.__init__"): _CPU,
     ("engine/runner/programs.py", "StepPrograms._enter"): _CPU,
     ("engine/sampling/cpu_sampler.py", "_gumbel_argmax"): _CPU,
@@ -58,6 +57,7 @@ ALLOWED = {
     ("engine/sampling/sampler.py", "Masked.memory.allocate"): "a view of host memory",
     ("engine/sampling/sampler.py", "Sampler._sample_on_host"): _CPU,
     ("engine/sampling/sampler.py", "Sampler.prompt_logprobs"): _CPU,
+    ("engine/sampling/step_sampler.py", "StepSampler._write_on_host"): _CPU,
     ("kernels/attention/bidirectional.py", "_padded"): "of host memory, before the upload",
     ("kernels/experts/reference.py", "experts"): _ORACLE,
     ("kernels/reference.py", "Kernels.whole_texts"): (
@@ -236,7 +236,7 @@ def test_any_sampling_is_behind_a_graph(tmp_path: Path) -> None:
         )  # fmt: skip
         runner: Any = core._runner
         if cuda_graphs:
-            runner.forward = None  # of steps that are launched kernel by kernel
+            runner.eager.launch = None  # of steps that are launched kernel by kernel
         told.append(run(core, PROMPTS[1:], params))
     for alone, graphed in zip(*told, strict=True):
         assert (graphed.error, graphed.token_ids) == ("", alone.token_ids)

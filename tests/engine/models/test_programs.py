@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine import factory
 from engine.config.engine_config import EngineConfig
+from engine.runner.launchers import ProgramStep
 from engine.runner.programs import StepPrograms
 from engine.sampling_params import SamplingParams
 from engine.scheduling.core import EngineCore, EngineRequest
@@ -200,7 +201,7 @@ def test_a_program_computes_what_its_calls_did(
     assert len(programs._programs) >= 4 and programs._able and programs.gives_logits
     assert all(len(program) >= 4 * 3 for program in programs._programs.values())
     again = answers(core)  # from the first step on out of programs
-    runner.programs = None
+    runner.launcher = runner.eager
     assert first == again == answers(core)
 
 
@@ -218,11 +219,12 @@ def test_a_program_looks_up_its_tokens(tmp_path: Path) -> None:
     packed.fill(0, (codes + 128).flatten(1).to(torch.uint8), scale, None)
     runner.model.table.forward = lambda ids: packed.rows(ids.long())
     # The start has recorded a step without.
-    programs = runner.programs = StepPrograms(runner.model, runner.rows, runner.kv)
+    programs = StepPrograms(runner.model, runner.rows, runner.kv)
+    runner.launcher = ProgramStep(runner.forward, programs)
     first = answers(core)
     assert programs._enters and programs.gives_logits
     again = answers(core)
-    runner.programs = None
+    runner.launcher = runner.eager
     assert first == again == answers(core)
 
 
@@ -245,7 +247,7 @@ def test_steps_of_torch_are_not_recorded(
     runner: Any = core._runner
     first = answers(core)
     assert not runner.programs._able and not runner.programs._programs
-    runner.programs = None
+    runner.launcher = runner.eager
     assert first == answers(core)
 
 

@@ -16,8 +16,8 @@ from engine.models.registry import build_model
 from engine.parallel import shared_memory
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
-from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampled, SamplePlan, Sampler
+from engine.sampling.step_sampler import StepSampler
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from tests.engine.models.checkpoints import Paged, load_model, save_checkpoint
@@ -206,21 +206,20 @@ def test_the_best_token_is_that_of_all_logits(size: int) -> None:
     rows, positions = torch.zeros(60, dtype=torch.int64), torch.ones(60, dtype=torch.int64)
     device = torch.device("cpu")
 
-    def runner(group: TensorParallelGroup, count: int) -> ModelRunner:
-        made: Any = object.__new__(ModelRunner)
+    def sampling(group: TensorParallelGroup, count: int) -> StepSampler:
         part = group.share(count)
-        made.sampler = Sampler(2, count, device, [each for each in never if each < count], part)
-        made.model = SimpleNamespace(group=group)
-        made.rows = SimpleNamespace(tokens=torch.zeros(2, 9, dtype=torch.int32))
-        made.cuda = True  # rows are written by torch
-        return made  # type: ignore[no-any-return]
+        sampler = Sampler(2, count, device, [token for token in never if token < count], part)
+        head: Any = SimpleNamespace(group=group)
+        step_sampler = StepSampler(head, sampler, torch.zeros(2, 9, dtype=torch.int32))
+        step_sampler.cuda = True  # rows are written by torch
+        return step_sampler
 
     for count in (vocab, 2):  # of 2 the third of three ranks has nothing
         given, plan = logits[:, :count], SamplePlan()
-        want = runner(TensorParallelGroup(), count).sample(given.clone(), rows, positions, plan)
+        want = sampling(TensorParallelGroup(), count).sample(given.clone(), rows, positions, plan)
 
         def work(group: SharedMemoryGroup, given: Tensor = given, count: int = count) -> Sampled:
-            own, plan = runner(group, count), SamplePlan()
+            own, plan = sampling(group, count), SamplePlan()
             assert own.by_parts(plan) and not own.by_parts(plan, [0])
             assert not own.by_parts(SamplePlan(sampled=True))
             assert not own.by_parts(SamplePlan(logprobs=0))

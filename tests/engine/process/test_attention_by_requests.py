@@ -11,9 +11,10 @@ from engine.batch import Batch
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
 from engine.errors import ConfigError
+from engine.lora.device import LoraDevice
 from engine.resolve import decide
+from engine.runner.forward import OwnInputs
 from engine.runner.memory import MemoryPlan, outline, plan_memory
-from engine.runner.model_runner import ModelRunner
 from kernels.metadata import AttentionMeta
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.process.ranked import (
@@ -97,14 +98,16 @@ def test_texts_where_other_ranks_tokens_are_padding(
     requests = [each for each in everything(folders) if not (latents and each.adapter)]
     padded = []
 
-    def own(runner: ModelRunner, batch: Batch) -> tuple[None, list[AttentionMeta]]:
-        layout = runner.padded_to_own(batch)
-        step = runner.own_inputs.assemble(layout)
-        others = np.repeat(np.asarray(layout.rows) == runner.rows.pad_row, batch.lengths)
+    def assemble(
+        own: OwnInputs, batch: Batch, lora: LoraDevice | None
+    ) -> tuple[None, list[AttentionMeta]]:
+        layout = own.padded(batch)
+        step = own.inputs.assemble(layout)
+        others = np.repeat(np.asarray(layout.rows) == own._pad_row, batch.lengths)
         for meta in step.metas:
             meta.slots[torch.from_numpy(others)] = -1
-        if runner.lora is not None:
-            step.adapt(runner.lora.step(batch))
+        if lora is not None:
+            step.adapt(lora.step(batch))
         padded.append(others.any() and not others.all())
         return None, step.metas
 
@@ -114,7 +117,7 @@ def test_texts_where_other_ranks_tokens_are_padding(
         loras = 0 if latents else 2
         with monkeypatch.context() as patched:
             if ranks > 1:
-                patched.setattr(ModelRunner, "_own", own)
+                patched.setattr(OwnInputs, "assemble", assemble)
             core, others = start(config_of(folders["model"], max_loras=loras, **options))
             add_adapters(core, folders)
             found.append(serve(core, requests))

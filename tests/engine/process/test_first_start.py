@@ -26,12 +26,14 @@ from engine.process.first_start import FirstStart
 from engine.quantization.method import DenseCuda
 from engine.runner import inputs
 from engine.runner.caches.kv_cache import KVCache
+from engine.runner.forward import ModelForward
 from engine.runner.graphs import StepGraphs
 from engine.runner.inputs import CudaInputs
 from engine.runner.model_runner import ModelRunner
 from engine.runner.rows import RequestRows
 from engine.runner.warm_up import capture_graphs, launch_everything, warm_up
 from engine.sampling.sampler import Sampler
+from engine.sampling.step_sampler import StepSampler
 from kernels.dispatch import kernels_for
 from kernels.launch.cache import cache_folder
 from kernels.launch.compiling import Compilers
@@ -165,13 +167,11 @@ def runner_of(model: Decoder, config: ModelConfig, rows: RequestRows, layers: in
     sampler._scratch = torch.zeros(64, config.vocab_size, dtype=torch.int32)
     sampler._rows.device_words = torch.from_numpy(sampler._rows.words)
     kv = KVCache.allocate(kv_groups(config), 4, 16, torch.bfloat16, device, rows=SEQS + 1)
-    runner = ModelRunner(
-        model, model.kernels, sampler, rows, kv,
-        max_num_batched_tokens=TOKENS, device=device,
-    )  # fmt: skip
-    runner.cuda = True
-    runner.inputs = CudaInputs(rows, 16, TOKENS, device)
-    return runner
+    inputs = CudaInputs(rows, 16, TOKENS, device)
+    forward = ModelForward(model, model.kernels, rows, kv, inputs)
+    sampling = StepSampler(model, sampler, rows.tokens)
+    forward.cuda = sampling.cuda = True
+    return ModelRunner(forward, sampling)
 
 
 def on_cpu(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Decoder, RequestRows]:
@@ -226,7 +226,7 @@ def test_what_a_start_launches_has_been_collected(
     config = ModelConfig.from_folder(model)
     whole, rows = on_cpu(config, monkeypatch)
     with compilers.collecting():
-        launch_everything(runner_of(whole.one_layer(), config, rows, 1), SIZES)
+        launch_everything(runner_of(whole.one_layer(), config, rows, 1), SIZES, TOKENS)
     assert not rows.tokens.any()
     collected = set(compilers._jobs)
     names = {name for _, name, _ in collected}
@@ -252,7 +252,7 @@ def test_what_a_start_launches_has_been_collected(
     with compilers.collecting():
         runner = runner_of(whole, config, rows, len(whole.layers))
         warm_up(runner, TOKENS)
-        capture_graphs(runner, SIZES)
+        capture_graphs(runner, SIZES, TOKENS)
     assert {(size, size) for size in SIZES} <= set(seen)
     assert any(tokens > entries for entries, tokens in seen)
     assert {name for _, name, _ in set(compilers._jobs) - collected} == set()
@@ -278,8 +278,8 @@ def test_no_number_of_prompts_is_new(
     whole, rows = on_cpu(config, monkeypatch)
     runner = runner_of(whole, config, rows, len(whole.layers))
     with compilers.collecting():
-        launch_everything(runner, SIZES)
-    assert runner.model is whole
+        launch_everything(runner, SIZES, TOKENS)
+    assert runner.forward.model is whole
     collected = set(compilers._jobs)
     assert [name for _, name, _ in collected].count("_delta_pass_kernel") > 1
     pad = rows.pad_row
@@ -287,7 +287,7 @@ def test_no_number_of_prompts_is_new(
         for prompts in range(1, 33):
             lengths = [TOKENS // prompts] * prompts
             batch = Batch(-1, [pad] * prompts, [0] * prompts, lengths, [True] * prompts)
-            runner.forward(runner.inputs.assemble(batch))
+            runner.forward.run_step(runner.forward.inputs.assemble(batch))
     assert {name for _, name, _ in set(compilers._jobs) - collected} == set()
 
 

@@ -1,0 +1,159 @@
+"""ModelForward: the forward pass of a step, from a batch to the output of the last layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, NewRow
+from engine.lora.device import LoraDevice
+from engine.models.registry import Model
+from engine.parallel.link import Link
+from engine.runner.caches.kv_cache import KVCache, in_views
+from engine.runner.inputs import CpuInputs, CudaInputs, DeviceStep
+from engine.runner.rows import RequestRows
+from kernels.dispatch import Kernels
+from kernels.metadata import AttentionMeta, OwnTokens
+
+
+class OwnInputs:
+    """The inputs of the requests whose keys this rank has, with data-parallel attention."""
+
+    def __init__(self, inputs: Any, rank: int, rows: RequestRows) -> None:
+        """Set up the inputs. inputs: CpuInputs, or on CUDA CudaInputs that nothing else uses."""
+        self.inputs = inputs
+        self.rank = rank
+        self._pad_row = rows.pad_row
+        self._device = rows.tokens.device
+        self._kv_rank = np.zeros(rows.pad_row, dtype=np.int64)  # of each row
+
+    def set_row(self, new: NewRow) -> None:
+        """Note which rank has the keys of a row's request."""
+        self._kv_rank[new.row] = new.kv_rank
+
+    def padded(self, batch: Batch) -> Batch:
+        """Return the layout of a step in which entries whose keys another rank has are padding."""
+        here, pad = self._kv_rank[batch.rows] == self.rank, self._pad_row
+        rows = [row if own else pad for row, own in zip(batch.rows, here, strict=True)]
+        starts = [start if own else 0 for start, own in zip(batch.starts, here, strict=True)]
+        return Batch(batch.step, rows, starts, batch.lengths, batch.samples, batch.num_decodes)
+
+    def assemble(
+        self, batch: Batch, lora: LoraDevice | None
+    ) -> tuple[Tensor | None, list[AttentionMeta]]:
+        """Return `DeviceStep.own`: the tokens whose keys this rank has, and their metas."""
+        here = self._kv_rank[batch.rows] == self.rank
+        entries = np.flatnonzero(here)
+        tokens = torch.from_numpy(np.flatnonzero(np.repeat(here, batch.lengths)))
+        tokens = tokens.to(self._device, non_blocking=True)
+        if not len(entries):
+            return tokens, []
+        own = Batch(
+            batch.step,
+            [batch.rows[entry] for entry in entries],
+            [batch.starts[entry] for entry in entries],
+            [batch.lengths[entry] for entry in entries],
+            [batch.samples[entry] for entry in entries],
+            int(here[: batch.num_decodes].sum()),
+        )
+        step: DeviceStep = self.inputs.assemble(own)
+        if lora is not None:
+            step.adapt(lora.step(own, beside=True))
+        return tokens, step.metas
+
+
+class ModelForward:
+    """The forward pass of one model, or of a pipeline stage's layers, on one device.
+
+    inputs: the inputs of steps, CpuInputs or CudaInputs.
+    own: the inputs of this rank's requests, with data-parallel attention.
+    lora: the adapters of rows.
+    link: the link to the stages before and after this one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kernels: Kernels,
+        rows: RequestRows,
+        kv: KVCache,
+        inputs: CpuInputs | CudaInputs,
+        own: OwnInputs | None = None,
+        lora: LoraDevice | None = None,
+        link: Link | None = None,
+    ) -> None:
+        self.model = model
+        self.kernels = kernels
+        self.rows = rows
+        self.kv = kv
+        self.inputs: Any = inputs
+        self.own = own
+        self.lora = lora
+        self.link = link
+        self.device = rows.tokens.device
+        self.cuda = self.device.type == "cuda"
+
+    def set_row(self, new: NewRow) -> None:
+        """Give a row to a request."""
+        if self.own is not None:
+            self.own.set_row(new)
+        if self.lora is not None:
+            self.lora.set_row(new.row, new.lora_slot)
+
+    def assemble(self, batch: Batch) -> DeviceStep:
+        """Lay out a step on the device."""
+        step: DeviceStep = self.inputs.assemble(batch)
+        if self.lora is not None:
+            step.adapt(self.lora.step(batch))
+        if self.own is not None:
+            step.own = self.own.assemble(batch, self.lora)
+        return step
+
+    def stage_input(self, step: DeviceStep) -> Tensor:
+        """Return the input of this stage's first layer [num_tokens, hidden_size].
+
+        The first stage embeds the tokens, the others receive the output of the stage before.
+        """
+        if self.link is None or self.model.stage.first:
+            return self.model.enter(step.token_ids, step.metas[0].positions)
+        return self.link.receive(len(step.token_ids))
+
+    def run_step(self, step: DeviceStep) -> Tensor:
+        """Run the model over a step that is laid out; see `run`."""
+        return self.run(step.token_ids, step.metas, own=step.own)
+
+    def run(
+        self,
+        token_ids: Tensor,
+        metas: Sequence[AttentionMeta],
+        entered: Tensor | None = None,
+        own: tuple[Tensor | None, list[AttentionMeta]] | None = None,
+    ) -> Tensor:
+        """Run the model over tokens that are laid out: [num_tokens, hidden_size], after the final
+        norm.
+
+        metas: the meta of each group of layers; attention is planned here.
+        entered: the input of this stage's first layer. The result is then the output of the stage's
+            last layer.
+        own: see DeviceStep.
+        """
+        layers, groups = self.kv.layers, self.kv.groups
+        views = attending = in_views(groups, metas, self.kv.block_size)
+        if self.own is not None:
+            if own is None:  # a warm-up, as if all requests were this rank's
+                own = torch.arange(len(token_ids), device=self.device), list(metas)
+            tokens, metas = own
+            others = metas[0].slots[:, None] < 0 if tokens is None else None
+            attending = in_views(groups, metas, self.kv.block_size) if metas else []
+            for at, meta in enumerate(views):
+                meta.own = OwnTokens(tokens, attending[at] if metas else None, others)
+        for view, meta in zip(groups.views, attending, strict=bool(groups.views and attending)):
+            attention = groups.groups[view.group].attention
+            if not attention.bidirectional:
+                cache = layers[view.layers[0]][0]
+                self.kernels.prepare(meta, attention.num_heads, cache, attention.latent_rank)
+        if entered is not None:
+            return self.model.through(entered, views, layers)
+        return self.model.forward(token_ids, views, layers)

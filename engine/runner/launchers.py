@@ -1,0 +1,142 @@
+"""Launchers: the ways to run a step up to its hidden states, behind one `launch(batch)`.
+
+    EagerStep      kernel by kernel
+    ProgramStep    decodes on the CPU, as a recorded program
+    GraphStep      a step in a CUDA graph, of a whole model or of a pipeline stage
+    StageStep      one of these over a stage's layers, then the hand-over to the next stage
+
+A GraphStep hands the steps that have no graph to an EagerStep.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.batch import Batch
+from engine.parallel.link import Link
+from engine.runner.caches.kv_cache import in_views
+from engine.runner.forward import ModelForward
+from engine.runner.graphs import StepGraphs
+from engine.runner.programs import StepPrograms
+from engine.sampling.step_sampler import Hidden, StepSampler
+
+
+@dataclass(slots=True)
+class ComingHidden:
+    """The hidden states of a step that other stages compute. receive: waits for the last stage."""
+
+    receive: Callable[[], Hidden]
+
+
+class LayersLauncher(Protocol):
+    """A way to launch the layers of a model or stage."""
+
+    def launch(self, batch: Batch) -> Hidden:
+        """Launch a step. Its states are the output of the stage's last layer, where there are
+        several stages."""
+        ...
+
+
+class StepLauncher(Protocol):
+    """A way to launch a step."""
+
+    def launch(self, batch: Batch) -> Hidden | ComingHidden | None:
+        """Launch a step up to its hidden states. None: another stage samples."""
+        ...
+
+
+class EagerStep:
+    """The launch of a step kernel by kernel."""
+
+    def __init__(self, forward: ModelForward) -> None:
+        self._forward = forward
+
+    def launch(self, batch: Batch) -> Hidden:
+        """Launch a step; see `LayersLauncher`."""
+        forward = self._forward
+        step = forward.assemble(batch)
+        entered = None if forward.link is None else forward.stage_input(step)
+        states = forward.run(step.token_ids, step.metas, entered, step.own)
+        return Hidden(states, (step.sample_rows, step.sample_positions), step.last)
+
+
+class ProgramStep:
+    """The launch of decodes on the CPU as a recorded program; see programs.py.
+
+    Other steps, and steps that cannot be recorded, are launched kernel by kernel.
+    """
+
+    def __init__(self, forward: ModelForward, programs: StepPrograms) -> None:
+        self._forward = forward
+        self._programs = programs
+
+    def launch(self, batch: Batch) -> Hidden:
+        """Launch a step; see `LayersLauncher`."""
+        forward, programs = self._forward, self._programs
+        step = forward.assemble(batch)
+        entered = None if forward.link is None else forward.stage_input(step)
+        states, are_logits = None, False
+        if batch.num_decodes == len(batch.rows):
+            views = in_views(forward.kv.groups, step.metas, forward.kv.block_size)
+            states = programs.through(step.token_ids, views, entered)
+        if states is None:
+            states = forward.run(step.token_ids, step.metas, entered, step.own)
+        elif programs.gives_logits:
+            are_logits = True
+        elif entered is None:
+            states = forward.model.leave(states)
+        return Hidden(states, (step.sample_rows, step.sample_positions), step.last, are_logits)
+
+
+class GraphStep:
+    """The launch of a step as a CUDA graph; see graphs.py."""
+
+    def __init__(self, graphs: StepGraphs, sampling: StepSampler, otherwise: EagerStep) -> None:
+        self._graphs = graphs
+        self._sampling = sampling
+        self._otherwise = otherwise
+
+    def launch(self, batch: Batch) -> Hidden:
+        """Launch a step; see `LayersLauncher`."""
+        size = None
+        # A graph returns the states of entries that sample alone.
+        if batch.num_decodes == len(batch.rows) or not self._sampling.wants_every_state(batch):
+            size = self._graphs.size_of(batch)
+        if size is None:
+            return self._otherwise.launch(batch)
+        return self._graphs.launch(batch, size)
+
+
+class StageStep:
+    """The launch of a pipeline stage's part of a step.
+
+    On the first stage the step is concluded when the last stage's output is asked for. Other steps
+    are launched meanwhile.
+    """
+
+    def __init__(
+        self, forward: ModelForward, link: Link, sampling: StepSampler, layers: LayersLauncher
+    ) -> None:
+        self._forward = forward
+        self._link = link
+        self._sampling = sampling
+        self._layers = layers
+
+    def launch(self, batch: Batch) -> ComingHidden | None:
+        """Launch this stage's layers and send their output to the next stage."""
+        model, link = self._forward.model, self._link
+        hidden = self._layers.launch(batch)
+        states, last = hidden.states, hidden.last
+        every = last is not None and self._sampling.wants_every_state(batch)
+        if model.stage.last and last is not None and not every:
+            states = states.index_select(0, last)  # nothing is asked of the other tokens
+        link.send(states)
+        if not model.stage.first:
+            return None
+        count = batch.num_tokens if every else sum(batch.samples)
+
+        def receive() -> Hidden:
+            received = model.leave(link.receive(count))
+            return Hidden(received, hidden.places, last if every else None)
+
+        return ComingHidden(receive)

@@ -1,0 +1,61 @@
+"""StagedResult: a launched step that is on its way through the stages of a pipeline."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch import OutOfMemory, StepResult
+from engine.sampling.device_result import DeviceResult
+
+
+@dataclass(slots=True)
+class StagedResult:
+    """A step that is on its way through the stages of a pipeline.
+
+    take_back: receives the output of the last stage, and samples.
+    ask: lets the other ranks of the first stage conclude the step too.
+    """
+
+    take_back: Callable[[], DeviceResult]
+    ask: Callable[[], None] | None = None
+    masks: "NDArray[np.int32] | None" = None
+    _pending: DeviceResult | None = None
+    _failure: Exception | None = None
+
+    @property
+    def concluded(self) -> bool:
+        return self._pending is not None or self._failure is not None
+
+    def sample(self, masks: NDArray[np.int32]) -> None:
+        """Keep the masks for the sampling that `conclude` launches."""
+        self.masks = masks
+
+    def conclude(self) -> None:
+        """Receive the last stage's output and launch the sampling. Raises as `wait` does."""
+        if self._pending is None and self._failure is None:
+            if self.ask is not None:
+                self.ask()
+            try:
+                with torch.inference_mode():
+                    pending = self.take_back()
+                    if self.masks is not None:
+                        pending.sample(self.masks)
+                self._pending = pending
+            except torch.OutOfMemoryError as error:
+                self._failure = OutOfMemory(str(error))  # torch's own holds the step's tensors
+            except Exception as error:
+                self._failure = error
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self) -> StepResult:
+        """Block until the step is done and return what it produced, as `DeviceResult.wait`.
+
+        Raises OutOfMemory, and RankFailed where another stage's part of the step has failed.
+        """
+        self.conclude()
+        assert self._pending is not None
+        return self._pending.wait()

@@ -1,0 +1,388 @@
+"""StepSampler: from hidden states of a step to tokens and log-probabilities for the host.
+
+Be paranoid about adding lines here: they run once a step, and nothing may wait for the device (no
+.item(), .cpu(), .tolist(), no indexing by a boolean mask).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import Batch, NewRow, OutOfMemory
+from engine.config.model_config import ModelConfig
+from engine.parallel.group import TensorParallelGroup
+from engine.pooling import Pooling
+from engine.sampling.device_result import DeviceResult, HostLogprobs
+from engine.sampling.sampler import Masked, Sampled, SamplePlan, Sampler
+
+# Choose tokens under masks [M, ceil(vocab / 32)], which do not change until the choice is done.
+# None: on a rank that does not choose.
+MaskedChoice = Callable[[NDArray[np.int32] | None], Tensor]
+
+
+class Head(Protocol):
+    """The part of a model behind its last layer."""
+
+    config: ModelConfig
+    group: TensorParallelGroup
+
+    def logits(self, hidden: Tensor, whole: bool = True) -> Tensor:
+        """Compute logits [n, vocab_size] of hidden states [n, hidden_size]; see
+        `engine.models.registry.Model`."""
+        ...
+
+
+class GraphChoices(Protocol):
+    """The choice of tokens as CUDA graphs, by the (entries, tokens) that a step is padded to."""
+
+    def choose(self, size: tuple[int, int], plan: SamplePlan) -> Tensor:
+        """Choose the next token of each sampling entry and write it into the entry's row.
+
+        Returns [entries] int64, padded. plan: a simple plan.
+        """
+        ...
+
+    def choose_masked(self, size: tuple[int, int]) -> MaskedChoice:
+        """Launch the logits, and return the function that launches the choice."""
+        ...
+
+    def places(self, count: int, mixed: bool) -> tuple[Tensor, Tensor]:
+        """Launch the rows and positions of new tokens, [count] int64 each."""
+        ...
+
+
+@dataclass(slots=True)
+class Hidden:
+    """The hidden states of a launched step, behind the final norm.
+
+    states: [n, hidden_size], of all tokens or of those that are sampled from.
+    places: rows and positions of the new tokens, [num_samples] int64 each; None: `graphs.places`.
+    last: the indices in `states` that are sampled from [num_samples] int64; None = all of them.
+    are_logits: whether `states` are logits already, [n, vocab_size].
+    graphs: the choice of tokens, where that is a CUDA graph too.
+    size: the (entries, tokens) of the step's graph.
+    """
+
+    states: Tensor
+    places: tuple[Tensor, Tensor] | None
+    last: Tensor | None = None
+    are_logits: bool = False
+    graphs: GraphChoices | None = None
+    size: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class StepSamples:
+    """The sampling entries of a batch."""
+
+    rows: list[int]  # [num_samples]
+    entries: list[int] | None  # batch index of each; None: all entries are decodes
+    plan: SamplePlan
+
+
+class StepSampler:
+    """The sampling of steps, with what each row asks for besides tokens."""
+
+    def __init__(
+        self, head: Head, sampler: Sampler, tokens: Tensor, pooling: Pooling | None = None
+    ) -> None:
+        """Set up the sampler of a model's steps.
+
+        tokens: the rows' tokens [max_num_seqs + 1, max_len] int32, the last row for padding.
+        """
+        self.sampler = sampler
+        self._head = head
+        self._tokens = tokens
+        self._pooling = pooling
+        self._device = tokens.device
+        self.cuda = tokens.device.type == "cuda"
+        count = len(tokens) - 1
+        # Logits that are there at once: as many rows as sample in the largest step, which memory is
+        # planned for. Fewer than 64 would gain no memory worth mentioning (16 MiB) and lose time.
+        self._logits_rows = max(count, 64)
+        if self.cuda:
+            # Step n's results are read while n + 1 is in flight: two host buffers, alternating.
+            self._host_tokens = [
+                torch.empty(count, dtype=torch.int64, pin_memory=True) for _ in range(2)
+            ]
+        self._buffer = 0
+        # Per row, on the host: the alternatives it wants (as HostLogprobs.counts), the length of
+        # its prompt, how much of that is virtual, and whether its hidden states are pooled.
+        self._logprobs = [-1] * count
+        self._prompt_logprobs = [-1] * count
+        self._num_prompt = [0] * count
+        self._num_virtual = [0] * count
+        self._pooled = [False] * count
+
+    def set_row(self, new: NewRow) -> None:
+        """Give a row to a request."""
+        row, params = new.row, new.params
+        self.sampler.set_row(new)
+        self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        wanted = params.prompt_logprobs
+        self._prompt_logprobs[row] = -1 if wanted is None else wanted
+        self._num_prompt[row] = new.num_prompt_tokens
+        self._num_virtual[row] = new.num_virtual
+        self._pooled[row] = params.pooled
+
+    def samples_of(self, batch: Batch) -> StepSamples:
+        """Return the entries of the batch that sample."""
+        if batch.num_decodes == len(batch.rows):
+            return StepSamples(batch.rows, None, self.sampler.plan(batch.rows))
+        entries = [entry for entry, samples in enumerate(batch.samples) if samples]
+        rows = [batch.rows[entry] for entry in entries]
+        return StepSamples(rows, entries, self.sampler.plan(rows))
+
+    def wants_every_state(self, batch: Batch) -> bool:
+        """Whether hidden states of tokens that do not sample are needed."""
+        return any(self._prompt_logprobs[row] >= 0 or self._pooled[row] for row in batch.rows)
+
+    def launch(self, batch: Batch, samples: StepSamples, hidden: Hidden) -> DeviceResult:
+        """Launch log-probabilities of prompts, pooling, and the choice of tokens.
+
+        With masks the choice is launched by `DeviceResult.sample`.
+        """
+        prompt_logprobs: list[tuple[int, HostLogprobs]] = []
+        pooled = None
+        if samples.entries is not None and self.wants_every_state(batch):
+            prompt_logprobs = self._launch_prompt_logprobs(batch, hidden.states)
+            if self._pooling is not None:
+                pooled = self._launch_pooled(batch, hidden.states, self._pooling.mode)
+        if not samples.rows:
+            result = self.launch_nothing(batch.step)
+        elif hidden.graphs is not None and samples.plan.simple:
+            result = self._launch_graph_choice(batch, samples, hidden.graphs, hidden.size)
+        else:
+            result = self._launch_choice(batch, samples, hidden)
+        result.prompt_logprobs, result.pooled = prompt_logprobs, pooled
+        return result
+
+    def launch_nothing(self, step: int) -> DeviceResult:
+        """Return the result of a step that samples nothing, or not on this stage."""
+        return self._to_host(step, torch.empty(0, dtype=torch.int64), None)
+
+    def _launch_graph_choice(
+        self, batch: Batch, samples: StepSamples, graphs: GraphChoices, size: tuple[int, int]
+    ) -> DeviceResult:
+        """Launch the choice as a CUDA graph."""
+        step, entries, count = batch.step, samples.entries, len(samples.rows)
+        if not batch.masked:
+            return self._to_host(step, graphs.choose(size, samples.plan)[:count], entries)
+        choose = graphs.choose_masked(size)
+        if self._head.group.rank:  # the first rank has the masks
+            return self._to_host(step, choose(None)[:count], entries)
+        return _deferred(
+            step, entries, lambda masks: self._to_host(step, choose(masks)[:count], entries)
+        )
+
+    def _launch_choice(self, batch: Batch, samples: StepSamples, hidden: Hidden) -> DeviceResult:
+        """Launch the logits and the choice kernel by kernel."""
+        states, plan, masked = hidden.states, samples.plan, batch.masked
+        by_parts = self.by_parts(plan, masked)
+        if hidden.last is not None:
+            states = states.index_select(0, hidden.last)
+        logits = states if hidden.are_logits else self._head.logits(states, not by_parts)
+        step, count = batch.step, len(samples.rows)
+        places = hidden.places
+        if places is None:
+            assert hidden.graphs is not None
+            places = hidden.graphs.places(count, samples.entries is not None)
+        rows, positions = places
+
+        def choose(masks: NDArray[np.int32] | None) -> DeviceResult:
+            uploaded = None
+            if masks is not None:
+                uploaded = Masked.upload(masked, count, masks, self._device)
+            sampled = self.sample(logits, rows, positions, plan, uploaded, by_parts=by_parts)
+            result = self._to_host(step, sampled.tokens, samples.entries)
+            if sampled.logprob is not None:
+                result.logprobs = self._logprobs_to_host(sampled, samples.rows)
+                if result.event is not None:
+                    result.event.record()  # after these copies too
+            return result
+
+        if not masked or self._head.group.rank:  # the first rank has the masks
+            return choose(None)
+        return _deferred(step, samples.entries, choose)
+
+    def by_parts(self, plan: SamplePlan, masked: Sequence[int] = ()) -> bool:
+        """Whether ranks exchange the best token of their part of the vocabulary, not its logits.
+
+        masked: the batch's masked samples.
+        """
+        return self._head.group.size > 1 and plan.greedy and plan.simple and not masked
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        plan: SamplePlan,
+        masked: Masked | None = None,
+        *,
+        by_parts: bool = False,
+    ) -> Sampled:
+        """Sample tokens and write them into their rows.
+
+        logits: [n, vocab_size], or by_parts this rank's part of the vocabulary.
+        rows, positions: [n] int64.
+        The token of a row whose logits are not finite is -1.
+        """
+        group = self._head.group
+        if by_parts:  # all ranks choose, and alike
+            sampled = self.sampler.of_best(group.gather(self.sampler.best(logits, rows)))
+        elif group.rank:  # which have not all logits
+            tokens = rows.new_empty(rows.shape)
+            sampled = Sampled(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+            sampled.tokens = group.broadcast(sampled.tokens)
+        else:
+            sampled = self.sampler.sample(logits, rows, positions, self._tokens, plan, masked)
+            sampled.tokens = group.broadcast(sampled.tokens)
+        if not self.cuda:
+            self._write_on_host(sampled, rows, positions)
+            return sampled
+        self._tokens[rows, positions] = sampled.tokens.to(torch.int32)  # bad rows: 0, unread
+        sampled.tokens = torch.where(sampled.bad, -1, sampled.tokens)
+        return sampled
+
+    def _write_on_host(self, sampled: Sampled, rows: Tensor, positions: Tensor) -> None:
+        """Write tokens into their rows on the CPU.
+
+        Three operations of torch would take as long as a layer of a small model. Bad tokens are
+        written too, where nobody reads them.
+        """
+        chosen, bad = sampled.tokens.numpy(), sampled.bad.numpy()
+        self._tokens.numpy()[rows.numpy(), positions.numpy()] = chosen
+        if bad.any():
+            sampled.tokens = torch.from_numpy(np.where(bad, -1, chosen))
+
+    def _to_host(self, step: int, tokens: Tensor, entries: list[int] | None) -> DeviceResult:
+        """Copy the tokens to the host behind everything launched so far."""
+        if not self.cuda:
+            return DeviceResult(step, tokens, entries)
+        self._buffer ^= 1
+        host = self._host_tokens[self._buffer][: tokens.shape[0]]
+        host.copy_(tokens, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return DeviceResult(step, host, entries, event, check=self._head.group.check)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the host, once the device is there."""
+        return tensor.to("cpu", non_blocking=True) if self.cuda else tensor
+
+    def _logprobs_to_host(self, sampled: Sampled, rows: list[int]) -> HostLogprobs:
+        assert sampled.logprob is not None and sampled.rank is not None
+        assert sampled.top_ids is not None and sampled.top_logprobs is not None
+        assert sampled.total is not None
+        return HostLogprobs(
+            self._copied(sampled.tokens),
+            self._copied(sampled.logprob),
+            self._copied(sampled.rank),
+            self._copied(sampled.top_ids),
+            self._copied(sampled.top_logprobs),
+            self._copied(sampled.total),
+            [self._logprobs[row] for row in rows],
+        )
+
+    def _launch_pooled(
+        self, batch: Batch, hidden: Tensor, mode: str
+    ) -> tuple[list[int], Tensor] | None:
+        """Return what the chunks of texts add to their embeddings; None if nothing.
+
+        The result is the entries, and [entries, hidden_size] float32.
+        """
+        entries, spans = [], []
+        at = 0
+        for entry, (row, start, length) in enumerate(
+            zip(batch.rows, batch.starts, batch.lengths, strict=True)
+        ):
+            first, last = start == 0, start + length == self._num_prompt[row]
+            if self._pooled[row] and (mode == "mean" or (first if mode == "cls" else last)):
+                entries.append(entry)
+                spans.append((at, at + length))
+            at += length
+        if not entries:
+            return None
+        if mode == "mean":
+            sums = torch.stack([hidden[begin:end].float().sum(0) for begin, end in spans])
+        else:
+            tokens = [end - 1 if mode == "last" else begin for begin, end in spans]
+            sums = torch.stack([hidden[token] for token in tokens]).float()
+        return entries, self._copied(sums / self._head.config.logit_scale)
+
+    def _launch_prompt_logprobs(
+        self, batch: Batch, hidden: Tensor
+    ) -> list[tuple[int, HostLogprobs]]:
+        """Launch the log-probabilities of the chunks' own next tokens, entry by entry."""
+        logprobs = []
+        at = 0
+        for entry, (row, start, length) in enumerate(
+            zip(batch.rows, batch.starts, batch.lengths, strict=True)
+        ):
+            wanted = self._prompt_logprobs[row]
+            # Position p predicts token p + 1: the chunk predicts start + 1 .. start + length,
+            # prompt tokens only, and of these none up to the first that is not virtual.
+            skip = max(0, self._num_virtual[row] - start)
+            count = min(length, self._num_prompt[row] - 1 - start) - skip
+            if wanted >= 0 and count > 0:
+                first = start + skip + 1
+                targets = self._tokens[row, first : first + count].long()
+                slices = hidden[at + skip : at + skip + count].split(self._logits_rows)
+                logits = map(self._head.logits, slices)
+                if self._head.group.rank:  # which have not all of them
+                    deque(logits, 0)
+                else:
+                    logprobs.append((entry, self._prompt_logprobs_of(logits, targets, wanted)))
+            at += length
+        return logprobs
+
+    def _prompt_logprobs_of(
+        self, slices: Iterable[Tensor], targets: Tensor, wanted: int
+    ) -> HostLogprobs:
+        """Launch the log-probabilities of prompt tokens.
+
+        slices: logits [at most _logits_rows, vocab_size], in order.
+        targets: the tokens [n] int64.
+        wanted: the number of alternatives of each.
+        """
+        pieces = [
+            self.sampler.prompt_logprobs(logits, next_ids, wanted)
+            for logits, next_ids in zip(slices, targets.split(self._logits_rows), strict=True)
+        ]
+        parts = (self._copied(torch.cat(part)) for part in zip(*pieces, strict=True))
+        logprob, rank, top_ids, top_logprobs, total = parts
+        counts, ids = [wanted] * len(targets), self._copied(targets)
+        return HostLogprobs(ids, logprob, rank, top_ids, top_logprobs, total, counts)
+
+
+def _deferred(
+    step: int, entries: list[int] | None, sample: Callable[[NDArray[np.int32]], DeviceResult]
+) -> DeviceResult:
+    """Return the result of a step whose sampling waits for masks.
+
+    sample: launches the sampling under these masks.
+    """
+    pending = DeviceResult(step, torch.empty(0, dtype=torch.int64), entries)
+
+    def launch(masks: NDArray[np.int32]) -> None:
+        """Launch the sampling with these masks. Raises OutOfMemory."""
+        try:
+            with torch.inference_mode():
+                result = sample(masks)
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+        else:
+            pending.tokens, pending.event = result.tokens, result.event
+            pending.check, pending.logprobs = result.check, result.logprobs
+            return
+        raise OutOfMemory(message)
+
+    pending.unsampled = launch
+    return pending
