@@ -145,7 +145,7 @@ def build(
             prefix_caching=resolved.config.prefix_caching
             and (snapshots is None or snapshots.slots > 0),
             async_scheduling=resolved.async_scheduling,
-            lanes=resolved.stages,
+            micro_batches=resolved.stages,
             target_tpot=config.target_tpot_ms / 1000,
             admission=config.admission,
             batching=config.batching,

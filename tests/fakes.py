@@ -201,7 +201,7 @@ class FakeRunner:
         single = [n == 1 and s for n, s in zip(batch.lengths, batch.samples, strict=True)]
         assert all(single[: batch.num_decodes]) and not any(single[batch.num_decodes :])
         busy = {row for step in self.in_flight for row, *_ in step.entries}
-        if config.lanes > 1:
+        if config.micro_batches > 1:
             unknown = {
                 row
                 for step in self.in_flight

@@ -139,8 +139,8 @@ class RequestHandle:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             gate = threading.Event()
-            if (found := self._ask(find, gate.set)) is not ...:
-                return found
+            if (output := self._ask(find, gate.set)) is not ...:
+                return output
             try:
                 if not gate.wait(None if deadline is None else deadline - time.monotonic()):
                     raise TimeoutError(f"still waiting after {timeout} s")
@@ -153,8 +153,8 @@ class RequestHandle:
         while True:
             future = loop.create_future()
             wake = partial(_resolve, loop, future)
-            if (found := self._ask(find, wake)) is not ...:
-                return found
+            if (output := self._ask(find, wake)) is not ...:
+                return output
             try:
                 await future
             except BaseException:
@@ -164,10 +164,10 @@ class RequestHandle:
     def _ask(self, find: Find, wake: Wake) -> RequestOutput | EllipsisType | None:
         """Return the output that `find` finds; else call `wake` once when there may be some."""
         with self._lock:
-            found = find()
-            if found is ...:
+            output = find()
+            if output is ...:
                 self._waits[wake] = find
-            return found
+            return output
 
     def _forget(self, wake: Wake) -> None:
         with self._lock:

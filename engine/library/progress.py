@@ -43,9 +43,9 @@ class _ChoiceState:
         finish = delta.finish or None
         self._stop_token = delta.stop_token
         if self._eager:
-            finish, kept = self._decode(tokens, delta.finish)
-            tokens = tokens[:kept]
-            logprobs = None if logprobs is None else logprobs[:kept]
+            finish, count = self._decode(tokens, delta.finish)
+            tokens = tokens[:count]
+            logprobs = None if logprobs is None else logprobs[:count]
         whole.token_ids += tokens
         if logprobs is not None:
             whole.logprobs = [*(whole.logprobs or ()), *logprobs]

@@ -41,9 +41,9 @@ def connect(address: str, port: int, key: bytes) -> "Connection[Any, Any]":
 
     Raises OSError, EOFError, AuthenticationError.
     """
-    found = socket.create_connection((address, port), _CONNECT_SECONDS)
-    found.settimeout(None)
-    connection = _connection(found)
+    endpoint = socket.create_connection((address, port), _CONNECT_SECONDS)
+    endpoint.settimeout(None)
+    connection = _connection(endpoint)
     try:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
@@ -60,8 +60,8 @@ def accept(listener: socket.socket, key: bytes) -> "Connection[Any, Any]":
     Raises OSError where the listener is closed.
     """
     while True:
-        found, _ = listener.accept()
-        connection = _connection(found)
+        endpoint, _ = listener.accept()
+        connection = _connection(endpoint)
         try:
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
@@ -90,10 +90,10 @@ def use_interface(address: str) -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             try:
                 asked = struct.pack("256s", name.encode()[:15])
-                found = ioctl(any_socket, _SIOCGIFADDR, asked)[20:24]
+                packed = ioctl(any_socket, _SIOCGIFADDR, asked)[20:24]
             except OSError:  # it has none
                 continue
-        if socket.inet_ntoa(found) == address:
+        if socket.inet_ntoa(packed) == address:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, name)
             return

@@ -34,8 +34,8 @@ class TensorParallelGroup:
                 " divide it",
                 param="tensor_parallel",
             )
-        each = total // self.size
-        return self.rank * each, (self.rank + 1) * each
+        units = total // self.size
+        return self.rank * units, (self.rank + 1) * units
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return this rank's half-open ranges of query and key heads; see `divide_heads`.
@@ -55,8 +55,8 @@ class TensorParallelGroup:
         total.
         rank: None = this one.
         """
-        rank, each = self.rank if rank is None else rank, -(-total // self.size)
-        return min(rank * each, total), min((rank + 1) * each, total)
+        rank, units = self.rank if rank is None else rank, -(-total // self.size)
+        return min(rank * units, total), min((rank + 1) * units, total)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """All-reduce x in place: the sum over the ranks has the same bits on every rank."""
@@ -157,6 +157,6 @@ class DistributedGroup(TensorParallelGroup):
         return x
 
     def least(self, number: int) -> int:
-        found = torch.tensor(number, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.process_group)
-        return int(found.item())
+        minimum = torch.tensor(number, dtype=torch.int64, device=self.device)
+        dist.all_reduce(minimum, dist.ReduceOp.MIN, group=self.process_group)
+        return int(minimum.item())

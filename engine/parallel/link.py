@@ -194,7 +194,7 @@ class DistributedLink:
 
 def ring(ranks: Sequence[int]) -> list[Any]:
     """Make a group of each rank with its next one; all ranks make the groups in one order."""
-    return [dist.new_group([each, ranks[(at + 1) % len(ranks)]]) for at, each in enumerate(ranks)]
+    return [dist.new_group([rank, ranks[(at + 1) % len(ranks)]]) for at, rank in enumerate(ranks)]
 
 
 __all__ = ["DistributedLink", "Link", "RankFailed", "SharedMemoryLink", "ring"]

@@ -61,11 +61,11 @@ def said(numbers: Sequence[int]) -> str:
 
 def _numbers(text: str) -> list[int]:
     """Read numbers that `said`, or Linux, has written."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def read_nodes(
@@ -83,14 +83,14 @@ def read_nodes(
         for line in status.read_text().splitlines():
             if line.startswith("Mems_allowed_list:"):
                 memory = set(_numbers(line.partition(":")[2]))
-    found = []
+    nodes = []
     for folder in sysfs.glob("node[0-9]*"):
         with contextlib.suppress(OSError):
             number = int(folder.name.removeprefix("node"))
             its = set(_numbers((folder / "cpulist").read_text()))
             if own := tuple(core for core in cores if core in its):
-                found.append(Node(number, own, memory is None or number in memory))
-    return sorted(found, key=lambda node: node.number) or [Node(0, tuple(cores))]
+                nodes.append(Node(number, own, memory is None or number in memory))
+    return sorted(nodes, key=lambda node: node.number) or [Node(0, tuple(cores))]
 
 
 def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node]:
@@ -98,26 +98,26 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
 
     Ranks that follow each other, which communicate the most, are on one node. Raises ConfigError.
     """
-    each, left = divmod(ranks, len(nodes))
+    per_node, left = divmod(ranks, len(nodes))
     if left:
         raise ConfigError(
             f"numa: {ranks} ranks cannot be divided among {len(nodes)} nodes; take a multiple of "
             "them (tensor_parallel), or leave numa out",
             param="numa",
         )
-    found = []
+    shares = []
     for node in nodes:
-        count = len(node.cores) // each
+        count = len(node.cores) // per_node
         if not count:
             raise ConfigError(
                 f"numa: node {node.number} has {len(node.cores)} cores that this process may use, "
-                f"and {each} ranks need as many; lower tensor_parallel, or leave numa out",
+                f"and {per_node} ranks need as many; lower tensor_parallel, or leave numa out",
                 param="numa",
             )
-        for at in range(each):
+        for at in range(per_node):
             # What is left over would make one rank wait for the others.
-            found.append(Node(node.number, node.cores[at * count : (at + 1) * count], node.memory))
-    least = min(len(node.cores) for node in found)
+            shares.append(Node(node.number, node.cores[at * count : (at + 1) * count], node.memory))
+    least = min(len(node.cores) for node in shares)
     if num_threads > least:
         raise ConfigError(
             f"num_threads: {num_threads} are more than the {least} cores of a node that numa: bind "
@@ -125,7 +125,7 @@ def shares(nodes: Sequence[Node], ranks: int, num_threads: int = 0) -> list[Node
             "more nodes: a replica for each, or tensor_parallel",
             param="num_threads",
         )
-    return found
+    return shares
 
 
 class Places:

@@ -57,38 +57,40 @@ class Place:
         A rank in both a stage's group and a link passes the failure of one on to the other.
         """
         assert self.recovers
-        meets = [each for each in (self.link, self.group) if each is not None]
+        meets = [meeting for meeting in (self.link, self.group) if meeting is not None]
         both = self.link is not None and self.group.size > 1
         if both or not isinstance(error, RankFailed):
-            for each in meets if both else meets[:1]:
-                assert isinstance(each, SharedMemoryLink | SharedMemoryGroup)
-                each.fail()
+            for meeting in meets if both else meets[:1]:
+                assert isinstance(meeting, SharedMemoryLink | SharedMemoryGroup)
+                meeting.fail()
 
     def begin_round(self) -> None:
         """End the other ranks' waits for the failed step. On rank 0 only."""
-        for each in (self.world, *self.groups):
-            assert isinstance(each, SharedMemoryGroup)
-            each.begin_round()
+        for group in (self.world, *self.groups):
+            assert isinstance(group, SharedMemoryGroup)
+            group.begin_round()
 
     def join_round(self) -> None:
         """Start counting anew after a failed step. Legal when no rank is in a step."""
-        for each in (self.world, self.group, self.link):
-            if isinstance(each, SharedMemoryGroup | SharedMemoryLink):
-                each.join_round()
+        for meeting in (self.world, self.group, self.link):
+            if isinstance(meeting, SharedMemoryGroup | SharedMemoryLink):
+                meeting.join_round()
 
     def late(self) -> list[tuple[int, int]]:
         """Return the ranks that rank 0 waits for in a step, and how far each has come."""
-        world, link, each = self.world, self.link, self.group.size
+        world, link, per_stage = self.world, self.link, self.group.size
         assert isinstance(world, SharedMemoryGroup)
         if not isinstance(link, SharedMemoryLink):
             return world.late()
-        if self.groups and (found := self.groups[0].late()):
-            return found
-        found = link.late()
-        for stage, done in found[:1]:
+        if self.groups and (waits := self.groups[0].late()):
+            return waits
+        waits = link.late()
+        for stage, done in waits[:1]:
             behind = self.groups[stage].behind() if self.groups else []
-            return [(stage * each + rank, met) for rank, met in behind] or [(stage * each, done)]
-        return found
+            return [(stage * per_stage + rank, met) for rank, met in behind] or [
+                (stage * per_stage, done)
+            ]
+        return waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +200,16 @@ def _shared(rank: int, size: int, stages: int, memory: int, handed_on: Activatio
     world = SharedMemoryGroup.open(rank, size, memory)
     if stages == 1:
         return Place(world, world)
-    each = size // stages  # ranks of a stage, which follow each other
-    number, member = divmod(rank, each)
+    per_stage = size // stages  # ranks of a stage, which follow each other
+    number, member = divmod(rank, per_stage)
     at = world.num_bytes(size)
     group, groups = TensorParallelGroup(), []
-    if each > 1:
-        length = world.num_bytes(each)
-        group = SharedMemoryGroup.open(member, each, memory, at + number * length)
+    if per_stage > 1:
+        length = world.num_bytes(per_stage)
+        group = SharedMemoryGroup.open(member, per_stage, memory, at + number * length)
         if not rank:
             groups = [
-                SharedMemoryGroup.open(0, each, memory, at + n * length) for n in range(stages)
+                SharedMemoryGroup.open(0, per_stage, memory, at + n * length) for n in range(stages)
             ]
             groups[0] = group
         at += stages * length
@@ -253,17 +255,19 @@ def distributed(
     world = DistributedGroup(rank, size, dist.group.WORLD, of_control)
     if stages == 1:
         return Place(world, _summing(world, device, exact))
-    each = size // stages
-    stage, member = Stage(rank // each, stages), rank % each
+    per_stage = size // stages
+    stage, member = Stage(rank // per_stage, stages), rank % per_stage
     group = TensorParallelGroup()
-    if each > 1 and device.type == "cpu" and memory is not None:
-        at = stage.number * SharedMemoryGroup.num_bytes(each)
-        group = SharedMemoryGroup.open(member, each, memory, at)
-    elif each > 1:
-        made = [dist.new_group([n * each + m for m in range(each)]) for n in range(stages)]
-        group = DistributedGroup(member, each, made[stage.number], of_control)
+    if per_stage > 1 and device.type == "cpu" and memory is not None:
+        at = stage.number * SharedMemoryGroup.num_bytes(per_stage)
+        group = SharedMemoryGroup.open(member, per_stage, memory, at)
+    elif per_stage > 1:
+        groups = [
+            dist.new_group([n * per_stage + m for m in range(per_stage)]) for n in range(stages)
+        ]
+        group = DistributedGroup(member, per_stage, groups[stage.number], of_control)
         group = _summing(group, device, exact)
-    likes = [[n * each + m for n in range(stages)] for m in range(each)]
+    likes = [[n * per_stage + m for n in range(stages)] for m in range(per_stage)]
     links = [ring(ranks) for ranks in likes][member]
     link = DistributedLink(
         stage,

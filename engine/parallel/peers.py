@@ -88,8 +88,10 @@ class PeerGroup(DistributedGroup):
         """Gather x of the first `ranks` ranks -> [ranks, *x.shape]."""
         flat = x.contiguous().view(-1)
         pieces = [self.memory.gather(flat[begin:end], ranks) for begin, end in self._pieces(x)]
-        found = pieces[0] if len(pieces) == 1 else torch.cat([flat.new_empty(ranks, 0), *pieces], 1)
-        return found.view(ranks, *x.shape)
+        gathered = (
+            pieces[0] if len(pieces) == 1 else torch.cat([flat.new_empty(ranks, 0), *pieces], 1)
+        )
+        return gathered.view(ranks, *x.shape)
 
     def _beyond(self, x: Tensor, exact: bool = False) -> bool:
         """Whether x goes through NCCL: it is large, and NCCL is allowed."""
@@ -113,9 +115,9 @@ def over_peers(group: DistributedGroup, device: torch.device, exact: bool) -> Di
     together.
     """
     here = torch.tensor([device.index], device=group.device)
-    devices = [int(each) for each in group.gather(here).flatten()]
+    devices = [int(number) for number in group.gather(here).flatten()]
     memory, why = None, "they have no way into each other's memory that carries signals"
-    if group.least(all(reaches(device.index, each) for each in devices)):
+    if group.least(all(reaches(device.index, number) for number in devices)):
         try:
             memory = _open(group, device)
         except RuntimeError as error:

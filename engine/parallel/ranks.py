@@ -107,7 +107,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        return [each.process.pid for each in self._processes]
+        return [rank.process.pid for rank in self._processes]
 
     def _spawn(
         self, number: int, orders: "Connection[Any, Any]", adapters: "Connection[Any, Any]"
@@ -273,13 +273,13 @@ class Ranks(RankProcesses):
 
     def answers(self) -> list[Any]:
         """Return each rank's answer to an order that has an answer. Raises EngineDead."""
-        found = []
+        answers = []
         for rank in self._ranks:
             try:
-                found.append(rank.orders.recv())
+                answers.append(rank.orders.recv())
             except (OSError, EOFError):
                 raise EngineDead(f"rank {rank.number} of {self.size} is gone") from None
-        return found
+        return answers
 
     def load_adapter(self, path: str, digest: str, slot: int) -> None:
         """Load an adapter into a slot of each rank that no step uses. Raises AdapterError.

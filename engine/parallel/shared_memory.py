@@ -193,9 +193,9 @@ class SharedMemoryGroup(TensorParallelGroup):
         state = self.state
         assert state is not None
         state.agrees = True
-        found = min(int(each) for each in self._meet(torch.tensor([number])))
+        minimum = min(int(piece) for piece in self._meet(torch.tensor([number])))
         state.agrees = False
-        return found
+        return minimum
 
     def _meet(self, piece: Tensor) -> list[Tensor]:
         """Return each rank's piece, all of this piece's length. Raises RankFailed.
@@ -250,7 +250,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         """
         assert self.state is not None
         met = [self.state.words[rank * LINE_WORDS] for rank in range(self.size)]
-        return [(rank, each) for rank, each in enumerate(met) if each < max(met)]
+        return [(rank, count) for rank, count in enumerate(met) if count < max(met)]
 
     def late(self) -> list[tuple[int, int]]:
         """Return (rank, meetings) of each rank that this rank waits for in a step."""
@@ -259,7 +259,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         if state.agrees:
             return []
         met = [state.words[rank * LINE_WORDS] for rank in range(self.size)]
-        return [(rank, each) for rank, each in enumerate(met) if each < met[self.rank]]
+        return [(rank, count) for rank, count in enumerate(met) if count < met[self.rank]]
 
     # ---- after a step that failed
 

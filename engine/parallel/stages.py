@@ -59,12 +59,12 @@ def divide(costs: Sequence[int], ends: int, count: int) -> list[int]:
     best = [ends + sums[i] for i in range(total + 1)]
     cuts: list[list[int]] = []
     for piece in range(1, count):
-        found, where = list(best), [0] * (total + 1)
+        dearest, where = list(best), [0] * (total + 1)
         for end in range(piece + 1, total + 1):
-            found[end], where[end] = min(
+            dearest[end], where[end] = min(
                 (max(best[begin], sums[end] - sums[begin]), begin) for begin in range(piece, end)
             )
-        best = found
+        best = dearest
         cuts.append(where)
     ways = [total]
     for where in reversed(cuts):

@@ -158,9 +158,9 @@ class FakeCore:
         for id, begun in self._lethal.items():
             request = self._requests.get(id)
             if request is not None:
-                given = len(request.token_ids) - begun
+                num_new = len(request.token_ids) - begun
                 position = len(request.token_ids) - request.num_prompt_tokens
-                if position >= options.lethal_at and given >= options.lethal_after:
+                if position >= options.lethal_at and num_new >= options.lethal_after:
                     return True
         return False
 

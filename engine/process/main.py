@@ -223,9 +223,9 @@ class EngineLoop:
 
     def _wait_for_input(self, milliseconds: int | None = None) -> bool:
         self._waiting = True
-        found = self._poller.poll(milliseconds)
+        events = self._poller.poll(milliseconds)
         self._waiting = False
-        return bool(found)
+        return bool(events)
 
     def _take_input(self, *, block: bool) -> bool:
         """Handle everything that has arrived; returns whether the state is to be shown.

@@ -51,10 +51,10 @@ class RankLoop:
         """Carry out rank 0's orders until rank 0 ends."""
         while True:
             try:
-                what, given = self._orders.recv()
+                what, arguments = self._orders.recv()
             except (EOFError, OSError):
                 return
-            getattr(self, what)(*given)
+            getattr(self, what)(*arguments)
 
     def launch(self, batch: Batch) -> None:
         if self._runner.link is not None:
@@ -167,8 +167,10 @@ def run(start: RankStart) -> None:
     runner, place, loader = build_rank(start.config, start.rank, start.memory, meet)
     if loader is not None:
         adapters: Connection[Any, Any] = Connection(start.adapters)
-        given = (loader, adapters)
-        threading.Thread(target=_load_adapters, args=given, name="adapters", daemon=True).start()
+        arguments = (loader, adapters)
+        threading.Thread(
+            target=_load_adapters, args=arguments, name="adapters", daemon=True
+        ).start()
     gc.collect()
     gc.freeze()
     RankLoop(runner, place, orders).run()

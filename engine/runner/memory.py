@@ -174,9 +174,9 @@ def plan_memory(
         if resolved.stages > 1:
             own = [part.layer_numbers for part in parts[::ranks]]
             together = [groups.of(layers) for layers in own for groups in together]
-    plan.block_bytes = sum(each.bytes_per_block(block_size, resolved.kv) for each in together)
+    plan.block_bytes = sum(part_kv.bytes_per_block(block_size, resolved.kv) for part_kv in together)
     free = plan.total - sum(size for _, size in plan.rows)
-    given, ways_out = "", kv_ways_out(cuda, bool(states))
+    reason, ways_out = "", kv_ways_out(cuda, bool(states))
     least = groups.blocks(longest, block_size)
     if config.num_blocks:
         check_blocks(config.num_blocks, plan.block_bytes, free)
@@ -185,7 +185,7 @@ def plan_memory(
         plan.keep_snapshots(config, taken // 3, free - taken)
         return plan
     if config.kv_cache_bytes:
-        budget, given = config.kv_cache_bytes, "kv_cache_bytes"
+        budget, reason = config.kv_cache_bytes, "kv_cache_bytes"
         if budget > free:
             raise ConfigError(
                 f"kv_cache_bytes: {budget / GIB:.2f} GiB were asked for and "
@@ -203,10 +203,10 @@ def plan_memory(
                 param="memory_fraction",
             )
         budget = min(free, free - total + share)
-        given = f"{said} less {(total - free) / GIB:.1f} GiB in use: {plan.largest()}"
+        reason = f"{said} less {(total - free) / GIB:.1f} GiB in use: {plan.largest()}"
     else:
         budget = min(CPU_KV_BYTES, free // 4)
-        given = f"the smaller of 2 GiB and a quarter of what is free beside {plan.largest()}"
+        reason = f"the smaller of 2 GiB and a quarter of what is free beside {plan.largest()}"
     if config.kv_cache_bytes:
         plan.keep_snapshots(config, budget // 3, free - budget)
     else:
@@ -214,9 +214,9 @@ def plan_memory(
         budget -= plan.keep_snapshots(config, budget // 4, spare)
     if adapters:
         size = sum(size for _, size in adapters) / GIB
-        given += f"; {size:.2f} GiB are adapters', by max_loras and max_lora_rank"
+        reason += f"; {size:.2f} GiB are adapters', by max_loras and max_lora_rank"
     plan.num_blocks = count_blocks(
-        budget, plan.block_bytes, longest, least, given=given, ways_out=ways_out
+        budget, plan.block_bytes, longest, least, given=reason, ways_out=ways_out
     )
     if resolved.model.whole_texts:  # whose blocks only count tokens
         most = resolved.max_num_seqs * groups.blocks(longest, block_size)

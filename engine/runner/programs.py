@@ -91,12 +91,12 @@ class StepPrograms:
         if not self._tried:
             # A rank that finds only in the middle of a step that it cannot would leave the others.
             self._tried = True
-            kept = None if states is None else states.copied(self._rows[:count])
+            states_before = None if states is None else states.copied(self._rows[:count])
             self._able = self._model.group.all_can(
                 lambda: _recordable(lambda: self._record(metas, residual))
             )
-            if states is not None and kept is not None:
-                states.put_back(self._rows[:count], kept)
+            if states is not None and states_before is not None:
+                states.put_back(self._rows[:count], states_before)
             if not self._able:
                 return None
             residual = self._enter(token_ids, metas, entered)
@@ -105,14 +105,14 @@ class StepPrograms:
             self._model.group.check()
             return out
         # Keys are written again as they were; states that a part of a step has changed are not.
-        kept = None if states is None else states.copied(self._rows[:count])
+        states_before = None if states is None else states.copied(self._rows[:count])
         try:
             program = self._record(metas, residual)
         except NotRecordable as error:
             logger.debug("steps are not recorded: %s", error)
             self._able = False
-            if states is not None and kept is not None:
-                states.put_back(self._rows[:count], kept)
+            if states is not None and states_before is not None:
+                states.put_back(self._rows[:count], states_before)
             return None
         self._known = True
         self._programs[count] = program

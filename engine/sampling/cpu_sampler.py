@@ -75,11 +75,11 @@ def choose(
         for i, s in enumerate(sampled):
             if params.needs[rows[s]] & FILTERED and np.isfinite(best[s]):
                 ids = _allowed(x[s], group_best[i], params.words[rows[s]])
-                kept = x[s, ids]
+                allowed = x[s, ids]
                 x[s] = -np.inf
-                x[s, ids] = kept
+                x[s, ids] = allowed
                 group_best[i] = -np.inf
-                np.maximum.at(group_best[i], philox.group_of(ids), kept)
+                np.maximum.at(group_best[i], philox.group_of(ids), allowed)
         finite = np.flatnonzero(np.isfinite(best[sampled]))
         if len(finite):
             which = np.array(sampled)[finite]
@@ -202,7 +202,7 @@ def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
         # Below -128 a weight is 0 in float32.
         if weight[ids].sum(dtype=np.float64) >= needed or low == log_min_p or low < -128:
             break
-    kept: list[I64] = []
+    chosen: list[I64] = []
     mass, high = 0.0, 0.0
     while len(ids) > 256 and high - low > 1e-6:
         middle = (low + high) / 2
@@ -213,10 +213,10 @@ def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
             ids, low = upper, middle
         else:
             ids, high, mass = ids[~above], middle, mass + more
-            kept.append(upper)
+            chosen.append(upper)
     ids = ids[np.argsort(-x[ids], kind="stable")]
     last = np.searchsorted(mass + np.cumsum(weight[ids], dtype=np.float64), needed)
-    return np.concatenate([*kept, ids[: last + 1]])
+    return np.concatenate([*chosen, ids[: last + 1]])
 
 
 def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32, float]:

@@ -92,10 +92,10 @@ class Masked:
 
         def allocate(rows: int, words: int) -> NDArray[np.int32]:
             pinned = device.type == "cuda"
-            found: NDArray[np.int32] = torch.empty(
+            masks: NDArray[np.int32] = torch.empty(
                 (rows, words), dtype=torch.int32, pin_memory=pinned
             ).numpy()
-            return found
+            return masks
 
         return allocate
 

@@ -188,7 +188,7 @@ class BlockManager:
         Changes nothing: follow with `share`.
         """
         count = len(hashes)
-        found: list[list[int]] = []  # of each group
+        tables: list[list[int]] = []  # of each group
         for kind, resident in zip(self.kinds, self._resident, strict=True):
             blocks = []
             for digest in hashes[:count]:
@@ -197,10 +197,10 @@ class BlockManager:
                     break
                 blocks.append(block)
             count = len(blocks)
-            found.append(blocks)
+            tables.append(blocks)
         if not self.whole:
-            count = self._resumable(found, count)
-        return [block for position in zip(*found, strict=False) for block in position][
+            count = self._resumable(tables, count)
+        return [block for position in zip(*tables, strict=False) for block in position][
             : count * self.num_groups
         ]
 

@@ -5,8 +5,8 @@ One step, one batch ahead (async_scheduling):
     schedule n + 1 -> launch n + 1 -> wait for n -> update with n -> deltas of n
 
 so the device has the next step before the host has seen the last one. Otherwise: schedule, launch,
-wait, update, all of one step. With several lanes there is a step of each in flight besides, and the
-oldest is waited for.
+wait, update, all of one step. In a pipeline there is a step of each micro-batch in flight besides,
+and the oldest is waited for.
 
 A grammar has to see a token before it can tell what may follow. So if a request with one has its
 last token in flight, the step's forward pass is launched without its sampling:
@@ -84,7 +84,7 @@ class PendingResult(Protocol):
         ...
 
     def conclude(self) -> None:
-        """Launch the rest of the step, where there are several lanes.
+        """Launch the rest of the step, in a pipeline.
 
         The call does not wait for the step where the device allows that. The next step launched may
         need the tokens. Raises as `wait`.
@@ -155,7 +155,7 @@ class EngineCore:
         self._preparing: dict[int, Request] = {}  # their grammars are being compiled
         # The newest step and what finishes its masks, if it waits for masks.
         self._masks_begun: tuple[LaunchedStep, Callable[[], Filled]] | None = None
-        self._timer = StepTimer(config.lanes)
+        self._timer = StepTimer(config.micro_batches)
         self._blame = StepBlame()
         self._shortages = MemoryShortages()
         self._bisection: FailureBisection | None = None
@@ -290,8 +290,8 @@ class EngineCore:
         self._timer.stepped(began, result=result is not None, more=self.has_work())
         if done is not None:
             seconds = self._timer.between
-            if self.config.lanes > 1:
-                seconds = self._timer.since_last(done.lane, done.began)
+            if self.config.micro_batches > 1:
+                seconds = self._timer.since_last(done.micro_batch, done.began)
             scheduler.pace.observe(done.decodes, done.context, done.prompt_tokens, seconds)
         return deltas
 
@@ -306,7 +306,7 @@ class EngineCore:
             deltas += self._sample_deferred(*self._masks_begun)
         if batch is None:
             return
-        if len(pending) >= self.config.lanes > 1:
+        if len(pending) >= self.config.micro_batches > 1:
             blame.suspect = 0
             pending[0].conclude()
         blame.suspect = -1

@@ -17,9 +17,9 @@ class CoreConfig:
         hold.
     num_blocks, block_size: blocks of the KV cache, and tokens a block.
     kv_ranks: ranks that have num_blocks blocks each, for requests of their own.
-    async_scheduling: launch a lane's next step before the tokens of its last one are known.
-    lanes: groups of requests that take turns, each in a step of its own. There are as many as
-        pipeline stages, which compute steps of different lanes at once.
+    async_scheduling: launch a micro-batch's next step before the tokens of its last one are known.
+    micro_batches: groups of requests, each in a step of its own. There are as many as pipeline
+        stages, which compute steps of different micro-batches at once.
     target_tpot: the TPOT target in seconds that steps are kept within; 0 = any.
     admission, batching: names in engine.scheduling.admission.ADMISSION and BATCHING.
     kinds: what each group of layers keeps, in the order of a request's tables.
@@ -40,7 +40,7 @@ class CoreConfig:
     snapshots: SnapshotPlan | None = None
     prefix_caching: bool = True
     async_scheduling: bool = True
-    lanes: int = 1
+    micro_batches: int = 1
     target_tpot: float = 0.0
     admission: str = "optimistic"
     batching: str = "mixed"
@@ -57,4 +57,4 @@ class CoreConfig:
 
         The newest one is launched before the oldest one's result is waited for, and counts.
         """
-        return self.lanes + self.async_scheduling
+        return self.micro_batches + self.async_scheduling

@@ -1,18 +1,18 @@
-"""DecodeGroup: the requests that get exactly one token in each of the group's turns.
+"""DecodeGroup: the requests that get exactly one token in each of the group's steps.
 
-There is one group, and each step is a turn of it; or, where a model is divided into stages, one for
-each stage, and they take turns (`next_turn`).
+There is one group, whose steps are all steps of the engine. A pipeline has a group for each stage,
+the micro-batches, and each step of the engine is a step of one of them (`next_group`).
 
-A thousand of them must cost the host well under a millisecond a step, so nothing here is written
-per request and step. The group is five parallel lists that batches are copied from, positions are a
-constant plus the number of the turn, and what happens rarely is looked up by the turn in which it
-happens:
+A thousand requests must cost the host well under a millisecond a step, so nothing here is written
+per request and step. The group is five parallel lists that batches are copied from. Positions are a
+constant plus the number of the group's step, and rare events are looked up by the step at which
+they happen:
 
-    start of a request at turn t      base + t
+    start of a request at step t      base + t
     it needs a new block at           t = positions * block_size - base        -> _block_due[t]
     it samples its last token at      t = limit - 2 - base                     -> _last_sample[t]
 
-A request that cannot run in a turn has to leave (see `Scheduler`), and may join again later.
+A request that cannot run in a step has to leave (see `Scheduler`), and may join again later.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,18 +22,18 @@ from engine.scheduling.request import Request, RequestPhase
 
 
 class DecodeGroup:
-    """The requests of a lane that decode, one token each a turn.
+    """The decoding requests of a pipeline micro-batch, or of the engine: one token each a step.
 
     Membership changes by `join` and `leave`, O(1) each; the order of members means nothing.
 
-    turn: the turn taken last.
-    step: the step of that turn.
-    lane: the number of this group.
+    step_index: the number of steps that the group has had.
+    last_step: the engine's number of the last of them.
+    micro_batch: the number of this group.
     """
 
-    def __init__(self, block_size: int, num_groups: int = 1, lane: int = 0) -> None:
-        self.lane = lane
-        self.turn = self.step = 0
+    def __init__(self, block_size: int, num_groups: int = 1, micro_batch: int = 0) -> None:
+        self.micro_batch = micro_batch
+        self.step_index = self.last_step = 0
         self._block_size = block_size
         self._num_groups = num_groups  # entries of a table for each position
         self.requests: list[Request] = []
@@ -42,8 +42,8 @@ class DecodeGroup:
         self._sum_of_bases = 0
         self.ids: list[int] = []
         self.token_lists: list[list[int]] = []  # the requests' token_ids, not copies
-        # An entry whose member has left is skipped when its turn comes. Blocks are due within
-        # block_size turns. Last samples may be far in the future, so `leave` removes their entries.
+        # An entry whose member has left is skipped when its step comes. Blocks are due within
+        # block_size steps. Last samples may be far in the future, so `leave` removes their entries.
         self._block_due: dict[int, list[Request]] = {}
         self._last_sample: dict[int, dict[Request, None]] = {}
 
@@ -52,19 +52,19 @@ class DecodeGroup:
 
     @property
     def context(self) -> int:
-        """The number of tokens whose keys the next turn reads, of all members together."""
-        return self._sum_of_bases + (self.turn + 2) * len(self.requests)
+        """The number of tokens whose keys the next step reads, of all members together."""
+        return self._sum_of_bases + (self.step_index + 2) * len(self.requests)
 
-    def take_turn(self, step: int) -> None:
-        """Count a turn of the group, in the step that is being built."""
-        self.turn += 1
-        self.step = step
+    def take_step(self, step: int) -> None:
+        """Count a step of the group. step: the engine's number of it."""
+        self.step_index += 1
+        self.last_step = step
 
     def join(self, request: Request) -> None:
-        """Add a request from the next turn on. Its num_computed is read now and then goes stale."""
-        base = request.num_computed - self.turn - 1
+        """Add a request from the next step on. Its num_computed is read now and then goes stale."""
+        base = request.num_computed - self.step_index - 1
         request.base = base
-        request.lane = self.lane
+        request.micro_batch = self.micro_batch
         request.slot = len(self.requests)
         request.phase = RequestPhase.DECODING
         self.requests.append(request)
@@ -77,7 +77,7 @@ class DecodeGroup:
         self._last_sample.setdefault(request.limit - 2 - base, {})[request] = None
 
     def leave(self, request: Request) -> None:
-        """Remove a request before the next turn. Writes its num_computed; the caller sets the
+        """Remove a request before the next step. Writes its num_computed; the caller sets the
         phase."""
         slot, last = request.slot, self.requests[-1]
         for values in (self.requests, self.rows, self.bases, self.ids, self.token_lists):
@@ -85,8 +85,8 @@ class DecodeGroup:
         last.slot = slot
         request.slot = -1
         self._sum_of_bases -= request.base
-        request.num_computed = request.base + self.turn + 1
-        request.last_step = self.step
+        request.num_computed = request.base + self.step_index + 1
+        request.last_step = self.last_step
         key = request.limit - 2 - request.base
         members = self._last_sample.get(key)
         if members is not None:  # else `last_samples` has handed it out
@@ -94,9 +94,9 @@ class DecodeGroup:
             if not members:
                 del self._last_sample[key]
 
-    def block_due(self, turn: int) -> list[Request]:
-        """Return the members whose token of this turn begins a block that they lack. Ask once."""
-        due = self._block_due.pop(turn, None)
+    def block_due(self, step_index: int) -> list[Request]:
+        """Return the members whose token of this step begins a block that they lack. Ask once."""
+        due = self._block_due.pop(step_index, None)
         if due is None:
             return []
         size, groups = self._block_size, self._num_groups
@@ -104,8 +104,8 @@ class DecodeGroup:
             r
             for r in due
             if r.slot >= 0
-            and r.lane == self.lane
-            and r.base + turn == len(r.blocks) // groups * size
+            and r.micro_batch == self.micro_batch
+            and r.base + step_index == len(r.blocks) // groups * size
         ]
         return list(dict.fromkeys(members))  # a request that left and joined again is in it twice
 
@@ -114,30 +114,30 @@ class DecodeGroup:
         self._expect_block(request)
 
     def last_samples(self) -> list[Request]:
-        """Return the members whose last token this turn samples; they may not run again. Ask
+        """Return the members whose last token this step samples; they may not run again. Ask
         once."""
-        return list(self._last_sample.pop(self.turn, ()))
+        return list(self._last_sample.pop(self.step_index, ()))
 
     def _expect_block(self, request: Request) -> None:
-        turn = len(request.blocks) // self._num_groups * self._block_size - request.base
-        self._block_due.setdefault(turn, []).append(request)
+        due = len(request.blocks) // self._num_groups * self._block_size - request.base
+        self._block_due.setdefault(due, []).append(request)
 
 
-def next_turn(groups: Sequence[DecodeGroup], busy: Collection[int]) -> DecodeGroup:
-    """Return the group that takes the next turn: the one with members that has waited longest.
+def next_group(groups: Sequence[DecodeGroup], busy: Collection[int]) -> DecodeGroup:
+    """Return the group of the next step: the one with members that has waited longest.
 
     If all free groups are empty, an empty group is returned. Members beyond a group's share move to
     the smallest group, so that stages have equally much to do.
-    busy: lanes that may not take the turn; at least one lane is free.
+    busy: micro-batches that may not have the step; at least one is free.
     """
-    free = [group for group in groups if group.lane not in busy]
-    found = min(free, key=lambda group: (not group, group.step))
+    free = [group for group in groups if group.micro_batch not in busy]
+    group_due = min(free, key=lambda group: (not group, group.last_step))
     share = -(-sum(map(len, groups)) // len(groups))
-    while len(found) > share:
-        request = found.requests[-1]
-        found.leave(request)
+    while len(group_due) > share:
+        request = group_due.requests[-1]
+        group_due.leave(request)
         min(groups, key=len).join(request)
-    return found
+    return group_due
 
 
 def _swap_remove(values: list[Any], index: int) -> None:

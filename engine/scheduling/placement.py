@@ -44,7 +44,7 @@ def find_start(
     memories: the memory of each pool.
     """
     num_tokens = len(request.token_ids)
-    found: list[tuple[int, Start]] = []
+    starts: list[tuple[int, Start]] = []
     for rank, (pool, memory) in enumerate(zip(pools, memories, strict=True)):
         if snapshots is None:
             cached, num_resident = pool.match_prefix(hashes), 0
@@ -63,5 +63,5 @@ def find_start(
         if not fits(memory, footprint) and memory.num_running:
             continue
         taken = memory.num_blocks - memory.free + memory.promised - len(resident)
-        found.append((taken, Start(rank, cached, num_resident, footprint)))
-    return min(found, key=lambda each: each[0])[1] if found else None
+        starts.append((taken, Start(rank, cached, num_resident, footprint)))
+    return min(starts, key=lambda each: each[0])[1] if starts else None

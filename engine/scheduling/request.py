@@ -7,7 +7,7 @@ computed or launched; num_tokens counts the known tokens and the one that a laun
     num_computed  ------------------------------------^      (decoding: num_tokens - 1)
     num_tokens    -------------------------------------^     (num_pending = 1: sampled, not known)
 
-While a request decodes, its num_computed grows by one a turn and stays unwritten (decode_group.py).
+While a request decodes, its num_computed grows by one a step and stays unwritten (decode_group.py).
 """
 
 import enum
@@ -32,7 +32,7 @@ class RequestPhase(enum.Enum):
     WAITING = enum.auto()  # no row, no blocks: new, or preempted
     WAITING_FOR_ADAPTER = enum.auto()  # as WAITING, and its adapter is not on the device
     COMPUTING = enum.auto()  # has a row; computes its prompt, or lacks a block to decode
-    DECODING = enum.auto()  # in a decode group: one token in each of its turns
+    DECODING = enum.auto()  # in a decode group: one token in each of its steps
     FINISHING = enum.auto()  # its last step is launched; it ends when the result arrives
     ENDED = enum.auto()
 
@@ -54,10 +54,10 @@ class Request:
         "hashes",
         "id",
         "kv_rank",
-        "lane",
         "last_step",
         "limit",
         "marks",
+        "micro_batch",
         "min_tokens",
         "num_cached",
         "num_computed",
@@ -129,8 +129,8 @@ class Request:
         self.cacheable = config.prefix_caching
         self.marks: Marks | None = None  # while it has a row, where layers keep states
         self.slot = -1  # index in the decode group
-        self.base = 0  # while decoding: num_computed = base + the next turn of its group
-        self.lane = 0  # of that group
+        self.base = 0  # while decoding: num_computed = base + the next step_index of its group
+        self.micro_batch = 0  # the number of that group
         self.last_step = 0  # the last step that uses its row and blocks (while not decoding)
         self.queued_tokens = 0  # known tokens when it was put into the queue
         self.arrived = time.monotonic_ns()
@@ -163,14 +163,14 @@ class Request:
         """The number of tokens to compute before the next one is sampled. Not while decoding."""
         return self.num_tokens - self.num_computed
 
-    def footprint(self, turn: int, held: int) -> Footprint:
-        """Return the request's memory when this turn of its group is launched, and at its end.
+    def footprint(self, step_index: int, held: int) -> Footprint:
+        """Return the request's memory when this step of its group is launched, and at its end.
 
         held: blocks in the request's table.
         Legal while the request has a row.
         """
         if self.phase is RequestPhase.DECODING:
-            now = self.base + turn + 1
+            now = self.base + step_index + 1
         else:
             now = max(self.num_computed, len(self.token_ids))
         return Footprint(now, max(now, self.limit - 1), held)

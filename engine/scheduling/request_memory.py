@@ -1,7 +1,7 @@
 """RequestMemory: who has which row, blocks and snapshots, and when they are free again.
 
-Rows and blocks change hands in this file alone. It knows nothing of the queue, of lanes or of what
-a step is made of: the scheduler says who starts and who leaves, and which step is done.
+Rows and blocks change hands in this file alone. It knows nothing of the queue, of micro-batches or
+of what a step is made of: the scheduler says who starts and who leaves, and which step is done.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,8 +75,8 @@ class RequestMemory:
         out."""
         if len(self.pools) == 1:
             return [(self.pools[0], requests)]
-        found = ([r for r in requests if r.kv_rank == rank] for rank in range(len(self.pools)))
-        return [(pool, some) for pool, some in zip(self.pools, found, strict=True) if some]
+        by_rank = ([r for r in requests if r.kv_rank == rank] for rank in range(len(self.pools)))
+        return [(pool, some) for pool, some in zip(self.pools, by_rank, strict=True) if some]
 
     # ---- in and out ----------------------------------------------------------------------------
 
@@ -169,34 +169,34 @@ class RequestMemory:
         chunks: requests, and how many tokens they compute in the step that is being built.
         """
         pool = self.pools[rank]
-        found = sum(pool.num_exclusive(r.blocks) for r in self.deferred if r.kv_rank == rank)
-        found += sum(
+        count = sum(pool.num_exclusive(r.blocks) for r in self.deferred if r.kv_rank == rank)
+        count += sum(
             pool.num_exclusive(pool.held(r))
             for r in self.running.values()
             if r.kv_rank == rank and r.phase is RequestPhase.FINISHING
         )
         if not pool.whole:
-            found += sum(
+            count += sum(
                 pool.num_behind(r, r.num_computed + length)
                 for r, length in chunks
                 if r.kv_rank == rank
             )
-        return found
+        return count
 
     def last_in_order(self, rank: int) -> Request:
         """Return the pool's last request in the order of service that is not in its last step."""
-        found = (r for r in self.running.values() if r.kv_rank == rank)
-        return max((r for r in found if r.phase is not RequestPhase.FINISHING), key=_order)
+        requests = (r for r in self.running.values() if r.kv_rank == rank)
+        return max((r for r in requests if r.phase is not RequestPhase.FINISHING), key=_order)
 
-    def footprint(self, request: Request, turn: int) -> Footprint:
-        """Return the request's memory at this turn of its lane."""
-        return request.footprint(turn, len(self.pool(request).held(request)))
+    def footprint(self, request: Request, step_index: int) -> Footprint:
+        """Return the request's memory at this step of its decode group."""
+        return request.footprint(step_index, len(self.pool(request).held(request)))
 
     def seen(
         self,
         rank: int,
         computing: Sequence[Request],
-        turn_of: Callable[[Request], int],
+        step_index_of: Callable[[Request], int],
         budget: int,
         lag: int,
     ) -> KVMemory:
@@ -211,7 +211,7 @@ class RequestMemory:
             block_size=pool.block_size,
             free=pool.num_free,
             kinds=pool.kinds,
-            footprints=lambda: self._footprints(rank, turn_of),
+            footprints=lambda: self._footprints(rank, step_index_of),
             num_running=len(self.running)
             if len(self.pools) == 1
             else sum(r.kv_rank == rank for r in self.running.values()),
@@ -229,20 +229,20 @@ class RequestMemory:
         )
         return memory
 
-    def _footprints(self, rank: int, turn_of: Callable[[Request], int]) -> list[Footprint]:
-        found, pool = [], self.pools[rank]
+    def _footprints(self, rank: int, step_index_of: Callable[[Request], int]) -> list[Footprint]:
+        footprints, pool = [], self.pools[rank]
         for release in self.deferred:
             if release.kv_rank == rank:
                 held = len(release.blocks)
                 tokens = held // pool.num_groups * pool.block_size
-                found.append(Footprint(now=tokens, final=tokens, held=held))
+                footprints.append(Footprint(now=tokens, final=tokens, held=held))
         running = (r for r in self.running.values() if r.kv_rank == rank)
-        return found + [self.footprint(r, turn_of(r)) for r in running]
+        return footprints + [self.footprint(r, step_index_of(r)) for r in running]
 
     def check_integrity(self) -> None:
         """Assert that no row or block is lost or shared. Legal between steps."""
         held = [(r.row, r.kv_rank, r.blocks) for r in self.running.values()]
-        held += [(each.row, each.kv_rank, each.blocks) for each in self.deferred]
+        held += [(release.row, release.kv_rank, release.blocks) for release in self.deferred]
         for rank, pool in enumerate(self.pools):
             pool.check_integrity([blocks for _, its, blocks in held if its == rank])
         if self.snapshots is not None:

@@ -13,9 +13,9 @@ have one. Three rules follow. A result for a request that has ended is dropped. 
 released when the last launched step that uses them is done. A preempted request waits until its
 last result has arrived.
 
-With several lanes, `schedule` has a lane that is in none of the steps launched last, of which there
-are one fewer than lanes. Its requests' last tokens have then come back to the first stage, or will
-have when the step is computed; the rules are the same.
+In a pipeline, `schedule` has a micro-batch that is in none of the steps launched last, of which
+there are one fewer than micro-batches. Its requests' last tokens have then come back to the first
+stage, or will have when the step is computed. The rules are the same.
 
 One token budget a step is spent in this order:
 
@@ -41,7 +41,7 @@ from engine.messages import Delta
 from engine.scheduling.admission import ADMISSION, BATCHING, KVMemory
 from engine.scheduling.block_manager import FreeBlocks, FreeList
 from engine.scheduling.core_config import CoreConfig
-from engine.scheduling.decode_group import DecodeGroup, next_turn
+from engine.scheduling.decode_group import DecodeGroup, next_group
 from engine.scheduling.pacing.chunking import (
     PromptPace,
     prefill_tokens,
@@ -84,10 +84,11 @@ class Scheduler:
         self.queue = WaitingQueue()
         self.num_constrained = 0  # requests with a grammar
         self.computing: list[Request] = []  # phase COMPUTING
-        self.lanes = [
-            DecodeGroup(config.block_size, len(config.kinds), lane) for lane in range(config.lanes)
+        self.decode_groups = [
+            DecodeGroup(config.block_size, len(config.kinds), micro_batch)
+            for micro_batch in range(config.micro_batches)
         ]
-        self.decoding = self.lanes[0]  # those of the step that is being scheduled
+        self.decoding = self.decode_groups[0]  # those of the step that is being scheduled
         self.in_flight: deque[LaunchedStep] = deque()
         self.token_limit = config.max_num_batched_tokens  # of a step; the core may lower it
         target = config.target_tpot  # the core tells the pace what steps take
@@ -95,7 +96,7 @@ class Scheduler:
         self._failed: list[Delta] = []  # last deltas of requests whose adapter failed to load
         self._fits = ADMISSION[config.admission]
         self._joins = BATCHING[config.batching]
-        self._lag = int(config.async_scheduling or config.lanes > 1)
+        self._lag = int(config.async_scheduling or config.micro_batches > 1)
         self._arrivals = 0
         self._end_tokens = set(config.eos_token_ids)  # and the stop ids seen since last idle
 
@@ -194,9 +195,11 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Decide the next step and count it as launched. None if nothing can run now."""
         builder = StepBuilder(Batch(self.step + 1))
-        if len(self.lanes) > 1:
-            newest = islice(reversed(self.in_flight), len(self.lanes) - 1)
-            self.decoding = next_turn(self.lanes, {launched.lane for launched in newest})
+        if len(self.decode_groups) > 1:
+            newest = islice(reversed(self.in_flight), len(self.decode_groups) - 1)
+            self.decoding = next_group(
+                self.decode_groups, {launched.micro_batch for launched in newest}
+            )
         self._grow_decodes(builder)
         if self.computing or self.queue.waiting:
             builder.prompt_limit = self._prompt_limit()
@@ -214,16 +217,16 @@ class Scheduler:
         If there are not enough, all requests that need one leave the decode group and go to
         `computing`, where the order of service decides which of them get a block.
         """
-        turn = self.decoding.turn + 1
-        due = self.decoding.block_due(turn)
+        index = self.decoding.step_index + 1
+        due = self.decoding.block_due(index)
         if not due:
             return
         stalled = any(r.remaining == 1 for r in self.computing)
         for request in due:
             pool = self.memory.pool(request)
-            pool.hash_blocks(request, request.base + turn)
+            pool.hash_blocks(request, request.base + index)
             if not pool.whole:
-                pool.drop_behind(request, request.base + turn)
+                pool.drop_behind(request, request.base + index)
         by_pool = self.memory.by_pool(due)
         if stalled or any(
             len(some) * pool.next_cost(some[0]) > pool.num_free for pool, some in by_pool
@@ -238,7 +241,7 @@ class Scheduler:
         for request in due:
             self.decoding.extended(request)
             if self.memory.snapshots is not None:
-                self.memory.snapshots.decoded(request, request.base + turn, builder.batch.step)
+                self.memory.snapshots.decoded(request, request.base + index, builder.batch.step)
 
     def _schedule_running(self, builder: StepBuilder) -> None:
         """Schedule running requests outside the decode group, those that lack one token first."""
@@ -271,7 +274,7 @@ class Scheduler:
         """
         # With several steps in flight a prompt is worth cutting for its own sake: its pieces are in
         # several stages at once.
-        if not self.decoding and len(self.lanes) == 1:
+        if not self.decoding and len(self.decode_groups) == 1:
             return self.pace.limit(self.token_limit, 0, 0)
         free = self.rows - len(self.running)
         startable = max(0, min(free, len(self.queue.waiting)))
@@ -333,7 +336,7 @@ class Scheduler:
             if len(self.running) >= rows:
                 return
             if request.last_step > self.done_step:  # its token in flight is not known yet
-                assert len(self.lanes) > 1
+                assert len(self.decode_groups) > 1
                 return
             if not queue.retry and self.running:
                 return
@@ -386,8 +389,8 @@ class Scheduler:
         request.phase = RequestPhase.COMPUTING
         self.computing.append(request)
         if request.num_cached < 0:
-            found = min(request.num_computed, request.num_prompt) - request.num_virtual
-            request.num_cached = max(0, found)
+            num_cached = min(request.num_computed, request.num_prompt) - request.num_virtual
+            request.num_cached = max(0, num_cached)
             request.queued_us = (time.monotonic_ns() - request.arrived) // 1000
             if lookup:
                 self.counters.prefix_queries += request.num_prompt - request.num_virtual
@@ -402,9 +405,9 @@ class Scheduler:
             if snapshot >= 0:
                 builder.batch.resumed_states.append((request.row, snapshot))
             memory.cuts += held.snapshots.plan.cuts(num_tokens)
-        for each in memories:  # of a step's tokens, which all share
-            each.uncomputed += num_tokens - request.num_computed
-        memory.add(held.footprint(request, self._turn(request)))
+        for pool_memory in memories:  # of a step's tokens, which all share
+            pool_memory.uncomputed += num_tokens - request.num_computed
+        memory.add(held.footprint(request, self._step_index(request)))
         builder.batch.new_rows.append(request.new_row())
         builder.batch.new_blocks.extend(
             (request.row, index, block) for index, block in enumerate(request.blocks) if block >= 0
@@ -426,13 +429,13 @@ class Scheduler:
         """Return each pool as the admission policies see it at this point of the step."""
         budget = max(1, self.token_limit - len(self.running))
         return [
-            self.memory.seen(rank, self.computing, self._turn, budget, self._lag)
+            self.memory.seen(rank, self.computing, self._step_index, budget, self._lag)
             for rank in range(len(self.memory.pools))
         ]
 
-    def _turn(self, request: Request) -> int:
-        """Return the current turn of the request's lane."""
-        return self.lanes[request.lane].turn
+    def _step_index(self, request: Request) -> int:
+        """Return the current step index of the request's decode group."""
+        return self.decode_groups[request.micro_batch].step_index
 
     def _add_chunk(self, request: Request, length: int, builder: StepBuilder) -> None:
         """Add `length` tokens of the request to the step. Their blocks must be allocated."""
@@ -483,14 +486,14 @@ class Scheduler:
 
     def _constrain(self, launched: LaunchedStep, batch: Batch) -> None:
         """Set which samples need masks, and whether all that these masks depend on is known."""
-        found = []
+        entries = []
         for entry, request in enumerate(launched.requests[: len(launched.ids)]):
             constraint = request.constraint
             if constraint is not None:
                 launched.awaits_masks |= constraint.sampled_in > self.done_step
                 constraint.sampled_in = launched.step
-                found.append(entry)
-        launched.constrained = batch.masked = found
+                entries.append(entry)
+        launched.constrained = batch.masked = entries
 
     # ---- update --------------------------------------------------------------------------------
 
@@ -523,7 +526,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Remove the request from the list of its phase. The caller sets the new phase."""
         if request.phase is RequestPhase.DECODING:
-            self.lanes[request.lane].leave(request)
+            self.decode_groups[request.micro_batch].leave(request)
         elif request.phase is RequestPhase.COMPUTING:
             self.computing.remove(request)
         elif request.phase is RequestPhase.WAITING:
@@ -537,9 +540,9 @@ class Scheduler:
         self._leave(request)
         request.phase = RequestPhase.ENDED
         if self._traced:
-            told = (request.num_computed, request.num_cached, request.queued_us)
+            figures = (request.num_computed, request.num_cached, request.queued_us)
             text = "ended: %d tokens computed, %d of them cached, %d us queued"
-            logger.debug(text, *told, extra={"request_id": request.request_id})
+            logger.debug(text, *figures, extra={"request_id": request.request_id})
         del self.requests[request.id]
         self.num_constrained -= request.constraint is not None
         self.counters.finished += 1
@@ -589,7 +592,7 @@ class Scheduler:
             assert (request.slot >= 0) == (request.phase is RequestPhase.DECODING)
         assert phases[RequestPhase.ENDED] == 0
         assert phases[RequestPhase.COMPUTING] == len(self.computing)
-        assert phases[RequestPhase.DECODING] == sum(map(len, self.lanes))
+        assert phases[RequestPhase.DECODING] == sum(map(len, self.decode_groups))
         num_queued = phases[RequestPhase.WAITING] + phases[RequestPhase.WAITING_FOR_ADAPTER]
         assert num_queued == len(self.queue)
         assert len(self.running) + len(self.queue) == len(self.requests)
@@ -600,9 +603,9 @@ class Scheduler:
         self._adapters.check_integrity(pins, users)
         constrained = [r for r in self.requests.values() if r.constraint is not None]
         assert self.num_constrained == len(constrained)
-        for group in self.lanes:
+        for group in self.decode_groups:
             for slot, request in enumerate(group.requests):
-                assert (request.lane, request.slot) == (group.lane, slot)
+                assert (request.micro_batch, request.slot) == (group.micro_batch, slot)
                 assert group.rows[slot] == request.row
         if not self.requests and not self.in_flight:
             assert not self.memory.deferred, "idle, yet a request holds blocks"

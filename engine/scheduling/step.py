@@ -37,7 +37,7 @@ class LaunchedStep:
     token_lists: list[list[int]]  # [num_samples] the requests' token_ids, to append to
     firsts: list[int]  # entries that may bring their request's first delta
     finishing: list[int]  # entries whose request ends with this step, whatever is sampled
-    lane: int = 0  # of its decodes
+    micro_batch: int = 0  # the number of its decodes' group
     began: float = 0.0  # time.perf_counter() at the launch
     decodes: int = 0
     context: int = 0  # tokens whose keys its decodes read
@@ -173,15 +173,15 @@ class StepBuilder:
 
     def build(self, group: DecodeGroup) -> LaunchedStep:
         """Complete the batch: one token for each decode, then the chunks. Takes the group's
-        turn, and changes no request."""
+        step, and changes no request."""
         batch, step = self.batch, self.batch.step
         context = group.context
-        group.take_turn(step)
-        turn, num_decodes = group.turn, len(group)
+        group.take_step(step)
+        index, num_decodes = group.step_index, len(group)
         chunks = self.sampling + self.prefill_only
         batch.num_decodes = num_decodes
         batch.rows = group.rows.copy()
-        batch.starts = [base + turn for base in group.bases]
+        batch.starts = [base + index for base in group.bases]
         batch.lengths = [1] * num_decodes
         num_samples = num_decodes + len(self.sampling)
         batch.samples = [True] * num_samples + [False] * len(self.prefill_only)
@@ -203,7 +203,7 @@ class StepBuilder:
             token_lists,
             firsts=[r.slot for r in self.joined if r.slot >= 0 and not r.delivered],
             finishing=[r.slot for r in group.last_samples()],
-            lane=group.lane,
+            micro_batch=group.micro_batch,
             began=time.perf_counter(),
             decodes=num_decodes,
             context=context,

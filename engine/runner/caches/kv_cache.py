@@ -81,7 +81,7 @@ class KVCache:
 
     def _views(self) -> dict[int, KV]:
         states: Mapping[int, KV] = {} if self.states is None else self.states.layers
-        found = dict(states)
+        views = dict(states)
         for group in self.groups.groups:
             heads, dim = group.attention.kept
             parts = self.groups.elements // group.elements
@@ -90,16 +90,16 @@ class KVCache:
                 place = self.storage[index // parts]
                 keys, values = place[0], place[group.tensors - 1]
                 if self.form.name:
-                    found[layer] = (
+                    views[layer] = (
                         QuantizedKV.over(self.form, keys, *shape[1:]),
                         QuantizedKV.over(self.form, values, *shape[1:]),
                     )
                 else:
-                    found[layer] = (keys.view(shape), values.view(shape))
-                found[layer] += states.get(layer, ())
+                    views[layer] = (keys.view(shape), values.view(shape))
+                views[layer] += states.get(layer, ())
         for layer, source in self.groups.borrowed:
-            found[layer] = found[source]
-        return dict(sorted(found.items()))
+            views[layer] = views[source]
+        return dict(sorted(views.items()))
 
     def put(self, blocks: Tensor, places: Tensor, values: Tensor) -> None:
         """Write keys and values that no layer computed, in a model of one group.
@@ -145,7 +145,7 @@ def in_views(
     The function is pure arithmetic on the device, at addresses that a graph keeps.
     metas: the meta of each group.
     """
-    found = []
+    views = []
     for view in groups.views:
         meta, attention = metas[view.group], groups.groups[view.group].attention
         if view.parts > 1:
@@ -154,5 +154,5 @@ def in_views(
             slots = torch.where(meta.slots < 0, meta.slots, slots)
             meta = meta.elsewhere(slots, meta.block_table * view.parts + view.part)
         meta.window, meta.chunk = attention.window, attention.chunk
-        found.append(meta)
-    return found or list(metas)  # a stage may have no layer that keeps keys
+        views.append(meta)
+    return views or list(metas)  # a stage may have no layer that keeps keys

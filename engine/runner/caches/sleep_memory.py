@@ -99,7 +99,7 @@ class CudaSleepMemory(SleepMemory):
 
     @property
     def num_bytes(self) -> int:  # type: ignore[override]
-        return sum(each.size for each in (*self._weights, *self._caches.values()) if each.held)
+        return sum(pages.size for pages in (*self._weights, *self._caches.values()) if pages.held)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
@@ -168,7 +168,7 @@ class CudaSleepMemory(SleepMemory):
     def sleep(self) -> None:
         self._finish_work()
         if not self._copies or self._written:
-            self._copies = self._copies or [self._pinned(each.size) for each in self._weights]
+            self._copies = self._copies or [self._pinned(pages.size) for pages in self._weights]
             for region, copy in zip(self._weights, self._copies, strict=True):
                 copy.copy_(region.bytes, non_blocking=True)
             self._finish_work()
@@ -189,7 +189,7 @@ class CudaSleepMemory(SleepMemory):
                 region.bytes.zero_()
         except torch.OutOfMemoryError:
             free, total = torch.cuda.mem_get_info(self._device)
-            size = sum(each.size for each in (*self._weights, *self._caches.values()))
+            size = sum(pages.size for pages in (*self._weights, *self._caches.values()))
             raise EngineDead(
                 f"the model cannot wake: it needs {size / GIB:.2f} GiB, and beside the "
                 f"{self.num_bytes / GIB:.2f} GiB that it has got {free / GIB:.2f} of "
@@ -240,16 +240,16 @@ def tensors_of(root: object, device: torch.device) -> Iterator[Tensor]:
     """
     seen, left = {id(root)}, [root]
     while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            if one.device == device:
-                yield one
+        owner = left.pop()
+        if isinstance(owner, Tensor):
+            if owner.device == device:
+                yield owner
             continue
-        if isinstance(one, types.ModuleType | type | Kernels):
+        if isinstance(owner, types.ModuleType | type | Kernels):
             continue
         # A function leads to its whole module.
-        inside = (one.__closure__,) if isinstance(one, types.FunctionType) else (one,)
-        for each in gc.get_referents(*inside):
-            if id(each) not in seen:
-                seen.add(id(each))
-                left.append(each)
+        inside = (owner.__closure__,) if isinstance(owner, types.FunctionType) else (owner,)
+        for referent in gc.get_referents(*inside):
+            if id(referent) not in seen:
+                seen.add(id(referent))
+                left.append(referent)

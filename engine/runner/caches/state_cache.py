@@ -47,16 +47,16 @@ class StateCache:
         for layer, record in recurrent:
             for index, shape in enumerate(record.state_shapes):
                 shapes.setdefault(shape, []).append((layer, index))
-        found: dict[int, dict[int, Tensor]] = {layer: {} for layer, _ in recurrent}
+        states: dict[int, dict[int, Tensor]] = {layer: {} for layer, _ in recurrent}
         for shape, places in shapes.items():
             size = (len(places), rows + snapshots, *shape)
             storage = memory.zeros(size, torch.float32, device)
             self._storages.append(storage)
             for own, (layer, index) in zip(storage, places, strict=True):
-                found[layer][index] = own
+                states[layer][index] = own
         self.layers = {
             layer: (own[0], own[0]) if len(own) == 1 else tuple(own[i] for i in range(len(own)))
-            for layer, own in found.items()
+            for layer, own in states.items()
         }
 
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:

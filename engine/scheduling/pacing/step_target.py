@@ -87,11 +87,11 @@ class StepTarget(PromptPace):
         costs, used = np.zeros(4), [0, 1, 2, 3]
         while used:
             part = squares[np.ix_(used, used)] + _RIDGE * np.eye(len(used))
-            found = np.linalg.solve(part, (self._products / scale)[used])
-            if found.min() >= 0:
-                costs[used] = found
+            solution = np.linalg.solve(part, (self._products / scale)[used])
+            if solution.min() >= 0:
+                costs[used] = solution
                 break
-            used.pop(int(found.argmin()))
+            used.pop(int(solution.argmin()))
         return costs / scale
 
     def rows(self, most: int) -> int:
@@ -99,8 +99,8 @@ class StepTarget(PromptPace):
             return most
         base, row, key, _ = self._costs
         left = (1 - _PROMPTS) * self._aim - base
-        one = row + key * self._context
-        fit = left / one if one > 0 else math.inf
+        row_cost = row + key * self._context
+        fit = left / row_cost if row_cost > 0 else math.inf
         return int(min(most, max(1.0, min(fit, _believed(self._most_rows)))))
 
     def limit(self, tokens: int, decodes: int, context: int) -> int:

@@ -464,16 +464,16 @@ def test_slow_decodes_leave_prompts_half_of_the_time() -> None:
     assert pace.limit(4096, 4, 0) in (49, 50) and pace.limit(4096, 0, 0) in (249, 250)
 
 
-def test_lanes_share_the_requests() -> None:
-    """Bug: all requests that came at once stay in one lane, so that one stage of a model computes
-    and the others wait for it."""
-    config = make_config(async_scheduling=False, lanes=3)
+def test_micro_batches_share_the_requests() -> None:
+    """Bug: all requests that came at once stay in one micro-batch, so that one stage of a model
+    computes and the others wait for it."""
+    config = make_config(async_scheduling=False, micro_batches=3)
     core = EngineCore(config, FakeRunner(config))
     for id in range(9):
         core.add(make_request(id, 5, max_tokens=20 if id < 3 else 40, ignore_eos=True))
     sizes = []
     while core.has_work():
         core.step()
-        sizes.append([len(lane) for lane in core.scheduler.lanes])
+        sizes.append([len(group) for group in core.scheduler.decode_groups])
     assert [3, 3, 3] in sizes
     assert [2, 2, 2] in sizes, "those that are left are shared out again"

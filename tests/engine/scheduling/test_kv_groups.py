@@ -61,8 +61,8 @@ def test_random_lives(kinds: tuple[KVKind, ...], seed: int) -> None:
     group's name, or are never given back: the fake device sees the wrong keys, or the driver."""
     changes: dict[str, Any] = {"max_num_batched_tokens": 7} if seed == 2 else {}
     random_run(seed, num_blocks=34 * len(kinds), kinds=kinds, **changes)
-    lanes = {"async_scheduling": seed == 1, "lanes": 2 + seed % 2}
-    random_run(seed, num_blocks=34 * len(kinds), kinds=kinds, **changes, **lanes)
+    options = {"async_scheduling": seed == 1, "micro_batches": 2 + seed % 2}
+    random_run(seed, num_blocks=34 * len(kinds), kinds=kinds, **changes, **options)
 
 
 @pytest.mark.parametrize("policy", ["sum", "reserved", "peak"])

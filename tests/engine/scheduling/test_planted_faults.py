@@ -379,7 +379,7 @@ def the_peak_is_sorted_upside_down(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def a_careful_policy_forgets_who_runs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestMemory, "_footprints", lambda self, rank, turn_of: [])
+    patch.setattr(RequestMemory, "_footprints", lambda self, rank, step_index_of: [])
 
 
 @pytest.mark.parametrize("name", FAULTS)

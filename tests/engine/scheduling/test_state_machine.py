@@ -107,13 +107,13 @@ TestEngineMachine = EngineMachine.TestCase
 
 
 @pytest.mark.parametrize(
-    "async_scheduling, lanes, kv_ranks",
+    "async_scheduling, micro_batches, kv_ranks",
     [
-        *((ahead, lanes, 1) for ahead in (True, False) for lanes in (1, 2, 3)),
+        *((ahead, micro_batches, 1) for ahead in (True, False) for micro_batches in (1, 2, 3)),
         (True, 1, 2),
     ],
 )
-def test_random_lives(async_scheduling: bool, lanes: int, kv_ranks: int) -> None:
+def test_random_lives(async_scheduling: bool, micro_batches: int, kv_ranks: int) -> None:
     """Bugs: a rare order of preemption, abort and late result that loses a block or a token; of
     several ranks that keep keys, a request reads or frees another's blocks."""
     configs: list[dict[str, Any]] = [
@@ -128,6 +128,8 @@ def test_random_lives(async_scheduling: bool, lanes: int, kv_ranks: int) -> None
         if kv_ranks > 1:  # which have about as many blocks together
             changes = {**changes, "kv_ranks": kv_ranks, "max_model_len": 64}
             changes["num_blocks"] = max(18, changes.get("num_blocks", 40) // kv_ranks)
-        driver = random_run(seed, async_scheduling=async_scheduling, lanes=lanes, **changes)
+        driver = random_run(
+            seed, async_scheduling=async_scheduling, micro_batches=micro_batches, **changes
+        )
         preemptions += driver.scheduler.counters.preemptions
     assert preemptions > 50, "these runs are meant to preempt"

@@ -280,6 +280,6 @@ def test_random_lives_with_failing_steps(seed: int, monkeypatch: pytest.MonkeyPa
         return execute(self, step)
 
     monkeypatch.setattr(FakeRunner, "execute", sometimes)
-    ahead, lanes = [(True, 1), (False, 1), (False, 3), (True, 2)][seed % 4]
-    random_run(seed, async_scheduling=ahead, lanes=lanes)
+    ahead, micro_batches = [(True, 1), (False, 1), (False, 3), (True, 2)][seed % 4]
+    random_run(seed, async_scheduling=ahead, micro_batches=micro_batches)
     assert count[0] > 11
