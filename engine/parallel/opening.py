@@ -132,7 +132,7 @@ def first(ranks: Ranks) -> Open:
         store = TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        ranks.order("meet_at", host, port)
+        ranks.call("meet_at", host, port)
         _check_alike(store, 0, ranks.per_node, device)
         return distributed(0, size, stages, device, store, handed_on, exact, memory)
 

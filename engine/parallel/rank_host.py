@@ -10,7 +10,7 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import MantaError
 from engine.parallel.connections import accept, hang_up
 from engine.parallel.nodes import Places, place
-from engine.parallel.ranks import LastWords, RankProcesses
+from engine.parallel.ranks import RankProcesses, RankReport
 
 
 class RankHost(RankProcesses):
@@ -31,8 +31,8 @@ class RankHost(RankProcesses):
         super().__init__(config, place(config, Places()), address)
         self._first = node * self.per_node
         self._key = key
-        self._news: Connection[Any, Any] | None = None
-        self._news_lock = threading.Lock()
+        self._reports: Connection[Any, Any] | None = None
+        self._reports_lock = threading.Lock()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
@@ -43,43 +43,43 @@ class RankHost(RankProcesses):
     def _run(self) -> None:
         try:
             with self._listener:
-                news = self._news = accept(self._listener, self._key)
+                reports = self._reports = accept(self._listener, self._key)
                 ends = [self._accept_pair() for _ in range(self.per_node)]
         except OSError:  # closed before rank 0 came
             return
         try:
-            for number, (orders, adapters) in enumerate(ends, self._first):
-                self._spawn(number, orders, adapters)
-            news.recv()  # nothing comes but the end
+            for number, (calls, adapters) in enumerate(ends, self._first):
+                self._spawn(number, calls, adapters)
+            reports.recv()  # nothing comes but the end
         except MantaError as error:
-            self._tell(number, LastWords(error.message, error.code, error.param))
+            self._report(number, RankReport(error.message, error.code, error.param))
         except (EOFError, OSError):
             pass
         super().close()
-        with self._news_lock:
-            self._news = None
-            news.close()
+        with self._reports_lock:
+            self._reports = None
+            reports.close()
 
     def _accept_pair(self) -> "tuple[Connection[Any, Any], Connection[Any, Any]]":
         return accept(self._listener, self._key), accept(self._listener, self._key)
 
-    def _tell(self, number: int, said: LastWords | None, status: int = 0) -> None:
-        with self._news_lock, contextlib.suppress(OSError):  # rank 0 has ended
-            if self._news is not None:
-                self._news.send((number, said, status))
+    def _report(self, number: int, report: RankReport | None, status: int = 0) -> None:
+        with self._reports_lock, contextlib.suppress(OSError):  # rank 0 has ended
+            if self._reports is not None:
+                self._reports.send((number, report, status))
 
-    def _said(self, number: int, line: LastWords) -> None:
-        self._tell(number, line)
+    def _on_log(self, number: int, line: RankReport) -> None:
+        self._report(number, line)
 
-    def _ended(self, number: int, status: int, last: LastWords | None) -> None:
-        self._tell(number, last, status)
+    def _on_exit(self, number: int, status: int, last: RankReport | None) -> None:
+        self._report(number, last, status)
 
     def close(self) -> None:
         """End the ranks, and wait for their end. Idempotent."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # which ends a wait for rank 0
-        with self._news_lock:
-            if self._news is not None:
-                hang_up(self._news, socket.SHUT_RDWR)
+        with self._reports_lock:
+            if self._reports is not None:
+                hang_up(self._reports, socket.SHUT_RDWR)
         self._thread.join()

@@ -1,9 +1,9 @@
-"""Ranks: the processes that hold the other parts of a model, as rank 0 sees them.
+"""Ranks: the worker processes that hold the other parts of a model, and their calls.
 
-Rank 0 is the engine process. It tells the others by pipe what to do, or through a connection where
-they are on other nodes of a cluster, and hears nothing of a step that went well: the sums in it are
-where ranks meet. A rank that ends is noticed at once, by the end of the pipe that its last words
-come through, and ends the engine. The ranks end with rank 0.
+Rank 0 is the engine process. It calls methods of the others (`engine.process.rank.RankLoop`)
+through a pipe, or through a connection where they are on other nodes of a cluster. A call that went
+well is not answered: ranks of a step wait for each other in its all-reduces. When a rank exits, the
+pipe of its reports closes and rank 0 stops the engine. The ranks end with rank 0.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class RankStart(msgspec.Struct, forbid_unknown_fields=True):
     """The line on a rank's stdin.
 
     memory: the descriptor of the memory that ranks share.
-    orders, adapters, words: the descriptors of the rank's ends of the pipes.
+    calls, adapters, reports: the descriptors of the rank's ends of its pipes.
     node: the node that the rank binds itself to; None: to none.
     """
 
@@ -46,14 +46,14 @@ class RankStart(msgspec.Struct, forbid_unknown_fields=True):
     directory: str
     parent: int
     memory: int
-    orders: int
+    calls: int
     adapters: int
-    words: int
+    reports: int
     node: Node | None = None
 
 
-class LastWords(msgspec.Struct):
-    """The reason why a rank ends, or (level > 0) a line for the log."""
+class RankReport(msgspec.Struct):
+    """A report of a rank: the reason why it exits, or (level > 0) a line of its log."""
 
     message: str
     code: str = EngineDead.code
@@ -64,7 +64,7 @@ class LastWords(msgspec.Struct):
 @dataclass(slots=True)
 class _Rank:
     number: int
-    orders: "Connection[Any, Any]"
+    calls: "Connection[Any, Any]"
     adapters: "Connection[Any, Any]"
 
 
@@ -72,7 +72,7 @@ class _Rank:
 class _Process:
     number: int
     process: "subprocess.Popen[bytes]"
-    words: "Connection[Any, Any]"
+    reports: "Connection[Any, Any]"
 
 
 class RankProcesses:
@@ -110,14 +110,14 @@ class RankProcesses:
         return [rank.process.pid for rank in self._processes]
 
     def _spawn(
-        self, number: int, orders: "Connection[Any, Any]", adapters: "Connection[Any, Any]"
+        self, number: int, calls: "Connection[Any, Any]", adapters: "Connection[Any, Any]"
     ) -> None:
         """Start a rank's process and the thread that watches it. Raises EngineDead.
 
-        orders, adapters: the rank's ends of its pipes, which are closed here.
+        calls, adapters: the rank's ends of its pipes, which are closed here.
         """
-        words, last = Pipe(duplex=False)
-        passed = (self.memory, orders.fileno(), adapters.fileno(), last.fileno())
+        reports, last = Pipe(duplex=False)
+        passed = (self.memory, calls.fileno(), adapters.fileno(), last.fileno())
         node = self._nodes[number % self.per_node] if self._nodes else None
         start = RankStart(self._config, number, os.getcwd(), os.getpid(), *passed, node=node)
         try:
@@ -125,9 +125,9 @@ class RankProcesses:
         except OSError as error:
             raise EngineDead(f"cannot start rank {number} of {self.size}: {error}") from None
         finally:
-            for end in (orders, adapters, last):
+            for end in (calls, adapters, last):
                 end.close()
-        rank = _Process(number, process, words)
+        rank = _Process(number, process, reports)
         self._processes.append(rank)
         name = f"rank-{number}"
         threading.Thread(target=self._watch, args=(rank,), name=name, daemon=True).start()
@@ -149,26 +149,29 @@ class RankProcesses:
 
     def _watch(self, rank: _Process) -> None:
         """Forward the rank's log lines until it ends, then report its end."""
-        last: LastWords | None = None
+        last: RankReport | None = None
         try:
             while True:
-                said = rank.words.recv()
-                if said.level:
-                    self._said(rank.number, said)
+                report = rank.reports.recv()
+                if report.level:
+                    self._on_log(rank.number, report)
                 else:
-                    last = said
+                    last = report
         except (EOFError, OSError):
             pass
         status = rank.process.wait()
         if not self._closing:
-            self._ended(rank.number, status, last)
+            self._on_exit(rank.number, status, last)
 
-    def _said(self, number: int, line: LastWords) -> None:
-        """Handle a line of a rank's log; called from a thread."""
+    def _on_log(self, number: int, line: RankReport) -> None:
+        """Handle a line of a rank's log. Called from a thread."""
         raise NotImplementedError
 
-    def _ended(self, number: int, status: int, last: LastWords | None) -> None:
-        """Handle the end of a rank that was not asked to end; called from a thread."""
+    def _on_exit(self, number: int, status: int, last: RankReport | None) -> None:
+        """Handle the exit of a rank that was not asked to exit. Called from a thread.
+
+        last: the rank's last report.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
@@ -215,9 +218,9 @@ class Ranks(RankProcesses):
         self._hosts: list[tuple[Connection[Any, Any], threading.Thread]] = []
         try:
             for number in range(1, self.per_node):
-                (orders, theirs), (adapters, also_theirs) = Pipe(), Pipe()
+                (calls, theirs), (adapters, also_theirs) = Pipe(), Pipe()
                 self._spawn(number, theirs, also_theirs)
-                self._ranks.append(_Rank(number, orders, adapters))
+                self._ranks.append(_Rank(number, calls, adapters))
             for host in range(others):
                 assert remote is not None
                 self._join(host + 1, *remote.hosts[host], remote.key)
@@ -229,57 +232,61 @@ class Ranks(RankProcesses):
         """Connect to the ranks of another node. Raises EngineDead."""
         first = node * self.per_node
         try:
-            news = connect(address, port, key)
+            reports = connect(address, port, key)
             watch = threading.Thread(
-                target=self._follow, args=(news, first, address), name=f"node-{node}", daemon=True
+                target=self._follow,
+                args=(reports, first, address),
+                name=f"node-{node}",
+                daemon=True,
             )
-            self._hosts.append((news, watch))
+            self._hosts.append((reports, watch))
             for number in range(first, first + self.per_node):
-                orders, adapters = connect(address, port, key), connect(address, port, key)
-                self._ranks.append(_Rank(number, orders, adapters))
+                calls, adapters = connect(address, port, key), connect(address, port, key)
+                self._ranks.append(_Rank(number, calls, adapters))
             watch.start()
         except (OSError, EOFError, AuthenticationError) as error:
             raise EngineDead(
                 f"cannot reach rank {first} of {self.size} at {address}:{port}: {error}"
             ) from None
 
-    def _follow(self, news: "Connection[Any, Any]", first: int, address: str) -> None:
+    def _follow(self, reports: "Connection[Any, Any]", first: int, address: str) -> None:
         """Forward the log of another node's ranks, and report their end."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                number, said, status = news.recv()
-                if said is not None and said.level:
-                    self._said(number, said)
+                number, report, status = reports.recv()
+                if report is not None and report.level:
+                    self._on_log(number, report)
                 else:
-                    self._ended(number, status, said, f" on {address}")
+                    self._on_exit(number, status, report, f" on {address}")
         last = first + self.per_node - 1
         which = f"rank {first}" if last == first else f"ranks {first} to {last}"
         # The process or the node that they were on has ended, or the network between.
         lost = f"{which} of {self.size} of the engine: the connection to {address} has ended"
         self._lost(EngineDead(lost, code="engine_killed"))
 
-    # ---- what they are told
+    # ---- calls
 
-    def order(self, what: str, *given: Any, below: int | None = None) -> None:
-        """Have each rank, or those below a number, call a method of `engine.process.rank.RankLoop`.
+    def call(self, method: str, *arguments: Any, below: int | None = None) -> None:
+        """Call a method of `engine.process.rank.RankLoop` on all ranks; does not wait for it.
 
+        below: only the ranks below this number.
         Raises EngineDead.
         """
         for rank in self._ranks[: None if below is None else below - 1]:
             try:
-                rank.orders.send((what, given))
+                rank.calls.send((method, arguments))
             except OSError:
                 raise EngineDead(f"rank {rank.number} of {self.size} is gone") from None
 
-    def answers(self) -> list[Any]:
-        """Return each rank's answer to an order that has an answer. Raises EngineDead."""
-        answers = []
+    def replies(self) -> list[Any]:
+        """Return each rank's reply to the last call, which has one. Raises EngineDead."""
+        replies = []
         for rank in self._ranks:
             try:
-                answers.append(rank.orders.recv())
+                replies.append(rank.calls.recv())
             except (OSError, EOFError):
                 raise EngineDead(f"rank {rank.number} of {self.size} is gone") from None
-        return answers
+        return replies
 
     def load_adapter(self, path: str, digest: str, slot: int) -> None:
         """Load an adapter into a slot of each rank that no step uses. Raises AdapterError.
@@ -299,12 +306,12 @@ class Ranks(RankProcesses):
                 code, message = refusal
                 raise AdapterError(message, code=code)
 
-    # ---- their end
+    # ---- exits
 
-    def _said(self, number: int, line: LastWords) -> None:
+    def _on_log(self, number: int, line: RankReport) -> None:
         logger.log(line.level, "rank %d: %s", number, line.message)
 
-    def _ended(self, number: int, status: int, last: LastWords | None, where: str = "") -> None:
+    def _on_exit(self, number: int, status: int, last: RankReport | None, where: str = "") -> None:
         self._lost(_death(number, self.size, where, status, last))
 
     def _lost(self, error: MantaError) -> None:
@@ -315,20 +322,23 @@ class Ranks(RankProcesses):
         self._on_death(error)
 
     def check(self, seconds: float) -> None:
-        """Raises why a rank has ended, after a step has failed; waits `seconds` for such news."""
+        """Raise the error of a rank that has exited, after a step has failed.
+
+        seconds: how long to wait for such a report.
+        """
         if self._dead.wait(seconds) and self._death is not None:
             raise self._death
 
     def close(self) -> None:
         super().close()
-        for news, _ in self._hosts:
-            hang_up(news)  # the host ends its ranks, and then the connection
+        for reports, _ in self._hosts:
+            hang_up(reports)  # the host ends its ranks, and then the connection
         for _, watch in self._hosts:
             if watch.ident is not None:
                 watch.join(STOP_SECONDS)
 
 
-def _death(number: int, size: int, where: str, status: int, last: LastWords | None) -> MantaError:
+def _death(number: int, size: int, where: str, status: int, last: RankReport | None) -> MantaError:
     """Return the error that says how a rank ended.
 
     where: " on NODE"; "" for this node.

@@ -1,8 +1,8 @@
 """A rank's process: `python -m engine.process.rank`, started by `engine.parallel.ranks.Ranks`,
 or on another node than rank 0's by `engine.parallel.rank_host.RankHost`.
 
-It has its part of the model, and does in each step what rank 0 does, but for the choice of tokens,
-which it is told. It knows nothing of requests.
+It holds its part of the model and runs each step with rank 0, whose choice of tokens it receives.
+It knows nothing of requests.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import msgspec
 from engine.batch import Batch
 from engine.errors import AdapterError, MantaError
 from engine.parallel.nodes import bind
-from engine.parallel.ranks import LastWords, RankStart
+from engine.parallel.ranks import RankReport, RankStart
 from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
 if TYPE_CHECKING:
@@ -37,24 +37,24 @@ logger = logging.getLogger("manta.engine")
 
 
 class RankLoop:
-    """The loop that carries out rank 0's orders, which are names of methods here."""
+    """The loop that runs rank 0's calls, each the name of a method here and its arguments."""
 
     def __init__(
-        self, runner: "ModelRunner", place: "Place", orders: "Connection[Any, Any]"
+        self, runner: "ModelRunner", place: "Place", calls: "Connection[Any, Any]"
     ) -> None:
         self._runner = runner
         self._place = place
-        self._orders = orders
+        self._calls = calls
         self._launched: deque[DeviceResult | StagedResult | None] = deque()  # None: has failed
 
     def run(self) -> None:
-        """Carry out rank 0's orders until rank 0 ends."""
+        """Run rank 0's calls until rank 0 ends."""
         while True:
             try:
-                what, arguments = self._orders.recv()
+                method, arguments = self._calls.recv()
             except (EOFError, OSError):
                 return
-            getattr(self, what)(*arguments)
+            getattr(self, method)(*arguments)
 
     def launch(self, batch: Batch) -> None:
         if self._runner.link is not None:
@@ -108,11 +108,11 @@ class RankLoop:
             self._place.fail(error)
 
     def recover(self) -> None:
-        """Recover from a step that failed on any rank, and send the runner's answer to rank 0."""
+        """Recover from a step that failed on any rank, and reply whether the device can go on."""
         self._launched.clear()
         done = self._runner.recover()
         self._place.join_round()
-        self._orders.send(done)
+        self._calls.send(done)
 
     def shrink(self, num_blocks: int) -> None:
         self._launched.clear()
@@ -142,24 +142,24 @@ def _load_adapters(loader: "AdapterLoader", asked: "Connection[Any, Any]") -> No
 
 
 class _LogToRank0(logging.Handler):
-    def __init__(self, words: "Connection[Any, Any]") -> None:
+    def __init__(self, reports: "Connection[Any, Any]") -> None:
         super().__init__()
-        self._words = words
+        self._reports = reports
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._words.send(LastWords(self.format(record), level=record.levelno))
+        self._reports.send(RankReport(self.format(record), level=record.levelno))
 
 
 def run(start: RankStart) -> None:
-    """Load the rank, then carry out rank 0's orders until rank 0 ends.
+    """Load the rank, then run rank 0's calls until rank 0 ends.
 
     Raises what loading and steps raise.
     """
-    orders: Connection[Any, Any] = Connection(start.orders)
+    calls: Connection[Any, Any] = Connection(start.calls)
 
     def meet() -> tuple[str, int]:
-        what, (host, port) = orders.recv()
-        assert what == "meet_at"
+        method, (host, port) = calls.recv()
+        assert method == "meet_at"
         return host, port
 
     from engine.factory import build_rank
@@ -173,7 +173,7 @@ def run(start: RankStart) -> None:
         ).start()
     gc.collect()
     gc.freeze()
-    RankLoop(runner, place, orders).run()
+    RankLoop(runner, place, calls).run()
 
 
 def main() -> int:
@@ -186,9 +186,9 @@ def main() -> int:
     os.chdir(start.directory)
     set_threads(start.config.num_threads)
     sys.setswitchinterval(5e-4)
-    words: Connection[Any, Any] = Connection(start.words)
+    reports: Connection[Any, Any] = Connection(start.reports)
     ours = logging.getLogger("manta")
-    ours.addHandler(_LogToRank0(words))
+    ours.addHandler(_LogToRank0(reports))
     ours.propagate = False
     ours.setLevel(logging.WARNING)  # rank 0 says what all do
     try:
@@ -196,11 +196,11 @@ def main() -> int:
             bind(start.node)
         run(start)
     except MantaError as error:
-        words.send(LastWords(error.message, error.code, error.param))
+        reports.send(RankReport(error.message, error.code, error.param))
         return 1
     except Exception as error:
         traceback.print_exc()
-        words.send(LastWords(f"{type(error).__name__}: {error}"))
+        reports.send(RankReport(f"{type(error).__name__}: {error}"))
         return 1
     return 0
 

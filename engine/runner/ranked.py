@@ -1,4 +1,4 @@
-"""RankedRunner: the runner of rank 0, whose steps the other ranks make too."""
+"""RankedRunner: the runner of rank 0, which has the other ranks run each step too."""
 
 from engine.batch import Batch
 from engine.parallel.opening import Place
@@ -11,7 +11,7 @@ _NOTICED = 0.5  # seconds: what is sent to a rank that has ended fails before it
 
 
 class RankedRunner:
-    """The `engine.scheduling.core.Runner` of rank 0, whose orders the other ranks follow."""
+    """The `engine.scheduling.core.Runner` of rank 0, which calls the other ranks to each step."""
 
     def __init__(self, runner: ModelRunner, place: Place, ranks: Ranks) -> None:
         self._runner = runner
@@ -19,13 +19,15 @@ class RankedRunner:
         self._ranks = ranks
 
     def launch(self, batch: Batch) -> DeviceResult | StagedResult:
-        self._ranks.order("launch", batch)  # first: ours may write into the batch
+        self._ranks.call("launch", batch)  # first: ours may write into the batch
         if self._runner.link is not None:
             self._runner.link.begin()
         launched = self._runner.launch(batch)
         if isinstance(launched, StagedResult) and self._place.group.size > 1:
             # The head is divided among the ranks of this stage.
-            launched.ask = lambda: self._ranks.order("conclude", below=self._place.group.size)
+            launched.conclude_others = lambda: self._ranks.call(
+                "conclude", below=self._place.group.size
+            )
         return launched
 
     def recover(self) -> bool:
@@ -38,11 +40,11 @@ class RankedRunner:
             self._ranks.check(_NOTICED)
             return False
         self._place.begin_round()
-        self._ranks.order("recover")
-        done = [self._runner.recover(), *self._ranks.answers()]
+        self._ranks.call("recover")
+        done = [self._runner.recover(), *self._ranks.replies()]
         self._place.join_round()
         return all(done)
 
     def shrink(self, num_blocks: int) -> None:
-        self._ranks.order("shrink", num_blocks)
+        self._ranks.call("shrink", num_blocks)
         self._runner.shrink(num_blocks)

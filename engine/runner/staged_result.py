@@ -16,11 +16,11 @@ class StagedResult:
     """A step that is on its way through the stages of a pipeline.
 
     take_back: receives the output of the last stage, and samples.
-    ask: lets the other ranks of the first stage conclude the step too.
+    conclude_others: lets the other ranks of the first stage conclude the step too.
     """
 
     take_back: Callable[[], DeviceResult]
-    ask: Callable[[], None] | None = None
+    conclude_others: Callable[[], None] | None = None
     masks: "NDArray[np.int32] | None" = None
     _pending: DeviceResult | None = None
     _failure: Exception | None = None
@@ -36,8 +36,8 @@ class StagedResult:
     def conclude(self) -> None:
         """Receive the last stage's output and launch the sampling. Raises as `wait` does."""
         if self._pending is None and self._failure is None:
-            if self.ask is not None:
-                self.ask()
+            if self.conclude_others is not None:
+                self.conclude_others()
             try:
                 with torch.inference_mode():
                     pending = self.take_back()

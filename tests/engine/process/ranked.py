@@ -15,7 +15,7 @@ from engine import SamplingParams
 from engine.config.engine_config import EngineConfig
 from engine.factory import build
 from engine.messages import AddAdapter, EngineRequest
-from engine.parallel.ranks import LastWords, Ranks, RankStart
+from engine.parallel.ranks import RankReport, Ranks, RankStart
 from engine.process import rank as rank_process
 from engine.scheduling.core import EngineCore
 from engine.structured.grammar import Grammar
@@ -35,17 +35,17 @@ class Threads(Ranks):
 
     def _start(self, start: RankStart, passed: Any) -> Any:
         # As the process does it, which owns its ends of the pipes.
-        fields = ("orders", "adapters", "words")
+        fields = ("calls", "adapters", "reports")
         own = {name: os.dup(getattr(start, name)) for name in (*fields, "memory")}
         start = msgspec.structs.replace(start, **own)
-        words = rank_process.Connection(start.words)
+        reports = rank_process.Connection(start.reports)
 
         def work() -> None:
             try:
                 rank_process.run(start)
             except BaseException as error:
-                words.send(LastWords(str(error), param=getattr(error, "param", None)))
-            words.close()
+                reports.send(RankReport(str(error), param=getattr(error, "param", None)))
+            reports.close()
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()

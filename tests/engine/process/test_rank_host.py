@@ -37,12 +37,12 @@ HERE, KEY = "127.0.0.1", b"k" * 32
 ECHO = """
 import json, sys
 from multiprocessing.connection import Connection
-from engine.parallel.ranks import LastWords
+from engine.parallel.ranks import RankReport
 start = json.loads(sys.stdin.readline())
-Connection(start["words"]).send(LastWords("here", level=30))
-orders = Connection(start["orders"])
+Connection(start["reports"]).send(RankReport("here", level=30))
+calls = Connection(start["calls"])
 while True:
-    orders.send((start["rank"], orders.recv()))
+    calls.send((start["rank"], calls.recv()))
 """
 
 
@@ -94,15 +94,15 @@ def test_only_who_has_the_key_is_let_in() -> None:
 def test_ranks_of_another_node_end_with_rank_0_and_it_with_them(
     hosts: list[RankHost], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bugs: an order for one rank comes to another; a killed rank is not noticed, or not named; the
+    """Bugs: a call for one rank comes to another; a killed rank is not noticed, or not named; the
     ranks of a node outlive the connection from rank 0's, which is all that they see of its end."""
     config = EngineConfig(model="m", device="cpu", pipeline_parallel=4, pipeline_nodes=2)
     deaths: list[MantaError] = []
     ranks = EchoRanks(config, deaths.append, (), remote_ranks(hosts, config, EchoHost))
     try:
         for rank in ranks._ranks:
-            rank.orders.send("a")
-        assert [rank.orders.recv() for rank in ranks._ranks] == [(1, "a"), (2, "a"), (3, "a")]
+            rank.calls.send("a")
+        assert [rank.calls.recv() for rank in ranks._ranks] == [(1, "a"), (2, "a"), (3, "a")]
         assert wait_until(lambda: all(f"rank {n}: here" in caplog.text for n in (1, 2, 3)), 5.0)
         os.kill(hosts[0].pids[1], signal.SIGKILL)
         named = f"rank 3 of 4 of the engine on {HERE} was killed by signal 9"
