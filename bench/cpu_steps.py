@@ -209,7 +209,7 @@ def side(model: str, quantization: str, threads: int, seconds: float) -> dict[st
     for running in RUNNING:
         for number in range(running):
             ids = [(7 * at + number) % core.config.vocab_size for at in range(PROMPT)]
-            core.add(EngineRequest(number, ids, PROMPT, greedy, seed=0))
+            core.add_request(EngineRequest(number, ids, PROMPT, greedy, seed=0))
         started: set[int] = set()
         while len(started) < running:
             started |= {delta.id for delta in core.step() if delta.token_ids}

@@ -187,7 +187,7 @@ def manta(folder: Path, dtype: str = "float32") -> Embed:
 
     def run(texts: Sequence[list[int]]) -> Vectors:
         for number, ids in enumerate(texts):
-            core.add(EngineRequest(number, list(ids), len(ids), params, 0))
+            core.add_request(EngineRequest(number, list(ids), len(ids), params, 0))
         found: dict[int, Vectors] = {}
         while core.has_work():
             for delta in core.step():

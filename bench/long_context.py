@@ -48,7 +48,7 @@ def measure(core: EngineCore, tokens: int) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     ids = [i % min(core.config.vocab_size, 32_000) for i in range(prompt)]
     begin = time.perf_counter()
-    core.add(EngineRequest(0, ids, prompt, params, seed=0))
+    core.add_request(EngineRequest(0, ids, prompt, params, seed=0))
     first = 0.0
     count = 0
     while core.has_work():

@@ -98,7 +98,7 @@ def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) 
     while core.has_work() or now < limit:
         now = core.stats().step if unit == "steps" else time.monotonic() - begin
         while now < limit and len(open_ids) < wanted:
-            core.add(draw(rng, number, config.max_model_len, vocab))
+            core.add_request(draw(rng, number, config.max_model_len, vocab))
             open_ids.add(number)
             number += 1
         if open_ids and rng.random() < 0.05 * len(open_ids) / wanted:

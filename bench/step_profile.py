@@ -283,7 +283,7 @@ def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], f
     def add(tokens: int, params: SamplingParams) -> None:
         at = next(number)
         ids = [(at + i * 7) % min(core.config.vocab_size, 32_000) for i in range(tokens)]
-        core.add(EngineRequest(at, ids, tokens, params, seed=0))
+        core.add_request(EngineRequest(at, ids, tokens, params, seed=0))
 
     def feed() -> None:
         if chunk:

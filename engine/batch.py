@@ -29,7 +29,7 @@ class OutOfMemory(Exception):
 
 @dataclass(slots=True)
 class NewRow:
-    """A request takes (or retakes, after preemption) a row."""
+    """A row that a request takes, or takes again after a preemption."""
 
     row: int
     token_ids: list[int]  # prompt and known output; its own copy
@@ -43,7 +43,7 @@ class NewRow:
     lora_slot: int = -1  # device slot of its LoRA adapter; -1 = none
     virtual_slot: int = -1  # device slot of its virtual tokens; -1 = none
     num_virtual: int = 0  # leading token_ids that stand for them
-    kv_rank: int = 0  # that has its keys, where ranks divide attention by requests
+    kv_rank: int = 0  # the rank that has its keys, with data-parallel attention
 
 
 @dataclass(slots=True)

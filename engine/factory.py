@@ -338,7 +338,7 @@ def _rehearse(core: EngineCore) -> None:
     longest = core.config.max_model_len - 4
     for number, length in enumerate((5, 100, 100)):
         ids = [0] * min(length, longest)
-        core.add(EngineRequest(number, ids, len(ids), params, seed=0))
+        core.add_request(EngineRequest(number, ids, len(ids), params, seed=0))
         while core.has_work():
             core.step()
         core.reset_prefix_cache()

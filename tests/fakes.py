@@ -461,7 +461,7 @@ def run(
 ) -> dict[int, Output]:
     """Add them all and step until idle, then check that nothing is left behind."""
     for request in requests:
-        core.add(request)
+        core.add_request(request)
     outputs: dict[int, Output] = {}
     while core.has_work():
         collect(core.step(), outputs)

@@ -49,7 +49,7 @@ def _serve(core: EngineCore, groups: Sequence[Sizes]) -> float:
         for prompt, output in group:
             params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
             ids = [10 + (number * 31 + i) % 20_000 for i in range(prompt)]
-            core.add(EngineRequest(number, ids, prompt, params, seed=0))
+            core.add_request(EngineRequest(number, ids, prompt, params, seed=0))
             number += 1
         while core.has_work():
             core.step()
@@ -205,7 +205,7 @@ def _inline(
     decoders = []
     for number, prompt in enumerate(prompts):
         ids = _ids(tokenizer, prompt)
-        core.add(EngineRequest(number, ids, len(ids), params, seed=1))
+        core.add_request(EngineRequest(number, ids, len(ids), params, seed=1))
         decoders.append(ChoiceDecoder(tokenizer, params, prompt=ids))
     while core.has_work():
         deltas: list[Delta] = core.step()

@@ -130,7 +130,9 @@ def serve(
             prompt, output = sizes[coming]
             params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
             adapter = adapters[coming] if adapters else ""
-            core.add(EngineRequest(coming, [5] * prompt, prompt, params, seed=0, adapter=adapter))
+            core.add_request(
+                EngineRequest(coming, [5] * prompt, prompt, params, seed=0, adapter=adapter)
+            )
             coming += 1
         core.step()
         running = core.scheduler.running.values()
@@ -309,7 +311,7 @@ def ragged_prefill(scale: float) -> list[AblationRow]:
             for group in groups:
                 for prompt, output in group:
                     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-                    core.add(EngineRequest(number, [5] * prompt, prompt, params, seed=0))
+                    core.add_request(EngineRequest(number, [5] * prompt, prompt, params, seed=0))
                     number += 1
                 while core.has_work():
                     core.step()

@@ -45,7 +45,7 @@ def run(
     ]
     for wave in [requests] if together else [[request] for request in requests]:
         for request in wave:
-            core.add(request)
+            core.add_request(request)
         while core.has_work() or core.scheduler.requests:  # an adapter may be on its way
             if not core.has_work():
                 continue

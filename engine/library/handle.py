@@ -59,7 +59,7 @@ class RequestHandle:
         with self._lock:
             if self._progress is None:
                 return False
-            cut = self._progress.push(choice, delta)
+            cut = self._progress.push_delta(choice, delta)
             self._wake()
             return cut
 
@@ -191,7 +191,7 @@ class RequestHandle:
 
     def _news(self) -> RequestOutput | EllipsisType | None:
         progress = self._unreleased()
-        out = progress.take()
+        out = progress.take_output()
         if out is None and self._error is not None:
             raise self._error
         return ... if out is None and progress.running else out

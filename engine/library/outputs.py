@@ -18,7 +18,7 @@ class RequestStatus(enum.StrEnum):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One choice: whole in a result, only what is new in a stream.
+    """A choice: whole in a result, only the new part in a stream.
 
     text: "" when the request was started with detokenize=False.
     token_ids: the tokens of the output, the end token included.
@@ -41,7 +41,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's choices: all of them in a result, those with something new in a stream.
+    """The choices of a request: all of them in a result, those with a new part in a stream.
 
     prompt: the text if the caller gave text.
     num_cached_tokens: prompt tokens that came from the prefix cache; None while unknown.

@@ -1,4 +1,4 @@
-"""RequestProgress: what has come of one request, and how much of it was read. Knows no threads.
+"""RequestProgress: the outputs of a request, and how much of them was read. Knows no threads.
 
 Text is made when it is read, in bulk, except where a stop string must be seen at once.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _ChoiceState:
-    """One choice: what came, how much of it is text already, how much was read."""
+    """A choice: the tokens that came, how many are text already, and how many were read."""
 
     __slots__ = ("_decoded", "_decoder", "_eager", "_read", "_stop_token", "_texts", "whole")
 
@@ -37,8 +37,8 @@ class _ChoiceState:
         read = self._read[0]
         return read >= 0 and (self.ended or read < len(self.whole.token_ids))
 
-    def push(self, delta: Delta) -> bool:
-        """Take a delta; whether the choice has ended with it."""
+    def push_delta(self, delta: Delta) -> bool:
+        """Add a delta. Returns whether the choice has ended with it."""
         whole, tokens, logprobs = self.whole, delta.token_ids, delta.logprobs
         finish = delta.finish or None
         self._stop_token = delta.stop_token
@@ -70,8 +70,8 @@ class _ChoiceState:
         self._decode(tokens[self._decoded :], self.whole.finish_reason or "")
         self._decoded = len(tokens)
 
-    def take(self) -> CompletionOutput:
-        """What is new since the last take. Legal if has_news."""
+    def take_output(self) -> CompletionOutput:
+        """Return what is new since the last call. Legal if has_news."""
         self._catch_up()
         whole, (tokens, texts) = self.whole, self._read
         self._read = (-1, -1) if self.ended else (len(whole.token_ids), len(self._texts))
@@ -113,13 +113,13 @@ class RequestProgress:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._prompt_logprobs_read = 0
 
-    def push(self, index: int, delta: Delta) -> bool:
+    def push_delta(self, index: int, delta: Delta) -> bool:
         """Take a delta of a choice. True: a stop string has ended it, of which the engine does not
         know."""
         choice = self._choices[index]
         if choice.ended:
             return False
-        ended = choice.push(delta)
+        ended = choice.push_delta(delta)
         if delta.cached >= 0:
             self._cached = delta.cached
         if delta.prompt_logprobs is not None and index == 0:
@@ -140,9 +140,9 @@ class RequestProgress:
         names = (RequestStatus.INIT, RequestStatus.CONTEXT_FINISHED, RequestStatus.GENERATING)
         return names[min(most, 2)]
 
-    def take(self) -> RequestOutput | None:
-        """What is new since the last take, if anything is."""
-        outputs = [choice.take() for choice in self._choices if choice.has_news]
+    def take_output(self) -> RequestOutput | None:
+        """Return what is new since the last call; None: nothing."""
+        outputs = [choice.take_output() for choice in self._choices if choice.has_news]
         if not outputs:
             return None
         scores = self._prompt_logprobs

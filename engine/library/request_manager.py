@@ -18,7 +18,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ChoiceDecoder
 from engine.text.tokenizer import Tokenizer
 
-_LOOK_SECONDS = 0.02  # between looks at whether the engine sleeps
+_POLL_SECONDS = 0.02  # between polls of whether the engine sleeps
 
 
 class RequestManager:
@@ -132,7 +132,7 @@ class RequestManager:
             )
         self._client.control("sleep")
         while not (await self._stats()).asleep:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _wake(self) -> None:
         self._client.control("wake")

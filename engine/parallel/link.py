@@ -1,5 +1,4 @@
-"""Links: what a pipeline's stages hand to each other, from each to the next and from the last to
-the first.
+"""Links: the activations that a pipeline's stages send, each to the next and the last to the first.
 
 `SharedMemoryLink` is for processes of one machine. It has memory with a line of counters and some
 slots for each stage:
@@ -31,8 +30,7 @@ _SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # words of a line
 
 
 class Link(Protocol):
-    """One rank's link to the stages before and after it. Steps pass in the order of their
-    launches."""
+    """The link of a rank to the stages before and after it. Steps pass in the order of launches."""
 
     def begin(self) -> None:
         """Count a step that is launched on this rank."""

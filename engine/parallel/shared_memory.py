@@ -1,4 +1,4 @@
-"""SharedMemoryGroup: ranks that are processes of one machine, whose sums meet in shared memory.
+"""SharedMemoryGroup: ranks that are processes of one machine, with all-reduce in shared memory.
 
 The memory is a file without a name that rank 0 makes and the others inherit. It has a line of
 counters for each rank, and two slots for each rank that take turns:

@@ -1,4 +1,4 @@
-"""Stage: which layers of a model a rank has, where ranks have them one after the other.
+"""Stage: the layers of a model that a rank has, in a pipeline.
 
 The first stage has the embedding and the head too. So requests, scheduler and sampler are where
 tokens go in and where logits come out, a token never leaves that rank, and a head that is the
@@ -18,7 +18,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of a pipeline's `count` stages."""
+    """A stage of a pipeline of `count` stages."""
 
     number: int = 0
     count: int = 1

@@ -132,7 +132,7 @@ class FakeCore:
             stats=msgspec.structs.replace(self.stats()),
         )
 
-    def add(self, request: EngineRequest) -> None:
+    def add_request(self, request: EngineRequest) -> None:
         if self._stats.draining:
             self._end(request.id, "error", "draining: this engine takes no new requests")
         elif self._options.poison in request.token_ids:

@@ -1,4 +1,4 @@
-"""What processes of the engine do first: end with their parent, and agree with it on threads."""
+"""The first acts of a process of the engine: tie its life to its parent's, and set its threads."""
 
 import ctypes
 import os
@@ -49,7 +49,7 @@ def set_threads(count: int) -> None:
     # A thread that waits for the others of its step burns a core. GNU OpenMP's 300,000 turns are
     # 14 ms, in which a second engine or a router on the same cores gets nothing done (measured: two
     # engines on two cores, six times slower each); these are a millisecond, several times what
-    # lies between two products of a step.
+    # lies between two matmuls of a step.
     os.environ["GOMP_SPINCOUNT"] = "30000"
     if count:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

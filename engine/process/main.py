@@ -87,7 +87,7 @@ class Core(Protocol):
 
     on_device: bool  # the step waits for the device
 
-    def add(self, request: EngineRequest) -> None: ...
+    def add_request(self, request: EngineRequest) -> None: ...
     def abort(self, ids: list[int]) -> None: ...
     def step(self) -> list[Delta]: ...
     def has_work(self) -> bool: ...
@@ -253,7 +253,7 @@ class EngineLoop:
                     len(message.token_ids),
                     extra={"request_id": message.request_id},
                 )
-                self._core.add(message)
+                self._core.add_request(message)
                 self._taken.append(message.id)
             elif isinstance(message, Abort):
                 self._core.abort(message.ids)

@@ -1,21 +1,23 @@
 """StepGraphs: CUDA graphs for whole steps of certain sizes, decodes alone or mixed with chunks.
 
-A step is two graphs: assembly and forward up to the hidden states that are sampled from; then
-logits, choice and the write of the next token, where all rows are greedy or have a temperature and
-nothing else. Where grammars limit tokens the logits are a graph of their own, because the choice
-waits for masks. Other sampling is launched kernel by kernel behind the first, a dozen of them.
-Launching a graph costs the host microseconds whatever the number of layers, where launching its
-kernels one by one takes longer than the device takes for a few hundred tokens: without graphs for
-mixed steps, every short prompt would wait for the host. A size is (entries, tokens); decodes alone
-have as many of the one as of the other. Steps are padded to the next size: padding points at the
-padding row, writes no key, and its token goes nowhere.
+A step is two graphs. The first has assembly and forward, up to the hidden states that are sampled
+from. The second has logits, choice and the write of the next token, where all rows are greedy or
+have a temperature and nothing else. With grammars the logits are a graph of their own, because the
+choice waits for masks. Other sampling is launched kernel by kernel behind the first graph, a dozen
+kernels.
 
-Of a pipeline's stage only the layers are recorded. They read what the stage before has handed on
-from one place and leave what they hand on in another. The choice of a token waits for the last
-stage while other steps are uploaded, so it is launched kernel by kernel.
+The launch of a graph costs the host microseconds whatever the number of layers. The launch of its
+kernels takes longer than the device needs for a few hundred tokens: without graphs for mixed steps,
+every short prompt would wait for the host. A size is (entries, tokens), which are equal for decodes
+alone. Steps are padded to the next size: padding points at the padding row, writes no key, and its
+token goes nowhere.
 
-Where ranks divide attention by requests, how many of a step are this rank's is no size of a graph.
-A recorded step's attention has all of its tokens, and those of other ranks are padding there.
+A graph of a pipeline stage has the layers only. They read the activations of the stage before from
+one buffer and write theirs to another. The choice of a token waits for the last stage while other
+steps are uploaded, so it is launched kernel by kernel.
+
+With data-parallel attention, the number of this rank's requests in a step is no size of a graph.
+The attention of a step in a graph has all its tokens, and tokens of other ranks are padding there.
 """
 
 import time
@@ -41,7 +43,7 @@ from kernels.metadata import AttentionMeta
 Size = tuple[int, int]  # entries, tokens
 How = Literal["greedy", "sampled", "masked"]  # tokens are chosen; masked: sampled, under masks
 
-_FEW = 64  # tokens, whose products take as long as their weights are read
+_FEW = 64  # tokens, whose matmuls take as long as their weights are read
 
 # Entries -> tokens. One entry is for padding, and batches like to be powers of two.
 MIXED_SIZES: dict[int, tuple[int, ...]] = {
@@ -111,7 +113,7 @@ class StepGraphs:
         self._pool: Any = None
 
     def size_of(self, batch: Batch) -> Size | None:
-        """Return the recorded size that a batch fits into; None: launch it kernel by kernel."""
+        """Return the size of the graph that a batch fits into; None: launch it kernel by kernel."""
         count = len(batch.rows)
         if batch.num_decodes == count:
             at = bisect_left(self._decodes, count)
@@ -129,7 +131,7 @@ class StepGraphs:
         launch it. Such a step gains nothing from a graph and loses what it is padded with. All
         ranks leave out the same sizes, as all-reduces have the size of the padded step.
 
-        With data-parallel attention a recorded step's attention has the tokens of all ranks. Steps
+        With data-parallel attention a graph's attention has the tokens of all ranks. Steps
         of many decodes are left out if they take longer so than with this rank's tokens alone.
         """
         model, group = self._forward.model, self._forward.model.group
@@ -164,7 +166,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def launch_all(self) -> None:
-        """Launch all steps that may be recorded, kernel by kernel, to find the kernels that they
+        """Launch all steps that may become graphs, kernel by kernel, to find the kernels that they
         need."""
         self._allocate()
         mixed = ((entries, size) for entries, sizes in self._mixed.items() for size in sizes)
@@ -319,8 +321,7 @@ class StepGraphs:
         return choose
 
     def _choice(self, size: Size, how: How) -> _Choice:
-        """Return the recorded choice of this size, with the rows' sampling parameters on the
-        device."""
+        """Return the graph of a choice, with the rows' sampling parameters on the device."""
         entries, num_tokens = size
         self._sampling.sampler.flush()
         key = (entries, num_tokens > entries, how)

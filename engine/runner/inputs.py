@@ -1,4 +1,4 @@
-"""StepInputs: turns a Batch into the device tensors of a step. Two ways, one meaning.
+"""Step inputs: a Batch becomes the device tensors of a step. CPU and CUDA compute the same.
 
 CPU: numpy over the rows' own memory. CUDA: one packed int32 buffer in pinned memory, one copy a
 step, then the kernels of kernels/batch.py. Layout of the packed buffer (E = `max_entries`; fixed
@@ -41,9 +41,9 @@ class DeviceStep:
     last: Tensor | None  # [num_samples] int64 indices into the tokens; None = every token samples
     sample_rows: Tensor  # [num_samples] int64
     sample_positions: Tensor  # [num_samples] int64: position of the new token
-    # Of the tokens whose keys this rank has, where ranks divide attention by requests: their
-    # indices [num_own] int64, and their metas, of each group; no metas where there are none. No
-    # indices: the metas are of all tokens, and those of other ranks are padding in them.
+    # With data-parallel attention: indices [num_own] int64 of the tokens whose keys this rank has,
+    # and the metas of these tokens, one a group, [] without tokens. Without indices the metas are
+    # of all tokens, and the tokens of other ranks are padding in them.
     own: "tuple[Tensor | None, list[AttentionMeta]] | None" = None
 
     def adapt(self, lora: LoraStep | None) -> None:
@@ -128,7 +128,7 @@ class CpuInputs:
 
 
 class _Staging:
-    """One pinned host buffer and the numpy view that packs it."""
+    """A pinned host buffer and the numpy view that packs it."""
 
     def __init__(self, size: int) -> None:
         self.tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)

@@ -104,7 +104,7 @@ def _warm_up_prompts(runner: ModelRunner, num_tokens: int) -> None:
     forward.model = whole.one_layer()
     try:
         for count in range(1, min(ENTRIES, pad, num_tokens) + 1):
-            # A chunk each: a few tokens have other kernels for their products.
+            # A chunk each: a few tokens have other kernels for their matmuls.
             lengths = [min(most, num_tokens // count)] * count
             batch = Batch(-1, [pad] * count, [0] * count, lengths, [True] * count)
             forward.run_step(forward.inputs.assemble(batch))

@@ -162,7 +162,7 @@ class EngineCore:
         # A poison request was found, and no step has succeeded since.
         self._poison_unconfirmed = False
 
-    def add(self, message: EngineRequest) -> None:
+    def add_request(self, message: EngineRequest) -> None:
         """Queue a request. One that cannot run ends with an error delta of the next step."""
         try:
             if self.draining:
@@ -204,7 +204,7 @@ class EngineCore:
             request.constraint = Constraint.without_grammar(
                 self.config.vocab_size, request.stop_ids, request.min_tokens, limits, output
             )
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
 
     def _take_prepared(self) -> None:
         """Queue the requests whose grammars are compiled; end the requests whose grammars
@@ -220,7 +220,7 @@ class EngineCore:
                 self._outbox.append(Delta(id, [], "stop", cached=0))
             else:
                 request.constraint = prepared
-                self.scheduler.add(request)
+                self.scheduler.add_request(request)
 
     def abort(self, ids: Sequence[int]) -> None:
         """End these requests; the next step returns their last deltas. Unknown ids are ignored."""

@@ -31,7 +31,7 @@ class WaitingQueue:
             return self.waiting[0] if self.waiting else None
         return next((r for r in self.waiting if r in self.only), None)
 
-    def put(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Add a new or a preempted request."""
         request.phase = RequestPhase.WAITING
         request.queued_tokens = len(request.token_ids)
@@ -39,7 +39,7 @@ class WaitingQueue:
         insort(self.waiting, request)
         self.retry |= self.waiting[0] is request
 
-    def take(self, request: Request) -> None:
+    def remove_request(self, request: Request) -> None:
         """Remove a request that starts or has ended."""
         at = bisect_left(self.waiting, request)
         assert self.waiting[at] is request

@@ -102,7 +102,7 @@ class Scheduler:
 
     # ---- in and out ----------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queue a new request, one that can run. Its id must be new."""
         assert request.id not in self.requests
         assert len(request.token_ids) <= request.limit
@@ -113,7 +113,7 @@ class Scheduler:
         self.num_constrained += request.constraint is not None
         if request.adapter is not None:
             self._adapters.claim(request.adapter)
-        self.queue.put(request)
+        self.queue.add_request(request)
 
     @property
     def rows(self) -> int:
@@ -381,7 +381,7 @@ class Scheduler:
         if start is None:
             return False
         pool, memory = held.pools[start.kv_rank], memories[start.kv_rank]
-        self.queue.take(request)
+        self.queue.remove_request(request)
         held.start(request, start, cacheable=caching)
         if request.adapter is not None:
             first = request.num_cached < 0
@@ -521,7 +521,7 @@ class Scheduler:
         self._leave(request)
         self._release(request)
         request.num_computed = 0
-        self.queue.put(request)
+        self.queue.add_request(request)
 
     def _leave(self, request: Request) -> None:
         """Remove the request from the list of its phase. The caller sets the new phase."""
@@ -530,7 +530,7 @@ class Scheduler:
         elif request.phase is RequestPhase.COMPUTING:
             self.computing.remove(request)
         elif request.phase is RequestPhase.WAITING:
-            self.queue.take(request)
+            self.queue.remove_request(request)
             self.queue.retry = True
         elif request.phase is RequestPhase.WAITING_FOR_ADAPTER:
             self.queue.drop_waiting_for_adapter(request)

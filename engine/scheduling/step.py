@@ -1,6 +1,6 @@
-"""One step: being built (StepBuilder), launched (LaunchedStep), its outcome (StepOutcome).
+"""A step: being built (StepBuilder), launched (LaunchedStep), its outcome (StepOutcome).
 
-What outlasts a step is the scheduler's.
+State that outlasts a step belongs to the scheduler.
 
 Be paranoid about adding lines to `build` and `accept`: they run for every request in every step.
 """
@@ -121,7 +121,7 @@ class LaunchedStep:
     def _complete(
         self, tokens: list[int], dropped: list[int], failed: dict[int, str]
     ) -> dict[int, int | None]:
-        """Tell the grammars their tokens and return the entries that end so. Adds to `failed`.
+        """Advance the grammars by their tokens; return the entries that end. Adds to `failed`.
 
         Each entry comes with its end token, or None where only an end token could follow.
         """

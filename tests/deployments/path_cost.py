@@ -333,7 +333,7 @@ def core_cost(streams: int, steps: int = 200) -> float:
     core, _ = fake.build(EngineConfig(model=MODEL))
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     for number in range(streams):
-        core.add(EngineRequest(number, [5] * 20, 20, params, seed=0))
+        core.add_request(EngineRequest(number, [5] * 20, 20, params, seed=0))
     core.step()
     began = time.thread_time()
     for _ in range(steps):

@@ -491,7 +491,7 @@ def test_ready_tells_what_the_cache_can_hold(tmp_path: Path) -> None:
     assert [name for name, done in seen if done == 1.0][-2:] == ["memory", "rehearsal"]
     assert core.scheduler.pace.limit(10**9, 1, 16) < 10**9, "what prompts take is known"
     params = SamplingParams(temperature=0.0, ignore_eos=True)
-    core.add(EngineRequest(1, prompt(40), 40, params, seed=0))
+    core.add_request(EngineRequest(1, prompt(40), 40, params, seed=0))
     deltas = []
     while core.has_work():
         deltas += core.step()
@@ -502,7 +502,7 @@ def test_ready_tells_what_the_cache_can_hold(tmp_path: Path) -> None:
 def test_on_the_cpu_a_step_brings_its_own_tokens(tmp_path: Path) -> None:
     """One batch ahead where a launch computes: each token waits for the step after its own."""
     core, _ = factory.build(config_of(folder(tmp_path)), lambda name, done: None)
-    core.add(EngineRequest(1, prompt(8), 8, SamplingParams(temperature=0.0), seed=0))
+    core.add_request(EngineRequest(1, prompt(8), 8, SamplingParams(temperature=0.0), seed=0))
     assert [len(delta.token_ids) for delta in core.step()] == [1]
 
 

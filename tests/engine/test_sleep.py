@@ -186,7 +186,7 @@ def make_core() -> tuple[EngineCore, Memory]:
 def test_it_sleeps_when_the_last_request_has_ended() -> None:
     """Bug: a request that runs loses its blocks, or the order is forgotten."""
     core, memory = make_core()
-    core.add(make_request(1, 9, max_tokens=6, ignore_eos=True))
+    core.add_request(make_request(1, 9, max_tokens=6, ignore_eos=True))
     core.step()
     core.sleep()
     tokens = 0
@@ -223,7 +223,7 @@ def test_an_engine_that_finds_no_room_says_so() -> None:
     core, memory = make_core()
     fall_asleep(core)
     memory.fails = True
-    core.add(make_request(1))
+    core.add_request(make_request(1))
     with pytest.raises(EngineDead, match="no room") as error:
         core.step()
     assert error.value.code == "device_taken"

@@ -14,7 +14,7 @@ as well, by what the last one took.
 
 _SHARE = 16  # 1 / the share of the budget that is computed at once
 _SCORED = 2  # 1 / the share of the budget that may be scored beside decodes
-_LEAST = 32  # tokens; fewer do not fill the tiles of matrix products
+_LEAST = 32  # tokens; fewer do not fill the tiles of a matmul
 _SECONDS_BESIDE = 0.3  # of a step that computes prompt tokens while requests decode
 _SECONDS_ALONE = 1.0  # while none does: for a request that comes meanwhile
 _LEAST_TIMED = 8  # tokens that a step computes, however long they take

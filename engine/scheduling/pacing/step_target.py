@@ -1,20 +1,20 @@
-"""Steps short enough for a promise: `target_tpot_ms` bounds the time between a request's tokens.
+"""StepTarget: steps short enough for the TPOT target, `target_tpot_ms`.
 
-A stream has a token a step, so the promise is one on the seconds between the results of two steps.
-These are taken to be
+A stream gets a token a step, so the target bounds the seconds between the results of two steps.
+They are modelled as
 
     base + row * (requests that decode) + key * (tokens of their contexts) + token * (prompt tokens)
 
-with costs that are fitted to the last steps, newer ones counting more: they differ by model, device
-and format, and in products of few rows a row costs less than in those of many. Two bounds follow.
-Only so many requests run that their decodes leave a part of the step to prompts. And a step
-computes only the prompt tokens that the rest of it has time for. Requests beyond that wait, in the
-routers, which see fewer rows.
+with costs that are fitted to the last steps, newer steps counting more. The costs differ by model,
+device and format, and a row costs less in a matmul of few rows than of many. Two bounds follow:
+Only so many requests run that their decodes leave a part of the step to prompts. A step computes
+only the prompt tokens that the rest of it has time for. Requests beyond that wait in the routers,
+which see fewer rows.
 
-By what the last steps took beyond the fit, steps are aimed at less: all but one in a hundred of
-them would then have been within the promise. And the fit is not believed for steps much larger than
-those that were seen: a product that waits for its weights has room for a hundred tokens more, and
-for no thousand.
+Steps are aimed at less than the target, by what the last steps took beyond the fit: all but one in
+a hundred of them would then have met the target. The fit is not believed for steps much larger than
+those measured: a matmul that waits for its weights has room for a hundred tokens more, not for a
+thousand.
 """
 
 import heapq
@@ -34,7 +34,7 @@ _LEAST_STEPS = 8  # before a bound follows from them
 _RIDGE = 1e-6  # of the mean square: where steps were all alike, costs are shared out evenly
 _LEAST_TOKENS = 8  # prompt tokens of a step, however long they take
 _BEYOND = (4, 32)  # times those that ran at once lately, and more: as far as the fit is believed
-_COMPARED = 128  # steps: more than one of them in a hundred may be later than the promise
+_COMPARED = 128  # steps: more than one of them in a hundred may be later than the target
 _FIRST_ERROR = 0.1  # of a step: until as many were compared
 _MOST_ERROR = 0.25  # of a step: no smaller step makes up for more
 _PAUSE = 3  # times what a step should take: a pause of the process. The next may be as much shorter

@@ -84,7 +84,7 @@ class LocalEngine:
     def submit(self, request: EngineRequest) -> None:
         self._check()
         self.requests.append(msgspec.structs.replace(request, token_ids=list(request.token_ids)))
-        self.core.add(request)
+        self.core.add_request(request)
         self._taken.append(request.id)
         self._wake()
 

@@ -64,10 +64,10 @@ def dense(folder: Path, activation: str) -> torch.nn.Linear:
 
 def vectors(core: Any, prompts: list[list[int]], beside: bool = False) -> list[np.ndarray]:
     for number, prompt in enumerate(prompts):
-        core.add(EngineRequest(number, list(prompt), len(prompt), POOLED, 1))
+        core.add_request(EngineRequest(number, list(prompt), len(prompt), POOLED, 1))
     if beside:
         params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-        core.add(EngineRequest(1000, [5, 6, 7], 3, params, 1))
+        core.add_request(EngineRequest(1000, [5, 6, 7], 3, params, 1))
     ended: dict[int, Delta] = {}
     while core.has_work():
         ended |= {delta.id: delta for delta in core.step() if delta.finish}
@@ -110,7 +110,7 @@ def test_a_checkpoint_without_head_and_network_name(tmp_path: Path) -> None:
     (ours,) = vectors(core, [PROMPTS[3]])
     hidden = theirs.model(torch.tensor([PROMPTS[3]])).last_hidden_state[0]
     assert np.abs(ours - torch.tanh(layer(hidden[-1])).detach().numpy()).max() < 1e-5
-    core.add(EngineRequest(9, [5, 6], 2, SamplingParams(max_tokens=3), 1))
+    core.add_request(EngineRequest(9, [5, 6], 2, SamplingParams(max_tokens=3), 1))
     (refused,) = core.step()
     assert refused.error.startswith("generation_not_supported: ")
 

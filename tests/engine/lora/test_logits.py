@@ -69,7 +69,9 @@ def add(core: EngineCore, name: str, folder: Path, **fields: Any) -> AdapterInfo
 
 def submit(core: EngineCore, number: int, prompt: list[int], adapter: str, **fields: Any) -> None:
     params = SamplingParams(**{"max_tokens": 6, **PARAMS, **fields})
-    core.add(EngineRequest(number, list(prompt), len(prompt), params, number, adapter=adapter))
+    core.add_request(
+        EngineRequest(number, list(prompt), len(prompt), params, number, adapter=adapter)
+    )
 
 
 def run(core: EngineCore) -> dict[int, Any]:

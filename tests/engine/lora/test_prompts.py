@@ -125,7 +125,7 @@ def test_preemption_prefix_cache_and_takeover(tmp_path: Path) -> None:
         assert again.cached == (virtual + 20) // 4 * 4 - virtual
         params = SamplingParams(max_tokens=14, **(PARAMS | {"prompt_logprobs": None}))
         known = prompt + again.tokens[:6]
-        core.add(EngineRequest(21, known, len(prompt), params, 20, adapter=name))
+        core.add_request(EngineRequest(21, known, len(prompt), params, 20, adapter=name))
         assert run(core)[21].tokens == again.tokens[6:]
         outputs[len(wanted)], wanted[len(wanted)] = again, (name, prompt)
     save_prompt(theirs, tmp_path / "other", "prefix_tuning", 7, seed=9)

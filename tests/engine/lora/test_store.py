@@ -198,8 +198,8 @@ def test_only_the_request_that_needs_it_waits() -> None:
     disk, device = Inline(hold=True), Inline(hold=True)
     store = make_store("a", disk=disk, device=device)
     core, runner = make_core(adapters=store)
-    core.add(make_request(1, adapter="a", max_tokens=2))
-    core.add(make_request(2, max_tokens=20))
+    core.add_request(make_request(1, adapter="a", max_tokens=2))
+    core.add_request(make_request(2, max_tokens=20))
     outputs = collect(core.step() + core.step())
     assert not core.scheduler.queue.waiting and core.stats().waiting == 1
     while core.has_work():
@@ -211,7 +211,7 @@ def test_only_the_request_that_needs_it_waits() -> None:
     assert not core.has_work(), "still on its way to the device"
     device.release()
     assert run(core)[1].finish
-    core.add(make_request(3, adapter="a"))
+    core.add_request(make_request(3, adapter="a"))
     core.abort([3])
     assert run(core)[3].finish == "abort"
 
@@ -220,7 +220,7 @@ def test_an_aborted_wait_leaves_nothing() -> None:
     """The client leaves while its adapter loads."""
     disk, device = Inline(hold=True), Inline(hold=True)
     core, _ = make_core(adapters=make_store("a", disk=disk, device=device))
-    core.add(make_request(1, adapter="a"))
+    core.add_request(make_request(1, adapter="a"))
     core.step()
     core.abort([1])
     assert collect(core.step())[1].finish == "abort"
@@ -266,7 +266,7 @@ def test_random_lives(batching: str) -> None:
         ]
         for _ in range(4000):
             if requests and rng.random() < 0.3:
-                core.add(requests.pop())
+                core.add_request(requests.pop())
             if rng.random() < 0.2:
                 rng.choice((disk, device)).release()
             if rng.random() < 0.02:
@@ -310,7 +310,7 @@ def test_split_takes_in_order_and_resumes_at_any_end() -> None:
     another adapter, at max_num_seqs and where memory ends, and resumes when a request has ended."""
     core, _ = make_core(adapters=make_store("ab"), batching="split", max_num_seqs=2)
     for number, (name, tokens) in enumerate([("a", 3), ("a", 6), ("a", 3), ("b", 2), ("a", 2)]):
-        core.add(make_request(number, 4, adapter=name, max_tokens=tokens, ignore_eos=True))
+        core.add_request(make_request(number, 4, adapter=name, max_tokens=tokens, ignore_eos=True))
     started: list[int] = []
     together: set[frozenset[str]] = set()
     while core.has_work():
@@ -326,7 +326,7 @@ def test_split_takes_in_order_and_resumes_at_any_end() -> None:
         adapters=make_store("ab"), batching="split", admission="reserved", num_blocks=8
     )
     for number in range(3):
-        core.add(make_request(number, 8, adapter="a", max_tokens=8, ignore_eos=True))
+        core.add_request(make_request(number, 8, adapter="a", max_tokens=8, ignore_eos=True))
     while not core.scheduler.running:
         core.step()
     assert len(core.scheduler.running) == 2, "a third would not fit at its full length"

@@ -61,7 +61,7 @@ def test_vectors_equal_transformers(model_type: str, tmp_path: Path) -> None:
             hidden = theirs(torch.tensor([prompt])).last_hidden_state[0].mean(0)
         want = torch.nn.functional.normalize(hidden, dim=0).numpy()
         assert np.abs(ours - want).max() < 1e-5
-    core.add(EngineRequest(9, [5, 6], 2, SamplingParams(max_tokens=3), 1))
+    core.add_request(EngineRequest(9, [5, 6], 2, SamplingParams(max_tokens=3), 1))
     (refused,) = core.step()
     assert refused.error.startswith("generation_not_supported: ")
 

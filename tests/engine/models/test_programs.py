@@ -157,7 +157,7 @@ def answers(core: EngineCore) -> dict[int, list[Any]]:
             params = SamplingParams(
                 max_tokens=6 + 2 * number, temperature=0, ignore_eos=True, logprobs=1
             )
-            core.add(EngineRequest(number, ids, len(ids), params, seed=0))
+            core.add_request(EngineRequest(number, ids, len(ids), params, seed=0))
         steps += 1
         for delta in core.step():
             logprobs = [each.logprob for each in delta.logprobs or []]

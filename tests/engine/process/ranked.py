@@ -119,7 +119,7 @@ def everything(model: dict[str, Path]) -> list[EngineRequest]:
 def serve(core: EngineCore, requests: list[EngineRequest]) -> dict[int, Output]:
     outputs: dict[int, Output] = {}
     for request in requests:
-        core.add(msgspec.convert(msgspec.to_builtins(request), EngineRequest))
+        core.add_request(msgspec.convert(msgspec.to_builtins(request), EngineRequest))
     while len(outputs) < len(requests) or any(not each.finish for each in outputs.values()):
         if core.has_work():
             collect(core.step(), outputs)

@@ -346,7 +346,7 @@ knobs.compilation.listener = (
 )
 for number, wanted in enumerate([0, 1, 3, 16, 20]):
     params = SamplingParams(max_tokens=3, logprobs=wanted, prompt_logprobs=wanted, ignore_eos=True)
-    core.add(EngineRequest(number, [1, 2, 3], 3, params, seed=0))
+    core.add_request(EngineRequest(number, [1, 2, 3], 3, params, seed=0))
     while core.has_work():
         core.step()
 print(json.dumps(missed))

@@ -45,7 +45,7 @@ def test_the_end_of_a_request_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "manta.engine"):
         core, _ = make_core()
         run(core, [asked(1), asked(2)])
-        core.add(asked(3))
+        core.add_request(asked(3))
         core.scheduler.fail(list(core.scheduler.requests.values()), "numerical_error: NaN")
     by_id = {r.request_id: r for r in caplog.records if r.message.startswith("ended: ")}
     assert by_id.keys() == {"call-1", "call-2", "call-3"}
@@ -58,12 +58,12 @@ def test_waiting_for_an_adapter_is_told_apart() -> None:
     """A minute in the queue, and nobody knows whether for room or for a slow disk."""
     disk, device = Inline(hold=True), Inline()
     core, _ = make_core(adapters=make_store("a", disk=disk, device=device))
-    core.add(make_request(1, adapter="a", max_tokens=2))
-    core.add(make_request(2, max_tokens=2))
+    core.add_request(make_request(1, adapter="a", max_tokens=2))
+    core.add_request(make_request(2, max_tokens=2))
     core.step()
     time.sleep(0.02)
     disk.release()
     first = {id: output.deltas[0] for id, output in run(core).items()}
     assert 20_000 <= first[1].adapter_us <= first[1].queued_us
-    core.add(make_request(3, adapter="a", max_tokens=2))  # it is there now
+    core.add_request(make_request(3, adapter="a", max_tokens=2))  # it is there now
     assert run(core)[3].deltas[0].adapter_us == 0

@@ -54,7 +54,7 @@ class Driver:
         message = make_request(self._next_id, prompt, **fields)
         self._scopes[message.id] = (message.adapter, message.cache_salt)
         self.expected[message.id] = self._expect(message)
-        self.core.add(message)
+        self.core.add_request(message)
         return message.id
 
     def _expect(self, message: EngineRequest) -> tuple[list[int], str]:

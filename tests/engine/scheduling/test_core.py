@@ -119,9 +119,9 @@ def test_who_comes_in_the_middle_of_an_answer_is_first_in_the_queue() -> None:
     """Bug: a stream that lost its replica waits behind requests that have not begun."""
     core, _ = make_core(max_num_seqs=1)
     for id in range(4):
-        core.add(make_request(id, 8, ignore_eos=True))
+        core.add_request(make_request(id, 8, ignore_eos=True))
     core.step()
-    core.add(make_request(9, 12, num_prompt_tokens=8, ignore_eos=True))
+    core.add_request(make_request(9, 12, num_prompt_tokens=8, ignore_eos=True))
     ends: list[int] = []
     while core.has_work():
         ends += [delta.id for delta in core.step() if delta.finish]
@@ -174,11 +174,11 @@ def test_an_impossible_request_ends_with_an_error(request_: EngineRequest, code:
 def test_a_used_id_and_a_draining_engine_refuse() -> None:
     """Bug: a second request under one id mixes two texts; a draining replica takes new work."""
     core, _ = make_core()
-    core.add(make_request(1, max_tokens=3, ignore_eos=True))
-    core.add(make_request(1))
+    core.add_request(make_request(1, max_tokens=3, ignore_eos=True))
+    core.add_request(make_request(1))
     assert [d.error.partition(":")[0] for d in core.step()] == ["duplicate_id"]
     core.drain()
-    core.add(make_request(2))
+    core.add_request(make_request(2))
     outputs = run(core)
     assert outputs[2].deltas[0].error.startswith("draining: ") and outputs[1].finish == "length"
     assert core.stats().draining
@@ -212,7 +212,7 @@ def test_abort_frees_within_one_step() -> None:
     """Bug: a client that left holds memory until the next request comes."""
     core, _ = make_core()
     for id in range(8):
-        core.add(make_request(id, 20, max_tokens=None, ignore_eos=True))
+        core.add_request(make_request(id, 20, max_tokens=None, ignore_eos=True))
     for _ in range(5):
         core.step()
     core.abort(range(8))
@@ -229,7 +229,7 @@ def test_what_is_reserved_and_what_is_used() -> None:
     for max_tokens in (33, 9):
         core, _ = make_core(num_blocks=48, admission="reserved", max_num_batched_tokens=256)
         for id in range(32):
-            core.add(make_request(id, 16, max_tokens=max_tokens, ignore_eos=True))
+            core.add_request(make_request(id, 16, max_tokens=max_tokens, ignore_eos=True))
         while not core.scheduler.running:
             core.step()
         stats = core.stats()
@@ -243,7 +243,7 @@ def test_what_is_reserved_and_what_is_used() -> None:
     assert seen == {33: 4, 9: 8}, "48 and 24 tokens each, of 192"
     core, _ = make_core(num_blocks=48)
     for id in range(8):
-        core.add(make_request(id, 8, max_tokens=33, ignore_eos=True))
+        core.add_request(make_request(id, 8, max_tokens=33, ignore_eos=True))
     core.step()
     assert core.stats().reserved_blocks == 8 * 10, "an optimistic policy lets in more than may fit"
     run(core)
@@ -253,10 +253,10 @@ def test_a_reset_cache_is_not_read() -> None:
     """Bug: after new weights a running request registers, or a new one finds, keys of the old."""
     core, _ = make_core()
     prompt = STEM[:20]
-    core.add(make_request(1, prompt, max_tokens=None, ignore_eos=True))
+    core.add_request(make_request(1, prompt, max_tokens=None, ignore_eos=True))
     said = [token for _ in range(5) for delta in core.step() for token in delta.token_ids]
     core.reset_prefix_cache()
-    core.add(make_request(2, prompt))
+    core.add_request(make_request(2, prompt))
     outputs = run(core)
     assert outputs[2].cached == 0
     # The prompt's blocks are request 2's by now; those of request 1's text are of the old weights.
@@ -296,7 +296,7 @@ def test_ten_thousand_requests_leave_nothing_behind() -> None:
     objects = {}
     total, finished = 10_000, 0
     for id in range(total):
-        core.add(make_request(id, rng.randrange(1, 12), max_tokens=rng.randrange(1, 5)))
+        core.add_request(make_request(id, rng.randrange(1, 12), max_tokens=rng.randrange(1, 5)))
         if id % 7 == 0:
             core.abort([id - 3])
         while len(core.scheduler.requests) >= 48 or (id == total - 1 and core.has_work()):
@@ -345,7 +345,7 @@ def test_a_step_of_many_decodes_is_cheap() -> None:
     )
     core = EngineCore(config, InstantRunner())
     for id in range(count):
-        core.add(make_request(id, 16 + id % 16, max_tokens=None, ignore_eos=True))
+        core.add_request(make_request(id, 16 + id % 16, max_tokens=None, ignore_eos=True))
     while len(core.scheduler.decoding) < count:
         core.step()
     seconds = []
@@ -373,7 +373,7 @@ def test_prompt_tokens_count_when_they_are_computed() -> None:
     """Bug: they count when their step is launched, so that routers, which compare counts with the
     time between frames, put a prompt's time down to the step before it."""
     core, _ = make_core(async_scheduling=True)
-    core.add(make_request(1, 10, max_tokens=3, ignore_eos=True))
+    core.add_request(make_request(1, 10, max_tokens=3, ignore_eos=True))
     seen, busy = [], []
     while core.has_work():
         core.step()
@@ -405,7 +405,7 @@ def test_has_work_until_the_last_result_is_in() -> None:
     """Bug: the loop sleeps while a step is in flight, and blocks stay taken."""
     core, runner = make_core()
     assert not core.has_work() and core.step() == []
-    core.add(make_request(1, max_tokens=1))
+    core.add_request(make_request(1, max_tokens=1))
     assert core.step() == [] and core.has_work() and len(runner.in_flight) == 1
     outputs = collect(core.step())
     assert outputs[1].finish in ("length", "stop") and not core.has_work()
@@ -434,9 +434,9 @@ def test_a_slow_device_computes_prompts_by_the_clock(monkeypatch: pytest.MonkeyP
         return launch(batch)
 
     monkeypatch.setattr(runner, "launch", slow)
-    core.add(make_request(1, 20, max_tokens=400, ignore_eos=True))
+    core.add_request(make_request(1, 20, max_tokens=400, ignore_eos=True))
     core.step(), core.step()
-    core.add(make_request(2, 3000, max_tokens=1))
+    core.add_request(make_request(2, 3000, max_tokens=1))
     seconds = []
     while core.has_work():
         before = clock[0]
@@ -470,7 +470,7 @@ def test_micro_batches_share_the_requests() -> None:
     config = make_config(async_scheduling=False, micro_batches=3)
     core = EngineCore(config, FakeRunner(config))
     for id in range(9):
-        core.add(make_request(id, 5, max_tokens=20 if id < 3 else 40, ignore_eos=True))
+        core.add_request(make_request(id, 5, max_tokens=20 if id < 3 else 40, ignore_eos=True))
     sizes = []
     while core.has_work():
         core.step()

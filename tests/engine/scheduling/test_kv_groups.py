@@ -78,7 +78,7 @@ def test_a_window_holds_no_more_than_it_needs() -> None:
     """Bug: blocks behind the window stay until the request ends, so that a long context takes the
     memory of full attention."""
     core, _ = make_core(kinds=(Window(10),), num_blocks=8, max_model_len=128)
-    core.add(make_request(1, 90, max_tokens=30, ignore_eos=True))
+    core.add_request(make_request(1, 90, max_tokens=30, ignore_eos=True))
     most = 0
     while core.has_work():
         core.step()
@@ -132,7 +132,7 @@ def test_a_request_that_has_its_state_needs_no_block() -> None:
     """Bug: a long prompt of a model with states alone stalls after its first chunk, because no
     block is free, though it needs no other."""
     core, _ = make_core(kinds=(State(),), num_blocks=1, max_num_batched_tokens=8)
-    core.add(make_request(1, 30, max_tokens=6, ignore_eos=True))
+    core.add_request(make_request(1, 30, max_tokens=6, ignore_eos=True))
     for _ in range(30):
         core.step()
     assert not core.has_work()

@@ -25,7 +25,7 @@ class Hand:
 
     def add(self, id: int, prompt: list[int] | int = 4, **fields: Any) -> Request:
         request = Request(make_request(id, prompt, **fields), self.config, id)
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
         return request
 
     def schedule(self) -> Batch:

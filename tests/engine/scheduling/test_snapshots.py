@@ -155,7 +155,7 @@ def test_the_only_row_left_may_have_what_a_request_begins_from() -> None:
     run(core, [make_request(2, prompts[1].copy(), max_tokens=1)])  # lies in a row
     kept = snapshots_of(core)
     assert len(kept.rows) == 1
-    core.add(make_request(3, 9, max_tokens=30, ignore_eos=True))
+    core.add_request(make_request(3, 9, max_tokens=30, ignore_eos=True))
     core.step()
     found = run(core, [make_request(4, prompts[1].copy(), max_tokens=9)])
     assert found[4].cached == 28
@@ -194,7 +194,7 @@ def test_snapshots_of_steps_that_do_not_count_are_forgotten() -> None:
     """Bug: a step that failed was to take a snapshot of a request that is not in it any more, and
     the next one with this prefix goes on from what was never copied."""
     core, _ = core_with()
-    core.add(make_request(1, 39))
+    core.add_request(make_request(1, 39))
     assert core.scheduler.schedule() is not None
     batch = core.scheduler.schedule()
     assert batch is not None and batch.saved_states and len(snapshots_of(core)) == 1

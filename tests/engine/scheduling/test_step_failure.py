@@ -180,7 +180,7 @@ def test_what_a_failed_step_computed_is_never_found_again() -> None:
     stem = list(range(2, 34))
     requests = [make_request(i, stem, seed=i) for i in range(4)]
     for request in requests:
-        core.add(request)
+        core.add_request(request)
     while not runner.failed_steps:
         core.step()
     runner.kv[:] = -1  # whatever was there
@@ -220,7 +220,7 @@ def test_requests_come_and_go_during_the_search() -> None:
     runner = FaultyRunner("wait", poison(5), **WIDE)
     core = EngineCore(runner.config, runner)
     for request in crowd(16):
-        core.add(request)
+        core.add_request(request)
     ends: dict[int, str] = {}
     for number in range(200):
         if not core.has_work():
@@ -229,7 +229,7 @@ def test_requests_come_and_go_during_the_search() -> None:
         core.check_integrity()
         if runner.failed_steps and number < 12:
             core.abort([number])
-            core.add(make_request(50 + number))
+            core.add_request(make_request(50 + number))
     assert not core.has_work()
     assert all(ends[id] in ("stop", "length") for id in (12, 13, 14, 15))
     assert all(ends[id] in ("stop", "length") for id in ends if id >= 50)
@@ -246,12 +246,12 @@ def test_a_group_waits_for_its_adapter_without_turning() -> None:
     requests = [make_request(i, adapter=name) for i, name in enumerate(["a", "a", "b", ""])]
     wanted = {r.id: expected(r, core.config) for r in requests}
     outputs: dict[int, Output] = {}
-    core.add(requests[0])
-    core.add(requests[1])
+    core.add_request(requests[0])
+    core.add_request(requests[1])
     while not core.scheduler.running:
         core.step()
-    core.add(requests[2])
-    core.add(requests[3])
+    core.add_request(requests[2])
+    core.add_request(requests[3])
     device.hold = True
     turns = waits = 0
     while core.has_work() or device.held:

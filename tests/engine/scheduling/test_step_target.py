@@ -114,7 +114,7 @@ def serve(
     )  # fmt: skip
     core = EngineCore(config, device)
     for id, length in enumerate((5, 100, 100), 10_000):  # as an engine does before it is ready
-        core.add(make_request(id, length, max_tokens=4, ignore_eos=True))
+        core.add_request(make_request(id, length, max_tokens=4, ignore_eos=True))
         while core.has_work():
             core.step()
     device.now += 1.0
@@ -147,7 +147,7 @@ def _offer(core: EngineCore, left: Iterator[tuple[int, workloads.Request]], more
         id, (prompt, count) = next(left, (-1, ([], 0)))
         if id < 0:
             return False
-        core.add(make_request(id, len(prompt), max_tokens=count, ignore_eos=True))
+        core.add_request(make_request(id, len(prompt), max_tokens=count, ignore_eos=True))
     return True
 
 
@@ -266,7 +266,7 @@ def test_joined_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     core = EngineCore(config, device)
     rng = random.Random(3)
     for id in range(60):
-        core.add(make_request(id, rng.randrange(1, 20), max_tokens=rng.randrange(1, 30)))
+        core.add_request(make_request(id, rng.randrange(1, 20), max_tokens=rng.randrange(1, 30)))
         if id % 7 == 0:
             core.abort([rng.randrange(id + 1)])
         core.step()

@@ -89,7 +89,7 @@ def request(id: int, grammar: Grammar | None, **fields: Any) -> EngineRequest:
 def run(core: EngineCore, *requests: EngineRequest) -> dict[int, Output]:
     outputs: dict[int, Output] = {}
     for one in requests:
-        core.add(one)
+        core.add_request(one)
     while core.has_work() or core._preparing:
         collect(core.step(), outputs)
         core.check_integrity()
@@ -737,7 +737,7 @@ def test_a_device_reads_the_masks_of_its_own_step(tmp_path: Path) -> None:
     device = core._runner = SlowDevice(core._runner)
     outputs: dict[int, Output] = {}
     for id in range(1, 7):  # each begins while the step before has the only token of another
-        core.add(request(id, Grammar.choice([TOKENIZER.decode([40 + id])]), max_tokens=1))
+        core.add_request(request(id, Grammar.choice([TOKENIZER.decode([40 + id])]), max_tokens=1))
         while not core._grammars.has_news():
             time.sleep(0.001)
         collect(core.step(), outputs)
@@ -817,7 +817,7 @@ def test_failures_cost_one_request(model: tuple[Path, Tokenizer]) -> None:
     folder, tokenizer = model
     core = make_core(folder)
     good = Grammar.json_schema(PERSON)
-    core.add(request(3, good))
+    core.add_request(request(3, good))
     core.abort([3])
     outputs = run(
         core,
