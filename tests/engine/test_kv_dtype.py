@@ -92,7 +92,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
 def test_blocks_of_another_type_have_other_keys(tmp_path: Path) -> None:
     """Bug: a prefix is taken from blocks whose numbers mean something else."""
     kinds = ("auto", "int8", "fp8", "int4")
-    keys = [_model_key(resolve(config_of(tmp_path, HEADS, kv_dtype=each))) for each in kinds]
+    keys = [_model_key(resolve(config_of(tmp_path, HEADS, kv_dtype=kind))) for kind in kinds]
     assert len(set(keys)) == len(kinds)
 
 
@@ -140,8 +140,8 @@ def test_graphs_and_eager_steps_agree(name: str, deterministic: bool, tmp_path: 
         ) as llm:  # fmt: skip
             for _ in range(2):  # with graphs the second time from the prefix cache
                 texts.append([
-                    each.outputs[0].token_ids
-                    for each in llm.generate(prompts, params, detokenize=False)
+                    output.outputs[0].token_ids
+                    for output in llm.generate(prompts, params, detokenize=False)
                 ])  # fmt: skip
     same = [sum(a == b for a, b in zip(texts[0], other, strict=True)) for other in texts[1:]]
     # Products of several tokens differ in the last bit where a graph pads a step.

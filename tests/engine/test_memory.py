@@ -86,16 +86,18 @@ def test_the_sum_is_what_is_there(
     runner: Any = core._runner
     model = runner.model
     sums = plan(model.config, config, Hardware("here", "cpu", 64 * GIB)).memory
-    found = dict(sums.rows)
-    virtual = found.get("virtual tokens (3 times 5)", 0)
+    bytes_of = dict(sums.rows)
+    virtual = bytes_of.get("virtual tokens (3 times 5)", 0)
     assert bool(virtual) == adapters
-    assert found["weights"] == model.num_bytes
-    assert found["weights"] + virtual == held(model)
-    assert found["request rows"] == held(runner.rows)
+    assert bytes_of["weights"] == model.num_bytes
+    assert bytes_of["weights"] + virtual == held(model)
+    assert bytes_of["request rows"] == held(runner.rows)
     assert sums.num_blocks == ready.num_blocks
     assert sums.num_blocks * sums.block_bytes == held(runner.kv)
     lines = [line.split("  ")[0] for line in ready.memory_table.splitlines()]
-    assert lines[: len(found) - 1] == [each for each in found if not each.startswith("Python")]
+    assert lines[: len(bytes_of) - 1] == [
+        name for name in bytes_of if not name.startswith("Python")
+    ]
 
 
 def built(resolved: Resolved) -> Model:
@@ -117,10 +119,10 @@ def test_an_outline_is_the_model(tmp_path: Path) -> None:
     model, drawn = built(resolved), outline(resolved)
     for figure in ("num_bytes", "loading_bytes", "num_parameters"):
         assert getattr(model, figure) == getattr(drawn, figure)
-    assert model.num_parameters == sum(each.tensor.numel() for each in model.parameters())
+    assert model.num_parameters == sum(parameter.tensor.numel() for parameter in model.parameters())
     assert model.step_bytes(512, 8) == drawn.step_bytes(512, 8)
     assert adapter_bytes(resolved, model) == adapter_bytes(resolved, drawn)
-    assert all(each.tensor.is_meta for each in drawn.parameters())
+    assert all(parameter.tensor.is_meta for parameter in drawn.parameters())
 
 
 def test_a_mixture_of_experts_is_counted(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_a_mixture_of_experts_is_counted(tmp_path: Path) -> None:
     model, drawn = built(resolved), outline(resolved)
     config = resolved.model
     assert model.num_bytes == drawn.num_bytes
-    assert model.num_parameters == sum(each.tensor.numel() for each in model.parameters())
+    assert model.num_parameters == sum(parameter.tensor.numel() for parameter in model.parameters())
     expert = 3 * 24 * config.hidden_size
     idle = 4 * expert * config.num_layers
     assert drawn.num_active_parameters == drawn.num_parameters - idle
@@ -218,8 +220,8 @@ def test_chunks_of_recurrent_layers_are_counted(tmp_path: Path) -> None:
         resolved = decide(config, model, torch.device("cuda"), "GPU", (9, 0))
         taken.append((chunk_bytes(resolved), resolved))
         assert chunk_bytes(replace(resolved, device=torch.device("cpu"))) == 0
-    (found, resolved), (none, _) = taken
+    (on_cuda, resolved), (none, _) = taken
     # Heads of 16 are padded to 64.
     some, floats = 2 * 16 * 64 * 64 + 32 * (64 * 128 + 64 * 64), 32 * 64
     slots = resolved.max_num_batched_tokens // 64 + resolved.max_num_seqs + 1
-    assert found == slots * (some * resolved.dtype.itemsize + 4 * floats) and none == 0
+    assert on_cuda == slots * (some * resolved.dtype.itemsize + 4 * floats) and none == 0

@@ -118,26 +118,26 @@ def test_layout_equals_a_plain_loop(seed: int, groups: int) -> None:
     inputs, steps = CpuInputs(rows, BLOCK_SIZE), RandomSteps(NUM_ROWS, seed, groups)
     for _ in range(40):
         batch, want = steps.next()
-        found = inputs.assemble(batch)
-        meta = found.metas[0]
-        assert found.token_ids.tolist() == want.token_ids
+        laid_out = inputs.assemble(batch)
+        meta = laid_out.metas[0]
+        assert laid_out.token_ids.tolist() == want.token_ids
         assert meta.positions.tolist() == want.positions
-        assert [each.slots.tolist() for each in found.metas] == want.slots
+        assert [meta_of_group.slots.tolist() for meta_of_group in laid_out.metas] == want.slots
         assert meta.query_start.tolist() == meta.query_start_host == want.query_start
         assert meta.kv_len.tolist() == meta.kv_len_host == want.kv_len
         assert meta.max_kv_len == max(want.kv_len)
-        for each, tables in zip(found.metas, want.tables, strict=True):
-            for own, blocks in zip(each.block_table.tolist(), tables, strict=True):
+        for meta_of_group, tables in zip(laid_out.metas, want.tables, strict=True):
+            for own, blocks in zip(meta_of_group.block_table.tolist(), tables, strict=True):
                 assert own[: len(blocks)] == blocks
         every = list(range(len(want.token_ids)))
-        assert (every if found.last is None else found.last.tolist()) == want.last
-        assert found.sample_rows.tolist() == want.sample_rows
-        assert found.sample_positions.tolist() == want.sample_positions
+        assert (every if laid_out.last is None else laid_out.last.tolist()) == want.last
+        assert laid_out.sample_rows.tolist() == want.sample_rows
+        assert laid_out.sample_positions.tolist() == want.sample_positions
         tokens = [
             row + position
             for row, position in zip(want.sample_rows, want.sample_positions, strict=True)
         ]
-        rows.tokens[found.sample_rows, found.sample_positions] = torch.tensor(tokens).int()
+        rows.tokens[laid_out.sample_rows, laid_out.sample_positions] = torch.tensor(tokens).int()
         steps.sampled(want.sample_rows, tokens)
 
 
@@ -165,10 +165,10 @@ def test_results_belong_to_their_entries(runner: ModelRunner) -> None:
     assert result.tokens[1:] == alone.tokens
     assert len(result.tokens) == 2
     assert list(result.logprobs) == [2]
-    found = result.logprobs[2]
-    assert found.token_id == result.tokens[1] == found.top_ids[0]
-    assert (found.rank, len(found.top_ids)) == (1, 2)
-    assert found.logprob == pytest.approx(alone.logprobs[0].logprob, abs=1e-4)
+    item = result.logprobs[2]
+    assert item.token_id == result.tokens[1] == item.top_ids[0]
+    assert (item.rank, len(item.top_ids)) == (1, 2)
+    assert item.logprob == pytest.approx(alone.logprobs[0].logprob, abs=1e-4)
     assert result.prompt_logprobs == {}
 
 
@@ -217,14 +217,14 @@ def test_prompt_logprobs_in_chunks_equal_one_pass(runner: ModelRunner) -> None:
     whole = scored(0, length)
     assert [item.token_id for item in whole] == prompt(length)[1:]
     for row, cuts in enumerate([(7, 14, 20), (1, 19, 20), tuple(range(1, 21))], start=1):
-        for one, other in zip(scored(row, *cuts), whole, strict=True):
-            assert (one.token_id, one.rank, one.top_ids) == (
+        for chunked, other in zip(scored(row, *cuts), whole, strict=True):
+            assert (chunked.token_id, chunked.rank, chunked.top_ids) == (
                 other.token_id,
                 other.rank,
                 other.top_ids,
             )
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-            assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
+            assert chunked.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert chunked.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
     resumed = replace(new_row(0, prompt(length), params), num_prompt_tokens=12)
     result = step(runner, (0, 0, length, True), new_rows=(resumed,))
     assert [item.token_id for item in result.prompt_logprobs[0]] == prompt(length)[1:12]
@@ -244,18 +244,18 @@ def test_prompt_logprobs_hold_few_logits(
 
     monkeypatch.setattr(runner.model, "logits", counted)
     params = SamplingParams(temperature=0.0, prompt_logprobs=3)
-    length, found = 40, []
+    length, logprobs = 40, []
     for row, most in enumerate((39, 7)):
         runner.sampling._logits_rows = most
         rows.clear()
         new = new_row(row, prompt(length), params)
-        found.append(step(runner, (row, 0, length, True), new_rows=(new,)).prompt_logprobs[0])
+        logprobs.append(step(runner, (row, 0, length, True), new_rows=(new,)).prompt_logprobs[0])
         assert max(rows) == most
-    assert [item.token_id for item in found[0]] == prompt(length)[1:]
-    for one, other in zip(*found, strict=True):
-        assert (one.rank, one.top_ids) == (other.rank, other.top_ids)
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
+    assert [item.token_id for item in logprobs[0]] == prompt(length)[1:]
+    for chunked, other in zip(*logprobs, strict=True):
+        assert (chunked.rank, chunked.top_ids) == (other.rank, other.top_ids)
+        assert chunked.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert chunked.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)
 
 
 def test_warm_up_touches_no_request(runner: ModelRunner) -> None:
@@ -312,9 +312,9 @@ def test_ranks_record_the_same_sizes() -> None:
         def least(self, number: int) -> int:
             said[self.number] = number
             meet.wait()
-            found = min(said)
+            least = min(said)
             meet.wait()
-            return found
+            return least
 
     class Timed(StepGraphs):
         """slow: sizes that take the device too long."""
@@ -345,9 +345,9 @@ def test_ranks_record_the_same_sizes() -> None:
         return graphs
 
     with ThreadPoolExecutor(2) as threads:
-        one, other = threads.map(captured, range(2))
-    assert one._mixed == other._mixed and one._forwards.keys() == other._forwards.keys()
-    assert one._mixed[16][-1] == 256 and one._mixed[72][-1] == 160
+        first, other = threads.map(captured, range(2))
+    assert first._mixed == other._mixed and first._forwards.keys() == other._forwards.keys()
+    assert first._mixed[16][-1] == 256 and first._mixed[72][-1] == 160
 
 
 def test_decodes_of_all_ranks_are_recorded_where_that_pays() -> None:
@@ -380,9 +380,13 @@ def test_decodes_of_all_ranks_are_recorded_where_that_pays() -> None:
     forward: Any = SimpleNamespace(**fields, own=SimpleNamespace(inputs=object()))
     graphs = Timed(forward, sampling, sizes, 31)
     graphs.capture()
-    kept = [size for size in sizes if size <= 256]
-    assert graphs._decodes == kept and set(graphs.timed) == set(sizes) - set(kept) | {kept[-1]}
-    assert set(graphs._forwards) == {((n, n), adapters) for n in kept for adapters in (False, True)}
+    recorded = [size for size in sizes if size <= 256]
+    assert graphs._decodes == recorded and set(graphs.timed) == set(sizes) - set(recorded) | {
+        recorded[-1]
+    }
+    assert set(graphs._forwards) == {
+        ((n, n), adapters) for n in recorded for adapters in (False, True)
+    }
     for count, size in ((3, (4, 4)), (256, (256, 256)), (257, None)):
         assert graphs.size_of(Batch(0, [0] * count, num_decodes=count)) == size
     graphs = Timed(SimpleNamespace(**fields, own=None), sampling, sizes, 31)  # type: ignore[arg-type]
@@ -407,20 +411,20 @@ def test_too_few_blocks_name_the_ways_out() -> None:
 def test_what_does_not_fit_is_told_with_numbers_and_three_ways_out(tmp_path: Path) -> None:
     """A device that is too small ends in the middle of a start, or the system ends the process."""
     path = folder(tmp_path)
-    found = []
+    messages = []
     for changes in ({"num_blocks": 1 << 40}, {"kv_cache_bytes": 1 << 60}, {"kv_cache_bytes": 1000}):
         with pytest.raises(ConfigError) as raised:
             factory.build(config_of(path, **changes))
-        found.append(raised.value.message)
+        messages.append(raised.value.message)
     with pytest.raises(ConfigError) as raised:
         sizes = SimpleNamespace(loading_bytes=16 * GIB, num_bytes=8 * GIB)
         check_weights([sizes], 10 * GIB)  # type: ignore[arg-type]
-    found.append(raised.value.message)
-    for text in found:
+    messages.append(raised.value.message)
+    for text in messages:
         assert text.count("GiB") >= 2
         ways = text.split("Ways out: ")[1]
         assert ways.count(", ") >= 2 and ", or " in ways
-    assert "16.00 GiB" in found[-1] and "10.00 GiB" in found[-1]
+    assert "16.00 GiB" in messages[-1] and "10.00 GiB" in messages[-1]
 
 
 def test_a_device_out_of_memory_at_the_start_is_a_mistake_of_the_configuration(

@@ -85,9 +85,9 @@ class MemoryOfCuda(CudaSleepMemory):
 
     def keep(self, model: object, host_bytes: int, *, written: bool) -> None:
         super().keep(model, host_bytes, written=written)
-        for each in gc.get_objects():
-            if isinstance(each, Panels):
-                each._args[W], each._args[BIAS] = each._weight.data_ptr(), each._bias.data_ptr()
+        for owner in gc.get_objects():
+            if isinstance(owner, Panels):
+                owner._args[W], owner._args[BIAS] = owner._weight.data_ptr(), owner._bias.data_ptr()
 
 
 @pytest.mark.parametrize("quantization", ["none", "uint8-64"])
@@ -101,16 +101,16 @@ def test_weights_and_caches_come_back(
     # Programs note addresses, as graphs do.
     core, _ = factory.build(config(tmp_path, quantization=quantization))
     runner: Any = core._runner
-    spans = [(each.bytes.data_ptr(), each.size) for each in LostPages.all]
+    spans = [(pages.bytes.data_ptr(), pages.size) for pages in LostPages.all]
     for tensor in [*tensors_of(runner.model, CPU), runner.kv.storage]:
         at = tensor.data_ptr()
         assert not tensor.numel() or any(0 <= at - begin < size for begin, size in spans)
     wanted = say(core)
     for _ in range(2):
         fall_asleep(core)
-        assert not any(each.held for each in LostPages.all)
+        assert not any(pages.held for pages in LostPages.all)
         assert say(core) == wanted, "a request wakes it"
-        assert all(each.held for each in LostPages.all)
+        assert all(pages.held for pages in LostPages.all)
     assert core.stats().wakes == 2
 
 
@@ -128,7 +128,7 @@ def test_a_cache_that_has_shrunk_sleeps_too(
     core.config = core.scheduler.config
     assert not LostPages.all[-2].held, "the old one is given back"
     fall_asleep(core)
-    assert not any(each.held for each in LostPages.all)
+    assert not any(pages.held for pages in LostPages.all)
     assert say(core) == wanted
 
 

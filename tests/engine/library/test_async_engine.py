@@ -98,8 +98,8 @@ def test_leaving_cancels() -> None:
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
-        for each in (task, waiting):
-            each.cancel()
+        for waiter in (task, waiting):
+            waiter.cancel()
         await asyncio.gather(task, waiting, return_exceptions=True)
         assert await until(lambda: engine._client.stats.running == 0)
         assert await until(lambda: not engine._open)

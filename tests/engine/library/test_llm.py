@@ -96,8 +96,8 @@ def test_choices_stop_strings_and_logprobs(llm: LLM) -> None:
 def test_token_ids_of_numpy_and_torch(llm: LLM) -> None:
     """Bug: "token id 5 is outside the vocabulary" of one that is in it, because it was numpy's."""
     short = SamplingParams(max_tokens=2)
-    given = [numpy.array([5, 6]), torch.tensor([5, 6]), [numpy.int64(5), 6]]
-    assert [o.prompt_token_ids for o in llm.generate(given, short)] == [[5, 6]] * 3
+    prompts = [numpy.array([5, 6]), torch.tensor([5, 6]), [numpy.int64(5), 6]]
+    assert [o.prompt_token_ids for o in llm.generate(prompts, short)] == [[5, 6]] * 3
     with pytest.raises(InvalidRequest, match="float is no token id"):
         llm.generate([[5.0, 6]], short)  # type: ignore[list-item]
 
@@ -119,13 +119,13 @@ def test_arrays_are_prompts() -> None:
     """Bug: one array was taken for as many prompts as it has tokens, and that was no error of ours
     but "object of type 'numpy.int64' has no len()"."""
     ids = [5, 6]
-    one: list[Any] = [numpy.array(ids), torch.tensor(ids), OnlyDLPack(ids), [numpy.int64(5), 6]]
+    arrays: list[Any] = [numpy.array(ids), torch.tensor(ids), OnlyDLPack(ids), [numpy.int64(5), 6]]
     ready = Ready(64, 100, 16, 8, [], {}, "", 64)
     prompts_of_ids = Prompts(None, ready)
-    for prompt in one:
+    for prompt in arrays:
         (taken,) = _as_list(prompt)
         assert prompts_of_ids.encode(taken) == ids
-    for prompts in (numpy.array([ids, ids]), torch.tensor([ids, ids]), one[:3]):
+    for prompts in (numpy.array([ids, ids]), torch.tensor([ids, ids]), arrays[:3]):
         assert prompts_of_ids.encode_all(_as_list(prompts))[:2] == [ids, ids]
     for wrong in (numpy.array([0.5]), torch.tensor([[5]]), numpy.array(5), OnlyDLPack([]), 5):
         with pytest.raises(InvalidRequest):

@@ -44,8 +44,8 @@ def pool(folder: Path, mode: str = "mean", *kinds: str, **pooling: Any) -> None:
         for i, kind in enumerate(modules)
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
-    for each in listed:
-        (folder / each["path"]).mkdir(exist_ok=True)
+    for module in listed:
+        (folder / module["path"]).mkdir(exist_ok=True)
     flags = {flag: name == mode for name, flag in KINDS.items()}
     (folder / "1_Pooling/config.json").write_text(json.dumps({**flags, **pooling}))
 
@@ -261,8 +261,8 @@ def test_llm_embed(tmp_path: Path) -> None:
     tokenizer = small_tokenizers.byte_level()
     with LLM(str(tmp_path), tokenizer=tokenizer, device="cpu", dtype="float32") as llm:
         texts = ["the sea", "a", "the land and the sea"]
-        found = llm.embed(texts, prompt_name="query")
-        for text, ours in zip(texts, found, strict=True):
+        vectors = llm.embed(texts, prompt_name="query")
+        for text, ours in zip(texts, vectors, strict=True):
             ids = torch.tensor([tokenizer.encode("q: " + text, add_special_tokens=True)])
             want = theirs.model(ids).last_hidden_state[0].mean(0)
             want = torch.nn.functional.normalize(want, dim=0).detach().numpy()

@@ -79,9 +79,9 @@ def test_vectors_prompts_and_dimensions(
     with LLM(str(folder), **options) as llm:
         for name in ("", "query"):
             wanted = model.encode(TEXTS, prompt_name=name or None)
-            found = llm.embed(TEXTS, prompt_name=name, truncate=True)
-            assert np.abs(np.array(found) - wanted).max() < 1e-5
-        assert not np.allclose(found, llm.embed(TEXTS, truncate=True))
+            vectors = llm.embed(TEXTS, prompt_name=name, truncate=True)
+            assert np.abs(np.array(vectors) - wanted).max() < 1e-5
+        assert not np.allclose(vectors, llm.embed(TEXTS, truncate=True))
         wanted = model.encode(TEXTS, truncate_dim=8, normalize_embeddings=normal)
         cut = llm.embed(TEXTS, dimensions=8, truncate=True)
         assert np.array(cut).shape == (len(TEXTS), 8)

@@ -73,10 +73,10 @@ def model_and_adapters(folder: Path, **changes: Any) -> dict[str, Path]:
     theirs = save_with_bytes(
         folder, "llama", num_attention_heads=4, num_key_value_heads=2, **changes
     )
-    made = {"model": folder, "lora": save_adapter(theirs, folder / "lora")}
+    folders = {"model": folder, "lora": save_adapter(theirs, folder / "lora")}
     for kind in ("prompt_tuning", "prefix_tuning"):
-        made[kind] = save_prompt(theirs, folder / kind, kind, 5)
-    return made
+        folders[kind] = save_prompt(theirs, folder / kind, kind, 5)
+    return folders
 
 
 def config_of(folder: Path, **changes: Any) -> EngineConfig:
@@ -120,7 +120,7 @@ def serve(core: EngineCore, requests: list[EngineRequest]) -> dict[int, Output]:
     outputs: dict[int, Output] = {}
     for request in requests:
         core.add_request(msgspec.convert(msgspec.to_builtins(request), EngineRequest))
-    while len(outputs) < len(requests) or any(not each.finish for each in outputs.values()):
+    while len(outputs) < len(requests) or any(not output.finish for output in outputs.values()):
         if core.has_work():
             collect(core.step(), outputs)
         else:
@@ -140,15 +140,15 @@ def add_adapters(core: EngineCore, model: dict[str, Path]) -> None:
 
 
 def told(outputs: dict[int, Output]) -> dict[int, Any]:
-    return {id: (each.tokens, each.finish) for id, each in sorted(outputs.items())}
+    return {id: (output.tokens, output.finish) for id, output in sorted(outputs.items())}
 
 
 def logprobs_of(output: Output) -> list[float]:
     deltas = output.deltas
-    found = [item for delta in deltas for item in (delta.logprobs or [])]
-    found += [item for delta in deltas for item in (delta.prompt_logprobs or [])]
-    return [item.logprob for item in found if item is not None]
+    items = [item for delta in deltas for item in (delta.logprobs or [])]
+    items += [item for delta in deltas for item in (delta.prompt_logprobs or [])]
+    return [item.logprob for item in items if item is not None]
 
 
 def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

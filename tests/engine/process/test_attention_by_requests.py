@@ -53,8 +53,8 @@ def test_texts_with_latents(model: Path, two_cores: None) -> None:
     """Bugs: a rank has latents of another's requests, and room for no more of them than one rank; a
     prefix is computed again beside the rank that has it; a rank without requests in a step waits,
     or adds to others' tokens; all requests go to one rank."""
-    requests = [each for each in everything({"model": model}) if not each.adapter]
-    found = []
+    requests = [message for message in everything({"model": model}) if not message.adapter]
+    outputs = []
     for ranks in (1, 2):
         options = {"tensor_parallel": ranks, "attention_data_parallel": ranks > 1}
         core, others = start(config_of(model, max_loras=0, num_blocks=7, **options))
@@ -69,21 +69,25 @@ def test_texts_with_latents(model: Path, two_cores: None) -> None:
             return launch(batch)
 
         core._runner.launch = watched  # type: ignore[method-assign]
-        found.append(serve(core, requests))
+        outputs.append(serve(core, requests))
         assert core.stats().preemptions > 0
         assert set(homes) == set(range(ranks))
-        alone = [each for each in requests if len(each.token_ids) > 40 and not each.params.logprobs]
+        alone = [
+            message
+            for message in requests
+            if len(message.token_ids) > 40 and not message.params.logprobs
+        ]
         del homes[:]
         for _ in range(2):
             again = serve(core, alone[:1])
-            assert told(again).items() <= told(found[-1]).items()
+            assert told(again).items() <= told(outputs[-1]).items()
         assert again[alone[0].id].cached >= 32 and len(set(homes)) == 1
         if others is not None:
             others.close()
-    assert told(found[0]) == told(found[1])
-    for id, output in found[0].items():
+    assert told(outputs[0]) == told(outputs[1])
+    for id, output in outputs[0].items():
         close = pytest.approx(logprobs_of(output), abs=1e-4)
-        assert logprobs_of(found[1][id]) == close
+        assert logprobs_of(outputs[1][id]) == close
 
 
 @pytest.mark.parametrize("latents", [True, False])
@@ -95,7 +99,7 @@ def test_texts_where_other_ranks_tokens_are_padding(
     folders = {"model": model}
     if not latents:
         folders = model_and_adapters(tmp_path, num_hidden_layers=2)
-    requests = [each for each in everything(folders) if not (latents and each.adapter)]
+    requests = [message for message in everything(folders) if not (latents and message.adapter)]
     padded = []
 
     def assemble(
@@ -111,7 +115,7 @@ def test_texts_where_other_ranks_tokens_are_padding(
         padded.append(others.any() and not others.all())
         return None, step.metas
 
-    found = []
+    outputs = []
     for ranks in (1, 2):
         options = {"tensor_parallel": ranks, "attention_data_parallel": ranks > 1}
         loras = 0 if latents else 2
@@ -120,13 +124,13 @@ def test_texts_where_other_ranks_tokens_are_padding(
                 patched.setattr(OwnInputs, "assemble", assemble)
             core, others = start(config_of(folders["model"], max_loras=loras, **options))
             add_adapters(core, folders)
-            found.append(serve(core, requests))
+            outputs.append(serve(core, requests))
             if others is not None:
                 others.close()
     assert any(padded)
-    assert told(found[0]) == told(found[1])
-    for id, output in found[0].items():
-        assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=1e-4)
+    assert told(outputs[0]) == told(outputs[1])
+    for id, output in outputs[0].items():
+        assert logprobs_of(outputs[1][id]) == pytest.approx(logprobs_of(output), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +180,8 @@ def test_what_is_not_combined_is_refused(
         folder = tmp_path
         sizes = {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1}
         save_checkpoint(folder, **changes, **sizes, head_dim=16)
-    given = {"tensor_parallel": 2, "device": "cpu", **options}
+    fields = {"tensor_parallel": 2, "device": "cpu", **options}
     with pytest.raises(ConfigError, match=why) as caught:
-        config = EngineConfig(model=str(folder), attention_data_parallel=True, **given)
-        decide(config, ModelConfig.from_folder(folder), torch.device(given["device"]))
+        config = EngineConfig(model=str(folder), attention_data_parallel=True, **fields)
+        decide(config, ModelConfig.from_folder(folder), torch.device(fields["device"]))
     assert caught.value.param == "attention_data_parallel"

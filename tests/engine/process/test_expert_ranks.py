@@ -49,23 +49,23 @@ def test_texts_are_those_of_one_rank(model: Path, two_cores: None) -> None:
     """Bugs: a token's experts on another rank are left out, or computed with one that is here; a
     rank reads all experts, or refuses those of others as tensors that are too many; the memory
     that is planned is that of all experts."""
-    requests = [each for each in everything({"model": model}) if not each.adapter]
-    found, weights = [], []
+    requests = [message for message in everything({"model": model}) if not message.adapter]
+    outputs, weights = [], []
     for ranks in (1, 2):
         core, others = start(config_of(model, tensor_parallel=ranks, max_loras=0))
         runner: Any = core._runner
         ours = (runner if others is None else runner._runner).model
         stacks = [stack for layer in ours.layers for stack in layer.mlp.block.stacks]
-        assert {each.spec.count for each in stacks} == {6 // ranks}
-        weights.append(sum(each.num_bytes for each in stacks))
-        found.append(serve(core, requests))
+        assert {stack.spec.count for stack in stacks} == {6 // ranks}
+        weights.append(sum(stack.num_bytes for stack in stacks))
+        outputs.append(serve(core, requests))
         if others is not None:
             others.close()
     assert 2 * weights[1] == weights[0]
-    assert told(found[0]) == told(found[1])
-    for id, output in found[0].items():
+    assert told(outputs[0]) == told(outputs[1])
+    for id, output in outputs[0].items():
         close = pytest.approx(logprobs_of(output), abs=1e-4)
-        assert logprobs_of(found[1][id]) == close
+        assert logprobs_of(outputs[1][id]) == close
 
 
 @torch.inference_mode()
@@ -98,8 +98,8 @@ def test_when_they_are_spread(model: Path) -> None:
 
     def spread(ranks: int, count: int, size: int, group: int = 0, asked: Any = None) -> bool:
         experts = replace(config.experts, count=count, size=size)  # type: ignore[type-var]
-        kept = Quantized("gptq", (((), Scheme("gptq", group=group)),)) if group else None
-        return spreads_experts(replace(config, experts=experts, quantized=kept), ranks, asked)
+        quantized = Quantized("gptq", (((), Scheme("gptq", group=group)),)) if group else None
+        return spreads_experts(replace(config, experts=experts, quantized=quantized), ranks, asked)
 
     assert not spread(1, 128, 768) and not spread(2, 128, 768) and not spread(4, 128, 768)
     assert spread(8, 128, 768), "many ranks"

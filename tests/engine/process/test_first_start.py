@@ -83,9 +83,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def starts(config: EngineConfig) -> bool:
     """Whether a start that succeeds has compilers."""
     with FirstStart(config) as first:
-        found: Any = first.compilers
-    assert found is None or found.closed
-    return found is not None
+        compilers: Any = first.compilers
+    assert compilers is None or compilers.closed
+    return compilers is not None
 
 
 def test_the_first_start_of_each_configuration_compiles_ahead(model: Path, machine: Path) -> None:
@@ -132,8 +132,8 @@ def test_the_mark_lies_in_tritons_cache(
 ) -> None:
     """Bug: a cache that is thrown away leaves the mark, and nothing is compiled ahead again."""
     triton = pytest.importorskip("triton")
-    for each in ("TRITON_CACHE_DIR", "TRITON_HOME"):
-        monkeypatch.delenv(each, raising=False)
+    for variable in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(variable, raising=False)
     if name:
         monkeypatch.setenv(name, str(tmp_path))
     with triton.knobs.cache.scope():
@@ -211,9 +211,9 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
     monkeypatch.setattr(
         Compilers, "_hand_over", lambda self, job, text: self._jobs.update({job: Future()})
     )
-    found = Compilers(1)
-    yield found
-    found._process.kill()
+    compilers_here = Compilers(1)
+    yield compilers_here
+    compilers_here._process.kill()
 
 
 @pytest.mark.slow

@@ -70,8 +70,8 @@ def test_the_log_names_it(
     seconds = iter([[(2, 7)], [(2, 8)], *[[(2, 9)]] * 8, []])
 
     def late() -> list[tuple[int, int]]:
-        for each in seconds:
-            return each
+        for wait in seconds:
+            return wait
         raise Enough
 
     monkeypatch.setattr(opening, "time", SimpleNamespace(sleep=lambda seconds: None))

@@ -45,9 +45,9 @@ def test_nodes_are_read_with_what_the_process_may_use(tmp_path: Path) -> None:
     """Bugs: a core that a cpuset has taken away; a node of memory alone (CXL, HBM) counted; nodes
     in the order of their names; memory of a node that the cgroup forbids."""
     made_up = made(tmp_path, {0: "0-3,16-19", 10: "12-15", 2: "4-7", 3: "", 1: "8-11"}, "0,2")
-    found = read_nodes({0, 1, 5, 6, 12, 16}, *made_up)
-    assert found == [Node(0, (0, 1, 16)), Node(2, (5, 6)), Node(10, (12,), False)]
-    assert str(found[0]) == "node 0, cores 0-1,16"
+    nodes = read_nodes({0, 1, 5, 6, 12, 16}, *made_up)
+    assert nodes == [Node(0, (0, 1, 16)), Node(2, (5, 6)), Node(10, (12,), False)]
+    assert str(nodes[0]) == "node 0, cores 0-1,16"
     # A system that tells nothing is one node; this machine has its own cores, all of them.
     assert read_nodes({3, 1}, tmp_path / "none", tmp_path / "none") == [Node(0, (1, 3))]
     assert {core for node in read_nodes() for core in node.cores} == os.sched_getaffinity(0)
@@ -65,8 +65,8 @@ def test_nodes_are_read_with_what_the_process_may_use(tmp_path: Path) -> None:
 def test_each_rank_has_its_share(count: int, ranks: int, cores: list[tuple[int, ...]]) -> None:
     """Bugs: ranks that add up with each other on other nodes; a core in two shares; one rank with a
     core more, which waits for the others."""
-    found = shares(TWO[:count], ranks)
-    assert [node.cores for node in found] == cores
+    ranks_nodes = shares(TWO[:count], ranks)
+    assert [node.cores for node in ranks_nodes] == cores
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_replicas_spread_over_the_nodes(tmp_path: Path) -> None:
         os.close(lock)  # as the kernel does when a process ends
     assert place(config(), Places(tmp_path / "places"), TWO)[0].number == 1
     four = [*TWO, Node(2, (8, 9)), Node(3, (10, 11))]
-    found = place(config(tensor_parallel=2), Places(tmp_path / "places"), four)
-    assert [node.number for node in found] == [2, 3]  # the free ones
+    nodes = place(config(tensor_parallel=2), Places(tmp_path / "places"), four)
+    assert [node.number for node in nodes] == [2, 3]  # the free ones
     # A folder that cannot be written: a file is in its place.
     (tmp_path / "file").write_text("")
     assert place(config(), Places(tmp_path / "file"), TWO) == [TWO[0]]
@@ -113,18 +113,18 @@ def test_replicas_spread_over_the_nodes(tmp_path: Path) -> None:
 def test_what_the_kernel_is_told() -> None:
     """Bugs: an engine that does not start where the policy is not allowed; a policy for memory that
     may not be taken."""
-    told: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def affinity(process: int, cores: Collection[int]) -> None:
-        told.append(("cores", process, cores))
+        calls.append(("cores", process, cores))
 
     def memory(mode: int, node: int) -> None:
-        told.append(("memory", mode, node))
+        calls.append(("memory", mode, node))
         raise PermissionError(1, "Operation not permitted")  # Docker: not an error of ours
 
     bind(TWO[1], affinity, memory)
     bind(Node(0, (0,), memory=False), affinity, memory)
-    assert told == [
+    assert calls == [
         ("cores", 0, (4, 5, 6, 7)),
         ("memory", MPOL_PREFERRED, 1),
         ("cores", 0, (0,)),
@@ -186,9 +186,9 @@ def test_ranks_are_told_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "engine.factory", SimpleNamespace(build=build))
     with contextlib.ExitStack() as ends, pytest.raises(Built):
-        given: Any = SimpleNamespace(config=config(tensor_parallel=2), remote=None)
-        engine_process._model(given, lambda *_: None, lambda _: None, ends)
-    assert [(each.rank, each.node) for each in started] == [(1, TWO[1])] and bound == [TWO[0]]
+        resolved: Any = SimpleNamespace(config=config(tensor_parallel=2), remote=None)
+        engine_process._model(resolved, lambda *_: None, lambda _: None, ends)
+    assert [(line.rank, line.node) for line in started] == [(1, TWO[1])] and bound == [TWO[0]]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6, 7})
     assert _threads(config(tensor_parallel=2), cuda=False) == 4
     free = EngineConfig(model="m", device="cpu", tensor_parallel=2)

@@ -47,7 +47,7 @@ QUICK = ("awq", "compressed-zeros", GGUF)
 def description(name: str) -> dict[str, Any]:
     if name != GGUF:
         return {**FILES, **SCHEMES}[name]
-    names = [f"model.layers.{layer}.{each}" for layer in range(2) for each in (
+    names = [f"model.layers.{layer}.{module}" for layer in range(2) for module in (
         *(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.up_proj",
         "mlp.down_proj",
     )]  # fmt: skip
@@ -66,8 +66,8 @@ def made(folder: Path, name: str, kept_modules: tuple[str, ...] = (), **sizes: A
         config["quantization_config"]["modules_to_not_convert"] = kept_modules
     (folder / "config.json").write_text(json.dumps(config))
     read = ModelConfig.from_folder(folder)
-    kept = read.quantized
-    assert kept is not None
+    quantized = read.quantized
+    assert quantized is not None
     plain = build_model(
         replace(read, quantized=None), torch.bfloat16, "meta", kernels_for("cpu"), runs_on="cpu"
     )
@@ -80,12 +80,12 @@ def made(folder: Path, name: str, kept_modules: tuple[str, ...] = (), **sizes: A
             if len(source.shape) == 1:
                 tensors[source.name] = values + 1
             elif name == GGUF:
-                kind = GGMLQuantizationType[kept.types[ours]]
+                kind = GGMLQuantizationType[quantized.types[ours]]
                 tensors[source.name] = torch.from_numpy(quantize(values.numpy(), kind))
-            elif kept.keeps(ours) or "embed" in ours:
+            elif quantized.keeps(ours) or "embed" in ours:
                 tensors[source.name] = values.bfloat16()
             else:
-                scheme = kept.scheme(ours)
+                scheme = quantized.scheme(ours)
                 assert scheme is not None
                 make = matrix if name in FILES else integers
                 tensors |= make(scheme, ours, *source.shape)[0]
@@ -95,14 +95,14 @@ def made(folder: Path, name: str, kept_modules: tuple[str, ...] = (), **sizes: A
 
 
 def requests() -> list[EngineRequest]:
-    found = []
+    messages = []
     for number in range(1, 5):
         prompt = [3 + (number + i * i) % 300 for i in range(7 * number)]
         params = SamplingParams(
             temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=1
         )
-        found.append(EngineRequest(number, prompt, len(prompt), params, number))
-    return found
+        messages.append(EngineRequest(number, prompt, len(prompt), params, number))
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -117,21 +117,21 @@ def test_texts_are_those_of_one_rank(name: str, two_cores: None, tmp_path: Path)
     embedding; a part is expanded although there is a product for it."""
     folder = made(tmp_path / "model", name)
     quantization = GGUF if name == GGUF else "auto"
-    found = []
+    outputs = []
     for size in (1, 2):
         options = {"max_loras": 0, "num_blocks": 24, "quantization": quantization}
         core, others = start(config_of(folder, tensor_parallel=size, **options))
         if able() and name in KEPT:
             model: Any = core._runner.model if size == 1 else core._runner._runner.model
-            states = [piece.state for each in model.linears() for piece in each.state.pieces]
-            assert states and all(isinstance(each, PackedBlocks) for each in states)
-        found.append(serve(core, requests()))
+            states = [piece.state for linear in model.linears() for piece in linear.state.pieces]
+            assert states and all(isinstance(state, PackedBlocks) for state in states)
+        outputs.append(serve(core, requests()))
         if others is not None:
             others.close()
-    assert told(found[0]) == told(found[1])
-    for id, output in found[0].items():
+    assert told(outputs[0]) == told(outputs[1])
+    for id, output in outputs[0].items():
         # A last bit may round an activation to its neighbour of 8 bits, or a query of bfloat16.
-        assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=4e-2)
+        assert logprobs_of(outputs[1][id]) == pytest.approx(logprobs_of(output), abs=4e-2)
 
 
 def test_a_group_that_would_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

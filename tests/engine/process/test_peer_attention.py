@@ -66,7 +66,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Alone]:
             folders = {"model": folder}
         else:
             folders = model_and_adapters(folder, head_dim=16, hidden_size=64)
-        requests = [each for each in everything(folders) if not (latents and each.adapter)]
+        requests = [message for message in everything(folders) if not (latents and message.adapter)]
         core, _ = start(config_for(folder, latents, 1, False))
         add_adapters(core, folders)
         return Alone(folders, requests, serve(core, requests))
@@ -91,7 +91,7 @@ def test_texts_are_those_of_one_rank(
     config = config_for(wanted.folders["model"], latents, 2, graphs)
     core, others = start(config, AllRecorded)
     add_adapters(core, wanted.folders)
-    found = serve(core, wanted.requests)
+    outputs = serve(core, wanted.requests)
     runner = core._runner._runner
     assert others is not None and (runner.graphs is not None) == graphs
     if runner.graphs is not None:
@@ -100,6 +100,6 @@ def test_texts_are_those_of_one_rank(
         assert any(entries < tokens for entries, tokens in sizes)
     runner.model.group.check()
     others.close()
-    assert told(wanted.outputs) == told(found)
+    assert told(wanted.outputs) == told(outputs)
     for id, output in wanted.outputs.items():
-        assert logprobs_of(found[id]) == pytest.approx(logprobs_of(output), abs=1e-3)
+        assert logprobs_of(outputs[id]) == pytest.approx(logprobs_of(output), abs=1e-3)

@@ -77,11 +77,11 @@ def test_texts_are_those_of_one_rank(kind: type[Ranks], tmp_path: Path) -> None:
     vocabulary."""
     model = model_and_adapters(tmp_path, head_dim=16, hidden_size=64)
     requests = everything(model)
-    found = []
+    outputs = []
     for size in (1, 2):
         core, others = start(on_gpu(model["model"], tensor_parallel=size), kind)
         add_adapters(core, model)
-        found.append(serve(core, requests))
+        outputs.append(serve(core, requests))
         runner = core._runner._runner if size > 1 else core._runner
         assert runner.graphs is not None and runner.graphs._forwards
         if others is not None:
@@ -91,9 +91,9 @@ def test_texts_are_those_of_one_rank(kind: type[Ranks], tmp_path: Path) -> None:
             group.check()
             others.close()
         del core, runner
-    assert told(found[0]) == told(found[1])
-    for id, output in found[0].items():
-        assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=1e-3)
+    assert told(outputs[0]) == told(outputs[1])
+    for id, output in outputs[0].items():
+        assert logprobs_of(outputs[1][id]) == pytest.approx(logprobs_of(output), abs=1e-3)
 
 
 LATENT = {
@@ -112,20 +112,20 @@ def test_attention_by_requests(
 ) -> None:
     """Bug: a rank's own requests are laid out in memory that the step in flight still reads."""
     save_with_bytes(tmp_path, architecture, hidden_size=64, **sizes)
-    requests = [each for each in everything({"model": tmp_path}) if not each.adapter]
-    found = []
+    requests = [message for message in everything({"model": tmp_path}) if not message.adapter]
+    outputs = []
     for size in (1, 2):
         options = {"tensor_parallel": size, "attention_data_parallel": size > 1}
         config = on_gpu(tmp_path, max_loras=0, num_blocks=9 - 2 * (size - 1), **options)
         core, others = start(config, kind)
-        found.append(serve(core, requests))
+        outputs.append(serve(core, requests))
         if others is not None:
             core._runner._runner.model.group.check()
             others.close()
         del core
-    assert told(found[0]) == told(found[1])
-    for id, output in found[0].items():
-        assert logprobs_of(found[1][id]) == pytest.approx(logprobs_of(output), abs=1e-3)
+    assert told(outputs[0]) == told(outputs[1])
+    for id, output in outputs[0].items():
+        assert logprobs_of(outputs[1][id]) == pytest.approx(logprobs_of(output), abs=1e-3)
 
 
 @pytest.mark.gpu
@@ -136,19 +136,19 @@ def test_stages_on_two_gpus(tmp_path: Path, options: dict[str, Any]) -> None:
     are on their way."""
     model = model_and_adapters(tmp_path, head_dim=16, hidden_size=64)
     requests = everything(model)
-    found = []
+    outputs = []
     for stages in (1, 2):
         config = on_gpu(model["model"], pipeline_parallel=stages, **options)
         core, others = start(config, Ranks)
         add_adapters(core, model)
-        found.append(serve(core, requests))
+        outputs.append(serve(core, requests))
         if others is not None:
             graphs = core._runner._runner.graphs
             assert graphs is not None and graphs._forwards and not graphs._choices
             others.close()
         del core
     dist.destroy_process_group()
-    assert told(found[0]) == told(found[1])
+    assert told(outputs[0]) == told(outputs[1])
 
 
 def test_crossings_are_of_as_many_ranks_or_the_next_more() -> None:

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "each", "ahead"),
+    ("stages", "per_stage", "ahead"),
     [(2, 1, True), (2, 2, False), (2, 2, True), pytest.param(3, 1, False, marks=pytest.mark.slow)],
 )
 def test_texts_are_those_of_one_rank(
@@ -46,7 +46,7 @@ def test_texts_are_those_of_one_rank(
     two_cores: None,
     monkeypatch: pytest.MonkeyPatch,
     stages: int,
-    each: int,
+    per_stage: int,
     ahead: bool,
 ) -> None:
     """Bugs: a stage computes with the keys of another step's requests; an adapter, or a prefix, is
@@ -54,10 +54,10 @@ def test_texts_are_those_of_one_rank(
     are written by a step that is still on its way; the prefix cache finds what one stage has. Where
     each stage has two ranks: they meet in different orders, or in another stage's memory; logits
     are gathered of different steps; masks are waited for on a rank that gets none."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(each * stages)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(per_stage * stages)))
     requests = everything(model)
-    found = []
-    for count, divided in ((1, 1), (stages, each)):
+    outputs = []
+    for count, divided in ((1, 1), (stages, per_stage)):
         options: dict[str, Any] = {"pipeline_parallel": count, "tensor_parallel": divided}
         options["async_scheduling"] = ahead and count > 1  # as on GPUs
         core, others = start(config_of(model["model"], **options))
@@ -76,22 +76,22 @@ def test_texts_are_those_of_one_rank(
         again = serve(core, requests[-3:])
         assert any(output.cached for output in again.values())
         assert told(again).items() <= told(first).items()
-        found.append(first)
+        outputs.append(first)
         if others is not None:
             others.close()
-    assert told(found[0]) == told(found[1])
-    for id, output in found[0].items():
+    assert told(outputs[0]) == told(outputs[1])
+    for id, output in outputs[0].items():
         close = pytest.approx(logprobs_of(output), abs=1e-4)
-        assert logprobs_of(found[1][id]) == close
+        assert logprobs_of(outputs[1][id]) == close
 
 
-@pytest.mark.parametrize(("stages", "each"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("stages", "per_stage"), [(3, 1), (2, 2)])
 def test_a_failed_step_costs_the_requests_that_are_to_blame(
     model: dict[str, Path],
     two_cores: None,
     monkeypatch: pytest.MonkeyPatch,
     stages: int,
-    each: int,
+    per_stage: int,
 ) -> None:
     """Bugs: a step that raises on one rank leaves others of its stage, or of other stages, waiting
     for it; it fails a step that was before it on a later stage, whose requests are then suspected;
@@ -105,16 +105,16 @@ def test_a_failed_step_costs_the_requests_that_are_to_blame(
         init(self, runner, *given)
 
     monkeypatch.setattr(rank_process.RankLoop, "__init__", noted)
-    options = {"pipeline_parallel": stages, "tensor_parallel": each}
+    options = {"pipeline_parallel": stages, "tensor_parallel": per_stage}
     core, ranks = start(config_of(model["model"], max_loras=0, **options))
     runners[0, 0] = core._runner._runner  # type: ignore[attr-defined]
-    requests = [each for each in everything(model) if not each.adapter][:4]
+    requests = [message for message in everything(model) if not message.adapter][:4]
     want = told(serve(core, requests))
     assert ranks is not None
     poison = msgspec.structs.replace(requests[0], id=9, seed=99)
-    assert len(runners) == stages * each
+    assert len(runners) == stages * per_stage
     moments = [(runner, "begin") for runner in runners.values()]
-    if each > 1:  # behind the last sum of a stage; and at the end of a step
+    if per_stage > 1:  # behind the last sum of a stage; and at the end of a step
         moments += [(runners[1, 1], "send"), (runners[0, 1], "conclude")]
     for runner, moment in moments:
         launch, send = runner.launch, runner.link.send
@@ -139,9 +139,9 @@ def test_a_failed_step_costs_the_requests_that_are_to_blame(
             return launched
 
         runner.launch = launch_or_fail
-        found = serve(core, [*requests, poison])
-        assert found[9].finish == "error"
-        assert {id: each for id, each in told(found).items() if id != 9} == want
+        outputs = serve(core, [*requests, poison])
+        assert outputs[9].finish == "error"
+        assert {id: output for id, output in told(outputs).items() if id != 9} == want
         runner.launch = launch
     ranks.close()
 
@@ -181,34 +181,34 @@ def test_what_cannot_be_divided_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "each"), [(0, 1), (1, 1), (3, 2)])
+@pytest.mark.parametrize(("victim", "per_stage"), [(0, 1), (1, 1), (3, 2)])
 def test_stages_die_together(
     model: dict[str, Path],
     real_cores: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     victim: int,
-    each: int,
+    per_stage: int,
 ) -> None:
     """Bugs: a request waits for ever for the rank that was killed; the error names no rank; a
     process stays behind."""
-    if each > 1:  # four ranks, and no more cores than there are
+    if per_stage > 1:  # four ranks, and no more cores than there are
         patch = "import os; os.sched_getaffinity = lambda pid: {0, 1, 2, 3}\n"
         (tmp_path / "sitecustomize.py").write_text(patch)
         path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         monkeypatch.setenv("PYTHONPATH", path)
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "pipeline_parallel": 2}
-    options["tensor_parallel"] = each
+    options["tensor_parallel"] = per_stage
     with LLM(model["model"], num_blocks=64, **options) as llm:
         pids = [llm.pid, *children(llm.pid)]
-        assert len(pids) == 2 * each
+        assert len(pids) == 2 * per_stage
         params = SamplingParams(max_tokens=400, ignore_eos=True)
-        handles = [llm.start_request([5, 6, 7 + each], params) for each in range(4)]
+        handles = [llm.start_request([5, 6, 7 + number], params) for number in range(4)]
         handles[0].get(10)
         time.sleep(0.02 * victim)
         began = time.monotonic()
         os.kill(pids[victim], 9)
-        named = f"rank {victim} of {2 * each} of the engine was killed by signal 9"
+        named = f"rank {victim} of {2 * per_stage} of the engine was killed by signal 9"
         if not victim:
             named = "killed"
         with pytest.raises(EngineDead, match=named):

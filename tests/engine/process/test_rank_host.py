@@ -58,9 +58,9 @@ class EchoRanks(Ranks):
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankHost]]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")  # as Ranks does, for good
-    made: list[RankHost] = []
-    yield made
-    for host in made:
+    hosts: list[RankHost] = []
+    yield hosts
+    for host in hosts:
         host.close()
         assert not any(map(running, host.pids))
 
@@ -76,8 +76,8 @@ def test_only_who_has_the_key_is_let_in() -> None:
     rank 0 out by saying nothing."""
     listener = socket.create_server((HERE, 0))
     port = listener.getsockname()[1]
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(accept(listener, KEY)))
+    connections: list[Any] = []
+    thread = threading.Thread(target=lambda: connections.append(accept(listener, KEY)))
     thread.start()
     with pytest.raises(AuthenticationError):
         connect(HERE, port, b"another")
@@ -86,9 +86,9 @@ def test_only_who_has_the_key_is_let_in() -> None:
     ours = connect(HERE, port, KEY)
     thread.join()
     ours.send(("launch", ()))
-    assert found[0].recv() == ("launch", ())
-    for each in (ours, found[0], listener):
-        each.close()
+    assert connections[0].recv() == ("launch", ())
+    for connection in (ours, connections[0], listener):
+        connection.close()
 
 
 def test_ranks_of_another_node_end_with_rank_0_and_it_with_them(
@@ -147,7 +147,7 @@ def compare(folder: Path) -> None:
     """The texts of two nodes with those of one."""
     model = model_and_adapters(folder, num_hidden_layers=3)
     requests = everything(model)
-    found = []
+    texts = []
     for nodes in (1, 2):
         shape = {"pipeline_parallel": 2, "pipeline_nodes": 2, "tensor_parallel": 2}
         config = config_of(model["model"], **(shape if nodes > 1 else {}))
@@ -165,14 +165,14 @@ def compare(folder: Path) -> None:
         first = serve(core, requests)
         assert core.stats().preemptions > 0
         assert told(serve(core, requests[-3:])).items() <= told(first).items()
-        found.append(told(first))
+        texts.append(told(first))
         if ranks is not None:
             ranks.close()
             dist.destroy_process_group()
         for host in hosts:
             host.close()
             assert not any(map(running, host.pids))
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return model_and_adapters(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
 
 
-SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (2, 4))]
+SLOW = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2), (2, 4))]
 
 
 @pytest.mark.parametrize("kv_heads, size", [(2, 2), *SLOW])
@@ -62,8 +62,10 @@ def test_texts_are_those_of_one_rank(
             theirs, folder / "prefix", "prefix_tuning", 5
         )}  # fmt: skip
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(size)))
-    requests = [each for each in everything(model) if not each.adapter or each.adapter in model]
-    found = []
+    requests = [
+        message for message in everything(model) if not message.adapter or message.adapter in model
+    ]
+    outputs = []
     for ranks, by_requests in ((1, False), (size, False), (size, True)):
         options = {"tensor_parallel": ranks, "attention_data_parallel": by_requests}
         blocks = 7 if by_requests else 10  # of each rank's own requests, or of all
@@ -75,14 +77,14 @@ def test_texts_are_those_of_one_rank(
         if not by_requests:  # where they may have gone: see test_attention_by_requests.py
             assert any(output.cached for output in again.values())
         assert told(again).items() <= told(first).items()
-        greedy = [each for each in requests if not each.params.temperature]
+        greedy = [message for message in requests if not message.params.temperature]
         assert told(serve(core, greedy)).items() <= told(first).items()
-        found.append(first)
+        outputs.append(first)
         if others is not None:
             others.close()
-    for other in found[1:]:
-        assert told(found[0]) == told(other)
-        for id, output in found[0].items():
+    for other in outputs[1:]:
+        assert told(outputs[0]) == told(other)
+        for id, output in outputs[0].items():
             close = pytest.approx(logprobs_of(output), abs=1e-4)
             assert logprobs_of(other[id]) == close
 
@@ -92,19 +94,19 @@ def test_deterministic_numbers_are_a_request_s_own(model: dict[str, Path], two_c
     others, or where its prompt was cut elsewhere, than alone."""
     requests = [
         msgspec.structs.replace(
-            each, params=msgspec.structs.replace(each.params, logprobs=1, prompt_logprobs=0)
+            message, params=msgspec.structs.replace(message.params, logprobs=1, prompt_logprobs=0)
         )
-        for each in everything(model)
-        if not each.adapter and each.params.structured is None
+        for message in everything(model)
+        if not message.adapter and message.params.structured is None
     ]
     options = {"tensor_parallel": 2, "dtype": "bfloat16", "deterministic": True, "max_loras": 0}
     core, ranks = start(config_of(model["model"], num_blocks=24, **options))
     together = serve(core, requests)
-    for each in requests:
+    for message in requests:
         core.reset_prefix_cache()
-        alone = serve(core, [each])
+        alone = serve(core, [message])
         assert told(alone).items() <= told(together).items()
-        assert logprobs_of(alone[each.id]) == logprobs_of(together[each.id])
+        assert logprobs_of(alone[message.id]) == logprobs_of(together[message.id])
     assert ranks is not None
     ranks.close()
 
@@ -115,7 +117,7 @@ def test_a_failed_step_costs_the_requests_that_are_to_blame(
     """Bugs: a step that raises on one rank leaves the others waiting for its sum, or a sum of the
     next step takes what was brought for that of the failed one."""
     core, ranks = start(config_of(model["model"], tensor_parallel=2, max_loras=0))
-    requests = [each for each in everything(model) if not each.adapter][:3]
+    requests = [message for message in everything(model) if not message.adapter][:3]
     want = told(serve(core, requests))
     assert ranks is not None
     poison = msgspec.structs.replace(requests[0], id=9, seed=99)
@@ -130,15 +132,17 @@ def test_a_failed_step_costs_the_requests_that_are_to_blame(
             return launch(batch)
 
         runner.launch = launch_or_fail
-        found = serve(core, [*requests, poison])
-        assert found[9].finish == "error"
-        assert {id: each for id, each in told(found).items() if id != 9} == want
+        outputs = serve(core, [*requests, poison])
+        assert outputs[9].finish == "error"
+        assert {id: output for id, output in told(outputs).items() if id != 9} == want
         runner.launch = launch
     ranks.close()
 
 
 def _runner_of_rank_1() -> Any:
-    loops = [each for each in gc.get_objects() if type(each) is rank_process.RankLoop]
+    loops = [
+        candidate for candidate in gc.get_objects() if type(candidate) is rank_process.RankLoop
+    ]
     return loops[-1]._runner
 
 
@@ -182,12 +186,12 @@ def test_gpus_of_ranks(
     why sums are slow."""
     from engine.resolve import resolve
 
-    found = [("H200", 141), *others]
+    gpus = [("H200", 141), *others]
     cuda = {
         "is_available": lambda: True,
-        "device_count": lambda: len(found),
+        "device_count": lambda: len(gpus),
         "get_device_properties": lambda n: SimpleNamespace(
-            name=found[n][0], total_memory=found[n][1] << 30
+            name=gpus[n][0], total_memory=gpus[n][1] << 30
         ),
         "can_device_access_peer": lambda one, other: peers,
         "get_device_capability": lambda device: (9, 0),
@@ -202,8 +206,10 @@ def test_gpus_of_ranks(
         assert caught.value.param == "tensor_parallel"
         return
     assert resolve(config).device == torch.device("cuda", 0)
-    told = [each.message for each in caplog.records if "peer access" in each.message]
-    assert len(told) == (not peers) and all("GPUs 0 and 1 have no peer" in each for each in told)
+    messages = [record.message for record in caplog.records if "peer access" in record.message]
+    assert len(messages) == (not peers) and all(
+        "GPUs 0 and 1 have no peer" in message for message in messages
+    )
 
 
 # ---- processes -----------------------------------------------------------------------------------

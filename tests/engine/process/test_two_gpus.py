@@ -48,10 +48,13 @@ def said(llm: LLM, model: dict[str, Path]) -> Said:
         llm.add_adapter(name, model[name])
     outputs = llm.generate(prompts, params, adapter=adapters)
     greedy = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0))
-    found = [each.outputs[0] for each in (*outputs, *greedy)]
+    choices = [result.outputs[0] for result in (*outputs, *greedy)]
     return [
-        (list(each.token_ids), [item.logprob for item in each.logprobs or [] if item is not None])
-        for each in found
+        (
+            list(choice.token_ids),
+            [item.logprob for item in choice.logprobs or [] if item is not None],
+        )
+        for choice in choices
     ]
 
 
@@ -90,9 +93,9 @@ def test_texts_are_those_of_one_gpu(
 ) -> None:
     """Bugs: a sum over NVLink that is read before it is there; ranks that have recorded steps of
     other sizes, and wait for each other; activations that the next stage has overwritten."""
-    found = said(together[0], model)
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
-    for (_, ours), (_, theirs) in zip(found, alone, strict=True):
+    outputs = said(together[0], model)
+    assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in alone]
+    for (_, ours), (_, theirs) in zip(outputs, alone, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)
 
 

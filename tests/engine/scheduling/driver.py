@@ -97,8 +97,8 @@ class Driver:
             self.step()
             steps += 1
             assert steps < 20_000, "the engine never becomes idle"
-        pools, each = self.scheduler.memory.pools, self.core.config.num_blocks
-        assert all(pool.num_free == each for pool in pools)
+        pools, num_blocks = self.scheduler.memory.pools, self.core.config.num_blocks
+        assert all(pool.num_free == num_blocks for pool in pools)
         assert self.outputs.keys() == self.expected.keys(), "a request vanished"
         for request_id, output in self.outputs.items():
             finish = "abort" if request_id in self.aborted else self.expected[request_id][1]
@@ -114,7 +114,7 @@ class Driver:
     # ---- what is checked -----------------------------------------------------------------------
 
     def _check_batch(self, batch: Batch) -> None:
-        size, each = self.core.config.block_size, self.core.config.num_blocks
+        size, num_blocks = self.core.config.block_size, self.core.config.num_blocks
         batch = self.runner.in_one(batch)
         by_row = {r.row: r for r in self.scheduler.running.values()}
         fresh = {new.row for new in batch.new_rows}
@@ -126,7 +126,7 @@ class Driver:
         users: dict[int, list[Request]] = {}
         for request in by_row.values():
             for block in self.scheduler.memory.pools[request.kv_rank].held(request):
-                users.setdefault(request.kv_rank * each + block, []).append(request)
+                users.setdefault(request.kv_rank * num_blocks + block, []).append(request)
         for prefix in batch.prefixes:
             for block in prefix.blocks:
                 self._owner[block] = self._scopes[users[block][0].id]
@@ -145,7 +145,7 @@ class Driver:
             request = by_row[row]
             for index, block in enumerate(request.blocks[: -(-(start + length) // size) * groups]):
                 if block >= 0:
-                    block += request.kv_rank * each
+                    block += request.kv_rank * num_blocks
                     assert block == self._tables[row][index], "the device has another table"
                     assert self._owner[block] == self._scopes[request.id], "a tenant's block leaks"
         if fresh and self.scheduler.queue.waiting and not self._searching:

@@ -94,14 +94,14 @@ def test_salt_adapter_and_model_separate_prefixes() -> None:
 
 def test_hashes_are_chained() -> None:
     """Bug: equal blocks after different prefixes share keys, which depend on the prefix."""
-    root, one, other = root_hash("", "", ""), [], []
-    extend_hashes(one, root, [1, 2, 3, 4, 5, 6, 7, 8], SIZE, 2)
+    root, first, other = root_hash("", "", ""), [], []
+    extend_hashes(first, root, [1, 2, 3, 4, 5, 6, 7, 8], SIZE, 2)
     extend_hashes(other, root, [9, 2, 3, 4, 5, 6, 7, 8], SIZE, 2)
-    assert not set(one) & set(other) and all(len(digest) == 16 for digest in one)
+    assert not set(first) & set(other) and all(len(digest) == 16 for digest in first)
     stepwise: list[bytes] = []
     for count in (1, 1, 2):
         extend_hashes(stepwise, root, [1, 2, 3, 4, 5, 6, 7, 8], SIZE, count)
-    assert stepwise == one
+    assert stepwise == first
     with pytest.raises(AssertionError, match="not known"):
         extend_hashes([], root, [1, 2, 3], SIZE, 1)
 
@@ -139,13 +139,13 @@ def test_blocks_are_offered_only_when_computed_and_known() -> None:
 def test_the_same_block_computed_twice_is_named_once() -> None:
     """Bug: two requests compute one prefix at once, and freeing one of them un-names the other."""
     manager = BlockManager(8, SIZE)
-    one, two = make(list(range(2, 10)), 1), make(list(range(2, 10)), 2)
-    fill(manager, one)
+    first, two = make(list(range(2, 10)), 1), make(list(range(2, 10)), 2)
+    fill(manager, first)
     fill(manager, two)
     manager.free(two.blocks)
-    manager.check_integrity([one.blocks])
-    assert found(manager, two) == one.blocks
-    manager.free(one.blocks)
+    manager.check_integrity([first.blocks])
+    assert found(manager, two) == first.blocks
+    manager.free(first.blocks)
     manager.check_integrity([])
 
 

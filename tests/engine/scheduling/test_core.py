@@ -34,10 +34,10 @@ STEM = [2 + i * i % 47 for i in range(40)]
 def requests() -> list[EngineRequest]:
     """32 requests of many shapes, half of them with a common beginning."""
     rng = random.Random(3)
-    made = []
+    messages = []
     for id in range(32):
         own = [2 + rng.randrange(VOCAB - 2) for _ in range(rng.randrange(1, 30))]
-        made.append(
+        messages.append(
             make_request(
                 id,
                 STEM[: rng.randrange(8, 40)] + own if id % 2 else own,
@@ -48,7 +48,7 @@ def requests() -> list[EngineRequest]:
                 choice=id % 4,
             )
         )
-    return made
+    return messages
 
 
 def texts(core: EngineCore, wanted: Iterable[EngineRequest]) -> dict[int, tuple[list[int], str]]:
@@ -197,9 +197,9 @@ def test_max_tokens_zero_needs_no_step() -> None:
 def test_prompt_logprobs_come_whole_under_preemption() -> None:
     """Bug: prompt log-probabilities with holes or repeats after chunks were computed twice."""
     core, _ = make_core(num_blocks=32, max_num_batched_tokens=7)
-    made = [make_request(id, 30, prompt_logprobs=0, max_tokens=40) for id in range(10)]
-    prompts = {request.id: list(request.token_ids) for request in made}
-    outputs = run(core, made)
+    messages = [make_request(id, 30, prompt_logprobs=0, max_tokens=40) for id in range(10)]
+    prompts = {request.id: list(request.token_ids) for request in messages}
+    outputs = run(core, messages)
     assert core.stats().preemptions > 0
     for id, prompt in prompts.items():
         first = outputs[id].deltas[0].prompt_logprobs
@@ -235,8 +235,8 @@ def test_what_is_reserved_and_what_is_used() -> None:
         stats = core.stats()
         assert stats.reserved_blocks == stats.running * (15 + max_tokens) // 4 == 48
         assert stats.total_blocks - stats.free_blocks < 48
-        told = {one.name: one.read(stats) for one in REPLICA_METRICS}
-        assert told["kv_cache_usage_perc"] < told["kv_cache_reserved_perc"] == 1
+        metrics = {metric.name: metric.read(stats) for metric in REPLICA_METRICS}
+        assert metrics["kv_cache_usage_perc"] < metrics["kv_cache_reserved_perc"] == 1
         seen[max_tokens] = stats.running
         run(core)
         assert core.stats().reserved_blocks == 0

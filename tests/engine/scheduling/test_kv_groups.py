@@ -208,15 +208,15 @@ def test_smaller_layers_share_a_place_and_no_element() -> None:
     meta = AttentionMeta(
         slots.int(), slots, slots, slots, torch.tensor([[2, 5]], dtype=torch.int32), 1, 1
     )
-    for view, each in zip(groups.views, in_views(groups, [meta, meta], SIZE), strict=True):
-        assert each.slots[1] == -1
+    for view, view_meta in zip(groups.views, in_views(groups, [meta, meta], SIZE), strict=True):
+        assert view_meta.slots[1] == -1
         cache = kv.layers[view.layers[0]][0]
-        assert cache.is_contiguous() and each.window == (8 if view.group else 0)
-        block = int(each.slots[0]) // SIZE
-        assert each.slots[0] % SIZE == 1 and each.block_table[0, 0] == block
+        assert cache.is_contiguous() and view_meta.window == (8 if view.group else 0)
+        block = int(view_meta.slots[0]) // SIZE
+        assert view_meta.slots[0] % SIZE == 1 and view_meta.block_table[0, 0] == block
         assert not cache[block].any(), "another layer's"
         cache[block] = 1.0
-        cache[int(each.block_table[0, 1])] = 1.0
+        cache[int(view_meta.block_table[0, 1])] = 1.0
         if view.group == 0:
             kv.storage.zero_()
     own = kv.storage.view(2, 6, -1)[0]

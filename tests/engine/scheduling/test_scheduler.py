@@ -150,14 +150,14 @@ def test_the_latest_of_the_lowest_priority_is_preempted(ahead: bool) -> None:
 def test_last_in_order_waits_for_a_block_instead_of_preempting() -> None:
     """Bug: the newest request pushes out an older one and is pushed out by it in turn."""
     hand = Hand(num_blocks=4, max_model_len=16, async_scheduling=False)
-    one, two = hand.add(1, 7, max_tokens=9), hand.add(2, 4, max_tokens=9)
+    first, two = hand.add(1, 7, max_tokens=9), hand.add(2, 4, max_tokens=9)
     for _ in range(3):
         hand.go()
-    while one.phase is not RequestPhase.ENDED:
+    while first.phase is not RequestPhase.ENDED:
         hand.go()
     while two.phase is not RequestPhase.ENDED:
         hand.go()
-    assert len(one.token_ids) == 16 and len(two.token_ids) == 13
+    assert len(first.token_ids) == 16 and len(two.token_ids) == 13
     assert hand.scheduler.counters.preemptions == 1, (
         "the newer one, when the older one had no block"
     )

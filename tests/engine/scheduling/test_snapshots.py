@@ -70,11 +70,11 @@ def test_where_prompts_part_a_third_one_begins() -> None:
     """Bug: a system prompt that ends nowhere special is computed by each request for ever."""
     core, _ = core_with(SnapshotPlan(slots=8, every=1000, gap=4))
     system = make_request(1, 26).token_ids
-    found = []
+    cached = []
     for user in range(2, 5):
         prompt = [*system, *[user] * 22]
-        found.append(run(core, [make_request(user, prompt, max_tokens=1)])[user].cached)
-    assert found == [0, 0, 24]
+        cached.append(run(core, [make_request(user, prompt, max_tokens=1)])[user].cached)
+    assert cached == [0, 0, 24]
 
 
 def test_long_prompts_have_snapshots_on_their_way() -> None:
@@ -131,19 +131,19 @@ def test_rows_of_no_request_hold_snapshots() -> None:
 
     def cached(count: int, first: int) -> list[int]:
         asked = [make_request(first + i, prompts[i].copy(), max_tokens=1) for i in range(count)]
-        found = run(core, asked)
-        return [found[first + i].cached for i in range(count)]
+        outputs = run(core, asked)
+        return [outputs[first + i].cached for i in range(count)]
 
     assert cached(3, 10) == [0] * 3
-    kept = snapshots_of(core)
-    assert (len(kept), kept.capacity, len(kept.rows)) == (3, 7, 2)
+    snapshots = snapshots_of(core)
+    assert (len(snapshots), snapshots.capacity, len(snapshots.rows)) == (3, 7, 2)
     assert core.stats().snapshot_slots == 7
     assert cached(3, 20) == [28] * 3, "each begins from a row or the slot, in a row of its own"
     assert cached(5, 30) == [28] * 3 + [0] * 2
     core.check_integrity()
     # As many run as there are rows: snapshots make room, the oldest first.
     run(core, [make_request(40 + id, 9, max_tokens=2) for id in range(6)])
-    assert len(kept) == 1 and not kept.rows and kept.evicted >= 4
+    assert len(snapshots) == 1 and not snapshots.rows and snapshots.evicted >= 4
     core.check_integrity()
 
 
@@ -153,12 +153,12 @@ def test_the_only_row_left_may_have_what_a_request_begins_from() -> None:
     prompts = [make_request(id, 30).token_ids for id in range(2)]
     run(core, [make_request(1, prompts[0].copy(), max_tokens=1)])  # has the slot of its own
     run(core, [make_request(2, prompts[1].copy(), max_tokens=1)])  # lies in a row
-    kept = snapshots_of(core)
-    assert len(kept.rows) == 1
+    snapshots = snapshots_of(core)
+    assert len(snapshots.rows) == 1
     core.add_request(make_request(3, 9, max_tokens=30, ignore_eos=True))
     core.step()
-    found = run(core, [make_request(4, prompts[1].copy(), max_tokens=9)])
-    assert found[4].cached == 28
+    outputs = run(core, [make_request(4, prompts[1].copy(), max_tokens=9)])
+    assert outputs[4].cached == 28
     core.check_integrity()
 
 
@@ -216,7 +216,7 @@ def test_no_slot_is_a_model_without_prefix_cache() -> None:
 def test_random_lives(admission: str, slots: int) -> None:
     """Bug: a rare order of hits, preemptions, failures and evictions that resumes from a state
     which is not there yet or any more, or loses a slot."""
-    preemptions = found = 0
+    preemptions = hits = 0
     for seed in range(4):
         driver = random_run(
             seed,
@@ -229,9 +229,9 @@ def test_random_lives(admission: str, slots: int) -> None:
             max_num_batched_tokens=(64, 7)[seed == 2],
         )
         preemptions += driver.scheduler.counters.preemptions
-        found += driver.scheduler.counters.prefix_hits
+        hits += driver.scheduler.counters.prefix_hits
     assert (preemptions > 0) == (admission == "optimistic")
-    assert (found > 0) == (slots > 0)
+    assert (hits > 0) == (slots > 0)
 
 
 STEM = [2 + i * i % 47 for i in range(60)]

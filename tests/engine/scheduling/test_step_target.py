@@ -170,10 +170,10 @@ def test_promise_and_throughput(
     taken to cost more instead; the promise is kept by serving few."""
     free = serve(monkeypatch, 0.0, cost, ahead=ahead)
     assert free.percentile(99) > 1.5 * target and set(free.rows) == {STREAMS}
-    kept = serve(monkeypatch, target, cost, ahead=ahead)
-    assert kept.percentile(99) <= target
-    assert kept.goodput(target) >= 0.93 * free.throughput
-    assert min(kept.rows[50:]) < STREAMS, "the routers see fewer rows"
+    paced = serve(monkeypatch, target, cost, ahead=ahead)
+    assert paced.percentile(99) <= target
+    assert paced.goodput(target) >= 0.93 * free.throughput
+    assert min(paced.rows[50:]) < STREAMS, "the routers see fewer rows"
 
 
 @pytest.mark.slow
@@ -181,9 +181,9 @@ def test_promise_and_throughput(
 def test_other_requests(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Bug: the promise holds for the requests that it was made with."""
     free = serve(monkeypatch, 0.0, products, seed=seed)
-    kept = serve(monkeypatch, TARGET, products, seed=seed)
-    assert kept.percentile(99) <= TARGET
-    assert kept.goodput(TARGET) >= 0.93 * free.throughput
+    paced = serve(monkeypatch, TARGET, products, seed=seed)
+    assert paced.percentile(99) <= TARGET
+    assert paced.goodput(TARGET) >= 0.93 * free.throughput
 
 
 @pytest.mark.slow
@@ -191,17 +191,17 @@ def test_with_noise_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bugs: one pause of the process makes the cap one row for good; steps that vary more need more
     room, and have none."""
     free = serve(monkeypatch, 0.0, products, noise=0.05, pauses=0.004)
-    kept = serve(monkeypatch, TARGET, products, noise=0.05, pauses=0.004)
-    assert kept.percentile(99) <= TARGET
-    assert kept.goodput(TARGET) >= 0.93 * free.throughput
+    paced = serve(monkeypatch, TARGET, products, noise=0.05, pauses=0.004)
+    assert paced.percentile(99) <= TARGET
+    assert paced.goodput(TARGET) >= 0.93 * free.throughput
 
 
 def test_a_first_step_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a first step of seconds makes all steps dear and prompt tokens free. So the first
     prompts come whole beside decodes, and for the next hundred steps hardly any."""
-    kept = serve(monkeypatch, TARGET, products, compiles=2.0)
-    assert kept.gaps.max() <= 1.2 * TARGET
-    assert kept.percentile(99) <= TARGET
+    paced = serve(monkeypatch, TARGET, products, compiles=2.0)
+    assert paced.gaps.max() <= 1.2 * TARGET
+    assert paced.percentile(99) <= TARGET
 
 
 def test_a_target_that_no_step_holds() -> None:
@@ -273,4 +273,4 @@ def test_joined_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     while core.has_work():
         core.step()
     assert core.scheduler.counters.preemptions and len(seen) > 100
-    assert all(told == read for told, read in seen)
+    assert all(context == read for context, read in seen)
