@@ -33,7 +33,7 @@ def measure(
     with LLM(model, **config) as llm:
         llm.add_adapter("there", adapters / "a0")
         llm.generate(prompts, warm, detokenize=False)
-        slowest = took = 0.0
+        slowest = took = rested = 0.0
 
         def use(name: str) -> None:
             (output,) = llm.generate([prompts[0][:8]], one, adapter=name, detokenize=False)
@@ -55,10 +55,12 @@ def measure(
 
         def disturb() -> None:
             # As long as the loads took: streams grow, and steps with them.
+            nonlocal rested
             start = time.perf_counter()
             for number in range(count):
                 use("there")
                 _sleep_until(start + (number + 1) * took / count)
+            rested = time.perf_counter() - start
 
         def start_streams() -> list[Any]:
             return [llm.start_request(ids, params, detokenize=False) for ids in prompts]
@@ -79,6 +81,7 @@ def measure(
         return {
             "loads": llm.stats().adapter_loads,
             "gaps": {"quiet": len(quiet), "loading": len(loading)},
+            "seconds": {"quiet": round(rested, 3), "loading": round(took, 3)},
             "slowest_load_ms": round(slowest * 1e3, 3),
             **figures,
         }

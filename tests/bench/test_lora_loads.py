@@ -66,6 +66,7 @@ def test_both_kinds_of_turns_take_as_long(tmp_path: Path) -> None:
         count=4,
         interval=0.1,
     )
-    assert found["loads"] > 4 and found["slowest_load_ms"] < 100
-    quiet, loading = found["gaps"]["quiet"], found["gaps"]["loading"]
-    assert 0.8 < quiet / loading < 1.25 and loading > 100
+    assert found["loads"] > 4 and min(found["gaps"].values()) > 20
+    # Not the numbers of gaps: a neighbour's load spreads these.
+    quiet, loading = found["seconds"]["quiet"], found["seconds"]["loading"]
+    assert 0.8 < quiet / loading < 1.25 and loading >= 0.4

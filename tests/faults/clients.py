@@ -80,10 +80,17 @@ def post(path: str, body: dict[str, Any], *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + payload
 
 
-async def ask(port: int, body: dict[str, Any], prefix: str = "", *, header: str = "") -> Said:
-    """One streamed request, with one more header. Whatever goes wrong is in `error`, nothing is
-    raised or tried again."""
-    said = Said()
+async def ask(
+    port: int,
+    body: dict[str, Any],
+    prefix: str = "",
+    *,
+    header: str = "",
+    said: Said | None = None,
+) -> Said:
+    """Send one streamed request, with one more header. Whatever goes wrong is in `error`, nothing
+    is raised or tried again. said: takes the answer while it comes."""
+    said = said or Said()
     try:
         async with asyncio.timeout(TIMEOUT):
             await _ask(said, port, body, prefix, header)

@@ -93,13 +93,16 @@ def test_sigterm_lets_streams_end(tmp_path: Path, proxy: str) -> None:
     ended Ray first, the server waited a minute for it and ended with 1, and haproxy stayed."""
 
     async def streams(port: int, process: "subprocess.Popen[str]") -> None:
-        began = time.monotonic()
         right = await ask(port, BODY | {"max_tokens": LENGTH})
-        took = time.monotonic() - began
         assert (right.error, right.finishes, right.output) == ("", {0: "length"}, LENGTH)
         long = asyncio.create_task(ask(port, BODY | {"max_tokens": ENDLESS}))
-        tasks = [asyncio.create_task(ask(port, BODY | {"max_tokens": LENGTH})) for _ in range(2)]
-        await asyncio.sleep(min(0.2, 0.4 * took))
+        begun = [Said() for _ in range(2)]
+        tasks = [
+            asyncio.create_task(ask(port, BODY | {"max_tokens": LENGTH}, said=said))
+            for said in begun
+        ]
+        while not all(said.first for said in begun) and not any(task.done() for task in tasks):
+            await asyncio.sleep(0.002)
         assert not any(task.done() for task in tasks), [t.result() for t in tasks if t.done()]
         os.killpg(process.pid, signal.SIGTERM)
         began = time.monotonic()

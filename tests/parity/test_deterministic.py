@@ -102,10 +102,13 @@ def all_cuts(
         cuts.append({"block_size": 1, "num_blocks": 4096})
     for cut in cuts:
         good &= all(map(same, all_of(start(**cut)), whole))
-    tight = start(num_blocks=16 if adapters else 24, max_model_len=192)
-    good &= all(map(same, all_of(tight), whole))
-    assert tight.stats().preemptions > 0, "the blocks were meant to be too few"
-    return good
+    # With how few blocks a request is preempted depends on when adapters have loaded.
+    for blocks in range(16 if adapters else 24, 11, -1):
+        tight = start(num_blocks=blocks, max_model_len=192)
+        good &= all(map(same, all_of(tight), whole))
+        if tight.stats().preemptions:
+            return good
+    pytest.fail("nothing was preempted")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
