@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 install = @$(PYTHON) deploy/install.py $(ASKED)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test test-all faults lint format hooks constraints clean
+.PHONY: help venv install demo test test-all nightly faults lint format hooks constraints clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,7 +35,7 @@ demo: install ## start the default model, print a streamed answer, serve on port
 where := not gpu$(if $(LONG),, and not long)
 pytest = $(BIN)/python -m pytest
 
-test: venv ## what to run after a change: ten minutes on two cores
+test: venv ## what to run after a change: eight minutes on two cores
 ifdef ARGS
 	@test -n "$$MANTA_TEST_MODEL" || $(BIN)/python -m deployments.cli.models.fetch --quantization none default >/dev/null
 	@$(pytest) -m '$(where)' $(ARGS)
@@ -45,6 +45,9 @@ endif
 
 test-all: venv ## the tests that make test leaves out and that need no GPU
 	@$(BIN)/python -m tests.stages $(if $(LONG),--long) rest
+
+nightly: venv ## tests of prose and of machine code, and exhaustive grids
+	@$(BIN)/python -m tests.stages --long nightly
 
 faults: venv ## docs/reliability.md in full: kills, abuse, draining; half an hour
 	@$(BIN)/python -m deployments.cli.models.fetch --quantization none default >/dev/null

@@ -173,10 +173,10 @@ def faults(chosen: Sequence[PinnedSet], versions: Sequence[str]) -> list[str]:
         return [fault for fault in threads.map(fault, cases) if fault]
 
 
-def check() -> list[str]:
-    """All sets, and the lower bounds."""
+def check(versions: Sequence[str]) -> list[str]:
+    """Return what does not resolve of all sets and of the lower bounds."""
     with tempfile.TemporaryDirectory(prefix="manta-pins-") as folder:
-        return faults([*sets(Path(folder)), lowest()], pythons())
+        return faults([*sets(Path(folder)), lowest()], versions)
 
 
 def renewed(upgrade: bool) -> str:
@@ -228,7 +228,7 @@ def main() -> int:
     if (what := parser.parse_args().what) != "check":
         CONSTRAINTS.write_text(renewed(upgrade=what == "upgrade"), "utf-8")
         return 0
-    for fault in (found := check()):
+    for fault in (found := check(pythons())):
         print(fault, file=sys.stderr)
     return 1 if found else 0
 

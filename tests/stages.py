@@ -1,14 +1,16 @@
-"""The stages of `make test` and `make test-all`: one pytest each, and what became of them.
+"""The stages of `make test`, `make test-all` and `make nightly`: one pytest each, and its outcome.
 
-    python -m tests.stages test          what a newcomer runs
-    python -m tests.stages rest          what that leaves out and needs no GPU
-    python -m tests.stages test rest     both, which is what CI runs
-    python -m tests.stages smoke         one stage
+    python -m tests.stages test            what a newcomer runs
+    python -m tests.stages rest            what that leaves out and CI has
+    python -m tests.stages test rest       both, which is what CI runs
+    python -m tests.stages --long nightly  prose, machine code and exhaustive grids
+    python -m tests.stages smoke           one stage
 
-A stage's failed tests are run once more, alone and in one process, and both outcomes are told: some
-tests look at clocks, on cores that they share with the load that they make. A test that fails twice
-fails the stage. So does whatever is not a failed test: a crash, a stage in which nothing was
-collected, a process that a test has left behind. Later stages run all the same.
+A stage's failed tests are run once more, alone and in one process: some look at clocks, on cores
+that they share with the load that they make. A test that fails twice fails the stage. One that
+passes alone does not; it is counted and named at the end, and `.pytest_cache/stages/flaky.jsonl`
+has a line for each run. Whatever is not a failed test fails the stage, too: a crash, a stage in
+which nothing was collected, a process that a test has left behind. Later stages run all the same.
 
 Tests that start Ray wait more than they compute: more than half of two cores is idle. Stages that
 look at no clock run beside them, in that time (`Beside`).
@@ -45,13 +47,17 @@ CRASHED = re.compile(r"worker 'gw\d+' crashed while running '?([^'\s\"]*)")
 
 @dataclass(frozen=True)
 class Stage:
-    """name: of its cache. where: pytest's -m. processes: that share its tests. paths: where its
-    tests are, all folders if empty, but for `without`. beside: the stage in whose idle time it runs
-    if both are run.
+    """One run of pytest.
 
-    Two have a core each, four half of one: tests that wait, such as those of clients and servers,
-    leave it to others. One for tests that start Ray, whose processes look at the clock and for each
-    other, and for those that tell what something costs: a neighbour spoils the caches."""
+    name: the name of its cache.
+    where: pytest's -m, to which `not gpu` is added.
+    processes: the processes that share its tests. Two have a core each. Four have half a core
+        each, for tests that wait, such as those of clients and servers. Tests that start Ray, and
+        tests of costs, have one: a neighbour spoils their clocks and caches.
+    paths: the folders or files of its tests; empty for all.
+    without: the folders that are left out.
+    beside: the stage in whose idle time it runs if both are run.
+    """
 
     name: str
     title: str
@@ -69,6 +75,7 @@ INTERPRETER: dict[str, Any] = {
 }
 # Folders of tests that look at numbers and at no clock.
 NUMBERS = (
+    "tests/deployments/api/tools",
     "tests/kernels",
     "tests/parity",
     "tests/engine/lora",
@@ -76,23 +83,39 @@ NUMBERS = (
     "tests/engine/text",
     "tests/engine/weights",
 )
-SLOW = "slow and not triton and not serve and not timed"
+SLOW = "slow and not triton and not serve and not timed and not nightly"
+
+
+def files_with(mark: str) -> tuple[str, ...]:
+    """Return the files of tests that use a mark: to collect all files takes twenty seconds."""
+    uses = re.compile(rf"\bmark\.{mark}\b")
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    used = [file for file in files if uses.search(file.read_text("utf-8"))]
+    return tuple(str(file.relative_to(ROOT)) for file in used)
+
+
 STAGES = {
     "test": (
         Stage(
             "interpreter",
             "Triton kernels in the interpreter",
-            "triton and not slow",
+            "triton and not slow and not nightly",
             processes=2,
+            beside="ray",
             **INTERPRETER,
         ),
         Stage(
             "quick",
             "What starts no Ray",
-            "not triton and not serve and not timed and not slow",
+            "not triton and not serve and not timed and not slow and not nightly",
             processes=4,
         ),
-        Stage("smoke", "A stream, a kill, a drain and Ctrl-C on a real Ray", "smoke"),
+        Stage(
+            "smoke",
+            "A stream, a kill, a drain and Ctrl-C on a real Ray",
+            "smoke and not nightly",
+            paths=files_with("smoke"),
+        ),
     ),
     "rest": (
         Stage(
@@ -111,15 +134,33 @@ STAGES = {
             beside="ray",
         ),
         Stage(
+            "ray",
+            "What starts Ray",
+            "serve and not timed and not smoke and not triton and not nightly",
+            paths=files_with("serve"),
+        ),
+        Stage(
+            "costs",
+            "What looks at costs",
+            "timed and not smoke and not triton and not nightly",
+            paths=files_with("timed"),
+        ),
+    ),
+    "nightly": (
+        Stage(
+            "nightly",
+            "Prose, machine code and exhaustive grids",
+            "nightly and not triton",
+            processes=2,
+            paths=files_with("nightly"),
+        ),
+        Stage(
             "grids",
             "Every pair of what Triton kernels take, in the interpreter",
-            "triton and slow",
+            "triton and (slow or nightly)",
             processes=2,
-            beside="ray",
             **INTERPRETER,
         ),
-        Stage("ray", "What starts Ray", "serve and not timed and not smoke and not triton"),
-        Stage("costs", "What looks at costs", "timed and not smoke and not triton"),
     ),
 }
 
@@ -375,8 +416,20 @@ def _why(code: int, cache: Path) -> str:
     return ""
 
 
-def told(outcomes: list[Outcome], seconds: float) -> list[str]:
-    """Lines for the end; the last is of pytest's form. seconds: of all, some beside others."""
+def keep_flaky(outcomes: list[Outcome], cache: Path = CACHE) -> None:
+    """Append a line with this run's flaky tests to `flaky.jsonl`."""
+    line = {
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "stages": [outcome.stage.name for outcome in outcomes],
+        "flaky": [test for outcome in outcomes for test in outcome.again],
+    }
+    with (cache / "flaky.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def summary(outcomes: list[Outcome], seconds: float) -> list[str]:
+    """Return the lines for the end: stages, then the tests that failed once, then one line of
+    pytest's form. seconds: the time of all, of which some ran beside others."""
     lines = []
     for outcome in outcomes:
         title = outcome.stage.title
@@ -384,9 +437,10 @@ def told(outcomes: list[Outcome], seconds: float) -> list[str]:
             title += ", beside others"
         state = "passed" if outcome.good else "FAILED"
         lines.append(f"{state}  {outcome.seconds:6.0f} s  {title}")
-        lines += [f"  failed at first, passed alone: {test}" for test in outcome.again]
         lines += [f"  failed: {test}" for test in outcome.failed]
         lines += [f"  {why}" for why in outcome.broken]
+    flaky = [test for outcome in outcomes for test in outcome.again]
+    lines.append(f"failed once, passed alone: {len(flaky)} {' '.join(flaky)}".rstrip())
     counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
     said = [f"{counts[kind]} {kind}" for kind in ("failed", "passed", "skipped") if counts[kind]]
     return [*lines, f"{', '.join(said) or 'nothing ran'} in {seconds:.2f}s"]
@@ -420,7 +474,7 @@ def main() -> int:
     parser.add_argument("--long", action="store_true", help="with the tests marked long, too")
     args = parser.parse_args()
     began = time.monotonic()
-    if "MANTA_TEST_MODEL" not in os.environ:  # as of tests/conftest.py
+    if "MANTA_TEST_MODEL" not in os.environ:  # of tests/conftest.py
         for quantization in ("none", "auto"):  # as tests' engines take it, and as it is served
             fetch = [
                 sys.executable,
@@ -441,7 +495,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, interrupt)
     chosen = [stage for part in args.parts for stage in stages[part]]
     outcomes = in_turns(chosen, long=args.long)
-    print("\n".join(["==", *told(outcomes, time.monotonic() - began)]), flush=True)
+    keep_flaky(outcomes)
+    print("\n".join(["==", *summary(outcomes, time.monotonic() - began)]), flush=True)
     if _interrupted:
         return 130
     return 0 if all(outcome.good for outcome in outcomes) else 1

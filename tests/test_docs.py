@@ -50,6 +50,7 @@ def generate() -> Any:
     return module
 
 
+@pytest.mark.nightly
 def test_the_list_of_modules_has_every_module() -> None:
     """A module that says nothing of itself, or is missing from the list, is found by nobody."""
     modules = dict(generate().modules())
@@ -57,6 +58,7 @@ def test_the_list_of_modules_has_every_module() -> None:
     assert len(dict(generate().modules("engine/sampling"))) < len(modules)
 
 
+@pytest.mark.nightly
 def test_map_names_functions_that_exist() -> None:
     """A request's way, told by functions that were renamed since."""
     page = (DOCS / "map.md").read_text("utf-8")
@@ -84,12 +86,14 @@ def test_configuration_page_is_current() -> None:
     assert not undocumented
 
 
+@pytest.mark.nightly
 def test_models_page_is_current() -> None:
     """A model that runs and is not on the page is one that nobody tries."""
     page = (DOCS / "models.md").read_text("utf-8")
     assert page == generate().render_models(), "run: python docs/generate.py"
 
 
+@pytest.mark.nightly
 def test_http_page_names_every_field() -> None:
     """A field that is accepted and nowhere written is accepted for nobody."""
     from deployments.api.fields.agents import (
@@ -116,6 +120,7 @@ def test_http_page_names_every_field() -> None:
     assert not missing
 
 
+@pytest.mark.nightly
 def test_the_list_of_fields_has_every_field() -> None:
     """A route that the list lacks, or a field that is taken and not listed."""
     from deployments.api.fields.generation import CHAT
@@ -124,6 +129,7 @@ def test_the_list_of_fields_has_every_field() -> None:
     assert all(f"`{name}`" in text for name in CHAT.known) and "`/v1/responses`" in text
 
 
+@pytest.mark.nightly
 def test_http_page_names_every_error() -> None:
     """405 and the 503 of /ready were not in the table: a client cannot be written for them.
     `suffix` stood among the fields that are taken, and is always refused."""
@@ -152,6 +158,7 @@ def results_named() -> Iterator[tuple[str, str]]:
             yield page.name, name if "." in name.rpartition("-")[2] else f"{name}.json"
 
 
+@pytest.mark.nightly
 def test_figures_name_files_that_exist() -> None:
     """A figure whose file is gone, or was never committed, is a claim that nobody can check."""
     there = [path.name for folder in (RESULTS, DOCS / "img") for path in folder.iterdir()]
@@ -164,6 +171,7 @@ def matching(there: list[str], name: str) -> list[str]:
     return fnmatch.filter(there, name.replace("<date>", "*"))
 
 
+@pytest.mark.nightly
 def test_results_are_named_by_their_figures() -> None:
     """Costs of routing stood in a table that named the command alone: which file they are from,
     and so of which commit and machine, was for the reader to guess."""
@@ -177,6 +185,7 @@ FIGURE = re.compile(r"\d[\d,.]* (?:ms|us|tokens/s|requests/s|GB/s|times)\b")
 SOURCE = re.compile(r"-(?:\d{4}-\d\d-\d\d|<date>)\b|python -m (?:bench|tests)\.|\btest_\w+")
 
 
+@pytest.mark.nightly
 def test_sections_with_figures_say_where_they_are_from() -> None:
     """A table of times without a file, a command or a test is true for ever or never."""
     pages = ("architecture", "deterministic", "lora", "parallel", "performance", "quantization",
@@ -204,6 +213,7 @@ def commits(value: Any, key: str = "") -> Iterator[str]:
         yield value
 
 
+@pytest.mark.nightly
 def test_results_name_commits_that_exist() -> None:
     """Two results were of commits that no clone has: what was measured is known to nobody."""
 
@@ -220,6 +230,7 @@ def test_results_name_commits_that_exist() -> None:
     assert not {name for name, found in named.items() if not known.issuperset(found)}
 
 
+@pytest.mark.nightly
 def test_pages_name_tests_and_commands_that_exist() -> None:
     """Tests move and get other names, and a row of the page on faults is held by nothing."""
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")]
@@ -262,6 +273,7 @@ def paragraphs(page: Path) -> Iterator[str]:
     yield from re.split(r"\n\s*\n|^ *(?:-|\d+\.) ", text, flags=re.M)
 
 
+@pytest.mark.nightly
 def test_paragraphs_have_at_most_80_words() -> None:
     """Walls of 150 words, which nobody reads (rule 5 of docs/development.md)."""
     pages = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md"))
@@ -271,6 +283,7 @@ def test_paragraphs_have_at_most_80_words() -> None:
     assert len(sizes) > 500 and not [size for size in sizes if size[0] > 80]
 
 
+@pytest.mark.nightly
 def test_every_dependency_has_its_reason() -> None:
     """Each dependency is a thing that can break, be slow or be taken over; it needs a reason."""
     import tomllib

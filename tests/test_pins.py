@@ -23,13 +23,19 @@ def index() -> None:
         pytest.skip(f"no package index ({pins.INDEX} names one): {reason.splitlines()[-1]}")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("index")
 @pytest.mark.timeout(900)
-def test_every_pinned_set_resolves_for_every_python() -> None:
+@pytest.mark.parametrize(
+    "python",
+    [
+        pytest.param(python, marks=pytest.mark.slow if number == 0 else pytest.mark.nightly)
+        for number, python in enumerate(pins.pythons())
+    ],
+)
+def test_every_pinned_set_resolves(python: str) -> None:
     """constraints.txt pinned triton 3.9.0 beside a torch that requires 3.7.1: it had been written
     on a machine with a wheel of its own, and nobody else could install."""
-    faults = pins.check()
+    faults = pins.check([python])
     assert not faults, "\n\n".join(faults)
 
 
@@ -47,7 +53,7 @@ def test_a_pin_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
     assert "triton" in fault
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("index")
 @pytest.mark.timeout(900)
 def test_pip_installs_what_is_pinned() -> None:

@@ -1,7 +1,9 @@
 """tests/stages.py: what fails a stage, and which tests are in which."""
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages import MOST_AGAIN, NUMBERS, ROOT, STAGES, Outcome, told
+from tests.stages import MOST_AGAIN, NUMBERS, ROOT, STAGES, Outcome, files_with, keep_flaky, summary
 
 RUN = """
 import os, pickle, sys
@@ -70,14 +72,19 @@ NEVER = "def test_never(): assert False\n"
 
 
 @pytest.mark.slow
-def test_a_test_that_passes_alone_is_told_of(tmp_path: Path) -> None:
+def test_a_test_that_passes_alone_is_counted(tmp_path: Path) -> None:
     """A clock that a neighbour held up fails a change; or nobody hears that it did."""
     outcome, printed = outcome_of(tmp_path, FINE + ONCE, processes=2)
     assert outcome.good and outcome.again == ["test_made.py::test_once"]
     assert outcome.counts == {"passed": 2, "failed": 0, "skipped": 0}
     assert "1 failed, 1 passed" in printed and "Once more, alone: 1 of 'Made'" in printed
-    assert "  failed at first, passed alone: test_made.py::test_once" in told([outcome], 1.0)
-    assert told([outcome], 1.0)[-1].startswith("2 passed in ")
+    *_, flaky, last = summary([outcome], 1.0)
+    assert flaky == "failed once, passed alone: 1 test_made.py::test_once"
+    assert last.startswith("2 passed in ")
+    for _ in range(2):
+        keep_flaky([outcome], tmp_path)
+    runs = (tmp_path / "flaky.jsonl").read_text().splitlines()
+    assert [json.loads(run)["flaky"] for run in runs] == [["test_made.py::test_once"]] * 2
 
 
 def test_a_test_that_fails_twice_fails_the_stage(tmp_path: Path) -> None:
@@ -85,7 +92,7 @@ def test_a_test_that_fails_twice_fails_the_stage(tmp_path: Path) -> None:
     outcome, _ = outcome_of(tmp_path, FINE + ONCE + NEVER)
     assert not outcome.good and outcome.failed == ["test_made.py::test_never"]
     assert outcome.again == ["test_made.py::test_once"] and not outcome.broken
-    assert told([outcome], 1.0)[-1].startswith("1 failed, 2 passed in ")
+    assert summary([outcome], 1.0)[-1].startswith("1 failed, 2 passed in ")
 
 
 def test_many_failures_are_not_tried_again(tmp_path: Path) -> None:
@@ -192,8 +199,8 @@ os._exit(0)
 def test_what_is_left_of_the_cores() -> None:
     """Stages that take cores from tests that look at clocks; or that wait, when nothing runs beside
     them any more, for what other users of the machine leave."""
-    told = subprocess.check_output([sys.executable, "-c", LEFT], cwd=ROOT, text=True).split()
-    assert told[0] == "left" and (told[1] == "part" or os.geteuid())
+    classes = subprocess.check_output([sys.executable, "-c", LEFT], cwd=ROOT, text=True).split()
+    assert classes[0] == "left" and (classes[1] == "part" or os.geteuid())
 
 
 def test_a_stage_beside_another_that_dies_fails(tmp_path: Path) -> None:
@@ -207,10 +214,11 @@ def test_a_stage_beside_another_that_dies_fails(tmp_path: Path) -> None:
 def test_each_test_is_in_one_stage() -> None:
     """A test that no stage has proves nothing; one that two have is waited for twice."""
     stages = [stage for part in STAGES.values() for stage in part]
-    names = ("triton", "serve", "timed", "slow", "smoke")
+    by_mark = [files_with(mark) for mark in ("smoke", "serve", "timed", "nightly")]
+    names = ("triton", "serve", "timed", "slow", "smoke", "nightly")
     for folder, *values in product(("tests/kernels", "tests"), *[(False, True)] * len(names)):
         marks = dict(zip(names, values, strict=True))
-        if marks["smoke"] and (not marks["serve"] or marks["triton"]):
+        if marks["smoke"] and (not marks["serve"] or marks["triton"] or marks["nightly"]):
             continue
         if marks["triton"] and folder == "tests":  # nowhere: see below
             continue
@@ -219,14 +227,18 @@ def test_each_test_is_in_one_stage() -> None:
             for stage in stages
             if eval(stage.where, {}, marks)
             and folder not in stage.without
-            and (not stage.paths or folder in stage.paths)
+            and (not stage.paths or folder in stage.paths or stage.paths in by_mark)
         ]
         assert len(found) == 1, (folder, marks, found)
-    for path in (ROOT / "tests").rglob("test_*.py"):
+    for path in (ROOT / "tests").rglob("*.py"):
         text = path.read_text("utf-8")
         if "mark.triton" in text and path.name != Path(__file__).name:
             assert path.parent == ROOT / "tests" / "kernels", path
-    paths = {stage.name: stage.paths for stage in stages if stage.paths}
+        if not path.name.startswith("test_"):  # files_with would not see their users
+            assert not re.search(r"mark\.(smoke|serve|timed|nightly)\b", text), path
+    paths = {
+        stage.name: stage.paths for stage in stages if stage.paths and stage.paths not in by_mark
+    }
     triton = ("tests/kernels",)
     assert paths == {"interpreter": triton, "grids": triton, "numbers": NUMBERS}
     assert [stage.without for stage in stages if stage.without] == [NUMBERS]

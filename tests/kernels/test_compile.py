@@ -110,14 +110,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def cases() -> Iterator[Any]:
-    """Every part at the sizes of every model; of the one in the middle, what it alone has."""
+    """Every part at the sizes of every model. CI has the parts of which any model needs some."""
     for model, part in itertools.product(MODELS, PARTS):
-        middle = model == "qwen3-0.6b" and part != "layers"
-        again = (model, part) == ("smollm2-135m", "quantized_attention")  # heads of 64: 40 s
-        yield pytest.param(model, part, marks=pytest.mark.long if middle or again else ())
+        smoke = (model, part) in (("smollm2-135m", "layers"), ("smollm2-135m", "attention"))
+        mark = pytest.mark.slow if smoke else pytest.mark.nightly
+        yield pytest.param(model, part, marks=mark)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scores_of_latents_are_made_once(launches: Launches) -> None:
     """Bug: all eight warps are given to the 64 heads of a tile, of which four have their rows: half
     of them computes what the others do, scores and exponentials, in decodes and in chunks."""
@@ -130,7 +130,6 @@ def test_scores_of_latents_are_made_once(launches: Launches) -> None:
             assert "warpsPerCTA = [8, 1], instrShape" not in compiled.asm["ttgir"], name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "part"), list(cases()))
 def test_compiles_for_hopper(model: str, part: str, launches: Launches) -> None:
     """A kernel that only the interpreter has run fails on its first step on a GPU."""
@@ -161,7 +160,7 @@ def unwritten(cubin: bytes, path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_places_that_two_operands_share(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -176,7 +175,7 @@ def test_places_that_two_operands_share(
     assert not unwritten(seen[0].asm["cubin"], tmp_path / "cubin")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_decodes_of_delta_read_all_at_once(launches: Launches) -> None:
     """Bug: a piece of a state is asked for once the last one is stored, or once convolutions are
     made; a state that is read by less than 16 bytes."""
@@ -197,7 +196,7 @@ def on_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "pdl", lambda device: {"PDL": False})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_codes_compile_for_ampere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion that begins with Hopper, or tiles for its memory: int8 and int4 keys run on an
     A100 too."""
@@ -207,7 +206,7 @@ def test_codes_compile_for_ampere(launches: Launches, monkeypatch: pytest.Monkey
         assert compiled.metadata.shared <= 163 * 1024, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["fp8", "int4"])
 def test_numbers_of_codes_are_read_once(name: str, launches: Launches) -> None:
     """Bug: each thread of a tile of scores reads and unpacks the numbers of a quarter of the keys,
@@ -229,7 +228,7 @@ def test_numbers_of_codes_are_read_once(name: str, launches: Launches) -> None:
     assert written.count("bar.sync") <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """8-bit floats, which it does not convert, and products of 8-bit integers in tiles for
     Hopper."""
@@ -254,7 +253,7 @@ def test_products_compile_for_ampere(launches: Launches, monkeypatch: pytest.Mon
         assert compiled.metadata.shared <= 163 * 1024, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "form",
     [
@@ -283,7 +282,7 @@ def test_pairs_of_codes_compile(
         assert compiled.asm["cubin"], name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pairs_of_floats_compile(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """PTX for experts in MXFP4, each tile; words that are decoded one code at a time after all."""
     monkeypatch.setattr(
@@ -298,7 +297,7 @@ def test_pairs_of_floats_compile(launches: Launches, monkeypatch: pytest.MonkeyP
     assert found >= 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_packed_experts_are_read_wide(launches: Launches) -> None:
     """Words of codes, or of x, that are read one by one, as where a thread's do not belong
     together; numbers that change threads on their way to each other."""
@@ -322,7 +321,7 @@ def spilled(cubin: bytes, path: Path) -> int:
     return int(re.findall(r"STACK:(\d+)", text)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["llama-8b", "qwen3-0.6b"])
 def test_experts_multiply_floats_of_eight_bits(
     model: str, launches: Launches, tmp_path: Path
@@ -342,7 +341,7 @@ def test_experts_multiply_floats_of_eight_bits(
         assert spilled(compiled.asm["cubin"], tmp_path / "cubin") <= 16, name  # an address or two
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_floats_that_the_device_converts(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +359,7 @@ def test_floats_that_the_device_converts(
         assert codes and all(".v4.b32" in line for line in codes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fragments_go_from_memory_to_matrix_units(launches: Launches) -> None:
     """Codes that are read by less than 16 bytes, or take another way than through a thread's own
     registers; a pair of codes that costs more than nine logical operations in four; spills."""
@@ -380,7 +379,7 @@ def test_fragments_go_from_memory_to_matrix_units(launches: Launches) -> None:
         assert ".local" not in ptx, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_words_of_codes_compile(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """PTX again: a token's products with 8-bit floats and 4-bit integers, each tile that there
     is."""
@@ -403,7 +402,7 @@ def test_words_of_codes_compile(launches: Launches, monkeypatch: pytest.MonkeyPa
         assert compiled.asm["cubin"], name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "form",
@@ -435,7 +434,7 @@ def test_integers_go_from_memory_to_matrix_units(
             assert compiled.metadata.shared <= 8192  # of sums
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_heads_of_512_fit(launches: Launches) -> None:
     """Tiles of keys that leave no room for each other: Gemma 4's full layers."""
     k_cache, v_cache, q = (
@@ -464,7 +463,7 @@ def test_heads_of_512_fit(launches: Launches) -> None:
         assert compiled.metadata.shared <= SHARED_MEMORY, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_are_read_wide(launches: Launches) -> None:
     """A rank that the compiler does not know to be a multiple of 16 makes it read B two bytes at a
     time, which costs more than everything else."""
@@ -478,7 +477,7 @@ def test_adapters_are_read_wide(launches: Launches) -> None:
         assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async.cg" in compiled.asm["ptx"], name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["llama-8b", "qwen3-0.6b"])
 def test_experts_are_read_wide(model: str, launches: Launches) -> None:
     """A mask or a stride that the compiler knows too little of makes it read weights two bytes at a
@@ -495,7 +494,7 @@ def test_experts_are_read_wide(model: str, launches: Launches) -> None:
             assert "cp.async.ca" not in ptx, name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_whole_numbers_take_the_matrix_units(launches: Launches) -> None:
     """8-bit integers that are multiplied one by one, or read a byte at a time."""
     form = Format(8, 4096, torch.float32, zero=128, activations=8)
@@ -512,7 +511,7 @@ def test_whole_numbers_take_the_matrix_units(launches: Launches) -> None:
         assert compiled.metadata.shared <= SHARED_MEMORY
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_expand_waits_for_memory_once(launches: Launches) -> None:
     """Splits that are added up as they come are waited for one after the other, each with two
     barriers: most of what adapters cost a small step. And B, which nobody writes, is fetched while

@@ -92,7 +92,7 @@ PAIRS = 4e-3
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.nightly)],
     ids=str,
 )
 @pytest.mark.parametrize(

@@ -432,6 +432,7 @@ def test_rounded_experts_of_other_ranks(nothing_is_zero: None) -> None:
     assert float((got - want).norm() / want.norm()) < 0.15  # inputs are rounded
 
 
+@pytest.mark.slow
 def test_which_experts_are_rounded() -> None:
     """Inputs that are rounded though the format, or the deterministic mode, takes them as they
     come; a row of few tokens that is not as it is among more."""

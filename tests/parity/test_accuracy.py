@@ -57,13 +57,24 @@ def beyond(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
+# One of each way: rounded while loading, converted, read from blocks of a file, keys in 8 bits.
+CHOSEN = ("gguf-file", "int8", "uint4-32", "convert-w8a8", "kv-int8")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(CHOSEN, marks=pytest.mark.slow),
+        pytest.param((*BOUNDS.keys() - CHOSEN,), marks=pytest.mark.nightly),
+    ],
+    ids=["chosen", "others"],
+)
 @pytest.mark.skipif(not (able() and has_int8()), reason="no AVX512-VNNI")
-def test_next_token_distributions() -> None:
+def test_next_token_distributions(cases: tuple[str, ...]) -> None:
     """Outliers that take the precision of the rest, a scale that is lost, or halves of bytes that
     are swapped: text may still look like English then."""
     folders = resolve_model("default", blocks=True), resolve_model("default")
-    assert not beyond(accuracy.measure(*folders, tuple(BOUNDS)))
+    assert not beyond(accuracy.measure(*folders, cases))
 
 
 def test_the_result_is_of_all_formats() -> None:

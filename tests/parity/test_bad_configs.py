@@ -22,8 +22,24 @@ def places(config: dict[str, Any]) -> list[tuple[str, ...]]:
     return [(key,) for key in config] + inner
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
+# One of each kind of mixer, and of a configuration in another.
+_SLOW = (
+    "llama",
+    "gemma 3 4b",
+    "gpt-oss",
+    "deepseek v3",
+    "qwen 3 next",
+    "falcon h1",
+    "mpt",
+    "lfm 2",
+)
+_MARKED = [
+    pytest.param(name, marks=pytest.mark.slow if name in _SLOW else pytest.mark.nightly)
+    for name in ALL
+]
+
+
+@pytest.mark.parametrize("name", _MARKED)
 def test_every_key_with_other_values(name: str, tmp_path: Path) -> None:
     """A list where a number is expected ends the engine with a TypeError that names neither."""
     save(ALL[name], tmp_path)

@@ -128,7 +128,7 @@ def config_of(name: str, folder: Path) -> Config:
 
 _QUICK = ("gpt-neox", "gemma 3 4b", "cohere 2", "nemotron h, by letters", "qwen 3 moe", "lfm 2")
 _MARKED = [
-    pytest.param(name, marks=() if name in (*_QUICK, *PUBLISHED) else pytest.mark.slow)
+    pytest.param(name, marks=() if name in (*_QUICK, *PUBLISHED) else pytest.mark.nightly)
     for name in (*PUBLISHED, *ALL)
 ]
 

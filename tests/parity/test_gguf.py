@@ -100,7 +100,7 @@ FAMILIES: dict[str, Written] = {
 # One of each kind of change between the formats; the others differ in names.
 _QUICK = ("llama", "gemma 2", "phi 4 mini", "qwen 3 moe", "gpt-oss", "falcon 40b", "gpt-2")
 _MARKED = [
-    pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in FAMILIES
+    pytest.param(name, marks=() if name in _QUICK else pytest.mark.nightly) for name in FAMILIES
 ]
 
 

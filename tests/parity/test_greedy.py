@@ -29,7 +29,13 @@ def prompts(default_model: Path) -> list[list[int]]:
 
 
 @pytest.fixture(
-    scope="module", params=[8, pytest.param(len(PROMPTS), marks=pytest.mark.long)], ids=str
+    scope="module",
+    params=[
+        4,
+        pytest.param(8, marks=pytest.mark.nightly),
+        pytest.param(len(PROMPTS), marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def few(prompts: list[list[int]], request: pytest.FixtureRequest) -> list[list[int]]:
     return prompts[: request.param]
@@ -140,9 +146,9 @@ def test_preempted_requests_give_the_same_text(
     default_model: Path, few: list[list[int]], whole: list[Output]
 ) -> None:
     """Recomputing prompt and output after preemption with a stale block, row or counter."""
-    core = engine(default_model, num_blocks=20, max_model_len=256, prefix_caching=False)
+    core = engine(default_model, num_blocks=8, max_model_len=128, prefix_caching=False)
     outputs = run(core, few, GREEDY)
-    assert core.stats().preemptions > 0, "20 blocks were meant to be too few"
+    assert core.stats().preemptions > 0, "8 blocks were meant to be too few"
     assert_same(outputs, whole)
 
 
@@ -158,7 +164,7 @@ def test_a_seed_gives_its_text_at_any_batch_size_and_after_preemption(
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24, ignore_eos=True)
     together = run(sampling_core, few, params)
     alone = run(sampling_core, few, params, together=False)
-    tight = engine(default_model, num_blocks=12, max_model_len=128, prefix_caching=False)
+    tight = engine(default_model, num_blocks=8, max_model_len=128, prefix_caching=False)
     preempted = run(tight, few, params)
     assert tight.stats().preemptions > 0
     assert [o.token_ids for o in alone] == [o.token_ids for o in together]

@@ -90,17 +90,30 @@ def texts(folder: Path, adapter: Path, **ranks: int) -> list[Any]:
 
 
 TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
-# Those that the quick stage has: states alone beside keys, and in one layer with them.
+# Those that the quick stage has: states alone beside keys, and in one layer with them. CI has
+# one of each other kind of state.
 _QUICK = (("qwen 3.5", STAGES), ("falcon h1", TENSOR))
+_SLOW = (
+    ("qwen 3 next", TENSOR | STAGES),
+    ("kimi linear", TENSOR),
+    ("nemotron 3", TENSOR),
+    ("lfm 2, biases", STAGES),
+)
 _WAYS = [
     *((name, ways) for name in NAMES for ways in (TENSOR, STAGES)),
     (NAMES[0], TENSOR | STAGES),
 ]
 
 
+def _mark(case: tuple[str, dict[str, int]]) -> Any:
+    if case in _QUICK:
+        return ()
+    return pytest.mark.slow if case in _SLOW else pytest.mark.nightly
+
+
 @pytest.mark.parametrize(
     ("name", "ways"),
-    [pytest.param(*each, marks=() if each in _QUICK else pytest.mark.slow) for each in _WAYS],
+    [pytest.param(*case, marks=_mark(case)) for case in _WAYS],
 )
 def test_texts_of_one_rank(
     name: str,

@@ -152,7 +152,7 @@ def test_misspelt_key_is_told_in_two_seconds(tmp_path: Path) -> None:
         pytest.param({"COLUMNS": "40"}, marks=pytest.mark.slow),
         pytest.param({"NO_COLOR": "1"}, marks=pytest.mark.slow),
         pytest.param({"TERM": "dumb"}, marks=pytest.mark.slow),
-        {"PYTHONIOENCODING": "ascii"},
+        pytest.param({"PYTHONIOENCODING": "ascii"}, marks=pytest.mark.slow),
     ],
 )
 def test_poor_terminals(env: dict[str, str]) -> None:

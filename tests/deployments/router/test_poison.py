@@ -125,7 +125,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_poison_is_given_up_at_its_second_death(kind: str, n: int):
     """One request that takes down replica after replica; or bystanders, also those that were at

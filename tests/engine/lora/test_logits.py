@@ -408,7 +408,7 @@ def trained(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_trained_on_the_default_model(default_model: Path, trained: Path, device: str) -> None:
     """Two adapters trained on real text: alone, and in one batch with the model itself, each gives

@@ -29,7 +29,7 @@ def known(request: pytest.FixtureRequest) -> Iterator[Reference]:
     yield reference(request.param)
 
 
-@pytest.fixture(params=[40, pytest.param(500, marks=pytest.mark.slow)], ids=["quick", "more"])
+@pytest.fixture(params=[40, pytest.param(500, marks=pytest.mark.nightly)], ids=["quick", "more"])
 def tried(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Tries a property with so many examples."""
 

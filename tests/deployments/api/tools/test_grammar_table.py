@@ -2,7 +2,6 @@
 expressions and constants: valid answers that are read as they were written, or a refusal."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,19 @@ from tests.deployments.api.tools.grammar_table import TAGS, Table
 from tests.engine.text.small_tokenizers import byte_fallback, byte_level
 from tests.published_tokenizers import NAMES, folder
 
+# One tokenizer of each kind: pieces with bytes to fall back on, byte-level pairs, and two of those
+# whose marks of calls are tokens.
+QUICK, SLOW = ("llama2",), ("qwen3", "gptoss", "deepseek_v3")
 
-def slow_but(*quick: Any) -> Callable[..., Any]:
-    """A parameter of which only these values are tried outside the slow stage."""
-    return lambda one: one if one in quick else pytest.param(one, marks=pytest.mark.slow)
+
+def marked(name: str) -> Any:
+    """Return the parameter of a tokenizer, which the quick, the slow or the nightly stage has."""
+    if name in QUICK:
+        return name
+    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("name", [*map(slow_but("qwen3"), NAMES)])
+@pytest.mark.parametrize("name", [*map(marked, NAMES)])
 def test_published(name: str) -> None:
     """An engine's error, an answer that is not valid, or one that is read as another."""
     table = Table(folder(name), seeds=1)
@@ -45,8 +50,18 @@ def made(folder: Path, kind: str, special: bool | None) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("special", [*map(slow_but(None), (True, False, None))])
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize(
+    ("kind", "special"),
+    [
+        ("byte_level", None),
+        pytest.param("byte_fallback", None, marks=pytest.mark.slow),
+        *(
+            pytest.param(kind, special, marks=pytest.mark.nightly)
+            for kind in ("byte_level", "byte_fallback")
+            for special in (True, False)
+        ),
+    ],
+)
 def test_marks_of_all_formats(tmp_path: Path, kind: str, special: bool | None) -> None:
     """A vocabulary whose marks are tokens, as those that no package brings have them."""
     table = Table(made(tmp_path, kind, special), seeds=1)
