@@ -52,7 +52,7 @@ def read_bandwidth(threads: int) -> float:
 
     import torch
 
-    from kernels.cpu import huge_pages
+    from engine.weights import huge_pages
     from kernels.cpu.codegen.compiler import compile_ir, lanes
     from kernels.cpu.codegen.ir import IRWriter, Value, module
 

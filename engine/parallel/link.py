@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup, wait_for
+from engine.parallel.shared_memory import LINE_WORDS, RankFailed, SharedMemoryGroup, wait_for
 from engine.parallel.stages import Stage
-from kernels.cpu.meeting import LINE_WORDS
 
 _SENT, _FAILED, _FAILED_STEP = 0, 1, 2  # words of a line
 

@@ -32,6 +32,8 @@ from kernels.cpu.meeting import (
     Meeting,
 )
 
+__all__ = ["LINE_WORDS", "RankFailed", "SharedMemoryGroup", "wait_for"]
+
 SLOT = 1 << 22  # bytes of a piece; what is larger goes in several
 _LOOKS = 4000  # before a rank lets others have its core: longer than two ranks that both run differ
 _YIELDS = 2000  # of these before it sleeps

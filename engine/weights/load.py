@@ -18,11 +18,11 @@ from torch import Tensor
 
 from engine.errors import ConfigError, TensorError
 from engine.weights.converted import Manifest, as_converted, named
+from engine.weights.huge_pages import collapse, give_back, trim
 from engine.weights.index import CODES, read_index
 from engine.weights.parameter import Parameter, Source, Unit
 from engine.weights.stored import StoredTensor
 from engine.weights.stream import Job, Loading, Transfer, not_finite, run_jobs
-from kernels.cpu.huge_pages import collapse, give_back, trim
 
 logger = logging.getLogger("manta.engine")
 

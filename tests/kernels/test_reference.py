@@ -1,6 +1,5 @@
 """The reference kernels (oracle of the others, and the CPU back end) against float64 formulas."""
 
-import sys
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from kernels.cpu.codegen.compiler import CompilerUnavailable
 from kernels.cpu.gemm import dense
 from kernels.cpu.gemm.linear import pack
-from kernels.cpu.huge_pages import collapse
 from kernels.dispatch import kernels_for
 from kernels.metadata import AttentionMeta
 from kernels.reference import Kernels
@@ -259,12 +257,3 @@ def test_a_machine_without_a_compiler_packs_no_float32(monkeypatch: pytest.Monke
     monkeypatch.setattr(dense, "check", none)
     assert pack(torch.ones(128, 64), None) is None
     assert not dense.PackedLinear.fits(128, 64)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="madvise of Linux")
-def test_collapse_keeps_memory_as_it_is() -> None:
-    """Asking for large pages must not change, drop or miss what stands in memory."""
-    kept = torch.arange(16 << 20, dtype=torch.int32)  # 64 MiB
-    before = kept.sum()
-    assert collapse() >= kept.nbytes - (4 << 20)
-    assert kept.sum() == before

@@ -15,8 +15,8 @@ from engine.errors import ConfigError
 from engine.models.registry import build_model
 from engine.weights import load, load_weights, stream
 from engine.weights.converted import MANIFEST, damaged
+from engine.weights.huge_pages import give_back
 from engine.weights.stream import Loading
-from kernels.cpu.huge_pages import give_back
 from kernels.dispatch import kernels_for
 from tests.parity.cases import ALIBI, CASES, EXPERTS, WINDOWS, save
 

@@ -35,10 +35,10 @@ from engine.quantization.registry import AS_STORED, METHODS
 from engine.quantization.rounded.cpu import RoundedCpu
 from engine.quantization.rounded.rows import rounded
 from engine.weights import load_weights
+from engine.weights.huge_pages import trim
 from kernels.cpu.codegen.compiler import CompilerUnavailable
 from kernels.cpu.gemm import blocks
 from kernels.cpu.gemm.blocks import PackedBlocks
-from kernels.cpu.huge_pages import trim
 from kernels.dispatch import kernels_for
 from kernels.packed import PackedWeight, unpacked
 from kernels.reference import Kernels
