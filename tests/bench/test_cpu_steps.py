@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench import cpu_steps as bench
-from tests.kernels.test_generated import able
+from tests.kernels.cpu.test_generated import able
 
 
 def test_ratios_are_what_they_say() -> None:

@@ -1,6 +1,5 @@
 """The reference kernels (oracle of the others, and the CPU back end) against float64 formulas."""
 
-
 import pytest
 import torch
 from torch import Tensor

@@ -10,7 +10,7 @@ import pytest
 from bench import accuracy
 from deployments.checkpoints.resolve import resolve_model
 from kernels.cpu.codegen.compiler import has_int8
-from tests.kernels.test_generated import able
+from tests.kernels.cpu.test_generated import able
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 # At most: the mean KL divergence from float32 over 929 tokens, in nats, and the relative change of

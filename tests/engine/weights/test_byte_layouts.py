@@ -43,8 +43,8 @@ from tests.engine.weights.quantized_files import (
     one_order,
 )
 from tests.engine.weights.test_stored_weights import build_on, logits, stored_config
-from tests.kernels.test_blocks import bound
-from tests.kernels.test_generated import able
+from tests.kernels.cpu.test_blocks import bound
+from tests.kernels.cpu.test_generated import able
 
 OUT, WIDTH = 192, 320  # blocks of 128 divide neither
 NAME = "model.layers.0.mlp.up_proj"

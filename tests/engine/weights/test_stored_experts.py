@@ -23,7 +23,7 @@ from tests.engine.models.checkpoints import Paged, load_model
 from tests.engine.test_memory import held
 from tests.engine.weights.quantized_files import FILES, matrix, one_order
 from tests.engine.weights.test_stored_weights import build_on, logits
-from tests.kernels.test_generated import able
+from tests.kernels.cpu.test_generated import able
 from tests.parity.cases import EXPERTS, LATENT, save
 
 COMMON = {

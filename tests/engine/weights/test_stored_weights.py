@@ -45,8 +45,8 @@ from kernels.reference import Kernels
 from tests.deployments.config.test_models import tiny
 from tests.engine.models.checkpoints import Paged
 from tests.engine.test_memory import held
-from tests.kernels.test_blocks import bound
-from tests.kernels.test_generated import able
+from tests.kernels.cpu.test_blocks import bound
+from tests.kernels.cpu.test_generated import able
 
 OUT, WIDTH = 128, 512
 

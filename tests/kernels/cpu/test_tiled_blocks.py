@@ -9,7 +9,7 @@ from kernels.cpu.gemm import blocks, tiled_blocks
 from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.cpu.gemm.panels import GATES
 from kernels.packed import BLOCK, Format
-from tests.kernels.test_blocks import FORMATS, made
+from tests.kernels.cpu.test_blocks import FORMATS, made
 
 WIDTH = 256
 TILED = {

@@ -16,7 +16,7 @@ from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.cpu.gemm.panels import GATES
 from kernels.packed import BLOCK, Format
 from kernels.reference import Kernels
-from tests.kernels.test_generated import able
+from tests.kernels.cpu.test_generated import able
 from tests.kernels.test_reference import normed
 
 pytestmark = pytest.mark.skipif(not able(), reason="no compiler for this machine")

@@ -8,7 +8,7 @@ from kernels.cpu import attention as module
 from kernels.cpu.attention import attention_for
 from kernels.cpu.codegen.compiler import CompilerUnavailable, dot_bf16, lanes
 from kernels.metadata import AttentionMeta
-from tests.kernels.test_cpu_prefill import OTHER, caches, oracle
+from tests.kernels.cpu.test_prefill import OTHER, caches, oracle
 
 try:
     lanes()
