@@ -81,7 +81,7 @@ class Weights:
         layout = GgufLayout(_part(name, kind, raw), kind, torch.device("cpu"))
         (parameter,) = layout.parameters.values()
         parameter.tensor.copy_(raw)
-        return torch.cat([unpacked(layout.form, each) for each in layout.decoded(4096)])
+        return torch.cat([unpacked(layout.form, tensor) for tensor in layout.decoded(4096)])
 
 
 def _part(name: str, kind: str, raw: Tensor) -> Part:
@@ -139,8 +139,8 @@ def model_of(case: str, weights: Weights) -> Model:
 def converted(folder: Path, name: str) -> Model:
     """Convert a folder and build the model. folder: of the model in 16 bits. name: the
     quantisation's."""
-    with tempfile.TemporaryDirectory() as made:
-        target = Path(made) / name
+    with tempfile.TemporaryDirectory() as parent:
+        target = Path(parent) / name
         convert_rounded(EngineConfig(model=str(folder), quantization=name), target)
         config = ModelConfig.from_folder(target)
         model = build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"))
@@ -158,8 +158,8 @@ def logprobs(model: Model, entries: list[Tensor], form: KVFormat) -> list[Tensor
         count = -(-len(ids) // BLOCK)
         placed.append((ids, range(at, at + count), 0))
         at += count
-    found = Paged(model, at, BLOCK, form).run(*placed)
-    return [logits.float().log_softmax(-1) for logits in found]
+    hidden = Paged(model, at, BLOCK, form).run(*placed)
+    return [logits.float().log_softmax(-1) for logits in hidden]
 
 
 def row_of(sums: Divergence, case: str) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def measure(
         kind = case.removeprefix("kv-")
         form = kv_form(model.config, kind) if case in KV else plain
         sums = Divergence()
-        for one in zip(entries, exact, logprobs(model, entries, form), strict=True):
-            sums.add(*one)
+        for entry in zip(entries, exact, logprobs(model, entries, form), strict=True):
+            sums.add(*entry)
         del model
         yield row_of(sums, case)
 

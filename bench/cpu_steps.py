@@ -63,11 +63,11 @@ def read_bandwidth(threads: int) -> float:
 
         def line(at: Value, *sums: Value) -> list[Value]:
             place = writer.at(begin, at, "i8")
-            found = []
+            totals = []
             for number, total in enumerate(sums):
                 some = writer.load(writer.at(place, number * writer.lanes), writer.integers)
-                found.append(writer.op(f"xor {writer.integers} {total}, {some}"))
-            return found
+                totals.append(writer.op(f"xor {writer.integers} {total}, {some}"))
+            return totals
 
         start = [(writer.integers, "zeroinitializer")] * 4
         sums = writer.loop(0, part, start, line, step=16 * writer.lanes)
@@ -93,29 +93,29 @@ def peak(quantization: str, threads: int) -> float:
     size = compiler.lanes()
     writer, turns, sums = IRWriter(size), 100_000, 16
     if quantization != "none" and compiler.vnni():
-        kind, name, each = writer.integers, f"llvm.x86.avx512.vpdpbusd.{32 * size}", 4
-        given = [(kind, writer.op(f"freeze {kind} zeroinitializer"))] * 2
+        kind, name, products = writer.integers, f"llvm.x86.avx512.vpdpbusd.{32 * size}", 4
+        operands = [(kind, writer.op(f"freeze {kind} zeroinitializer"))] * 2
     elif quantization == "none" and compiler.dot_bf16():
-        kind, name, each = writer.vector, "llvm.x86.avx512bf16.dpbf16ps.512", 2
+        kind, name, products = writer.vector, "llvm.x86.avx512bf16.dpbf16ps.512", 2
         pair = f"<{2 * size} x bfloat>"
-        given = [(pair, writer.op(f"freeze {pair} zeroinitializer"))] * 2
+        operands = [(pair, writer.op(f"freeze {pair} zeroinitializer"))] * 2
     else:
-        kind, name, each, given = writer.vector, "", 1, []
+        kind, name, products, operands = writer.vector, "", 1, []
 
     def turn(_: str, *totals: str) -> list[str]:
         if not name:
             return [writer.fma(total, total, total) for total in totals]
-        return [writer.call(kind, name, [(kind, total), *given]) for total in totals]
+        return [writer.call(kind, name, [(kind, total), *operands]) for total in totals]
 
-    found = writer.loop(0, turns, [(kind, "zeroinitializer")] * sums, turn)
-    for total in found:
+    sums_out = writer.loop(0, turns, [(kind, "zeroinitializer")] * sums, turn)
+    for total in sums_out:
         writer.store(total, writer.argument(2, "ptr"), kind)
     function = compiler.compile_ir(module([(writer, "void @peak(ptr %args)")]))["peak"]
     target = (ctypes.c_int64 * 64)()
     args = (ctypes.c_int64 * 8)()
     args[2] = ctypes.addressof(target)
     seconds = best(lambda: function(args, threads), 0.5)
-    return threads * turns * sums * size * each * 2 / seconds
+    return threads * turns * sums * size * products * 2 / seconds
 
 
 def products_of(model: Any, rows: int) -> Callable[[], object]:
@@ -126,13 +126,13 @@ def products_of(model: Any, rows: int) -> Callable[[], object]:
 
     linears = [*model.linears()]
     inputs = {
-        width: torch.randn(rows, width) for width in {each.spec.in_features for each in linears}
+        width: torch.randn(rows, width) for width in {linear.spec.in_features for linear in linears}
     }
     hidden = torch.randn(rows, model.config.hidden_size)
 
     def body() -> torch.Tensor:
-        for each in linears:
-            out = each.method.apply(each.state, inputs[each.spec.in_features])
+        for projection in linears:
+            out = projection.method.apply(projection.state, inputs[projection.spec.in_features])
         return out
 
     program = Program(body, Buffers(rows), rows, torch.get_num_threads())
@@ -204,7 +204,7 @@ def side(model: str, quantization: str, threads: int, seconds: float) -> dict[st
     core, _ready = build(make_config(str(folder), {**fields, "num_threads": threads}))
     decoder: Any = core._runner.model  # type: ignore[attr-defined]
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1800)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     kernels = Kernels(decoder)
     for running in RUNNING:
         for number in range(running):
@@ -215,28 +215,28 @@ def side(model: str, quantization: str, threads: int, seconds: float) -> dict[st
             started |= {delta.id for delta in core.step() if delta.token_ids}
         # No longer than contexts stay alike.
         step, inside = kernels.of_the_shortest(core.step, min(seconds, 2.0))
-        found[f"step-{running}"], found[f"host-{running}"] = step, step - inside
+        figures[f"step-{running}"], figures[f"host-{running}"] = step, step - inside
         if running == 1:
             for count in ROWS:
-                found[f"verify-{count}"] = best(checking(core, count), min(seconds, 2.0))
+                figures[f"verify-{count}"] = best(checking(core, count), min(seconds, 2.0))
         core.abort([*range(running)])
         while core.has_work():
             core.step()
     with torch.inference_mode():
         for rows in sorted({*RUNNING, MANY}):
-            found[f"products-{rows}"] = best(products_of(decoder, rows), seconds)
-    specs = [each.spec for each in decoder.linears()]
-    found["weights"] = sum(each.spec.num_parameters for each in decoder.linears())
-    found["bytes"] = sum(each.num_bytes for each in decoder.linears())
+            figures[f"products-{rows}"] = best(products_of(decoder, rows), seconds)
+    specs = [linear.spec for linear in decoder.linears()]
+    figures["weights"] = sum(linear.spec.num_parameters for linear in decoder.linears())
+    figures["bytes"] = sum(linear.num_bytes for linear in decoder.linears())
     head = decoder.config.vocab_size * decoder.config.hidden_size
-    found["bytes"] += int(found["bytes"] / found["weights"] * head) if specs else 0
+    figures["bytes"] += int(figures["bytes"] / figures["weights"] * head) if specs else 0
     # In turns: what else runs on the machine differs from minute to minute.
     for _ in range(2):
         for key, count in (("read", threads), ("read-1", 1)):
-            found[key] = max(found.get(key, 0.0), read_bandwidth(count))
+            figures[key] = max(figures.get(key, 0.0), read_bandwidth(count))
         for key, count in (("peak", threads), ("peak-1", 1)):
-            found[key] = max(found.get(key, 0.0), peak(quantization, count))
-    return found
+            figures[key] = max(figures.get(key, 0.0), peak(quantization, count))
+    return figures
 
 
 def rows_of(name: str, one: dict[str, Any], all_cores: dict[str, Any]) -> list[dict[str, Any]]:
@@ -271,8 +271,8 @@ def main() -> None:
     parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        found = side(args.model, args.quantization[0], args.side, args.seconds)
-        print("RESULT " + json.dumps(found), flush=True)
+        times = side(args.model, args.quantization[0], args.side, args.seconds)
+        print("RESULT " + json.dumps(times), flush=True)
         return
     cores = len(os.sched_getaffinity(0))
     rows, lines = [], []
@@ -292,10 +292,10 @@ def main() -> None:
                 raise SystemExit(f"{name} on {threads} threads failed")
             sides.append(json.loads(said[-1].removeprefix("RESULT ")))
             lines.append({"format": name, "threads": threads, **sides[-1]})
-        found = rows_of(name, *sides)
-        for row in found:
+        format_rows = rows_of(name, *sides)
+        for row in format_rows:
             print(f"{row['case']:<24} {row['ratio']:>7} {row['unit']}", flush=True)
-        rows += found
+        rows += format_rows
     if args.out:
         config = {"model": args.model, "formats": args.quantization, "cores": cores}
         write(args.out, "cpu-steps", config, rows, lines)

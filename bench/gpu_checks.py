@@ -67,23 +67,23 @@ def parts(root: Path, model: str | None, name: str, extra: Sequence[str] = ()) -
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "bench.report.pytest_lines", *extra]
     tests = re.findall(r"^def (test_\w+)", texts.get(SPLIT, ""), re.MULTILINE)
     first = [file for file in FIRST if file != SPLIT] + [f"{SPLIT}::{test}" for test in tests]
-    found = [CheckPart(name, [*pytest, "-m", GPU, name]) for name in first]
+    parts = [CheckPart(name, [*pytest, "-m", GPU, name]) for name in first]
     mark = "not gpu and not slow"
     # Four processes each: their references are in Python.
-    found += [
+    parts += [
         CheckPart(f"{file} ({mark})", [*pytest, "-n", "4", "-m", mark, file]) for file in plain
     ]
-    found += [CheckPart(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
+    parts += [CheckPart(folder, [*pytest, "-m", GPU, *some]) for folder, some in others.items()]
     if ALONE in marked:
-        found.append(CheckPart(ALONE, [*pytest, "-m", GPU, ALONE], alone=True))
+        parts.append(CheckPart(ALONE, [*pytest, "-m", GPU, ALONE], alone=True))
     if TOGETHER in marked:
         command = [*pytest, "-m", GPU, TOGETHER]
-        found.append(CheckPart(TOGETHER, command, together=True))
+        parts.append(CheckPart(TOGETHER, command, together=True))
     if model:
         command = [sys.executable, "-m", "bench.long_context", "--model", model]
         command += ["--name", name, "--tokens", *LONG]
-        found.append(CheckPart("long contexts", command, alone=True))
-    return found
+        parts.append(CheckPart("long contexts", command, alone=True))
+    return parts
 
 
 def run(part: CheckPart, until: float, device: str) -> list[Line]:
@@ -112,10 +112,10 @@ def run(part: CheckPart, until: float, device: str) -> list[Line]:
                 process.wait()
                 code = None
         said = log.read_text(errors="replace")
-        told = path.read_text() if path.exists() else said
+        output = path.read_text() if path.exists() else said
     unfinished = "died" if code is not None else "cut off"
     lines = ended(
-        [json.loads(text) for text in told.splitlines() if text.startswith('{"')], unfinished
+        [json.loads(text) for text in output.splitlines() if text.startswith('{"')], unfinished
     )
     # 5: no test of the file has the mark.
     good = code in (0, 5) and all(line["outcome"] in ("passed", "skipped") for line in lines)
@@ -186,8 +186,8 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device here; every one of these tests would be skipped")
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     sys.exit(check(args, until, devices))
 
 

@@ -125,7 +125,9 @@ def tensors(folder: Path) -> list[tuple[str, list[int]]]:
         runs_on="cpu",
     )
     return [
-        (source.name, list(source.shape)) for each in meta.parameters() for source in each.sources
+        (source.name, list(source.shape))
+        for parameter in meta.parameters()
+        for source in parameter.sources
     ]
 
 
@@ -159,15 +161,15 @@ def make(folder: Path, config: dict[str, Any]) -> list[int]:
 
 
 def _shards(entries: list[Any]) -> Iterator[list[Any]]:
-    found: list[Any] = []
+    parts: list[Any] = []
     size = 0
     for entry in entries:
-        if found and size + entry[1] > _SHARD:
-            yield found
-            found, size = [], 0
-        found.append(entry)
+        if parts and size + entry[1] > _SHARD:
+            yield parts
+            parts, size = [], 0
+        parts.append(entry)
         size += entry[1]
-    yield found
+    yield parts
 
 
 def load(folder: Path, device: str) -> None:
@@ -178,7 +180,7 @@ def load(folder: Path, device: str) -> None:
 
 def copy(source: Tensor, sizes: Sequence[int], device: str) -> list[Tensor]:
     """Copy bytes of source into new tensors of these sizes, from its start again where it ends."""
-    found, at = [], 0
+    pieces, at = [], 0
     for size in sizes:
         tensor = torch.empty(size, dtype=torch.uint8, device=device)
         for begin in range(0, size, len(source)):
@@ -187,8 +189,8 @@ def copy(source: Tensor, sizes: Sequence[int], device: str) -> list[Tensor]:
                 at = 0
             part.copy_(source[at : at + len(part)], non_blocking=True)
             at += len(part)
-        found.append(tensor)
-    return found
+        pieces.append(tensor)
+    return pieces
 
 
 def timed(device: str, work: Callable[[], Any]) -> float:
@@ -197,11 +199,11 @@ def timed(device: str, work: Callable[[], Any]) -> float:
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
     began = time.perf_counter()
-    kept = work()
+    result = work()
     if device == "cuda":
         torch.cuda.synchronize()
     took = time.perf_counter() - began
-    del kept
+    del result
     return took
 
 
@@ -266,19 +268,19 @@ def starts(folder: Path, count: int) -> Iterator[Line]:
 
 def rows(lines: list[Line]) -> list[Line]:
     """Compute the rows of all lines, those of earlier calls included."""
-    found = [_copy_row(line) for line in lines if "seconds" in line]
+    rows = [_copy_row(line) for line in lines if "seconds" in line]
     for case in dict.fromkeys(line["case"] for line in lines if "ready_s" in line):
         ours, peer = (
             min(li["ready_s"] for li in lines if li["case"] == case and li.get("side") == side)
             for side in ("manta", "vllm")
         )
         ratio = round(ours / peer, 3)
-        found.append({"case": case, "ours": ours, "peer": peer, "unit": "s", "ratio": ratio})
-    return found
+        rows.append({"case": case, "ours": ours, "peer": peer, "unit": "s", "ratio": ratio})
+    return rows
 
 
 def _copy_row(line: Line) -> Line:
-    best = {name: min(each) for name, each in line["seconds"].items()}
+    best = {name: min(seconds) for name, seconds in line["seconds"].items()}
     row = {
         "case": line["case"],
         "ours": round(line["bytes"] / GB / best["load"], 2),
@@ -337,9 +339,9 @@ def main() -> None:
     sides = {line["side"]: line["config"] for line in raw.all if "config" in line}
     settings = {"device": device, "gb": args.gb, "rounds": args.rounds}
     ours = {**settings, "starts": sides.get("manta"), "versions": versions("transformers")}
-    found = rows(raw.all)
-    raw.finish({"ours": ours, "peers": {"vllm": sides["vllm"]} if "vllm" in sides else {}}, found)
-    print_ratios(found)
+    results = rows(raw.all)
+    raw.finish({"ours": ours, "peers": {"vllm": sides["vllm"]} if "vllm" in sides else {}}, results)
+    print_ratios(results)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ OUTPUT = 32
 def resident() -> float:
     """The most GiB that this process had in memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    (found,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return int(found) / 2**20
+    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(peak) / 2**20
 
 
 def measure(core: EngineCore, tokens: int) -> dict[str, Any]:

@@ -29,14 +29,14 @@ def measure(
 
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
     warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
-    one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
+    single = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     with LLM(model, **config) as llm:
         llm.add_adapter("there", adapters / "a0")
         llm.generate(prompts, warm, detokenize=False)
         slowest = took = rested = 0.0
 
         def use(name: str) -> None:
-            (output,) = llm.generate([prompts[0][:8]], one, adapter=name, detokenize=False)
+            (output,) = llm.generate([prompts[0][:8]], single, adapter=name, detokenize=False)
             (choice,) = output.outputs
             if len(choice.token_ids) != 1:
                 raise RuntimeError(f"{name} was not used: {choice.finish_reason} {choice.error}")

@@ -48,17 +48,17 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        found = []
+        problems = []
         if self.out_of_memory:
-            found.append(f"{self.out_of_memory} steps found no memory")
+            problems.append(f"{self.out_of_memory} steps found no memory")
         if self.failed:
-            found.append(f"{self.failed} requests failed")
+            problems.append(f"{self.failed} requests failed")
         if not self.preemptions:
-            found.append("nothing was preempted: the load was too small to show anything")
+            problems.append("nothing was preempted: the load was too small to show anything")
         grown = self.reserved - self.reserved_early
         if grown > _GROWTH:
-            found.append(f"memory grew by {grown} bytes")
-        return found
+            problems.append(f"memory grew by {grown} bytes")
+        return problems
 
 
 def draw(rng: random.Random, number: int, longest: int, vocab: int) -> EngineRequest:
@@ -92,7 +92,7 @@ def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) 
     wanted = config.max_num_seqs * 3 // 2
     vocab = min(config.vocab_size, 32_000)
     open_ids: set[int] = set()
-    begin = told = time.monotonic()
+    begin = reported = time.monotonic()
     number = 0
     now = 0.0
     while core.has_work() or now < limit:
@@ -116,8 +116,8 @@ def load(core: EngineCore, limit: float, *, unit: str = "s", say: bool = False) 
         report.most_running = max(report.most_running, stats.running)
         if not report.reserved_early and now > limit / 10:
             report.reserved_early = _reserved()
-        if say and time.monotonic() - told > 10:
-            told = time.monotonic()
+        if say and time.monotonic() - reported > 10:
+            reported = time.monotonic()
             moment = {unit: round(now), "running": stats.running, "waiting": stats.waiting,
                       "free_blocks": stats.free_blocks, "preemptions": stats.preemptions,
                       "reserved": _reserved()}  # fmt: skip

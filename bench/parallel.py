@@ -36,7 +36,9 @@ def turn(llm: LLM, case: str, number: int) -> tuple[float, list[list[int]]]:
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
     began = time.perf_counter()
     outputs = llm.generate(prompts, params, detokenize=False, progress=False)
-    return time.perf_counter() - began, [each.outputs[0].token_ids for each in outputs]
+    return time.perf_counter() - began, [
+        request_output.outputs[0].token_ids for request_output in outputs
+    ]
 
 
 def measure(

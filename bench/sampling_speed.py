@@ -33,7 +33,7 @@ def measure(model: str, together: list[int], fields: dict[str, Any]) -> dict[str
     """kind/requests -> output tokens/s."""
     from engine import LLM, SamplingParams
 
-    found = {}
+    rows = {}
     with LLM(model, **CONFIG, **fields) as llm:
         for count in together:
             prompts = [[5 + (i * 31 + j * 7) % 1000 for j in range(PROMPT)] for i in range(count)]
@@ -46,8 +46,8 @@ def measure(model: str, together: list[int], fields: dict[str, Any]) -> dict[str
                     began = time.perf_counter()
                     llm.generate(prompts, params, detokenize=False)
                     best = max(best, count * OUTPUT / (time.perf_counter() - began))
-                found[f"{name}/{count}"] = round(best, 1)
-    return found
+                rows[f"{name}/{count}"] = round(best, 1)
+    return rows
 
 
 def rows_of(name: str, found: dict[str, float]) -> list[Line]:

@@ -104,12 +104,12 @@ class Server:
     def answered(self) -> dict[str, float]:
         """Return the output tokens by replica, as some router has heard of them."""
         text = self._get("/metrics") or ""
-        found = {}
+        lines = {}
         for line in text.splitlines():
             if line.startswith("manta_engine_generation_tokens_total{"):
                 name = line.split('replica="')[1].split('"')[0]
-                found[name] = float(line.rsplit(" ", 1)[1])
-        return found
+                lines[name] = float(line.rsplit(" ", 1)[1])
+        return lines
 
     def ask(self) -> None:
         """Request one token, with a prompt of its own."""
@@ -150,8 +150,8 @@ def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
                 failed.append(str(error))
 
     clients = [threading.Thread(target=client) for _ in range(4)]
-    for one in clients:
-        one.start()
+    for process in clients:
+        process.start()
     times: dict[str, float] = {}
     began = time.monotonic()
     try:
@@ -163,8 +163,8 @@ def grow(server: Server, have: int, replicas: int) -> dict[str, Any]:
                     times.setdefault(name, round(time.monotonic() - began, 2))
     finally:
         stop.set()
-        for one in clients:
-            one.join()
+        for process in clients:
+            process.join()
     return {"label": "grow", "to": replicas, "first_answers_s": [*times.values()], "failed": failed}
 
 
@@ -265,10 +265,10 @@ def main() -> int:
     }
     raw.finish(config, rows, _device(args.cpu))
     print_ratios(rows)
-    kept = all(
+    scaled = all(
         row["ratio"] >= SCALES if row["unit"] == "tok/s" else row["ratio"] <= 1 for row in rows
     )
-    return int(not kept or any(line.get("failed") for line in raw.all))
+    return int(not scaled or any(line.get("failed") for line in raw.all))
 
 
 def _device(cpu: bool) -> str:

@@ -162,26 +162,26 @@ def mixture_floors_us(
     The tokens meet as many experts as even routing gives on average; the weights of those are read
     once.
     """
-    element, found = step.element, dict.fromkeys(("experts up", "experts down"), 0.0)
-    found |= dict.fromkeys(("expert choice", "expert sort", "expert sum", "router product"), 0.0)
+    element, floors = step.element, dict.fromkeys(("experts up", "experts down"), 0.0)
+    floors |= dict.fromkeys(("expert choice", "expert sort", "expert sum", "router product"), 0.0)
     fused = any("_few_route_kernel" in name for name in line.names)
-    for each in mixtures:
-        tokens, pairs = step.tokens, step.tokens * each.chosen
-        met = 1 - (1 - each.chosen / each.choices) ** tokens
-        pairs_here = pairs * each.here / each.choices
-        rows = each.up_rows, each.size
+    for mixture in mixtures:
+        tokens, pairs = step.tokens, step.tokens * mixture.chosen
+        met = 1 - (1 - mixture.chosen / mixture.choices) ** tokens
+        pairs_here = pairs * mixture.here / mixture.choices
+        rows = mixture.up_rows, mixture.size
         for kind, share in zip(("experts up", "experts down"), rows, strict=True):
-            read = met * each.num_bytes * share / sum(rows) / bandwidth
-            found[kind] += max(read, 2 * pairs_here * share * each.hidden / rate)
-        router = (each.choices + tokens) * each.hidden * element
-        logits = 4 * tokens * each.choices
+            read = met * mixture.num_bytes * share / sum(rows) / bandwidth
+            floors[kind] += max(read, 2 * pairs_here * share * mixture.hidden / rate)
+        router = (mixture.choices + tokens) * mixture.hidden * element
+        logits = 4 * tokens * mixture.choices
         # A few tokens are normed, multiplied and routed in one launch, whose logits stay inside.
-        of_choice = router + tokens * each.hidden * element if fused else logits
-        found["expert choice"] += (of_choice + 8 * pairs) / bandwidth
-        found["router product"] += (router + logits) / bandwidth
-        found["expert sort"] += 8 * pairs / bandwidth
-        found["expert sum"] += (pairs + 2 * tokens) * each.hidden * element / bandwidth
-    return {kind: floor * 1e6 for kind, floor in found.items() if kind in line.kinds}
+        of_choice = router + tokens * mixture.hidden * element if fused else logits
+        floors["expert choice"] += (of_choice + 8 * pairs) / bandwidth
+        floors["router product"] += (router + logits) / bandwidth
+        floors["expert sort"] += 8 * pairs / bandwidth
+        floors["expert sum"] += (pairs + 2 * tokens) * mixture.hidden * element / bandwidth
+    return {kind: floor * 1e6 for kind, floor in floors.items() if kind in line.kinds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,18 +237,18 @@ def _matrices(model: Any) -> list[tuple[str, tuple[int, int], int]]:
 
 def _mixtures(model: Any) -> list[Mixture]:
     """Return the experts of each layer that has some."""
-    found = []
+    rows = []
     for layer in model.layers:
         for stack in layer.stacks:
             spec, config = stack.spec, model.config.experts
             up = up_rows(spec.size, spec.act)
-            found.append(
+            rows.append(
                 Mixture(
                     *(spec.count, config.choices, config.routing.chosen),
                     *(spec.hidden, spec.size, up, stack.num_bytes),
                 )
             )
-    return found
+    return rows
 
 
 def _record(core: EngineCore, feed: Any) -> tuple[list[Kernel], float]:
@@ -277,7 +277,7 @@ def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], f
     """Bring `running` requests to their decodes, then record; with chunk > 0 each step also holds
     a new prompt of that many tokens. Leaves the core empty."""
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=64)
-    one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
+    single = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
     number = iter(range(10**6))
 
     def add(tokens: int, params: SamplingParams) -> None:
@@ -287,7 +287,7 @@ def measure(core: EngineCore, running: int, chunk: int) -> tuple[list[Kernel], f
 
     def feed() -> None:
         if chunk:
-            add(chunk, one)
+            add(chunk, single)
 
     for _ in range(running):
         add(PROMPT, greedy)
@@ -337,8 +337,8 @@ def report(core: EngineCore, label: str, bandwidth: float, rate: float) -> list[
             if floor is not None:
                 row |= {"floor_us": round(floor, 1), "of_floor": round(floor / us, 3)}
             rows.append(row)
-            told = "" if floor is None else f"floor {floor:9.1f}  {floor / us:6.1%}"
-            print(f"  {kind:<22} {us:9.1f} us  {us / line.step_us:6.1%}  {told}")
+            share = "" if floor is None else f"floor {floor:9.1f}  {floor / us:6.1%}"
+            print(f"  {kind:<22} {us:9.1f} us  {us / line.step_us:6.1%}  {share}")
         top = sorted(line.names.items(), key=lambda item: -item[1][0])
         for name, (us, launches) in top[:14]:
             print(f"    {us:8.1f} us {launches:6.1f} x  {name[:90]}")

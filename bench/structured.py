@@ -66,7 +66,9 @@ def in_order(value: Any, schema: Any) -> Any:
         prefix = schema.get("prefixItems")
         first = prefix if isinstance(prefix, list) else []
         rest = schema.get("items")
-        return [in_order(one, first[i] if i < len(first) else rest) for i, one in enumerate(value)]
+        return [
+            in_order(inner, first[i] if i < len(first) else rest) for i, inner in enumerate(value)
+        ]
     if not isinstance(value, dict):
         return value
     properties = schema.get("properties")
@@ -91,25 +93,25 @@ class Judge:
 
     def outcomes(self, schema: Any, tests: list[tuple[Any, bool]], *, masks: bool) -> Counter[str]:
         """Count the documents by outcome."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         began = time.thread_time()
         try:
             matcher = self._compile(schema)
         except InvalidRequest as error:
             if error.code != "unsatisfiable_schema":
-                found["refused"] = len(tests)
-                return found
+                counts["refused"] = len(tests)
+                return counts
             matcher = None  # nothing is valid, so nothing is written
         self.compile_ms.append((time.thread_time() - began) * 1e3)
         for document, valid in tests:
             try:
                 taken = matcher is not None and self._takes(matcher, schema, document, masks)
             except Exception:
-                found["failed"] += 1
+                counts["failed"] += 1
                 continue
             wrong = "valid_rejected" if valid else "invalid_accepted"
-            found["right" if taken == valid else wrong] += 1
-        return found
+            counts["right" if taken == valid else wrong] += 1
+        return counts
 
     def _takes(self, matcher: Any, schema: Any, document: Any, masks: bool) -> bool:
         text = json.dumps(in_order(document, schema), ensure_ascii=False, separators=(",", ":"))
@@ -147,12 +149,14 @@ def measure(
     total: dict[str, Counter[str]] = {"ours": Counter(), "peer": Counter()}
     lines: list[Line] = []
     for case, schema, tests in cases:
-        found = ours.outcomes(schema, tests, masks=masks)
+        our_outcomes = ours.outcomes(schema, tests, masks=masks)
         bare = peer.outcomes(schema, tests, masks=False)
-        total["ours"] += found
+        total["ours"] += our_outcomes
         total["peer"] += bare
-        if found["right"] < len(tests) or bare != found:
-            lines.append({"case": f"{name}/{case}", "ours": dict(found), "llguidance": dict(bare)})
+        if our_outcomes["right"] < len(tests) or bare != our_outcomes:
+            lines.append(
+                {"case": f"{name}/{case}", "ours": dict(our_outcomes), "llguidance": dict(bare)}
+            )
     rows: list[Line] = [
         {
             "case": f"{name}/{outcome}",
@@ -197,8 +201,8 @@ def main() -> None:
     rows: list[Line] = []
     lines: list[Line] = []
     for name, cases in sets.items():
-        found, raw = measure(name, cases, vocabulary, masks=args.tokenizer is not None)
-        rows += found
+        new_rows, raw = measure(name, cases, vocabulary, masks=args.tokenizer is not None)
+        rows += new_rows
         lines += raw
     for row in rows:
         peer = f"{row['llguidance']:>10} llguidance alone" if "llguidance" in row else ""

@@ -149,11 +149,11 @@ def pip_settings(environment: Mapping[str, str], prefix: str) -> dict[str, str]:
         for section, options in sections.items():
             if parser.has_section(section):
                 options.update((_long(name), value) for name, value in parser.items(section))
-    found = {**sections["global"], **sections["install"]}
+    settings = {**sections["global"], **sections["install"]}
     for name, value in environment.items():
         if name.startswith("PIP_") and name not in ("PIP_ARGS", "PIP_CONFIG_FILE") and value:
-            found[_long(name.removeprefix("PIP_"))] = value
-    return found
+            settings[_long(name.removeprefix("PIP_"))] = value
+    return settings
 
 
 def _long(name: str) -> str:
@@ -223,7 +223,7 @@ def unusable(venv: Path, python: str | None) -> str:
     if not venv.exists():
         return ""
     executable = venv / "bin" / "python"
-    told = (
+    done = (
         subprocess.run(
             [str(executable), "-c", "import sys; print(*sys.version_info[:2])"],
             capture_output=True,
@@ -233,9 +233,9 @@ def unusable(venv: Path, python: str | None) -> str:
         if executable.exists()
         else None
     )
-    if told is None or told.returncode:
+    if done is None or done.returncode:
         return "its Python is gone"
-    version = tuple(int(part) for part in told.stdout.split())
+    version = tuple(int(part) for part in done.stdout.split())
     if not OLDEST <= version <= NEWEST:
         return f"it has Python {_dotted(version)}, and Manta needs {SUPPORTED}"
     if python and version != sys.version_info[:2]:
@@ -277,24 +277,24 @@ def has_gpu() -> bool:
 def answers(index: str, certificates: str | None) -> bool:
     """Whether an index has PyTorch, within PROBE_S. A name server may take longer than any time-out
     of a connection, so the question is put in a thread that nobody waits for."""
-    found: list[bool] = []
+    checks: list[bool] = []
 
     def ask() -> None:
         try:
             url = f"{index.rstrip('/')}/torch/"
             if url.startswith("file://"):
-                found.append(Path(urllib.request.url2pathname(url[7:])).exists())
+                checks.append(Path(urllib.request.url2pathname(url[7:])).exists())
                 return
             context = ssl.create_default_context(cafile=certificates)
             with urllib.request.urlopen(url, timeout=PROBE_S, context=context) as page:
-                found.append(page.status == 200)
+                checks.append(page.status == 200)
         except (OSError, ValueError):
             pass
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(PROBE_S)
-    return found == [True]
+    return checks == [True]
 
 
 # -- installing
@@ -342,8 +342,8 @@ class Installer:
 
     def _uv(self) -> str:
         """Return uv's path, fetched if it is not there; empty if it cannot be had."""
-        if found := shutil.which("uv"):
-            return found
+        if program := shutil.which("uv"):
+            return program
         private = self.venv / "uv"
         if (private / "bin" / "uv").exists():
             return str(private / "bin" / "uv")

@@ -130,7 +130,7 @@ def _engine_table() -> str:
     """From the fields and the docstring, where each is `name: text` up to the next one."""
     text = inspect.getdoc(EngineConfig) or ""
     parts = re.split(r"^(\w+): ", text, flags=re.MULTILINE)
-    told = {
+    wording = {
         name: " ".join(meaning.split())
         for name, meaning in zip(parts[1::2], parts[2::2], strict=True)
     }
@@ -140,7 +140,7 @@ def _engine_table() -> str:
         if field.name in ("model", "revision", "log_level"):
             continue
         default = "" if field.default in (None, msgspec.NODEFAULT, ()) else str(field.default)
-        rows.append((field.name, _type(hints[field.name]), default, told.get(field.name, "")))
+        rows.append((field.name, _type(hints[field.name]), default, wording.get(field.name, "")))
     return _markdown(rows)
 
 
@@ -197,11 +197,11 @@ def render_models() -> str:
         mine = names.setdefault(gguf.record, [])
         mine += [] if f"`{gguf.name}`" in mine else [f"`{gguf.name}`"]
     rows = [
-        f"- {each.models}: `{each.name.split(',')[0]}`{_in_brackets(names.get(each.name, []))}"
-        for each in ARCHITECTURES.values()
-        if each.models
+        f"- {record.models}: `{record.name.split(',')[0]}`{_in_brackets(names.get(record.name, []))}"
+        for record in ARCHITECTURES.values()
+        if record.models
     ]
-    around = [f"- {each.models}: `{each.name}`" for each in WRAPPERS.values()]
+    around = [f"- {record.models}: `{record.name}`" for record in WRAPPERS.values()]
     return "\n".join(
         [
             MODELS_HEAD,

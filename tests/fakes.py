@@ -43,10 +43,10 @@ def next_token(keys: Sequence[int], new: NewRow, count: int, vocab: int = VOCAB)
 
 def seen(keys: Sequence[int], config: CoreConfig) -> list[int]:
     """Of the keys of all tokens, those that the groups of layers read to say the next one."""
-    found: list[int] = []
+    read: list[int] = []
     for kind in config.kinds:
-        found += keys[first_read(kind, len(keys) - 1) :] if kind.by_position else keys[-1:]
-    return found + keys[-1:] if config.snapshots is not None else found
+        read += keys[first_read(kind, len(keys) - 1) :] if kind.by_position else keys[-1:]
+    return read + keys[-1:] if config.snapshots is not None else read
 
 
 def first_read(kind: KVKind, position: int) -> int:
@@ -149,14 +149,14 @@ class FakeRunner:
 
     def in_one(self, batch: Batch) -> Batch:
         """As if the blocks of all ranks were one device's: the next rank's behind a rank's."""
-        each = self.config.num_blocks
+        blocks = self.config.num_blocks
         for new in batch.new_rows:
-            self.bases[new.row] = new.kv_rank * each
+            self.bases[new.row] = new.kv_rank * blocks
         return replace(
             batch,
             new_blocks=[(row, at, int(self.bases[row]) + b) for row, at, b in batch.new_blocks],
             prefixes=[
-                replace(copy, blocks=[copy.kv_rank * each + block for block in copy.blocks])
+                replace(copy, blocks=[copy.kv_rank * blocks + block for block in copy.blocks])
                 for copy in batch.prefixes
             ],
         )

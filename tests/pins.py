@@ -108,7 +108,7 @@ def _without_cuda(folder: Path) -> Path:
     needs = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools")
     head = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
     files = {
-        "METADATA": head + "".join(f"Requires-Dist: {one}\n" for one in needs),
+        "METADATA": head + "".join(f"Requires-Dist: {package}\n" for package in needs),
         "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         "RECORD": "",
     }
@@ -120,11 +120,13 @@ def _without_cuda(folder: Path) -> Path:
 
 def environment(before: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Of this process, without what tells pip or uv where to look."""
-    kept = {name: value for name, value in before.items() if not name.startswith(("PIP_", "UV_"))}
-    kept |= {"UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}
+    variables = {
+        name: value for name, value in before.items() if not name.startswith(("PIP_", "UV_"))
+    }
+    variables |= {"UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}
     if cache := before.get("UV_CACHE_DIR"):
-        kept["UV_CACHE_DIR"] = cache
-    return kept
+        variables["UV_CACHE_DIR"] = cache
+    return variables
 
 
 def uv() -> str:
@@ -155,19 +157,19 @@ def faults(chosen: Sequence[PinnedSet], versions: Sequence[str]) -> list[str]:
     """What does not resolve, with the resolver's reason."""
 
     def fault(case: tuple[PinnedSet, str, str]) -> str:
-        one, version, machine = case
-        found = compile_pins(
-            "--python-version", version, "--python-platform", machine, *one.arguments
+        pinned, version, machine = case
+        done = compile_pins(
+            "--python-version", version, "--python-platform", machine, *pinned.arguments
         )
-        if found.returncode == 0:
+        if done.returncode == 0:
             return ""
-        return f"{one.name}, Python {version}, {machine}:\n{found.stderr.strip()}"
+        return f"{pinned.name}, Python {version}, {machine}:\n{done.stderr.strip()}"
 
     cases = [
-        (one, version, machine)
-        for one in chosen
+        (pinned_set, version, machine)
+        for pinned_set in chosen
         for version in versions
-        for machine in one.machines
+        for machine in pinned_set.machines
     ]
     with ThreadPoolExecutor(4) as threads:
         return [fault for fault in threads.map(fault, cases) if fault]
@@ -187,14 +189,14 @@ def renewed(upgrade: bool) -> str:
     with tempfile.TemporaryDirectory(prefix="manta-pins-") as folder:
         output = Path(folder) / "constraints.txt"
         output.write_text("" if upgrade else CONSTRAINTS.read_text("utf-8"), "utf-8")
-        found = compile_pins(
+        done = compile_pins(
             *("--universal", "--python-version", pythons()[0], "--output-file", str(output)),
             *extras,
             str(ROOT / "pyproject.toml"),
         )
-        if found.returncode:
-            raise RuntimeError(found.stderr)
-        lines = [line for one in output.read_text("utf-8").splitlines() if (line := _here(one))]
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        lines = [line for text in output.read_text("utf-8").splitlines() if (line := _here(text))]
     return "\n".join([*head, *lines, ""])
 
 
@@ -228,9 +230,9 @@ def main() -> int:
     if (what := parser.parse_args().what) != "check":
         CONSTRAINTS.write_text(renewed(upgrade=what == "upgrade"), "utf-8")
         return 0
-    for fault in (found := check(pythons())):
+    for fault in (unresolved := check(pythons())):
         print(fault, file=sys.stderr)
-    return 1 if found else 0
+    return 1 if unresolved else 0
 
 
 if __name__ == "__main__":

@@ -36,15 +36,15 @@ def of_trl() -> dict[str, dict[str, str]]:
 @cache
 def of_tokenizers() -> dict[str, dict[str, str]]:
     """The same of published tokenizers."""
-    found: dict[str, dict[str, str]] = {}
+    settings_of: dict[str, dict[str, str]] = {}
     for name in NAMES:
         settings = json.loads((tokenizer(name) / "tokenizer_config.json").read_text("utf-8"))
-        given = settings.get("chat_template")
-        if isinstance(given, list):
-            found[name] = {item["name"]: item["template"] for item in given}
-        elif given:
-            found[name] = {"default": given}
-    return found
+        template = settings.get("chat_template")
+        if isinstance(template, list):
+            settings_of[name] = {item["name"]: item["template"] for item in template}
+        elif template:
+            settings_of[name] = {"default": template}
+    return settings_of
 
 
 def _fetch(place: Path) -> Path:

@@ -232,11 +232,11 @@ def _last_failed(cache: Path) -> list[str]:
 def _started() -> list[int]:
     """Live processes of the tests, but for those of the stages beside them."""
     processes = table()
-    found = descendants(os.getpid(), processes)
+    started = descendants(os.getpid(), processes)
     if _beside is None:
-        return found
+        return started
     others = {_beside.pid, *descendants(_beside.pid, processes)}
-    return [pid for pid in found if pid not in others]
+    return [pid for pid in started if pid not in others]
 
 
 def _left() -> list[str]:
@@ -245,14 +245,14 @@ def _left() -> list[str]:
     while (pids := _started()) and time.monotonic() < limit:
         time.sleep(0.1)
         reap()
-    found = []
+    lines = []
     for pid in pids:
         with contextlib.suppress(OSError):  # it has just ended
             line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-            found.append(f"{pid} {line[:120]}")
+            lines.append(f"{pid} {line[:120]}")
     kill(_started)
     reap()
-    return found
+    return lines
 
 
 def run(stage: Stage, root: Path = ROOT, cache: Path = CACHE, long: bool = False) -> Outcome:
@@ -347,9 +347,9 @@ class Beside:
             why = "its process ended before it said how it went"
             return [Outcome(stage, broken=[why]) for stage in self._stages]
         outcomes = []
-        for stage, found in zip(self._stages, json.loads(self._found.read_text()), strict=True):
-            found |= {"stage": stage, "counts": Counter(found["counts"])}
-            outcome = Outcome(**found)
+        for stage, fields in zip(self._stages, json.loads(self._found.read_text()), strict=True):
+            fields |= {"stage": stage, "counts": Counter(fields["counts"])}
+            outcome = Outcome(**fields)
             once_more(outcome, self._root, self._cache, self._long)
             outcomes.append(outcome)
         return outcomes
@@ -362,14 +362,14 @@ class Beside:
             output = os.open(self._printed, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            found = []
+            outcomes = []
             for stage in self._stages:
                 if not _interrupted:
                     patience = f"--timeout={BESIDE_S}"
                     outcome = first_time(stage, self._root, self._cache, self._long, patience)
-                    found.append({**vars(outcome), "stage": stage.name})
+                    outcomes.append({**vars(outcome), "stage": stage.name})
             if not _interrupted:
-                self._found.write_text(json.dumps(found))
+                self._found.write_text(json.dumps(outcomes))
                 code = 0
         except BaseException:
             traceback.print_exc()
@@ -395,9 +395,9 @@ def take_a_part(pid: int) -> None:
     would wait for what other users of a machine leave."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/autogroup").write_text("0")
-    for one in (pid, *descendants(pid)):
+    for process in (pid, *descendants(pid)):
         with contextlib.suppress(OSError, AttributeError):  # it has ended; not root; not Linux
-            for thread in Path(f"/proc/{one}/task").iterdir():
+            for thread in Path(f"/proc/{process}/task").iterdir():
                 os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
 
 

@@ -136,8 +136,8 @@ def test_http_page_names_every_error() -> None:
     page = (DOCS / "http.md").read_text("utf-8")
     codes = {"not_ready", "draining"}
     for path in (ROOT / "deployments" / "api").rglob("*.py"):
-        found = re.findall(r'ApiError\(\s*(\d+),\s*"(\w+)"', path.read_text("utf-8"))
-        codes |= {code for status, code in found if status != "400"}
+        errors = re.findall(r'ApiError\(\s*(\d+),\s*"(\w+)"', path.read_text("utf-8"))
+        codes |= {code for status, code in errors if status != "400"}
     rows = "".join(line for line in page.splitlines() if re.match(r"\| [345]\d\d", line))
     assert len(codes) > 10 and not [code for code in sorted(codes) if f"`{code}`" not in rows]
     taken, refused = page.split("## Fields of a generation")[1].split(
@@ -176,7 +176,7 @@ def test_results_are_named_by_their_figures() -> None:
     """Costs of routing stood in a table that named the command alone: which file they are from,
     and so of which commit and machine, was for the reader to guess."""
     there = [path.name for path in RESULTS.glob("*.json")]
-    named = {found for _, name in results_named() for found in matching(there, name)}
+    named = {file for _, name in results_named() for file in matching(there, name)}
     assert sorted(named) == sorted(there)
 
 
@@ -227,7 +227,7 @@ def test_results_name_commits_that_exist() -> None:
     files = RESULTS.glob("*.json")
     named = {path.name: list(commits(json.loads(path.read_text()))) for path in files}
     assert len(named) > 20 and all(named.values()), "a result that does not say what it measured"
-    assert not {name for name, found in named.items() if not known.issuperset(found)}
+    assert not {name for name, hashes in named.items() if not known.issuperset(hashes)}
 
 
 @pytest.mark.nightly
@@ -338,11 +338,11 @@ def served(default_model: Path) -> Iterator[tuple[int, dict[str, str]]]:
     assert process.stdout is not None
     output = ""
     try:
-        while (found := re.search(r"Other Ray jobs: (.*?), ", output)) is None:
+        while (match := re.search(r"Other Ray jobs: (.*?), ", output)) is None:
             line = process.stdout.readline()
             assert line, output
             output += line
-        yield port, dict(re.findall(r"(\w+)=(\S+)", found[1]))
+        yield port, dict(re.findall(r"(\w+)=(\S+)", match[1]))
     finally:
         end_server(process)
 

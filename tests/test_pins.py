@@ -99,7 +99,7 @@ def test_only_pinned_sets_are_installed() -> None:
             if line.lstrip().startswith("#"):
                 continue
             for command in installing.findall(line):
-                if not any(re.fullmatch(one, command.strip()) for one in known):
+                if not any(re.fullmatch(pattern, command.strip()) for pattern in known):
                     unknown.append(f"{path.name}: {command}")
     assert not unknown
 

@@ -222,14 +222,14 @@ def test_each_test_is_in_one_stage() -> None:
             continue
         if marks["triton"] and folder == "tests":  # nowhere: see below
             continue
-        found = [
+        names_of = [
             stage.name
             for stage in stages
             if eval(stage.where, {}, marks)
             and folder not in stage.without
             and (not stage.paths or folder in stage.paths or stage.paths in by_mark)
         ]
-        assert len(found) == 1, (folder, marks, found)
+        assert len(names_of) == 1, (folder, marks, names_of)
     for path in (ROOT / "tests").rglob("*.py"):
         text = path.read_text("utf-8")
         if "mark.triton" in text and path.name != Path(__file__).name:

@@ -45,19 +45,19 @@ def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_no_pickle() -> None:
     """Unpickling what came from outside runs it."""
     banned = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
-    found = [
+    unsafe = [
         f"{path}:{line} {name}"
         for path, tree in sources(*PACKAGES)
         for line, name in imports(tree)
         if name.split(".")[0] in banned
     ]
-    assert not found
+    assert not unsafe
 
 
 def test_no_code_from_data() -> None:
     """eval, exec, torch.load and remote code are how a model folder takes over a machine."""
     banned = {"eval", "exec", "torch.load", "os.system", "yaml.load", "yaml.unsafe_load"}
-    found = []
+    calls = []
     for path, tree in sources(*PACKAGES):
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
@@ -67,19 +67,19 @@ def test_no_code_from_data() -> None:
                 for keyword in node.keywords
             )
             if dotted(node.func) in banned and not weights_alone:
-                found.append(f"{path}:{node.lineno} {dotted(node.func)}")
-            found += [
+                calls.append(f"{path}:{node.lineno} {dotted(node.func)}")
+            calls += [
                 f"{path}:{node.lineno} {keyword.arg}"
                 for keyword in node.keywords
                 if keyword.arg == "trust_remote_code"
                 or (keyword.arg == "shell" and getattr(keyword.value, "value", False))
             ]
-    assert not found
+    assert not calls
 
 
 def test_environment_is_read_in_one_place() -> None:
     """A variable read deep inside is a setting that no document and no `--help` knows."""
-    found = []
+    readers = []
     for path, tree in sources("deployments", "engine", "kernels"):
         if path in ENVIRONMENT_READERS:
             continue
@@ -91,14 +91,14 @@ def test_environment_is_read_in_one_place() -> None:
         for node in ast.walk(tree):
             reads = isinstance(node, ast.Attribute) and id(node) not in written
             if reads and dotted(node) in ("os.environ", "os.getenv", "os.environb"):
-                found.append(f"{path}:{node.lineno}")
-    assert not found
+                readers.append(f"{path}:{node.lineno}")
+    assert not readers
 
 
 def test_loggers_are_below_ours() -> None:
     """What another logger says in an engine process is seen nowhere: `LogToParent` hangs on ours,
     and the process has no log of its own."""
-    found = [
+    loggers = [
         f"{path}:{node.lineno}"
         for path, tree in sources("engine", "kernels")
         for node in ast.walk(tree)
@@ -106,7 +106,7 @@ def test_loggers_are_below_ours() -> None:
         and dotted(node.func).endswith("getLogger")
         and not re.match(r"'manta\b", ast.unparse(node.args[0]) if node.args else "")
     ]
-    assert not found
+    assert not loggers
 
 
 def test_scheduling_code_runs_without_torch_and_ray() -> None:
@@ -149,13 +149,13 @@ def test_one_record_of_an_architecture() -> None:
         "architecture.startswith('Qwen')",
     ):
         assert list(knows_an_architecture(ast.parse(planted))) == [1], planted
-    found = [
+    records = [
         f"{path}:{line}"
         for path, tree in sources("deployments", "engine", "kernels")
         if not path.startswith("engine/architectures/")
         for line in knows_an_architecture(tree)
     ]
-    assert not found
+    assert not records
 
 
 def test_architectures_are_read_without_torch() -> None:
@@ -185,19 +185,21 @@ def test_layers() -> None:
 def test_kernels_import_only_torch_and_triton() -> None:
     """A kernel that needs the rest of the tree cannot be tested or reused alone."""
     allowed = {*sys.stdlib_module_names, "torch", "triton", "numpy", "kernels"}
-    found = [
+    foreign = [
         f"{path}:{line} {name}"
         for path, tree in sources("kernels")
         for line, name in imports(tree)
         if name.split(".")[0] not in allowed
     ]
-    assert not found
+    assert not foreign
 
 
 def test_files_say_what_they_are_for() -> None:
     """A reader meets the file's name and first line before anything else."""
-    found = [path for path, tree in sources(*PACKAGES) if tree.body and not ast.get_docstring(tree)]
-    assert not found
+    silent = [
+        path for path, tree in sources(*PACKAGES) if tree.body and not ast.get_docstring(tree)
+    ]
+    assert not silent
 
 
 # What a docstring cannot begin with and say by itself what it describes.
@@ -226,7 +228,7 @@ def test_docstrings_say_what_they_describe() -> None:
 
 def test_tests_name_their_bug() -> None:
     """A test without a docstring is deleted or bent by the next person whom it stops."""
-    found = [
+    nameless = [
         f"{path}:{node.lineno} {node.name}"
         for path, tree in sources("tests")
         for node in ast.walk(tree)
@@ -234,7 +236,7 @@ def test_tests_name_their_bug() -> None:
         and node.name.startswith("test_")
         and not ast.get_docstring(node)
     ]
-    assert not found
+    assert not nameless
 
 
 def test_no_leftovers() -> None:
@@ -245,11 +247,11 @@ def test_no_leftovers() -> None:
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode != 0:
         pytest.skip("not a git checkout")
-    found = []
+    leftovers = []
     for name in filter(None, tracked.stdout.split("\0")):
         if name.endswith((".json", ".jsonl", ".png", ".svg")) or not (ROOT / name).is_file():
             continue
         text = (ROOT / name).read_text("utf-8", "replace")
         for match in pattern.finditer(text):
-            found.append(f"{name}:{text.count(chr(10), 0, match.start()) + 1} {match[0]}")
-    assert not found
+            leftovers.append(f"{name}:{text.count(chr(10), 0, match.start()) + 1} {match[0]}")
+    assert not leftovers

@@ -69,8 +69,8 @@ def write(out: Path, rows: list[AblationRow], options: dict[str, Any]) -> list[A
     path = stem.with_suffix(".json")
     if path.exists():
         new = {_kind(row) for row in rows}
-        kept = [AblationRow(**line) for line in json.loads(path.read_text())["rows"]]
-        rows = [row for row in kept if _kind(row) not in new] + rows
+        earlier = [AblationRow(**line) for line in json.loads(path.read_text())["rows"]]
+        rows = [row for row in earlier if _kind(row) not in new] + rows
     order = list(TECHNIQUES)
     rows = sorted(rows, key=lambda row: (order.index(row.technique), row.how != "simulated"))
     document = {

@@ -291,19 +291,19 @@ def shared_gate(s: Sizes, rows: int) -> KernelWork:
     residual."""
     num_bytes = 4.0 * rows * s.hidden * s.dtype.itemsize
     gate = s.random(1, s.hidden)
-    given = [[s.random(rows, s.hidden) for _ in range(3)] for _ in range(copies_for(num_bytes))]
-    return KernelWork([partial(cuda.add_opened, y, x, gate, r) for y, x, r in given], num_bytes)
+    inputs = [[s.random(rows, s.hidden) for _ in range(3)] for _ in range(copies_for(num_bytes))]
+    return KernelWork([partial(cuda.add_opened, y, x, gate, r) for y, x, r in inputs], num_bytes)
 
 
 def output_gate(s: Sizes, rows: int) -> KernelWork:
     """Make a case of attention's output times the sigmoid of gates that lie between queries."""
     width = s.heads * s.dim
     num_bytes = 3.0 * rows * width * s.dtype.itemsize
-    given = [
+    inputs = [
         (s.random(rows, width), s.random(rows, s.heads, 2, s.dim)[:, :, 1])
         for _ in range(copies_for(num_bytes))
     ]
-    return KernelWork([partial(cuda.sigmoid_mul, x, gate) for x, gate in given], num_bytes)
+    return KernelWork([partial(cuda.sigmoid_mul, x, gate) for x, gate in inputs], num_bytes)
 
 
 def residual_norm(s: Sizes, rows: int) -> KernelWork:
@@ -407,8 +407,8 @@ def sampling(s: Sizes, rows: int, how: str) -> KernelWork:
             ban(x, index, positions, words)
 
         calls = [partial(edited, x) for x in logits]
-        each = 8 + 2 * s.dtype.itemsize  # id, value, logit
-        num_bytes = rows * (layout.MAX_BIAS * each + layout.MAX_STOP * (4 + s.dtype.itemsize))
+        bytes_each = 8 + 2 * s.dtype.itemsize  # id, value, logit
+        num_bytes = rows * (layout.MAX_BIAS * bytes_each + layout.MAX_STOP * (4 + s.dtype.itemsize))
     elif how == "grammars":
         masks = torch.zeros(rows, -(-s.vocab // 32), dtype=torch.int32, device=s.device)
         mask_of = torch.arange(rows, dtype=torch.int32, device=s.device)

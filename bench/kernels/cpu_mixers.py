@@ -81,10 +81,10 @@ def qwen3_next() -> Layer:
         return layer, config
 
     def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
-        made, gates = given
+        projected, gates = given
         return ours.gated_delta(
-            made[:, :channels], made[:, channels:], gates[:, :values], gates[:, values:], how,
-            *kept, meta,
+            projected[:, :channels], projected[:, channels:], gates[:, :values], gates[:, values:],
+            how, *kept, meta,
         )  # fmt: skip
 
     states = ((taps - 1, channels), (values, size, size))
@@ -130,10 +130,10 @@ def nemotron_h() -> Layer:
     heads, size, groups, state, taps = 128, 64, 8, 128, 4
     inner = heads * size
     channels = inner + 2 * groups * state
-    each = torch.randn(3, heads)
+    rates = torch.randn(3, heads)
     how = Mamba2Heads(
-        heads, size, groups, state, torch.randn(channels, taps), torch.randn(channels), each[0],
-        each[1], each[2], (0.0, float("inf")),
+        heads, size, groups, state, torch.randn(channels, taps), torch.randn(channels), rates[0],
+        rates[1], rates[2], (0.0, float("inf")),
     )  # fmt: skip
     norm = torch.ones(inner)
 
@@ -147,11 +147,15 @@ def nemotron_h() -> Layer:
         return layer, config
 
     def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
-        (made,) = given
-        found = ours.mamba2(
-            made[:, inner : inner + channels], made[:, inner + channels :], how, *kept, meta
+        (projected,) = given
+        output = ours.mamba2(
+            projected[:, inner : inner + channels],
+            projected[:, inner + channels :],
+            how,
+            *kept,
+            meta,
         )
-        return ours.gated_norm(found.flatten(1), made[:, :inner], norm, groups, 1e-5)
+        return ours.gated_norm(output.flatten(1), projected[:, :inner], norm, groups, 1e-5)
 
     states = ((taps - 1, channels), (heads, size, state))
     return Layer(4096, (inner + channels + heads,), make, states, run)
@@ -199,12 +203,12 @@ def jamba() -> Layer:
         return layer, config
 
     def run(given: list[Tensor], kept: list[Tensor], meta: AttentionMeta) -> object:
-        made, selected = given
-        x = ours.causal_conv(made[:, :channels], conv, bias, kept[0], meta, silu=True)
+        projected, selected = given
+        x = ours.causal_conv(projected[:, :channels], conv, bias, kept[0], meta, silu=True)
         parts = selected.split((rank, size, size), dim=1)
-        dt, b, c = (ours.rms_norm(each, norms[: each.shape[1]], 1e-6) for each in parts)
+        dt, b, c = (ours.rms_norm(part, norms[: part.shape[1]], 1e-6) for part in parts)
         dt = linear(dt, step, shift)
-        return ours.mamba1(x, dt, b, c, rates, skip, made[:, channels:], kept[1], meta)
+        return ours.mamba1(x, dt, b, c, rates, skip, projected[:, channels:], kept[1], meta)
 
     states = ((taps - 1, channels), (channels, size))
     return Layer(4096, (2 * channels, rank + 2 * size), make, states, run)
@@ -220,7 +224,7 @@ def deepseek_v2_lite() -> Layer:
     from transformers.models.deepseek_v2 import modeling_deepseek_v2 as theirs
 
     heads, rank, nope, rope, value = 16, 512, 128, 64, 128
-    hidden, kept = heads * (nope + rope), rank + rope  # hidden: see Given
+    hidden, latent = heads * (nope + rope), rank + rope  # hidden: see Given
     up = (torch.randn(heads, nope + value, rank) / rank**0.5).bfloat16()
     angles = torch.arange(1024)[:, None] / 10000 ** (torch.arange(rope // 2) * 2 / rope)
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
@@ -244,7 +248,7 @@ def deepseek_v2_lite() -> Layer:
 
     turns = torch.polar(torch.ones_like(angles), angles)
     return Layer(
-        hidden, (hidden, kept), make, (), run, "past_key_values", latent=kept, angles=turns
+        hidden, (hidden, latent), make, (), run, "past_key_values", latent=latent, angles=turns
     )
 
 
@@ -262,7 +266,7 @@ def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
     """Return the calls of one request's step: "ours", and transformers' by the dtype's name."""
     from transformers import DynamicCache
 
-    given = [torch.randn(tokens, width) for width in layer.widths]
+    inputs = [torch.randn(tokens, width) for width in layer.widths]
     before = BEFORE if tokens == 1 else 0
     start = torch.tensor([0, tokens], dtype=torch.int32)
     positions = torch.arange(before, before + tokens, dtype=torch.int32)
@@ -273,10 +277,10 @@ def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
         max_kv_len=tokens + before, query_start_host=[0, tokens], kv_len_host=[tokens + before],
         rows=torch.zeros(1, dtype=torch.int64),
     )  # fmt: skip
-    kept = [torch.zeros(1, *shape) for shape in layer.states]
+    states = [torch.zeros(1, *shape) for shape in layer.states]
     if layer.latent:
-        kept.append(torch.zeros(len(blocks), 1, BLOCK, layer.latent, dtype=torch.bfloat16))
-    calls: dict[str, Call] = {"ours": lambda: layer.run(given, kept, replace(meta))}
+        states.append(torch.zeros(len(blocks), 1, BLOCK, layer.latent, dtype=torch.bfloat16))
+    calls: dict[str, Call] = {"ours": lambda: layer.run(inputs, states, replace(meta))}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         products = [Given(torch.randn(1, max(tokens, BEFORE), width)) for width in layer.widths]
         theirs, config = layer.make([*products], dtype)
@@ -287,10 +291,10 @@ def calls_of(layer: Layer, tokens: int) -> dict[str, Call]:
             cache: DynamicCache | None = None, x: Tensor = x, theirs: Any = theirs,
             config: Any = config, first: int = before,
         ) -> object:  # fmt: skip
-            given = {layer.cache: DynamicCache(config=config) if cache is None else cache}
+            arguments = {layer.cache: DynamicCache(config=config) if cache is None else cache}
             if layer.angles is not None:
-                given["position_embeddings"] = layer.angles[None, first : first + x.shape[1]]
-            return theirs(x, **given)
+                arguments["position_embeddings"] = layer.angles[None, first : first + x.shape[1]]
+            return theirs(x, **arguments)
 
         if tokens > 1:
             calls[name] = call

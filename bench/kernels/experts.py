@@ -117,12 +117,12 @@ def make_packed(stack: ExpertWeights, bits: Bits = MXFP4) -> PackedExperts:
         form = Format(4, 32, torch.bfloat16, zero=12, table=E2M1)
         if bits is FP8:
             form = Format(8, weight.shape[2], torch.float32, code="e4m3", activations=8)
-        made = PackedWeight(form, *weight.flatten(0, 1).shape, None, weight.device)
-        made.codes.view(torch.uint8).random_(0, 256)
+        packed = PackedWeight(form, *weight.flatten(0, 1).shape, None, weight.device)
+        packed.codes.view(torch.uint8).random_(0, 256)
         if bits is FP8:
-            made.codes &= 0xBF  # below 2, of both signs
-        made.scale.fill_(2.0**-3 if bits is FP8 else 2.0**-7)
-        return made
+            packed.codes &= 0xBF  # below 2, of both signs
+        packed.scale.fill_(2.0**-3 if bits is FP8 else 2.0**-7)
+        return packed
 
     gate_up, down = packed(stack.gate_up), packed(stack.down)
     biases = stack.gate_up_bias, stack.down_bias
@@ -146,7 +146,7 @@ class Step:
         kernels = kernels_for("cuda")
         logits = [random(tokens, layer.experts) * 20 for _ in range(COPIES)]
         routing = Routing(layer.chosen)
-        routed = [kernels.route(each, routing, None) for each in logits]
+        routed = [kernels.route(scores, routing, None) for scores in logits]
         met = sum(len(ids.unique()) for _, ids in routed) / COPIES
         return cls(model, layer, stack, random(tokens, layer.hidden), logits, routed, met)
 
@@ -164,13 +164,13 @@ def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:
     routed = partial(kernels.norm_route, x, norm, 1e-6, router, None, routing, None)
     yield "norm, router, choice", router.nbytes, [routed] * COPIES
     yield "router", router.nbytes, [partial(kernels.router_logits, x, router, None)] * COPIES
-    yield "choice", 0, [partial(kernels.route, each, routing, None) for each in step.logits]
+    yield "choice", 0, [partial(kernels.route, choice, routing, None) for choice in step.logits]
     if len(x) <= MOST:
-        inners = [few_up(x, *each, stack) for each in step.routed]
-        yield "up", up_bytes, [partial(few_up, x, *each, stack) for each in step.routed]
+        inners = [few_up(x, *choice, stack) for choice in step.routed]
+        yield "up", up_bytes, [partial(few_up, x, *choice, stack) for choice in step.routed]
         calls = [
-            partial(few_down, inner, *each, stack, residual)
-            for inner, each in zip(inners, step.routed, strict=True)
+            partial(few_down, inner, *choice, stack, residual)
+            for inner, choice in zip(inners, step.routed, strict=True)
         ]
         yield "down", down_bytes, calls
     else:
@@ -178,39 +178,43 @@ def launches(step: Step) -> Iterator[tuple[str, float, Calls]]:
         pairs = [sort(ids, layer.experts) for _, ids in step.routed]
         yield "sort", 0, [partial(sort, ids, layer.experts) for _, ids in step.routed]
         both = list(zip(step.routed, pairs, strict=True))
-        inners = [grouped_up(x, *each, stack, mine, tiles.up) for each, mine in both]
-        calls = [partial(grouped_up, x, *each, stack, mine, tiles.up) for each, mine in both]
+        inners = [grouped_up(x, *choice, stack, mine, tiles.up) for choice, mine in both]
+        calls = [partial(grouped_up, x, *choice, stack, mine, tiles.up) for choice, mine in both]
         yield "up", up_bytes, calls
         calls = [
-            partial(grouped_down, inner, *each, stack, mine, tiles.down)
-            for inner, (each, mine) in zip(inners, both, strict=True)
+            partial(grouped_down, inner, *choice, stack, mine, tiles.down)
+            for inner, (choice, mine) in zip(inners, both, strict=True)
         ]
         yield "down", down_bytes, calls
-        given = calls[0]()
-        assert isinstance(given, Tensor)
-        calls = [partial(sum_experts, given, ids, stack, residual) for _, ids in step.routed]
+        output = calls[0]()
+        assert isinstance(output, Tensor)
+        calls = [partial(sum_experts, output, ids, stack, residual) for _, ids in step.routed]
         yield "sum", 0, calls
-    calls = [partial(kernels.experts, x, *each, stack, residual) for each in step.routed]
+    calls = [partial(kernels.experts, x, *choice, stack, residual) for choice in step.routed]
     yield "experts, whole", up_bytes + down_bytes, calls
     packed, few_bits = make_packed(stack), 4.5 / 16
     if len(x) <= few_moe.MOST:
-        ups = [partial(few_packed_up, x, *each, packed) for each in step.routed]
+        ups = [partial(few_packed_up, x, *choice, packed) for choice in step.routed]
         downs = [
-            partial(few_packed_down, up(), *each, packed, residual)
-            for up, each in zip(ups, step.routed, strict=True)
+            partial(few_packed_down, up(), *choice, packed, residual)
+            for up, choice in zip(ups, step.routed, strict=True)
         ]
     else:
         chosen_tiles = packed_moe.tiles_for(len(x) * layer.chosen, layer.experts)
         pairs = [sort(ids, layer.experts) for _, ids in step.routed]
         both = list(zip(step.routed, pairs, strict=True))
-        ups = [partial(packed_up, x, *each, packed, mine, chosen_tiles.up) for each, mine in both]
+        ups = [
+            partial(packed_up, x, *choice, packed, mine, chosen_tiles.up) for choice, mine in both
+        ]
         downs = [
-            partial(packed_down, up(), *each, packed, mine, chosen_tiles.down)
-            for up, (each, mine) in zip(ups, both, strict=True)
+            partial(packed_down, up(), *choice, packed, mine, chosen_tiles.down)
+            for up, (choice, mine) in zip(ups, both, strict=True)
         ]
     yield "up in MXFP4", up_bytes * few_bits, ups
     yield "down in MXFP4", down_bytes * few_bits, downs
-    calls = [partial(kernels.packed_experts, x, *each, packed, residual) for each in step.routed]
+    calls = [
+        partial(kernels.packed_experts, x, *choice, packed, residual) for choice in step.routed
+    ]
     yield "experts in MXFP4, whole", (up_bytes + down_bytes) * few_bits, calls
 
 
@@ -365,27 +369,27 @@ class Sweep:
 
 def _numbers(result: object) -> Tensor:
     """Return the result of a launch, the last of several."""
-    found = result[-1] if isinstance(result, tuple) else result
-    assert isinstance(found, Tensor)
-    return found.float()
+    output = result[-1] if isinstance(result, tuple) else result
+    assert isinstance(output, Tensor)
+    return output.float()
 
 
 def few_choices(step: Step) -> list[Choice]:
     layer, stack, x = step.layer, step.stack, step.x
-    inners = [few_up(x, *each, stack) for each in step.routed]
+    inners = [few_up(x, *choice, stack) for choice in step.routed]
     both = list(zip(inners, step.routed, strict=True))
     places = 1 << (layer.chosen - 1).bit_length()
     return [
         Choice(
             "up",
             [UP, *few_tiles()],
-            lambda tile: [partial(few_up, x, *each, stack, tile) for each in step.routed],
+            lambda tile: [partial(few_up, x, *choice, stack, tile) for choice in step.routed],
             step.met * layer.up_bytes,
         ),
         Choice(
             "down",
             [DOWN, *down_tiles(places)],
-            lambda tile: [partial(few_down, y, *each, stack, None, tile) for y, each in both],
+            lambda tile: [partial(few_down, y, *choice, stack, None, tile) for y, choice in both],
             step.met * layer.down_bytes,
         ),
     ]
@@ -408,15 +412,17 @@ def by_expert_choices(
         Choice(
             up.name,
             up.tiles,
-            lambda tile: [partial(up.call, x, *each, stack, mine, tile) for each, mine in routed],
+            lambda tile: [
+                partial(up.call, x, *choice, stack, mine, tile) for choice, mine in routed
+            ],
             step.met * layer.up_bytes * share,
         ),
         Choice(
             down.name,
             down.tiles,
             lambda tile: [
-                partial(down.call, y, *each, stack, mine, tile)
-                for y, (each, mine) in zip(inners, routed, strict=True)
+                partial(down.call, y, *choice, stack, mine, tile)
+                for y, (choice, mine) in zip(inners, routed, strict=True)
             ],
             step.met * layer.down_bytes * share,
         ),
@@ -441,7 +447,7 @@ def whole(step: Step, ups: list[Tile], downs: list[Tile]) -> Choice:
     return Choice(
         "whole",
         [today, *pairs],
-        lambda tiles: [partial(grouped, x, *each, stack, None, tiles) for each in step.routed],
+        lambda tiles: [partial(grouped, x, *choice, stack, None, tiles) for choice in step.routed],
         step.met * (layer.up_bytes + layer.down_bytes),
     )
 
@@ -469,14 +475,16 @@ def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Ch
         Choice(
             f"up in {bits.name}, pair by pair",
             [few_moe.up_tile(packed.gate_up), *few_packed_tiles(1, bits)],
-            lambda tile: [partial(few_packed_up, x, *each, packed, tile) for each in step.routed],
+            lambda tile: [
+                partial(few_packed_up, x, *choice, packed, tile) for choice in step.routed
+            ],
             up_bytes * bits.share,
         ),
         Choice(
             f"down in {bits.name}, pair by pair",
             [few_moe.down_tile(packed.down, len(x)), *few_packed_tiles(places, bits)],
             lambda tile: [
-                partial(few_packed_down, y, *each, packed, None, tile) for y, each in both
+                partial(few_packed_down, y, *choice, packed, None, tile) for y, choice in both
             ],
             down_bytes * bits.share,
         ),
@@ -484,8 +492,8 @@ def few_packed_choices(step: Step, packed: PackedExperts, bits: Bits) -> list[Ch
             f"whole in {bits.name}, (pair by pair)",
             [(len(x) <= few_moe.MOST,), (len(x) > few_moe.MOST,)],
             lambda way: [
-                partial(few_packed if way[0] else packed_experts, x, *each, packed, None)
-                for each in step.routed
+                partial(few_packed if way[0] else packed_experts, x, *choice, packed, None)
+                for choice in step.routed
             ],
             (up_bytes + down_bytes) * bits.share,
         ),
@@ -514,13 +522,15 @@ def rounded_whole(step: Step, packed: PackedExperts, ups: list[Tile], downs: lis
 
     def calls(tiles: tuple[Tiles | None]) -> Calls:
         if tiles[0] is None:
-            return [partial(as_they_come, x, *each, packed, None) for each in step.routed]
-        return [partial(rounded_experts, x, *each, packed, None, tiles[0]) for each in step.routed]
+            return [partial(as_they_come, x, *choice, packed, None) for choice in step.routed]
+        return [
+            partial(rounded_experts, x, *choice, packed, None, tiles[0]) for choice in step.routed
+        ]
 
-    found = dict.fromkeys([today, *(Tiles(up, down) for up, down in product(ups, downs))])
+    tiles_tried = dict.fromkeys([today, *(Tiles(up, down) for up, down in product(ups, downs))])
     return Choice(
         "whole in FP8",
-        [(None,), *((tiles,) for tiles in found)],
+        [(None,), *((tiles,) for tiles in tiles_tried)],
         calls,
         step.met * (layer.up_bytes + layer.down_bytes) * FP8.share,
         most=0.15,
@@ -552,51 +562,51 @@ def sweep_fp8(steps: list[Step], sweep: Sweep) -> None:
     Launches are tried one by one, then together.
     """
     stacks = {step.model: make_packed(step.stack, FP8) for step in steps}
-    made: list[tuple[Step, list[Choice], list[Choice]]] = []
+    sweeps: list[tuple[Step, list[Choice], list[Choice]]] = []
     for step in steps:
         packed = stacks[step.model]
         few = few_packed_choices(step, packed, FP8) if len(step.x) <= few_moe.MOST else []
         grouped_ways = packed_choices(step, packed, FP8) if len(step.x) > 1 else []
-        made.append((step, [*few, *grouped_ways], rounded_choices(step, packed)))
-    sweep.compile(choice for _, *both in made for choices in both for choice in choices)
+        sweeps.append((step, [*few, *grouped_ways], rounded_choices(step, packed)))
+    sweep.compile(choice for _, *both in sweeps for choices in both for choice in choices)
     for model, packed in stacks.items():
-        found = Found({}, {}, {})
-        for step, others, rounded in made:
+        results = Found({}, {}, {})
+        for step, others, rounded in sweeps:
             if step.model != model:
                 continue
             print(f"{step}: fp8", flush=True)
             tokens, layer = len(step.x), step.layer
             best = [sweep.best(choice) for choice in others]
             if tokens <= few_moe.MOST:
-                found.few[tokens] = best[0][0], best[1][0]
+                results.few[tokens] = best[0][0], best[1][0]
             together = rounded_whole(step, packed, *(sweep.best(choice) for choice in rounded))
             sweep.compile([together])
-            ranked = [each[0] for each in sweep.best(together)]
-            found.pays[tokens] = ranked[0] is not None
-            tiles = next((each for each in ranked if each is not None), None)
+            ranked = [result[0] for result in sweep.best(together)]
+            results.pays[tokens] = ranked[0] is not None
+            tiles = next((result for result in ranked if result is not None), None)
             if tiles is not None:  # else there was no time
-                found.rounded[tokens * layer.chosen / layer.experts] = tiles
+                results.rounded[tokens * layer.chosen / layer.experts] = tiles
         print(model)
-        found.tell()
+        results.tell()
 
 
 def sweep(steps: list[Step], what: list[str], sweep: Sweep) -> None:
     """Sweep the launches of each step in turn; the compilers get all kernels first."""
-    made: list[tuple[Step, str, list[Choice]]] = []
+    sweeps: list[tuple[Step, str, list[Choice]]] = []
     for step in steps:
         small = len(step.x) <= MOST
         if "few" in what and small:
-            made.append((step, "few", few_choices(step)))
+            sweeps.append((step, "few", few_choices(step)))
         if "grouped" in what and not small:
-            made.append((step, "grouped", grouped_choices(step)))
+            sweeps.append((step, "grouped", grouped_choices(step)))
         if "packed" in what and len(step.x) <= 2 * few_moe.MOST:
             choices = few_packed_choices(step, make_packed(step.stack), MXFP4)
-            made.append((step, "packed, pair by pair", choices))
+            sweeps.append((step, "packed, pair by pair", choices))
         if "packed" in what:
             choices = packed_choices(step, make_packed(step.stack), MXFP4)
-            made.append((step, "packed", choices))
-    sweep.compile(choice for *_, choices in made for choice in choices)
-    for step, name, choices in made:
+            sweeps.append((step, "packed", choices))
+    sweep.compile(choice for *_, choices in sweeps for choice in choices)
+    for step, name, choices in sweeps:
         print(f"{step}: {name}", flush=True)
         best = [sweep.best(choice) for choice in choices]
         if name == "grouped":
@@ -633,7 +643,7 @@ def main() -> None:
         raise SystemExit("error: no CUDA device here")
     copy, rate = copy_bandwidth(), matmul_rate()
     print(f"copy {copy / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s", flush=True)
-    found = Sweep(args.seconds, copy)
+    measured = Sweep(args.seconds, copy)
     stacks = {name: make_stack(LAYERS[name]) for name in args.model}
     steps = [
         Step.make(name, LAYERS[name], stack, tokens)
@@ -641,18 +651,18 @@ def main() -> None:
         for tokens in args.tokens
     ]
     if args.sweep:
-        sweep(steps, args.sweep, found)
+        sweep(steps, args.sweep, measured)
         if "fp8" in args.sweep:
-            sweep_fp8(steps, found)
+            sweep_fp8(steps, measured)
     else:
-        with found.compilers.collecting():
+        with measured.compilers.collecting():
             for step in steps:
                 for *_, calls in launches(step):
                     calls[0]()
         for step in steps:
             print(step, flush=True)
             tell(step, copy, rate)
-    found.compilers.close()
+    measured.compilers.close()
 
 
 if __name__ == "__main__":

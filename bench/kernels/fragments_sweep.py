@@ -145,7 +145,7 @@ def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, 
     Returns the inner values of each pair's expert, and the output of each token.
     """
     x = step.x[sample].double()
-    weights, ids = (each[sample] for each in step.routed[0])
+    weights, ids = (tensor[sample] for tensor in step.routed[0])
     inner = torch.zeros(*ids.shape, step.layer.size, dtype=torch.float64, device="cuda")
     out = torch.zeros_like(x)
     for expert in ids.unique().tolist():
@@ -155,10 +155,10 @@ def products(step: Step, stack: PackedExperts, sample: Tensor) -> tuple[Tensor, 
             up += stack.gate_up_bias[expert].double()
         mine = activated(up, stack.act, stack.limit)
         inner[token, place] = mine
-        given = mine @ rows_of(stack.down, stack.count, expert).T
+        down = mine @ rows_of(stack.down, stack.count, expert).T
         if stack.down_bias is not None:
-            given += stack.down_bias[expert].double()
-        out.index_add_(0, token, given * weights[token, place, None].double())
+            down += stack.down_bias[expert].double()
+        out.index_add_(0, token, down * weights[token, place, None].double())
     return inner, out
 
 
@@ -188,23 +188,24 @@ def up_ways(case: Case) -> Ways:
         return alone(back)
 
     today = packed.tiles_for(step.routed[0][1].numel(), case.old.count).up
-    found: Ways = {
+    ways: Ways = {
         "old grouped": lambda _: Way(
-            [partial(packed_up, x, *each, case.old, mine, today) for each, mine in routed], by_place
+            [partial(packed_up, x, *choice, case.old, mine, today) for choice, mine in routed],
+            by_place,
         ),
         "grouped": lambda tile: Way(
             [partial(fragments_up, x, *e, case.new, o, tile) for e, o in routed], by_place
         ),
     }
     if case.tokens <= FEW:
-        found["old few"] = lambda _: Way(
-            [partial(few_packed_up, x, *each, case.old) for each in step.routed], alone
+        ways["old few"] = lambda _: Way(
+            [partial(few_packed_up, x, *choice, case.old) for choice in step.routed], alone
         )
-        found["few"] = lambda tile: Way(
+        ways["few"] = lambda tile: Way(
             [partial(few_fragments_up, x, *e, case.new, tile) for e in step.routed],
             alone,
         )
-    return found
+    return ways
 
 
 def down_ways(case: Case) -> Ways:
@@ -228,7 +229,7 @@ def down_ways(case: Case) -> Ways:
         return apart(found[case.sample], case.want)
 
     today = packed.tiles_for(step.routed[0][1].numel(), case.old.count).down
-    found: Ways = {
+    ways: Ways = {
         "old grouped": lambda _: Way(
             [partial(packed_down, y, *e, case.old, o, today) for y, e, o in routed], summed
         ),
@@ -238,14 +239,14 @@ def down_ways(case: Case) -> Ways:
         ),
     }
     if case.tokens <= FEW:
-        found["old few"] = lambda _: Way(
+        ways["old few"] = lambda _: Way(
             [partial(few_packed_down, inner, *e, case.old, None) for e in step.routed], alone
         )
-        found["few"] = lambda tile: Way(
+        ways["few"] = lambda tile: Way(
             [partial(few_fragments_down, inner, *e, case.new, None, tile) for e in step.routed],
             alone,
         )
-    return found
+    return ways
 
 
 def tiles_of(case: Case, way: str, up: bool) -> list[Any]:
@@ -264,21 +265,21 @@ def whole_ways(case: Case) -> dict[str, Way]:
         return apart(found[case.sample], case.want)
 
     def way(function: Callable[..., Tensor], stack: object, *rest: Any) -> Way:
-        calls = [partial(function, step.x, *each, stack, None, *rest) for each in step.routed]
+        calls = [partial(function, step.x, *choice, stack, None, *rest) for choice in step.routed]
         return Way(calls, check)
 
-    found = {"16 bits": way(few if case.tokens <= MOST else grouped, case.dense)}
-    found["old grouped"] = way(packed_experts, case.old)
+    ways = {"16 bits": way(few if case.tokens <= MOST else grouped, case.dense)}
+    ways["old grouped"] = way(packed_experts, case.old)
     if case.tokens <= FEW:
-        found["old few"] = way(few_packed.few_packed, case.old)
+        ways["old few"] = way(few_packed.few_packed, case.old)
     for name, function in (
         ("few", few_fragments),
         ("grouped", grouped_fragments),
     ):
         up, down = (case.best.get(f"{part} {name}", []) for part in ("up", "down"))
         if up and down:
-            found[name] = way(function, case.new, Tiles(up[0][1], down[0][1]))
-    return found
+            ways[name] = way(function, case.new, Tiles(up[0][1], down[0][1]))
+    return ways
 
 
 class Sweep:
@@ -311,18 +312,18 @@ class Sweep:
         num_bytes = case.step.met * (layer.up_bytes if up else layer.down_bytes) * BITS
         line = []
         for name, make in case.ways[part].items():
-            found = []
+            lines = []
             for tile in tiles_of(case, name, up):
                 us = self.us(case, f"{part} {name} {tile}", make(tile), 0.01)
                 if us is not None:
-                    found.append((us, tile))
-            found.sort(key=lambda each: each[0])
-            if found:
-                case.best[f"{part} {name}"] = found
-                us, tile = found[0]
+                    lines.append((us, tile))
+            lines.sort(key=lambda each: each[0])
+            if lines:
+                case.best[f"{part} {name}"] = lines
+                us, tile = lines[0]
                 share = num_bytes / us * 1e6 / self.copy
-                told = "" if tile is None else str(tuple(tile)).replace(" ", "")
-                line.append(f"{name} {us:.1f} us {share:.2f}{told}")
+                shown = "" if tile is None else str(tuple(tile)).replace(" ", "")
+                line.append(f"{name} {us:.1f} us {share:.2f}{shown}")
         print(
             f"{case.name:<28} {part:<5} {case.step.met:5.1f} met | {' | '.join(line)}", flush=True
         )
@@ -339,9 +340,9 @@ def agreed(cases: list[Case], key: str) -> Tile | None:
     worst: dict[Tile, float] = {}
     seen: dict[Tile, int] = {}
     for case in cases:
-        found = case.best.get(key, [])
-        for us, tile in found:
-            worst[tile] = max(worst.get(tile, 0.0), us / found[0][0])
+        best = case.best.get(key, [])
+        for us, tile in best:
+            worst[tile] = max(worst.get(tile, 0.0), us / best[0][0])
             seen[tile] = seen.get(tile, 0) + 1
     most = max(seen.values(), default=0)
     every = [tile for tile, count in seen.items() if count == most]

@@ -195,14 +195,14 @@ def latents(lengths: list[int], heads: int) -> KernelWork:
 
 
 def cases() -> dict[str, Callable[[], KernelWork]]:
-    found = mixer_cases(LLAMA)
+    cases = mixer_cases(LLAMA)
     for count, tokens in ((8, 2048), (2, 4096)):
         lengths = [tokens] * count
-        found[f"delta prefill/{count} x {tokens}"] = partial(delta, LLAMA, lengths, lengths)
+        cases[f"delta prefill/{count} x {tokens}"] = partial(delta, LLAMA, lengths, lengths)
     for heads in (16, 20, 32, 64, 128):
         for name, lengths in DECODES.items():
-            found[f"latents of {heads} heads/{name}"] = partial(latents, lengths, heads)
-    return found
+            cases[f"latents of {heads} heads/{name}"] = partial(latents, lengths, heads)
+    return cases
 
 
 def variants(only: list[str]) -> Iterator[Variant]:
@@ -213,8 +213,8 @@ def variants(only: list[str]) -> Iterator[Variant]:
         for prefix, tables in TABLES.items():
             if case.startswith(prefix):
                 for module, name, launches in tables:
-                    for each in launches:
-                        yield Variant(case, make, (module, name, each))
+                    for launch in launches:
+                        yield Variant(case, make, (module, name, launch))
 
 
 def by_kernel(work: KernelWork) -> str:
@@ -238,9 +238,9 @@ def first(work: KernelWork) -> Any:
     """Return the result of the first call."""
     import torch
 
-    found = work.calls[0]()
+    output = work.calls[0]()
     torch.cuda.synchronize()
-    return found
+    return output
 
 
 def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
@@ -254,8 +254,8 @@ def run(variant: Variant, use: Callable[[KernelWork], Any]) -> Any:
 
 def timed(variant: Variant, wanted: Any) -> tuple[Timed, Any]:
     """Time a variant; return its row and its result."""
-    found, us = run(variant, lambda work: (first(work), time_us(work.calls, 10)))
-    return Timed(us, variant.what, variant.table, differs(found, wanted)), found
+    output, us = run(variant, lambda work: (first(work), time_us(work.calls, 10)))
+    return Timed(us, variant.what, variant.table, differs(output, wanted)), output
 
 
 def main() -> int:
@@ -285,9 +285,9 @@ def main() -> int:
         row, parts = Timed(math.inf, variant.what, variant.table, why), ""
         if not why:
             try:
-                row, found = timed(variant, wanted.get(variant.case))
+                row, output = timed(variant, wanted.get(variant.case))
                 if not variant.change:
-                    wanted[variant.case] = found
+                    wanted[variant.case] = output
                     parts = f"\n    {run(variant, by_kernel)}"
             except RuntimeError as error:  # where it is CUDA's, nothing runs after it
                 row = row._replace(remark=str(error).splitlines()[0])

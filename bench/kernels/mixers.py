@@ -51,8 +51,8 @@ def latent_prefill(s: Sizes, length: int) -> KernelWork:
     q, up = s.random(length, HEADS, NOPE + ROPE), s.random(HEADS, NOPE + VALUE, RANK)
     calls = [partial(cuda.latent_attention, q, cache, up, 0.1, meta) for cache in caches]
     seen = length * (length + 1) / 2
-    made = length * RANK * (NOPE + VALUE)
-    amount = 2.0 * HEADS * (made + seen * (NOPE + ROPE + VALUE))
+    num_elements = length * RANK * (NOPE + VALUE)
+    amount = 2.0 * HEADS * (num_elements + seen * (NOPE + ROPE + VALUE))
     return KernelWork(calls, amount, OPERATIONS)
 
 
@@ -65,8 +65,8 @@ def latent_chunk(s: Sizes, length: int, before: int) -> KernelWork:
     q, up = s.random(length, HEADS, NOPE + ROPE), s.random(HEADS, NOPE + VALUE, RANK)
     calls = [partial(cuda.latent_attention, q, cache, up, 0.1, meta) for cache in caches]
     seen = length * before + length * (length + 1) / 2
-    made = length * RANK * (NOPE + VALUE)
-    return KernelWork(calls, 2.0 * HEADS * (made + seen * (2 * RANK + ROPE)), OPERATIONS)
+    num_elements = length * RANK * (NOPE + VALUE)
+    return KernelWork(calls, 2.0 * HEADS * (num_elements + seen * (2 * RANK + ROPE)), OPERATIONS)
 
 
 def latent_write(s: Sizes, rows: int) -> KernelWork:
@@ -124,10 +124,10 @@ def mamba1(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
 def gated_norm(s: Sizes, rows: int) -> KernelWork:
     """Make a case of the gated norm behind Mamba-2."""
     inner = MAMBA_HEADS * MAMBA_SIZE
-    found = torch.randn(rows, inner, device=s.device)
+    tensor = torch.randn(rows, inner, device=s.device)
     gate, weight = s.random(rows, inner), torch.randn(inner, device=s.device)
-    moved = found.nbytes + 2.0 * gate.nbytes
-    return KernelWork([partial(cuda.gated_norm, found, gate, weight, 1, 1e-5)] * 4, moved)
+    moved = tensor.nbytes + 2.0 * gate.nbytes
+    return KernelWork([partial(cuda.gated_norm, tensor, gate, weight, 1, 1e-5)] * 4, moved)
 
 
 def short_convolution(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
@@ -186,9 +186,13 @@ def delta(
     tail = torch.zeros(count, TAPS - 1, channels, device=s.device)
     state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
     late = torch.zeros(count, VALUE_HEADS, LATE, 2 * SIZE + 4, device=s.device)
-    given, then = (x, z, a, b, heads, tail, state), (deterministic, None if deterministic else late)
+    inputs, then = (
+        (x, z, a, b, heads, tail, state),
+        (deterministic, None if deterministic else late),
+    )
     calls = [
-        partial(gated_delta, *given, each, *then) for each in _positions(meta, tokens == count)
+        partial(gated_delta, *inputs, positions, *then)
+        for positions in _positions(meta, tokens == count)
     ]
     moved = _states(state, late, tokens == count) + 2.0 * tail.nbytes
     moved += tokens * (sum(sizes) + VALUE_HEADS * SIZE) * s.dtype.itemsize
@@ -220,9 +224,10 @@ def kimi(s: Sizes, kv_len: list[int], query_len: list[int]) -> KernelWork:
     tail = torch.zeros(count, TAPS - 1, 3 * inner, device=s.device)
     state = torch.zeros(count, VALUE_HEADS, SIZE, SIZE, device=s.device)
     late = torch.zeros(count, VALUE_HEADS, LATE, 3 * SIZE, device=s.device)
-    given = (x, z, a, b, heads, tail, state)
+    inputs = (x, z, a, b, heads, tail, state)
     calls = [
-        partial(cuda.kimi_delta, *given, each, late) for each in _positions(meta, tokens == count)
+        partial(cuda.kimi_delta, *inputs, positions, late)
+        for positions in _positions(meta, tokens == count)
     ]
     moved = _states(state, late, tokens == count) + 2.0 * tail.nbytes
     moved += tokens * (6 * inner + VALUE_HEADS) * s.dtype.itemsize

@@ -234,7 +234,7 @@ def _with(
 
 def _decoded(step: Step, weight: PackedWeight) -> Tensor:
     """Multiply x, rounded to 8 bits and back, by dequantised weights."""
-    rows, scales = (each[: step.tokens].float() for each in step.rounded)
+    rows, scales = (tensor[: step.tokens].float() for tensor in step.rounded)
     return packed_dot((rows * scales.repeat_interleave(128, 1)).to(step.x.dtype), weight)
 
 
@@ -290,8 +290,8 @@ def layer_lines(found: Found) -> Iterator[str]:
     """Yield the time of a layer's four GEMMs by case, where all of them were timed."""
     for (what, case), shapes in found.items():
         if what == LAYER and len(shapes) == len(SHAPES):
-            total = sum(each[None] for each in shapes.values())
-            parts = ", ".join(f"{shape} {each[None]:.1f}" for shape, each in shapes.items())
+            total = sum(times[None] for times in shapes.values())
+            parts = ", ".join(f"{shape} {times[None]:.1f}" for shape, times in shapes.items())
             yield f"  {case:<22} {total:8.1f} us: {parts}"
 
 
@@ -304,18 +304,18 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
         to, count = case.split(", ")
         tokens = int(count.split()[0])
         tiles: dict[Any, list[float]] = {}
-        for shape, each in shapes.items():
-            tried = {launch: us for launch, us in each.items() if isinstance(launch, tuple)}
-            if not tried or None not in each:
+        for shape, times in shapes.items():
+            tried = {launch: us for launch, us in times.items() if isinstance(launch, tuple)}
+            if not tried or None not in times:
                 continue
             best = min(tried, key=tried.__getitem__)
             tile, split, *early = best
             text = f"{tile}{f' x {split}' if split else ''}{' early' if early == [True] else ''}"
-            advice = "set it" if pays(tried[best], each[None]) else "leave it"
-            others = "".join(f", {of} {us:.1f}" for of, us in each.items() if isinstance(of, str))
+            advice = "set it" if pays(tried[best], times[None]) else "leave it"
+            others = "".join(f", {of} {us:.1f}" for of, us in times.items() if isinstance(of, str))
             yield (
                 f"  {what:<12} {case:<22} {shape:<8} today {today(what, to, shape, tokens)} "
-                f"{each[None]:.1f} us, best {text} {tried[best]:.1f} us{others}: {advice}"
+                f"{times[None]:.1f} us, best {text} {tried[best]:.1f} us{others}: {advice}"
             )
             by_tile: dict[Any, float] = {}
             for (tile, _, *early), us in tried.items():
@@ -325,7 +325,7 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
         full = {key: sum(us) for key, us in tiles.items() if len(us) == len(SHAPES)}
         if full:
             key = min(full, key=full.__getitem__)
-            total = sum(each[None] for each in shapes.values())
+            total = sum(times[None] for times in shapes.values())
             text = f"{key[0]}{' early' if key[1:] == (True,) else ''} {full[key]:.1f} us"
             yield f"  {what:<12} {case:<22} all four today {total:.1f} us, best {text}"
 
@@ -333,9 +333,9 @@ def table_lines(found: Found, today: Callable[[str, str, str, int], str]) -> Ite
 def check(each: Try, wanted: Tensor | None) -> tuple[Tensor, str]:
     """Return a launch's result, and its distance from the wanted result."""
     each.step.residual.zero_()
-    found = each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
-    found = found.clone()  # of the residual
-    return found, differs(found, wanted)
+    output = each.call(weights_of(LLAMA, each.to, each.step.shape, False)[0])
+    output = output.clone()  # of the residual
+    return output, differs(output, wanted)
 
 
 def main() -> int:
@@ -351,7 +351,7 @@ def main() -> int:
     began = time.monotonic()
     if not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device here")
-    every = [each for each in tries() if each.case.startswith(tuple(args.only))]
+    every = [trial for trial in tries() if trial.case.startswith(tuple(args.only))]
     if args.these is not None:
         launch_these(args.these, lambda number: check(every[number], None))
         return 0
@@ -366,27 +366,27 @@ def main() -> int:
     results: Found = {}
     wanted: Tensor | None = None
     last: Any = None
-    for number, each in enumerate(every):
+    for number, trial in enumerate(every):
         if time.monotonic() - began > args.seconds - 3:
             print(f"time is up: {len(every) - number} launches were not timed")
             break
-        at = each.what, each.case, each.step.shape
+        at = trial.what, trial.case, trial.step.shape
         if at != last:
             last, wanted = at, None
-        line = f"{each.what:<15} {each.case:<22} {each.step.shape:<8} {each.launch}"
-        weights = weights_of(LLAMA, each.to, each.step.shape, True)
+        line = f"{trial.what:<15} {trial.case:<22} {trial.step.shape:<8} {trial.launch}"
+        weights = weights_of(LLAMA, trial.to, trial.step.shape, True)
         error, remark, us = failed.get(number, ""), "", 0.0
         error = "" if error == NO_TIME else error  # it is compiled when it is timed
         try:
             if not error:
-                found, remark = check(each, wanted)
-                wanted = found if wanted is None else wanted
-                us = time_us([partial(each.call, weight) for weight in weights], 10)
+                output, remark = check(trial, wanted)
+                wanted = output if wanted is None else wanted
+                us = time_us([partial(trial.call, weight) for weight in weights], 10)
         except Exception as caught:  # one that does not fit the device
             error = str(caught)
         print(f"{line}: {error[:120] or f'{us:.2f} us'}  {remark}".rstrip(), flush=True)
         if not error and not remark.startswith(WRONG):
-            results.setdefault(at[:2], {}).setdefault(at[2], {})[each.launch] = us
+            results.setdefault(at[:2], {}).setdefault(at[2], {})[trial.launch] = us
     print("\nTables: a launch's microseconds, x shares of the columns")
     print("\n".join(table_lines(results, now)))
     print("\nA layer's four products with norms, gate and residuals, in microseconds")

@@ -80,12 +80,12 @@ def measure(
         calls["apart"] = apart(memory.one_shot)
     if memory.norm_fits(x):
         calls["with_norm"] = lambda: memory.norm_one_shot(x, residual, weight, 1e-5)
-    found: Line = {}
+    line: Line = {}
     for name, call in calls.items():
         if name in ways:
             group.least(0)
-            found[name] = round(time_us([call] * CALLS, repeats), 2)
-    return found
+            line[name] = round(time_us([call] * CALLS, repeats), 2)
+    return line
 
 
 def crossings(lines: list[Line]) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def crossings(lines: list[Line]) -> tuple[int, int]:
     ]
     least = takewhile(lambda of: min(of[1], of[2]) <= of[3], times)
     first = takewhile(lambda of: of[1] <= min(of[2], of[3]), times)
-    few, most = (max((size for size, *_ in each), default=0) for each in (first, least))
+    few, most = (max((size for size, *_ in limits), default=0) for limits in (first, least))
     return few, most
 
 
@@ -125,7 +125,7 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
         group.least(0)
         laid_out = replace(group, memory=replace(group.memory, programs=programs))
         place = {"programs": programs, "tile": peer_sums.TILE}
-        found = lines[programs, peer_sums.TILE] = []
+        measured = lines[programs, peer_sums.TILE] = []
         for shapes, with_norm, ways in (
             (bare, False, ["one_shot"]),
             (normed, True, ["apart", "with_norm"]),
@@ -134,8 +134,8 @@ def sweep(group: PeerGroup, device: torch.device, say: Callable[[Line], None]) -
                 times = measure(laid_out, device, *shape, ways)
                 times["nccl"] = library[shape, with_norm]
                 size = {"rows": shape[0], "columns": shape[1], "norm": with_norm}
-                found.append({**place, **size, **times})
-                say(found[-1])
+                measured.append({**place, **size, **times})
+                say(measured[-1])
     if not group.rank:
         print_sweep(lines)
     say({"set": what_to_set(lines), "versions": versions()})
@@ -166,10 +166,10 @@ def best_of(lines: dict[Setting, list[Line]]) -> Setting:
     Another than the first has to be 2 % faster, and at most 2 % slower with small all-reduces.
     """
     better = {}
-    for each in lines:
-        small, others = over_the_first(lines, each)
+    for programs in lines:
+        small, others = over_the_first(lines, programs)
         if small <= 1.02 and others <= 0.98:
-            better[others] = each
+            better[others] = programs
     return better[min(better)] if better else SETTINGS[0]
 
 
@@ -177,7 +177,7 @@ def what_to_set(lines: dict[Setting, list[Line]]) -> Line:
     """Return the values to set in CROSSINGS and in `kernels.peer_sums`."""
     best = best_of(lines)
     _, most = crossings(
-        [{"bytes": each["rows"] * each["columns"] * 2, **each} for each in lines[best]]
+        [{"bytes": line["rows"] * line["columns"] * 2, **line} for line in lines[best]]
     )
     return {
         "PROGRAMS": best[0],
@@ -223,11 +223,11 @@ def rank(number: int, size: int, port: int, one_gpu: bool, swept: bool) -> None:
             sweep(group, device, say)
         else:
             lines = []
-            for each in SIZES[: 3 if one_gpu else None]:
-                columns = min(COLUMNS, each // 2)
-                rows, ways = each // 2 // columns, OURS + (() if one_gpu else LIBRARY)
-                found = measure(group, device, rows, columns, ways, 1 if one_gpu else 20)
-                lines.append({"bytes": each, **found})
+            for shape in SIZES[: 3 if one_gpu else None]:
+                columns = min(COLUMNS, shape // 2)
+                rows, ways = shape // 2 // columns, OURS + (() if one_gpu else LIBRARY)
+                measured = measure(group, device, rows, columns, ways, 1 if one_gpu else 20)
+                lines.append({"bytes": shape, **measured})
                 say(lines[-1])
             say({"crossings": {size: crossings(lines)}, "versions": versions()})
     group.check()
@@ -256,10 +256,10 @@ def main() -> None:
         for number in range(args.ranks)
     ]
     try:
-        status = [each.wait() for each in ranks]
+        status = [process.wait() for process in ranks]
     finally:
-        for each in ranks:
-            each.kill()
+        for process in ranks:
+            process.kill()
     sys.exit(max(map(abs, status)))
 
 

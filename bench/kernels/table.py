@@ -88,8 +88,8 @@ def main() -> int:
     if args.these is not None:
         # The others would disturb its times.
         kernels_for("cuda").tune_linear = lambda weights, sizes, add: None
-        made = list(cases.values())
-        launch_these(args.these, lambda number: made[number]().calls[0]())
+        all_rows = list(cases.values())
+        launch_these(args.these, lambda number: all_rows[number]().calls[0]())
         return 0
     # What fails or is missing then will fail, or be compiled, when it is timed.
     first_launches("bench.kernels.table", ["--only", *args.only], len(cases), COMPILE_S)

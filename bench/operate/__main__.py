@@ -42,14 +42,14 @@ PEERS = {
 def missing() -> list[str]:
     """The packages that Manta depends on, by pyproject.toml, and this Python does not have."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    found = []
+    missing = []
     for requirement in project["dependencies"]:
         name = re.split(r"[^\w.-]", requirement)[0]
         try:
             metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            found.append(name)
-    return found
+            missing.append(name)
+    return missing
 
 
 def main() -> int:
@@ -86,13 +86,13 @@ def main() -> int:
     rows: list[Line] = []
     peers: dict[str, object] = {}
     for name, file in CASES.items():
-        if found := [line for line in raw.all if case(line) == name]:
-            rows += import_module(f"bench.operate.{file}").rows(found)
+        if lines := [line for line in raw.all if case(line) == name]:
+            rows += import_module(f"bench.operate.{file}").rows(lines)
             peers[PEERS[name]] = {}
     config: dict[str, object] = {"ours": {"model": "default"}, "peers": peers}
     ran = {case(line): line.get("versions", there) for line in raw.all}
     config["versions"] = ran
-    devices = dict.fromkeys(str(each["device"]) for each in ran.values())
+    devices = dict.fromkeys(str(ran_line["device"]) for ran_line in ran.values())
     raw.finish(config, rows, ", ".join(devices))
     print_ratios(rows)
     return 0

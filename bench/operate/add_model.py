@@ -82,15 +82,15 @@ class Streams:
 
     def p99(self, began: float, ended: float) -> tuple[float, int]:
         """Return the p99 of the gaps in milliseconds, and the number of gaps."""
-        found = sorted(gap for when, gap in list(self.gaps) if began < when <= ended)
-        if not found:
+        gaps = sorted(gap for when, gap in list(self.gaps) if began < when <= ended)
+        if not gaps:
             raise SystemExit(f"no token came in {ended - began:.0f} s: {self.failed[-3:]}")
-        return round(found[int(0.99 * len(found))] * 1e3, 2), len(found)
+        return round(gaps[int(0.99 * len(gaps))] * 1e3, 2), len(gaps)
 
     def longest(self, began: float, ended: float) -> list[list[float]]:
         """Return (seconds since began, milliseconds) of the five longest gaps."""
-        found = sorted((gap, when) for when, gap in list(self.gaps) if began < when <= ended)
-        return [[round(when - began, 2), round(gap * 1e3, 1)] for gap, when in found[-5:]]
+        gaps = sorted((gap, when) for when, gap in list(self.gaps) if began < when <= ended)
+        return [[round(when - began, 2), round(gap * 1e3, 1)] for gap, when in gaps[-5:]]
 
     def stop(self) -> None:
         self._stop.set()
@@ -200,10 +200,10 @@ def _wait(port: int, status: str | None) -> None:
     while time.monotonic() < deadline:
         try:
             with _ask(port, "GET", "/v1/models/two") as answer:
-                found = json.load(answer)["status"]
+                model_status = json.load(answer)["status"]
         except urllib.error.HTTPError as error:
-            found = None if error.code == 404 else str(error)
-        if found == status:
+            model_status = None if error.code == 404 else str(error)
+        if model_status == status:
             return
         time.sleep(0.2)
     raise SystemExit(f"the added model is not {status or 'gone'} after {READY_S:.0f} s")

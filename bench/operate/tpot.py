@@ -53,11 +53,11 @@ class Offered:
 
     def offer(self) -> None:
         """One more."""
-        found = next(self._left, None)
-        if found is None:
+        prompt = next(self._left, None)
+        if prompt is None:
             self.over.set()
             return
-        number, (ids, count) = found
+        number, (ids, count) = prompt
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
         self.client.submit(EngineRequest(number, ids, len(ids), params, seed=0))
 

@@ -17,7 +17,7 @@ def lines(rounds: int) -> Iterator[Line]:
 
 
 def rows(lines: list[Line]) -> list[Line]:
-    found = []
+    rows = []
     for figure, case, unit in (
         ("calls", "two-models/path-calls", "calls"),
         ("us", "two-models/path", "us"),
@@ -29,6 +29,6 @@ def rows(lines: list[Line]) -> list[Line]:
             ("again", f"{case}, another router of one"),
         ):
             ratio = round(least[way] / least["alone"], 3)
-            told = {"ours": least[way], "peer": least["alone"], "unit": unit, "ratio": ratio}
-            found.append({"case": name, **told})
-    return found
+            row = {"ours": least[way], "peer": least["alone"], "unit": unit, "ratio": ratio}
+            rows.append({"case": name, **row})
+    return rows

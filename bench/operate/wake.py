@@ -53,7 +53,7 @@ def lines(rounds: int, model: str, name: str) -> Iterator[Line]:
                 "first_token_s": round(first, 3),
                 "engine_s": round(stats.wake_seconds, 3),
                 "asleep_s": round(asleep, 3),
-                "awake_first_token_s": round(statistics.median(each for each, _ in awake), 4),
+                "awake_first_token_s": round(statistics.median(seconds for seconds, _ in awake), 4),
                 "start_s": round(ready, 1),
                 "awake_mib": int(taken or 0),
                 "asleep_mib": int(left or 0),

@@ -105,8 +105,8 @@ def round_(wheel: Path, folder: Path, cache: Path) -> Line:
         text, first = _ask(port)
         if not text:
             raise SystemExit("the answer is empty")
-        told = {"installed_s": installed, "ready_s": ready, "first_token_s": first - began}
-        return {name: round(seconds, 2) for name, seconds in told.items()} | {"text": text}
+        result = {"installed_s": installed, "ready_s": ready, "first_token_s": first - began}
+        return {name: round(seconds, 2) for name, seconds in result.items()} | {"text": text}
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -112,11 +112,11 @@ class Result:
 
 def read_results(folder: Path) -> list[Result]:
     """Read all result files of a folder, by name and date."""
-    found = []
+    results = []
     for path in sorted(folder.glob("*.json")):
         if match := _NAME.fullmatch(path.name):
-            found.append(Result(path, match[1], match[2], json.loads(path.read_text())))
-    return found
+            results.append(Result(path, match[1], match[2], json.loads(path.read_text())))
+    return results
 
 
 def newest(results: list[Result]) -> list[Result]:
@@ -192,8 +192,8 @@ def _figure(value: float) -> str:
 
 
 def _spoken(result: Result) -> str:
-    told = (f"{row['case']}: {row['ours']} to {row['peer']} {row['unit']}" for row in result.rows)
-    return f"{result.name}: {'; '.join(told)}"
+    rows = (f"{row['case']}: {row['ours']} to {row['peer']} {row['unit']}" for row in result.rows)
+    return f"{result.name}: {'; '.join(rows)}"
 
 
 def table(results: list[Result]) -> str:

@@ -44,17 +44,17 @@ def versions(*packages: str) -> dict[str, str]:
     triton and these packages, as far as they are there."""
     import torch
 
-    found = {"device": device_name(), "python": sys.version.split()[0]}
+    versions = {"device": device_name(), "python": sys.version.split()[0]}
     if driver := ask_device("driver_version"):
-        found["driver"] = driver
+        versions["driver"] = driver
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        versions["cuda"] = torch.version.cuda
     for name in ("torch", "triton", *packages):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def versions_under(environment: Mapping[str, str], *packages: str) -> dict[str, str]:
@@ -63,8 +63,8 @@ def versions_under(environment: Mapping[str, str], *packages: str) -> dict[str, 
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:  # a comparison is worth having without it
         return {"unknown": done.stderr[-400:]}
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    versions: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return versions
 
 
 class RawLines:

@@ -40,23 +40,23 @@ def main() -> None:
     lines: list[dict[str, Any]] = []
     pictures: dict[str, str] = {}
     if args.what == "routing":
-        for found, outcomes in routing.all_rows(args.quick):
-            _show(found)
-            rows += found
-            lines += [_line(found[0].case.rpartition("/")[0], one) for one in outcomes]
-            if found[0].case.startswith(("mixed/64", "gpu/64")):
-                name = found[0].case.rpartition("/")[0]
+        for case_rows, outcomes in routing.all_rows(args.quick):
+            _show(case_rows)
+            rows += case_rows
+            lines += [_line(case_rows[0].case.rpartition("/")[0], outcome) for outcome in outcomes]
+            if case_rows[0].case.startswith(("mixed/64", "gpu/64")):
+                name = case_rows[0].case.rpartition("/")[0]
                 pictures["routing-" + name.replace("/", "-")] = _waits(name, outcomes)
     elif args.what in ("costs", "overload"):
         rows = costs.all_rows() if args.what == "costs" else overload.rows()
         _show(rows)
         lines = [asdict(row) for row in rows]
     else:
-        for found, runs in scaling.all_rows():
-            _show(found)
-            rows += found
+        for case_rows, runs in scaling.all_rows():
+            _show(case_rows)
+            rows += case_rows
             lines += [run.line() for run in runs]
-            name = found[0].case.split("/")[0]
+            name = case_rows[0].case.split("/")[0]
             pictures[f"scaling-{name}"] = scaling.picture(name, runs)
     if args.out:
         config = {"ours": {"seed": routing.SEED}, "peers": {}}
@@ -97,14 +97,14 @@ def _line(case: str, one: RoutingOutcome) -> dict[str, Any]:
 
 def _waits(name: str, outcomes: list[RoutingOutcome]) -> str:
     lines = []
-    for one in outcomes:
-        waits = one.waits()
+    for outcome in outcomes:
+        waits = outcome.waits()
         shares = [n / 200 for n in range(201)]
         points = [
             (min(100.0, max(0.005, waits[min(len(waits) - 1, int(s * len(waits)))])), s)
             for s in shares
         ]
-        lines.append(Line(one.policy, points))
+        lines.append(Line(outcome.policy, points))
     panel = Panel("share of requests", "seconds to the first token", lines, log=True, height=260)
     return svg(f"{name}: time to the first token at 80 % load", [panel])
 

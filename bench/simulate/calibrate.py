@@ -107,8 +107,8 @@ def main(model: str | None, name: str, fields: Mapping[str, Any], out: Path | No
         ratio = f"{row['ratio']:>7g}" if "ratio" in row else ""
         print(f"{row['case']:<36} {row['ours']:>10g} {peer} {row['unit']:<6} {ratio}")
     if out:
-        told = {"engine": engine, "load": {one: getattr(load, one) for one in Load.__slots__}}
-        config = {"ours": told, "peers": {"the real engine": {}}}
+        line = {"engine": engine, "load": {slot: getattr(load, slot) for slot in Load.__slots__}}
+        config = {"ours": line, "peers": {"the real engine": {}}}
         result_file.write(out, f"simulate-calibration-{name}", config, rows, lines)
 
 
@@ -122,10 +122,10 @@ def compare(
     """
     cost = fit(first)
     stretches = intervals(second)
-    predicted = [one.predicted(cost) for one in stretches]
+    predicted = [stretch.predicted(cost) for stretch in stretches]
     errors = sorted(
-        abs(guess - one.seconds) / one.seconds
-        for guess, one in zip(predicted, stretches, strict=True)
+        abs(guess - stretch.seconds) / stretch.seconds
+        for guess, stretch in zip(predicted, stretches, strict=True)
     )
     simulated = [job for job in simulate(second, cost) if job.first >= 0]
     waits = [job.first - job.arrival for job in simulated]
@@ -145,7 +145,7 @@ def compare(
         row = {"case": f"{name}/{case}", "ours": round(ours, 5), "peer": round(peer, 5)}
         rows.append({**row, "unit": "s", "ratio": ratio})
 
-    add("busy", sum(predicted), sum(one.seconds for one in stretches))
+    add("busy", sum(predicted), sum(stretch.seconds for stretch in stretches))
     for what, ours, peers in (("ttft", waits, second.firsts), ("itl", gaps, second.gaps)):
         add(f"{what}_p50", _share(ours, 0.5), _share(peers, 0.5))
         add(f"{what}_p90", _share(ours, 0.9), _share(peers, 0.9))
@@ -155,13 +155,13 @@ def compare(
     lines: list[dict[str, Any]] = [
         {
             "kind": "stretch",
-            "steps": one.steps,
-            "outputs": one.outputs,
-            "prompts": one.prompts,
-            "seconds": round(one.seconds, 4),
+            "steps": stretch.steps,
+            "outputs": stretch.outputs,
+            "prompts": stretch.prompts,
+            "seconds": round(stretch.seconds, 4),
             "predicted": round(guess, 4),
         }
-        for guess, one in zip(predicted, stretches, strict=True)
+        for guess, stretch in zip(predicted, stretches, strict=True)
     ]
     lines += [
         {
@@ -179,8 +179,8 @@ def compare(
 
 def fit(observed: Observed) -> StepCost:
     model = StepCostModel(StepCost.mean([]), fade=1.0)
-    for one in intervals(observed) * _PASSES:
-        model.observe(one.steps, one.outputs, one.prompts, one.seconds)
+    for interval in intervals(observed) * _PASSES:
+        model.observe(interval.steps, interval.outputs, interval.prompts, interval.seconds)
     return model.cost
 
 
@@ -193,12 +193,12 @@ def simulate(real: Observed, cost: StepCost) -> list[Job]:
 
 def intervals(observed: Observed) -> list[Stretch]:
     """Join the run's frames into stretches of at least STRETCH busy seconds."""
-    found: list[Stretch] = []
+    stretches: list[Stretch] = []
     began = observed.frames[0]
     for stats in observed.frames:
         seconds = stats.busy_seconds - began.busy_seconds
         if seconds >= STRETCH:
-            found.append(
+            stretches.append(
                 Stretch(
                     stats.step - began.step,
                     stats.output_tokens - began.output_tokens,
@@ -207,7 +207,7 @@ def intervals(observed: Observed) -> list[Stretch]:
                 )
             )
             began = stats
-    return found
+    return stretches
 
 
 def _share(values: list[float], share: float) -> float:
@@ -235,8 +235,8 @@ async def _observe(model: str, engine: Mapping[str, Any], load: Load) -> tuple[O
     results: list[Observed] = []
     try:
         for seed, count in enumerate((int(_WARM * load.count), load.count, load.count)):
-            for kept in (frames, firsts, ends):
-                kept.clear()
+            for values in (frames, firsts, ends):
+                values.clear()
             jobs = load.jobs(seed, count)
             began = time.monotonic()
             for number, job in enumerate(jobs):
@@ -245,9 +245,9 @@ async def _observe(model: str, engine: Mapping[str, Any], load: Load) -> tuple[O
                 client.submit(_request(seed * load.count + number, job, ready.vocab_size))
             while len(ends) < count:
                 await asyncio.sleep(0.02)
-            found = [(job, seed * load.count + number) for number, job in enumerate(jobs)]
-            waits = [firsts[id] - began - job.arrival for job, id in found]
-            gaps = [(ends[id] - firsts[id]) / (job.output - 1) for job, id in found]
+            numbered = [(job, seed * load.count + number) for number, job in enumerate(jobs)]
+            waits = [firsts[id] - began - job.arrival for job, id in numbered]
+            gaps = [(ends[id] - firsts[id]) / (job.output - 1) for job, id in numbered]
             results.append(
                 Observed(
                     frames=list(frames),

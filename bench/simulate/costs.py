@@ -27,9 +27,9 @@ def all_rows() -> list[RoutingRow]:
     dice = Random(1)
     tokens = [dice.randrange(50_000) for _ in range(PROMPT)]
     prefix_hashes = hash_prefix(tokens)
-    told = len(pack_hashes(prefix_hashes))
+    num_hashes = len(pack_hashes(prefix_hashes))
     # A replica that only computes prompts, each of them new: most of them, and nothing to share.
-    a_second = told / (PROMPT * GPU.token)
+    a_second = num_hashes / (PROMPT * GPU.token)
     rows = [decision(count) for count in _GOALS]
     rows += [
         _alone("prefix/names_of_a_prompt", best(lambda: hash_prefix(tokens)), "us"),
@@ -43,7 +43,7 @@ def all_rows() -> list[RoutingRow]:
             best(lambda: unpack_hashes(pack_hashes(prefix_hashes))) / len(prefix_hashes),
             "us",
         ),
-        _alone("prefix/told_of_a_prompt", told, "bytes", "to each other router"),
+        _alone("prefix/told_of_a_prompt", num_hashes, "bytes", "to each other router"),
         _alone(
             "prefix/told_a_second",
             a_second,
@@ -59,11 +59,11 @@ def all_rows() -> list[RoutingRow]:
 
 def decision(count: int) -> RoutingRow:
     """One decision among so many replicas; the goal beside it."""
-    dice, made = Random(1), _fleet(count)
+    dice, fleet = Random(1), _fleet(count)
     work = RoutingRequest(2100, 200, prefix_hashes=[dice.randbytes(8) for _ in range(32)])
     for row in range(count):
-        made.index.add(work.prefix_hashes[: row % 9], row)
-    took, goal = best(lambda: route(work, made, dice, 0.0)), _GOALS[count]
+        fleet.index.add(work.prefix_hashes[: row % 9], row)
+    took, goal = best(lambda: route(work, fleet, dice, 0.0)), _GOALS[count]
     return RoutingRow(
         f"decision/{count}", round(took, 1), goal, "us", round(took / goal, 3), "the goal"
     )
@@ -71,13 +71,13 @@ def decision(count: int) -> RoutingRow:
 
 def best(work: Callable[[], object], rounds: int = 30, times: int = 50) -> float:
     """Microseconds of one call."""
-    found = 1.0
+    least = 1.0
     for _ in range(rounds):
         began = time.process_time()
         for _ in range(times):
             work()
-        found = min(found, (time.process_time() - began) / times)
-    return found * 1e6
+        least = min(least, (time.process_time() - began) / times)
+    return least * 1e6
 
 
 def _alone(case: str, ours: float, unit: str, note: str = "") -> RoutingRow:
@@ -85,14 +85,14 @@ def _alone(case: str, ours: float, unit: str, note: str = "") -> RoutingRow:
 
 
 def _fleet(count: int) -> Fleet:
-    dice, made = Random(2), Fleet()
+    dice, fleet = Random(2), Fleet()
     for number in range(count):
         name = f"gpu/{number}"
-        replica = made.add(name, "gpu", step_tokens=GPU.chunk)
-        made.opened(replica, 0.0)
+        replica = fleet.add(name, "gpu", step_tokens=GPU.chunk)
+        fleet.opened(replica, 0.0)
         stats = EngineStats(running=number % 50, waiting_tokens=dice.randrange(2000))
-        made.observe(replica, stats, (), 0.0)
-    return made
+        fleet.observe(replica, stats, (), 0.0)
+    return fleet
 
 
 def _recorded(prefix_hashes: list[bytes]) -> None:
@@ -112,7 +112,7 @@ def _memory(count: int) -> float:
 
 def _frames(count: int) -> Callable[[], None]:
     """A frame's figures put into the columns."""
-    made, step = _fleet(count), 0
+    fleet, step = _fleet(count), 0
 
     def take() -> None:
         nonlocal step
@@ -124,6 +124,6 @@ def _frames(count: int) -> Callable[[], None]:
             total_blocks=1000,
             busy_seconds=0.01 * step,
         )
-        made.observe(made.replicas["gpu/7"], stats, (), 0.01 * step)
+        fleet.observe(fleet.replicas["gpu/7"], stats, (), 0.01 * step)
 
     return take

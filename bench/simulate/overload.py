@@ -69,9 +69,9 @@ class Found:
         """Return the answers a second that ended in this part of the run, with the first token in
         time."""
         count = sum(
-            since <= one.end - self.began < until and one.first - one.at <= wait
-            for one in self.asked
-            if one.end >= 0
+            since <= request.end - self.began < until and request.first - request.at <= wait
+            for request in self.asked
+            if request.end >= 0
         )
         return count / (until - since)
 
@@ -79,18 +79,18 @@ class Found:
         """Return the seconds to the first token that this share of the admitted requests stays
         below."""
         waits = sorted(
-            one.first - one.at
-            for one in self.asked
-            if one.first >= 0 and one.at - self.began >= since
+            request.first - request.at
+            for request in self.asked
+            if request.first >= 0 and request.at - self.began >= since
         )
         return waits[min(len(waits) - 1, int(share * len(waits)))] if waits else 0.0
 
     def let_in(self) -> list[int]:
         """Return the number of admitted requests in each stretch of 5 s."""
         counts: dict[int, int] = {}
-        for one in self.asked:
-            part = int((one.at - self.began) // 5)
-            counts[part] = counts.get(part, 0) + (one.retry_after < 0)
+        for request in self.asked:
+            part = int((request.at - self.began) // 5)
+            counts[part] = counts.get(part, 0) + (request.retry_after < 0)
         return [counts.get(part, 0) for part in range(max(counts, default=-1) + 1)]
 
 
@@ -127,7 +127,7 @@ class _Service:
         ]
 
     async def start(self) -> None:
-        told = {}
+        columns = {}
         for number, speed in enumerate(self._speeds):
 
             def make(*callbacks: Any, speed: Speed = speed) -> SimEngine:
@@ -137,7 +137,7 @@ class _Service:
             replica_server = ReplicaServer(ChannelLimits(), StallLimits(), make)
             ready = await replica_server.start(EngineConfig(model="simulated"), "memory")
             self.replica_servers.append(replica_server)
-            told[f"{speed.pool}/{number}"] = {
+            columns[f"{speed.pool}/{number}"] = {
                 "host": "memory",
                 "port": replica_server.port,
                 "secret": replica_server.secret.hex(),
@@ -147,7 +147,7 @@ class _Service:
                 "step_tokens": ready.step_tokens,
             }
         for router in self.routers:
-            router.set_replicas(told)
+            router.set_replicas(columns)
         while not all(len(router.state().replicas) == len(self._speeds) for router in self.routers):
             await asyncio.sleep(0.01)
 
@@ -184,17 +184,17 @@ async def _run(
 ) -> Found:
     service = _Service(speeds, routers, 0.75 * PROMISE)
     await service.start()
-    loop, dice, found = asyncio.get_running_loop(), Random(1), Found()
+    loop, dice, results = asyncio.get_running_loop(), Random(1), Found()
     for number, router in enumerate(service.routers):
         router.random.seed(1 + number)
-    found.began = loop.time()
-    end = found.began + seconds
+    results.began = loop.time()
+    end = results.began + seconds
     tasks: set[asyncio.Task[None]] = set()
 
     async def user(number: int) -> None:
         while loop.time() < end:
             asked = Asked(loop.time())
-            found.asked.append(asked)
+            results.asked.append(asked)
             await _ask(service.routers[number % routers], *lengths(dice), asked)
             if asked.retry_after >= 0:
                 await asyncio.sleep(asked.retry_after)
@@ -202,19 +202,19 @@ async def _run(
     if users:
         await asyncio.gather(*(user(number) for number in range(users)))
     else:
-        due = found.began
+        due = results.began
         while (due := due + dice.expovariate(rate)) < end:
             await asyncio.sleep(due - loop.time())
             asked = Asked(loop.time())
-            found.asked.append(asked)
+            results.asked.append(asked)
             router = dice.choice(service.routers)
             task = loop.create_task(_ask(router, *lengths(dice), asked))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
-    found.most_waiting = max(engine.most_waiting for engine in service.engines)
+    results.most_waiting = max(engine.most_waiting for engine in service.engines)
     await service.stop()
-    return found
+    return results
 
 
 def closed(speeds: Sequence[Speed], lengths: Lengths, *, seconds: float = 40.0) -> Found:
@@ -262,13 +262,13 @@ def case(name: str) -> tuple[float, Found, float]:
 
 def rows() -> list[RoutingRow]:
     """Measure a flood of ten times a closed loop's rate, for a minute, in each case."""
-    found = []
+    rows = []
     for name in CASES:
         capacity, flood, begin = case(name)
         good, late = flood.good(begin, begin + 60), flood.first(0.99, begin)
         let_in = flood.let_in()[int(begin // 5) + 1 : -1]
         row = f"overload/{name}"
-        found += [
+        rows += [
             RoutingRow(
                 f"{row}/good_answers",
                 round(good, 2),
@@ -302,4 +302,4 @@ def rows() -> list[RoutingRow]:
                 "at most; its rows",
             ),
         ]
-    return found
+    return rows

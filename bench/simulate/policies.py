@@ -64,9 +64,9 @@ class TwoChoices(_Counting):
     name = "two-choices"
 
     def pick(self, job: Job) -> int:
-        one = self.dice.randrange(len(self.replicas))
+        replica = self.dice.randrange(len(self.replicas))
         other = self.dice.randrange(len(self.replicas))
-        return one if self.in_flight[one] <= self.in_flight[other] else other
+        return replica if self.in_flight[replica] <= self.in_flight[other] else other
 
 
 class OurSlots(TwoChoices):

@@ -149,14 +149,14 @@ def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], lis
     rows = []
     for name, other in zip(("adapter_loads", "adapter_loads_our_slots"), others, strict=True):
         fewer = [b.loads / a.loads for a, b in zip(ours, other, strict=True)]
-        told = f"{other[0].policy}: {min(fewer):.2f} to {max(fewer):.2f} times ours, by seed"
+        remark = f"{other[0].policy}: {min(fewer):.2f} to {max(fewer):.2f} times ours, by seed"
         best = f"{least:g} with all 64 slots in one place and the future known"
-        note = told if rows else f"{told}; {best}"
-        mine, theirs = (mean(one.loads for one in some) for some in (ours, other))
+        note = remark if rows else f"{remark}; {best}"
+        mine, theirs = (mean(run.loads for run in some) for some in (ours, other))
         rows.append(
             RoutingRow(f"{case.name}/{name}", mine, theirs, "loads", round(mine / theirs, 3), note)
         )
-    late, later = (mean(one.ttft(0.99) for one in some) for some in (ours, others[0]))
+    late, later = (mean(run.ttft(0.99) for run in some) for some in (ours, others[0]))
     rows.append(
         RoutingRow(
             f"{case.name}/p99_ttft",
@@ -167,7 +167,7 @@ def adapters(zipf: float, seconds: float = 240.0) -> tuple[list[RoutingRow], lis
             others[0][0].policy,
         )
     )
-    return rows, [one for some in outcomes for one in some]
+    return rows, [run for some in outcomes for run in some]
 
 
 def _fewest_loads(work: Sequence[Job], slots: int, since: float) -> int:

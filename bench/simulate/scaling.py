@@ -195,7 +195,7 @@ def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
     ready = {"gpu": first, "cpu": 0}
     starting: dict[str, list[float]] = {"gpu": [], "cpu": []}
     queue: deque[list[float]] = deque()  # [second of arrival, work left, requests]
-    backlog = served = kept = 0.0
+    backlog = served = in_time = 0.0
     way, last_way = 0, 0
     arrived: deque[int] = deque(maxlen=2)
     for tick in range(int(seconds)):
@@ -220,7 +220,7 @@ def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
             wait = max(0.0, now - head[0]) + FIRST
             served += share
             if wait <= PROMISE.ttft:
-                kept += share
+                in_time += share
                 run.minutes[int(head[0]) // 60][1] += share
             run.worst = max(run.worst, wait)
             head[1] -= part
@@ -260,7 +260,7 @@ def simulate(case: str, policy: ScalingPolicy) -> ScalingRun:
         if tick % 10 == 0:
             run.at.append((now, shape(now), ready["gpu"], ready["cpu"], waiting))
     served += sum(requests for _, _, requests in queue)
-    run.kept = kept / served if served else 1.0
+    run.kept = in_time / served if served else 1.0
     return run
 
 
@@ -320,7 +320,7 @@ def picture(case: str, runs: list[ScalingRun]) -> str:
     every = max(1, len(runs[0].at) // _POINTS)
     load = [(now / 60, work) for now, work, _, _, _ in runs[0].at[::every]]
     counts = [Line("work", load, colour=2)]
-    waits, kept = [], []
+    waits, in_time = [], []
     for number, run in enumerate(runs):
         colour = (0, 1, 3)[number]
         points = [(now / 60, float(gpus)) for now, _, gpus, _, _ in run.at[::every]]
@@ -333,11 +333,11 @@ def picture(case: str, runs: list[ScalingRun]) -> str:
             )
         )
         shares = [(minute, 100 * good / all) for minute, (all, good) in sorted(run.minutes.items())]
-        kept.append(Line(run.policy, shares, colour=colour))
+        in_time.append(Line(run.policy, shares, colour=colour))
     panels = [
         Panel("GPU replicas ready", "minutes", counts, height=230),
         Panel("requests that wait", "minutes", waits, height=170),
-        Panel("promise kept, % of a minute's requests", "minutes", kept, height=170),
+        Panel("promise kept, % of a minute's requests", "minutes", in_time, height=170),
     ]
     if any(cpus for _, _, _, cpus, _ in runs[0].at):
         cpus = [(now / 60, float(cpus)) for now, _, _, cpus, _ in runs[0].at]

@@ -114,9 +114,9 @@ def run_manta(
                 for _, num_out in requests
             ]
             start = time.perf_counter()
-            found = llm.generate([ids for ids, _ in requests], params, detokenize=False)
+            outputs = llm.generate([ids for ids, _ in requests], params, detokenize=False)
             seconds = time.perf_counter() - start
-            return [list(one.outputs[0].token_ids) for one in found], seconds
+            return [list(output.outputs[0].token_ids) for output in outputs], seconds
 
         for name in names:
             _print(side=side, workload=name, **offline.measure(name, generate))
@@ -169,9 +169,9 @@ def run_vllm(
         ]
         prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
         start = time.perf_counter()
-        found = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        return [list(one.outputs[0].token_ids) for one in found], seconds
+        return [list(output.outputs[0].token_ids) for output in outputs], seconds
 
     for name in names:
         _print(side="vllm", workload=name, **offline.measure(name, generate))
@@ -283,10 +283,10 @@ def compare(
     wanted = {label: names or TABLE.get(label, ALL) for label in models}
 
     def keep(lines: list[Line]) -> list[Line]:
-        kept = [line for line in lines if line["model"] not in models]
+        whole = [line for line in lines if line["model"] not in models]
         for label in models:
-            kept += whole_runs([line for line in lines if line["model"] == label], wanted[label])
-        return kept
+            whole += whole_runs([line for line in lines if line["model"] == label], wanted[label])
+        return whole
 
     raw = RawLines(out, name, keep if resume else None)
     there = {_of(line) for line in raw.all}
@@ -309,11 +309,15 @@ def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str,
     """Return the rows of one model: each workload that both sides did, and when each was ready."""
     mine = [line for line in lines if line["model"] == label]
     did = [
-        dict.fromkeys(one["workload"] for one in mine if one["side"] == side and "workload" in one)
+        dict.fromkeys(
+            timed_line["workload"]
+            for timed_line in mine
+            if timed_line["side"] == side and "workload" in timed_line
+        )
         for side in ("manta", other)
     ]
     names = [name for name in did[0] if name in did[1]]
-    found = [
+    metrics = [
         (name, offline.unit(name), best(mine, "manta", name), best(mine, other, name))
         for name in names
     ]
@@ -329,7 +333,7 @@ def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str,
             "unit": unit,
             "ratio": round(ours / peer, 3),
         }
-        for name, unit, ours, peer in [*found, ("ready", "s", *ready)]
+        for name, unit, ours, peer in [*metrics, ("ready", "s", *ready)]
     ]
 
 

@@ -252,8 +252,8 @@ def run_loads(model: str, adapters: Path, count: int, cpu: bool) -> None:
     streams, tokens, interval = (4, 64, 0.0) if cpu else (STREAMS, STREAM_TOKENS, LOAD_SECONDS)
     prompts = [ids for ids, _ in build_requests(cpu)][:streams]
     config = engine_config(cpu) | {"max_loras": lora_loads.SLOTS, "max_lora_rank": RANK}
-    found = lora_loads.measure(model, config, prompts, tokens, adapters, count, interval)
-    _print(side="loads", adapters=count, config=config, **found)
+    figures = lora_loads.measure(model, config, prompts, tokens, adapters, count, interval)
+    _print(side="loads", adapters=count, config=config, **figures)
 
 
 def _report(
@@ -301,11 +301,11 @@ def run_side(command: list[str], keep: Callable[[Line], None], seconds: float = 
         said: list[str] = []
         assert process.stdout is not None
         for line in process.stdout:
-            found = _json_of(line)
-            if found is None:
+            figures = _json_of(line)
+            if figures is None:
                 said.append(line)
             else:
-                keep(found)
+                keep(figures)
         code = process.wait()
         timer.cancel()
         if code:
@@ -317,8 +317,8 @@ def _json_of(line: str) -> Line | None:
     """Parse a line of ours; None for a line that a library printed."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError):
-            found: Line = json.loads(line)
-            return found
+            figures: Line = json.loads(line)
+            return figures
     return None
 
 
@@ -375,7 +375,7 @@ def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
     rows = []
     for count in sorted({line["adapters"] for line in lines if line["side"] != "loads"}):
         row: dict[str, Any] = {"case": f"{label}/{count}", "unit": "tok/s"}
-        for side, name, kept in (("manta", "ours", "kept"), ("vllm", "peer", "peer_kept")):
+        for side, name, shares in (("manta", "ours", "kept"), ("vllm", "peer", "peer_kept")):
             base, none, used = best(side, "none"), best(side, "none", count), None
             if count:
                 used = best(side, "adapters", count)
@@ -383,7 +383,7 @@ def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
                 row[name] = none
             if base and used and none:
                 figures = {f"{name}_base": base, f"{name}_none": none, name: used}
-                row |= figures | {kept: round(used / base, 3)}
+                row |= figures | {shares: round(used / base, 3)}
         if "ours" in row and "peer" in row:
             row["ratio"] = round(row["ours"] / row["peer"], 3)
         rows.append(row)
@@ -418,15 +418,15 @@ def compare(args: argparse.Namespace) -> int:
     for side, count, _ in pieces:
         print(f"to do: {side} with {count} adapters, ~{expected_seconds(side, count)} s")
     with tempfile.TemporaryDirectory() as folder:
-        made = 0
+        count_done = 0
         for piece in pieces:
             side, count, start = piece
-            expected = writing_seconds(count, made) + expected_seconds(side, count)
+            expected = writing_seconds(count, count_done) + expected_seconds(side, count)
             if not args.cpu and time.monotonic() + expected > end:
                 left.append(piece)
                 continue
             began = time.monotonic()
-            made = make_adapters(Path(args.model), Path(folder), made, count)
+            count_done = make_adapters(Path(args.model), Path(folder), count_done, count)
 
             def keep(line: Line, start: int = start) -> None:
                 raw.keep({**line, "start": start})

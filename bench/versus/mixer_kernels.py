@@ -117,9 +117,9 @@ def decode(s: Sizes, kv_len: list[int], heads: int, block_size: int) -> Case:
             for latent, rotary in parts
         ]
 
-    def read(side: str, found: Any) -> Tensor:
-        found = found[0] if isinstance(found, tuple) else found
-        return torch.as_tensor(found).float().reshape(count, heads, RANK)
+    def read(side: str, output: Any) -> Tensor:
+        output = output[0] if isinstance(output, tuple) else output
+        return torch.as_tensor(output).float().reshape(count, heads, RANK)
 
     peers: Peers = {"fa3": fa3}
     if block_size == FLASH_MLA_BLOCK:
@@ -143,24 +143,24 @@ def _prompt(work: Any, rule: Callable[..., Calls], layer: Callable[..., Calls] |
         part.unflatten(1, (count, -1))
         for part, count in zip(mixed.split(widths, dim=1), counts, strict=True)
     )
-    q, k = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (q, k))
-    given = [each.to(x.dtype)[None].contiguous() for each in (q, k, v)]
+    q, k = (tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
+    inputs = [tensor.to(x.dtype)[None].contiguous() for tensor in (q, k, v)]
     beta = sigmoid(b.float())[None]
     initial = state.new_zeros(1, heads.value_heads, heads.value_size, heads.key_size)
     starts = torch.tensor([0, x.shape[0]], dtype=torch.int32, device=x.device)
 
-    def read(side: str, found: Any) -> Tensor:
+    def read(side: str, output: Any) -> Tensor:
         if side != "fla":
-            return torch.as_tensor(found).float()
-        rule_found = found[0][0].float()  # less the norm and the gate that ours has
-        mean = rule_found.square().mean(-1, keepdim=True)
-        normed = rule_found * (mean + heads.eps).rsqrt() * heads.norm
+            return torch.as_tensor(output).float()
+        rule_output = output[0][0].float()  # less the norm and the gate that ours has
+        mean = rule_output.square().mean(-1, keepdim=True)
+        normed = rule_output * (mean + heads.eps).rsqrt() * heads.norm
         gate = z.float()
         gate = gate.sigmoid() if heads.by_key else gate * gate.sigmoid()
         return normed.flatten(1) * gate
 
     def fla() -> Calls:
-        return rule(given, a, beta, heads, initial, starts)
+        return rule(inputs, a, beta, heads, initial, starts)
 
     peers: Peers = {"fla": fla}
     if layer is not None:
@@ -199,8 +199,10 @@ def _delta_layer(
         compute_causal_conv1d_metadata,
     )
 
-    made = compute_causal_conv1d_metadata(starts.cpu(), device=x.device)
-    meta = SimpleNamespace(nums_dict=made[0], batch_ptr=made[1], token_chunk_offset_ptr=made[2])
+    metadata = compute_causal_conv1d_metadata(starts.cpu(), device=x.device)
+    meta = SimpleNamespace(
+        nums_dict=metadata[0], batch_ptr=metadata[1], token_chunk_offset_ptr=metadata[2]
+    )
     taps = heads.conv.shape[1]
     conv = heads.conv.to(x.dtype)
     # Its blocks of states have channels last; block 0 is nobody's.
@@ -214,17 +216,17 @@ def _delta_layer(
             x.transpose(0, 1), conv, None, tails, starts, where, begins, "silu", metadata=meta
         ).transpose(0, 1)
         q, k, v, decays, beta = (
-            each[None]
-            for each in fused_post_conv_prep(
+            tensor[None]
+            for tensor in fused_post_conv_prep(
                 mixed, a, b, heads.decay, heads.bias, heads.key_heads, heads.key_size,
                 heads.value_size,
             )
         )  # fmt: skip
-        found, _ = chunk_gated_delta_rule(
+        output, _ = chunk_gated_delta_rule(
             q, k, v, decays, beta, initial_state=initial, output_final_state=True,
             cu_seqlens=starts,
         )  # fmt: skip
-        rows, gates = found.reshape(-1, heads.value_size), z.reshape(-1, heads.value_size)
+        rows, gates = output.reshape(-1, heads.value_size), z.reshape(-1, heads.value_size)
         return rmsnorm_fn(rows, norm, None, gates, heads.eps).view(len(x), -1)
 
     return [call] * 4
@@ -250,21 +252,21 @@ def _kimi_rule(
 
 
 def cases(s: Sizes) -> dict[str, Callable[[], Case]]:
-    found: dict[str, Callable[[], Case]] = {}
+    cases: dict[str, Callable[[], Case]] = {}
     for heads in (16, 128):  # of DeepSeek V2 Lite, and of V3
         for name, kv_len in DECODES.items():
             case = f"latent decode/{heads} heads, {name}"
-            found[case] = partial(decode, s, kv_len, heads, FLASH_MLA_BLOCK)
+            cases[case] = partial(decode, s, kv_len, heads, FLASH_MLA_BLOCK)
             if heads == 16:
-                found[f"{case}, blocks of 16"] = partial(decode, s, kv_len, heads, 16)
+                cases[f"{case}, blocks of 16"] = partial(decode, s, kv_len, heads, 16)
     length = [8192]
-    found["delta prefill/1 x 8192"] = lambda: _prompt(
+    cases["delta prefill/1 x 8192"] = lambda: _prompt(
         mixers.delta(s, length, length), _delta_rule, _delta_layer
     )
-    found["kimi prefill/1 x 8192"] = lambda: _prompt(
+    cases["kimi prefill/1 x 8192"] = lambda: _prompt(
         mixers.kimi(s, length, length), _kimi_rule, None
     )
-    return found
+    return cases
 
 
 def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
@@ -276,10 +278,10 @@ def measured(name: str, case: Case) -> Iterator[dict[str, Any]]:
         for peer, make in case.peers.items():
             try:
                 calls = make()
-                found = case.read(peer, calls[0]())
+                output = case.read(peer, calls[0]())
                 torch.cuda.synchronize()
                 sides[peer] = calls
-                differs[peer] = round(float((found - wanted).norm() / wanted.norm()), 4)
+                differs[peer] = round(float((output - wanted).norm() / wanted.norm()), 4)
             except Exception as error:  # whatever another package raises
                 yield {
                     "case": name,

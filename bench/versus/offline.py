@@ -44,10 +44,10 @@ class Turned:
 
 def _asked(generate: Generate, requests: list[Request]) -> tuple[list[list[int]], float]:
     """Generate the requests. Raises SystemExit if one did not get the tokens that it is to have."""
-    found, seconds = generate(requests)
-    if [len(ids) for ids in found] != [wanted for _, wanted in requests]:
+    token_ids, seconds = generate(requests)
+    if [len(ids) for ids in token_ids] != [wanted for _, wanted in requests]:
         raise SystemExit("a request did not give the tokens it was asked for")
-    return found, seconds
+    return token_ids, seconds
 
 
 def _speeds(num_in: int, num_out: int, seconds: float) -> dict[str, Any]:
@@ -117,15 +117,15 @@ def by_engine(names: Iterable[str]) -> list[list[str]]:
 
     Returns [[]] for no names: then a start alone is wanted.
     """
-    found: list[list[str]] = []
+    commands: list[list[str]] = []
     for name in names:
-        for group in found:
+        for group in commands:
             if NEEDS.get(group[0]) == NEEDS.get(name):
                 group.append(name)
                 break
         else:
-            found.append([name])
-    return found or [[]]
+            commands.append([name])
+    return commands or [[]]
 
 
 def best(name: str, lines: Iterable[dict[str, Any]]) -> float:

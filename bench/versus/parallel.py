@@ -33,13 +33,13 @@ STAGED_MODELS = ("llama-8b",)  # what fits on one GPU too
 
 def sides_of(label: str, ranks: int, vllm: bool) -> list[tuple[str, str, list[str], list[str]]]:
     """Names of the runs of a model, and of each: side, change, workloads."""
-    found = [("tp", "manta", [f"tensor_parallel={ranks}"], PAIRED)]
+    sides = [("tp", "manta", [f"tensor_parallel={ranks}"], PAIRED)]
     if vllm:
-        found.append(("tp-vllm", "vllm", [f"tensor_parallel_size={ranks}"], PAIRED))
+        sides.append(("tp-vllm", "vllm", [f"tensor_parallel_size={ranks}"], PAIRED))
     if label in STAGED_MODELS:
-        found.append(("pp", "manta", [f"pipeline_parallel={ranks}"], STAGED))
-        found.append(("one", "manta", [], STAGED))
-    return found
+        sides.append(("pp", "manta", [f"pipeline_parallel={ranks}"], STAGED))
+        sides.append(("one", "manta", [], STAGED))
+    return sides
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -81,11 +81,11 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def rows_of(lines: list[Line], ranks: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
 
     def row(case: str, ours: float, peer: float, unit: str) -> None:
         ratio = round(ours / peer, 3)
-        found.append({"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio})
+        rows.append({"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio})
 
     for line in (line for line in lines if "bytes" in line):
         size = f"{line['bytes'] >> 10}k"
@@ -112,7 +112,7 @@ def rows_of(lines: list[Line], ranks: int) -> list[dict[str, Any]]:
                 for way in (ours, peer)
             ]
             row(f"{case}/ready", *ready, "s")
-    return found
+    return rows
 
 
 def main() -> None:

@@ -56,12 +56,12 @@ def _eight_bits(kind: str, form: str) -> dict[str, Any]:
 def _mxfp4() -> dict[str, Any]:
     """Return the `quantization_config` of MXFP4 experts that a file names one by one."""
     weights = {"num_bits": 4, "type": "float", "symmetric": True}
-    made = _group(
+    group = _group(
         {**weights, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
         None,
         "mxfp4-pack-quantized",
     )
-    return {**made, "ignore": [*made["ignore"], "re:.*self_attn.*"]}
+    return {**group, "ignore": [*group["ignore"], "re:.*self_attn.*"]}
 
 
 GPT_OSS = {
@@ -127,20 +127,20 @@ def with_format(model: Path, name: str, folder: Path) -> Path:
         chosen = GPT_OSS  # whose files have all experts of a layer in one tensor
     if chosen:
         config["quantization_config"] = chosen
-    made = folder / name
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(config))
-    return made
+    target = folder / name
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    return target
 
 
 def turns_of(formats: list[str], own: bool) -> list[tuple[str, str, list[str]]]:
     """Return (PLAIN or a format, side, changes of the engine), in the order of a run."""
-    found: list[tuple[str, str, list[str]]] = [(PLAIN, "manta", [])]
+    sides: list[tuple[str, str, list[str]]] = [(PLAIN, "manta", [])]
     for name in formats:
         for side, change in (("manta", FORMATS[name].manta), ("vllm", FORMATS[name].vllm)):
             if change is not None and not (own and side == "vllm"):
-                found.append((name, side, [*change]))
-    return found
+                sides.append((name, side, [*change]))
+    return sides
 
 
 def rows_of(label: str, lines: list[Line]) -> list[Line]:
@@ -148,7 +148,7 @@ def rows_of(label: str, lines: list[Line]) -> list[Line]:
     bfloat16."""
     plain = [line for line in lines if line["model"] == PLAIN]
     names = dict.fromkeys(line["workload"] for line in plain if "workload" in line)
-    found: list[Line] = []
+    rows: list[Line] = []
     for name in dict.fromkeys(line["model"] for line in lines if line["model"] != PLAIN):
         mine = [line for line in lines if line["model"] == name]
         for workload in names:
@@ -161,8 +161,8 @@ def rows_of(label: str, lines: list[Line]) -> list[Line]:
                 peer = best(mine, "vllm", workload)
                 row |= {"peer": peer, "ratio": round(ours / peer, 3)}
             row["own"] = round(ours / best(plain, "manta", workload), 3)
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def measure(
@@ -170,11 +170,11 @@ def measure(
 ) -> None:
     """Run what is missing in raw, and keep its lines."""
     there = {_of(line) for line in raw.all}
-    with tempfile.TemporaryDirectory() as made:
-        folders = {name: with_format(model, name, Path(made)) for name in formats}
+    with tempfile.TemporaryDirectory() as parent:
+        folders = {name: with_format(model, name, Path(parent)) for name in formats}
         for run in range(runs):
             for name, side, change in turns_of(formats, own):
-                missing = [each for each in names if (name, run, side, each) not in there]
+                missing = [label for label in names if (name, run, side, label) not in there]
                 folder = str(folders.get(name, model))
                 for line in run_side(side, folder, missing, change, None) if missing else ():
                     raw.keep({"model": name, "run": run, **line})

@@ -101,7 +101,7 @@ def run_manta(model: str, streams: int, **change: Any) -> tuple[Generate, dict[s
     }
     llm = LLM(model, **config)
     grammar = Grammar.json_schema(SCHEMA)
-    given = prompts(streams)
+    requests = prompts(streams)
 
     def generate(kind: str, tokens: int, texts: bool) -> list[tuple[Sequence[int], str]]:
         params = SamplingParams(
@@ -110,7 +110,7 @@ def run_manta(model: str, streams: int, **change: Any) -> tuple[Generate, dict[s
             max_tokens=tokens,
             structured=grammar if kind == "schema" else None,
         )
-        outputs = llm.generate(given, params, detokenize=texts, progress=False)
+        outputs = llm.generate(requests, params, detokenize=texts, progress=False)
         return [(choice.token_ids, choice.text) for output in outputs for choice in output.outputs]
 
     return generate, {**config, "versions": versions("transformers", "llguidance")}, llm.close
@@ -134,7 +134,7 @@ def run_vllm(model: str, streams: int) -> tuple[Generate, dict[str, Any], Any]:
         "enable_prefix_caching": False,
     }
     llm = LLM(model=model, disable_log_stats=True, **config)
-    given = [{"prompt_token_ids": ids} for ids in prompts(streams)]
+    requests = [{"prompt_token_ids": ids} for ids in prompts(streams)]
 
     def generate(kind: str, tokens: int, texts: bool) -> list[tuple[Sequence[int], str]]:
         constraint = StructuredOutputsParams(json=SCHEMA) if kind == "schema" else None
@@ -145,11 +145,11 @@ def run_vllm(model: str, streams: int) -> tuple[Generate, dict[str, Any], Any]:
             detokenize=texts,
             structured_outputs=constraint,
         )
-        outputs = llm.generate(given, params, use_tqdm=False)
+        outputs = llm.generate(requests, params, use_tqdm=False)
         return [(choice.token_ids, choice.text) for output in outputs for choice in output.outputs]
 
-    found = versions("vllm", "xgrammar", "llguidance", "transformers")
-    return generate, {**config, "versions": found}, lambda: None
+    installed = versions("vllm", "xgrammar", "llguidance", "transformers")
+    return generate, {**config, "versions": installed}, lambda: None
 
 
 def run_side(side: str, model: str, streams: int, tokens: int, turns: int, **change: Any) -> None:
@@ -189,19 +189,19 @@ def rows_of(label: str, streams: int, lines: list[Line], sides: Sequence[str]) -
         for side in sides
         for kind in KINDS
     }
-    kept = {side: round(best[side, "schema"] / best[side, "none"], 3) for side in sides}
+    shares = {side: round(best[side, "schema"] / best[side, "none"], 3) for side in sides}
     cases = [
-        ("kept", "of none", kept),
+        ("kept", "of none", shares),
         *((kind, "tok/s", {side: best[side, kind] for side in sides}) for kind in KINDS),
     ]
-    found: list[Line] = []
+    rows: list[Line] = []
     for name, unit, values in cases:
         ours, *others = (values[side] for side in sides)
         row: Line = {"case": f"{label}/{streams}/{name}", "ours": ours, "unit": unit}
         for peer in others:
             row |= {"peer": peer, "ratio": round(ours / peer, 3)}
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def main() -> None:

@@ -101,13 +101,13 @@ def aiperf(args: argparse.Namespace, folder: Path) -> Figures:
     switches = ["--streaming", "--use-server-token-count", "--use-legacy-max-tokens"]
     switches += ["--no-gpu-telemetry", "--no-server-metrics"]
     _call(args.aiperf, "profile", options, switches)
-    found = json.loads((out / "profile_export_aiperf.json").read_text())
-    assert found["request_count"]["avg"] == args.requests, found["request_count"]
+    figures = json.loads((out / "profile_export_aiperf.json").read_text())
+    assert figures["request_count"]["avg"] == args.requests, figures["request_count"]
     return {
-        "throughput": found["output_token_throughput"]["avg"],
-        "ttft": found["time_to_first_token"]["p50"],
-        "itl": found["inter_token_latency"]["p50"],
-        "itl_chunk": found["inter_chunk_latency"]["p50"],
+        "throughput": figures["output_token_throughput"]["avg"],
+        "ttft": figures["time_to_first_token"]["p50"],
+        "itl": figures["inter_token_latency"]["p50"],
+        "itl_chunk": figures["inter_chunk_latency"]["p50"],
     }
 
 
@@ -123,18 +123,18 @@ def guidellm(args: argparse.Namespace, folder: Path) -> Figures:
         "--output": f"kind=json,path={out}",
     }
     _call(args.guidellm, "run", options, ["--disable-console"])
-    found = json.loads(out.read_text())["benchmarks"][0]["metrics"]
-    assert found["request_totals"]["successful"] == args.requests, found["request_totals"]
+    metrics = json.loads(out.read_text())["benchmarks"][0]["metrics"]
+    assert metrics["request_totals"]["successful"] == args.requests, metrics["request_totals"]
     return {
-        "throughput": found["output_tokens_per_second"]["successful"]["mean"],
-        "ttft": found["time_to_first_token_ms"]["successful"]["median"],
-        "itl": found["inter_token_latency_ms"]["successful"]["median"],
+        "throughput": metrics["output_tokens_per_second"]["successful"]["mean"],
+        "ttft": metrics["time_to_first_token_ms"]["successful"]["median"],
+        "itl": metrics["inter_token_latency_ms"]["successful"]["median"],
     }
 
 
 def _call(program: str, verb: str, options: dict[str, Any], switches: list[str]) -> None:
-    given = [str(word) for option in options.items() for word in option]
-    done = subprocess.run([program, verb, *given, *switches], capture_output=True, text=True)
+    words = [str(word) for option in options.items() for word in option]
+    done = subprocess.run([program, verb, *words, *switches], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{program} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 

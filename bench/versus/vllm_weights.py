@@ -74,8 +74,8 @@ def _draw(name: str, tensor: Tensor, beside: dict[str, nn.Parameter]) -> bool:
 def _codes(name: str, beside: dict[str, nn.Parameter]) -> torch.dtype | None:
     """Return the dtype of the weight that a scale belongs to; None where there is none."""
     stem = name[: name.rindex("weight") + len("weight")]
-    found = beside.get(stem, beside.get(f"{stem}_packed"))
-    return None if found is None else found.dtype
+    kind = beside.get(stem, beside.get(f"{stem}_packed"))
+    return None if kind is None else kind.dtype
 
 
 def _scale(dtype: torch.dtype, codes: torch.dtype | None) -> float:

@@ -20,7 +20,7 @@ _CHAINS = 4  # comparisons that do not wait for each other
 
 def _argmax(size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
-    x, found, bests = (w.argument(word, "ptr") for word in (_X, _AT, _BEST))
+    x, places, bests = (w.argument(word, "ptr") for word in (_X, _AT, _BEST))
     stride, width = w.argument(_STRIDE), w.argument(_WIDTH)
     step = _CHAINS * size
     whole = w.mul(w.op(f"udiv i64 {width}, {step}"), step)
@@ -33,7 +33,7 @@ def _argmax(size: int) -> tuple[IRWriter, str]:
         equals of two lanes the first counts."""
         kind, whole, bit = ("float", "i32", "i1")
         if lanes > 1:
-            kind, whole, bit = (f"<{lanes} x {each}>" for each in (kind, whole, bit))
+            kind, whole, bit = (f"<{lanes} x {scalar_type}>" for scalar_type in (kind, whole, bit))
         above = w.op(f"fcmp ugt {kind} {value}, {best}")
         above = w.op(f"and {bit} {above}, {w.op(f'fcmp ord {kind} {best}, {best}')}")
         if lanes == 1:
@@ -59,10 +59,10 @@ def _argmax(size: int) -> tuple[IRWriter, str]:
             return out
 
         start = [(w.vector, f"splat (float {_LOWEST})"), (w.integers, "zeroinitializer")]
-        kept = w.loop(0, whole, start * _CHAINS, piece, step=step)
+        chains = w.loop(0, whole, start * _CHAINS, piece, step=step)
         for chain in range(_CHAINS):
-            w.store(kept[2 * chain], w.at(lane_bests, chain * size))
-            w.store(kept[2 * chain + 1], w.at(lane_places, chain * size, "i32"), w.integers)
+            w.store(chains[2 * chain], w.at(lane_bests, chain * size))
+            w.store(chains[2 * chain + 1], w.at(lane_places, chain * size, "i32"), w.integers)
 
         def lane(number: Value, best: Value, at: Value) -> list[Value]:
             value = w.load(w.at(lane_bests, number), "float")
@@ -75,7 +75,7 @@ def _argmax(size: int) -> tuple[IRWriter, str]:
         best, at = w.loop(0, step, [("float", _LOWEST), ("i32", "0")], lane)
         best, at = w.loop(whole, width, [("float", best), ("i32", at)], rest)
         w.store(best, w.at(bests, index), "float")
-        w.store(w.op(f"sext i32 {at} to i64"), w.at(found, index, "i64"), "i64")
+        w.store(w.op(f"sext i32 {at} to i64"), w.at(places, index, "i64"), "i64")
 
     w.claim("%args", "1", w.argument(_ROWS), row)
     return w, "void @argmax(ptr %args)"
@@ -83,8 +83,8 @@ def _argmax(size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=1)
 def _function() -> NativeFunction | None:
-    found = compile_or_none(lambda size: module([_argmax(size)]))
-    return found and found["argmax"]
+    functions = compile_or_none(lambda size: module([_argmax(size)]))
+    return functions and functions["argmax"]
 
 
 def argmax(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

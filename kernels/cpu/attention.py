@@ -61,16 +61,16 @@ class _Pairs:
 
     def dot(self, total: Value, a: Value, b: Value) -> Value:
         """total + of each lane the two products."""
-        given = [(self._writer.vector, total), (self.kind, a), (self.kind, b)]
+        operands = [(self._writer.vector, total), (self.kind, a), (self.kind, b)]
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        return self._writer.call(self._writer.vector, name, given)
+        return self._writer.call(self._writer.vector, name, operands)
 
     def rounded(self, low: Value, high: Value) -> Value:
         """Round two vectors of float32 to bfloat16, and put the second behind the first."""
         narrow, size = f"<{self._size} x bfloat>", self._size
         a, b = (
-            self._writer.op(f"fptrunc {self._writer.vector} {each} to {narrow}")
-            for each in (low, high)
+            self._writer.op(f"fptrunc {self._writer.vector} {half} to {narrow}")
+            for half in (low, high)
         )
         lanes_ = ", ".join(f"i32 {i}" for i in range(2 * size))
         return self._writer.op(
@@ -104,7 +104,7 @@ class _Pairs:
         out = []
         for half in (0, 4):
             chosen = (8 * (i // 8) + half + i % 8 // 2 + i % 2 * 2 * size for i in range(2 * size))
-            lane = ", ".join(f"i32 {each}" for each in chosen)
+            lane = ", ".join(f"i32 {index}" for index in chosen)
             joined = writer.op(
                 f"shufflevector {self._words} {rows[0]}, {self._words} {rows[1]}, "
                 f"<{2 * size} x i32> <{lane}>"
@@ -268,8 +268,8 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
 
             The processor does not see where the next block lies.
             """
-            given = [("i64", number), ("i64", last_block)]
-            base = base_of(writer.call("i64", "llvm.smin.i64", given))
+            operands = [("i64", number), ("i64", last_block)]
+            base = base_of(writer.call("i64", "llvm.smin.i64", operands))
             for line in range(0, shape.block_size * dim, 32):
                 writer.prefetch(writer.at(cache, writer.add(base, line), shape.dtype))
 
@@ -316,8 +316,8 @@ def _decode(shape: AttentionShape, scored: Scored, size: int) -> tuple[IRWriter,
                 if two is not None:
                     some = writer.op(f"and i64 {writer.sub(count, before)}, -2")
                     first = writer.add(before, some)
-                    given = list(zip(kinds, held, strict=True))
-                    held = tuple(writer.loop(before, first, given, both, step=2))
+                    start_values = list(zip(kinds, held, strict=True))
+                    held = tuple(writer.loop(before, first, start_values, both, step=2))
                 return writer.loop(
                     first, count, list(zip(kinds, held, strict=True)), one, step=step
                 )

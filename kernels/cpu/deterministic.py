@@ -75,8 +75,8 @@ class Deterministic(PlannedByFirstLayer):
     DETERMINISTIC = True
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        found = norm.rms_norm(x, weight, eps)  # of each row alike
-        return _by_row(super().rms_norm, x, weight, eps) if found is None else found
+        normed = norm.rms_norm(x, weight, eps)  # of each row alike
+        return _by_row(super().rms_norm, x, weight, eps) if normed is None else normed
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _by_row(super().linear, x, weight, bias)
@@ -96,8 +96,8 @@ class Deterministic(PlannedByFirstLayer):
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        found = norm.layer_norm(x, weight, bias, eps)  # of each row alike
-        return _by_row(super().layer_norm, x, weight, bias, eps) if found is None else found
+        normed = norm.layer_norm(x, weight, bias, eps)  # of each row alike
+        return _by_row(super().layer_norm, x, weight, bias, eps) if normed is None else normed
 
     def gated_norm(
         self,
@@ -108,9 +108,9 @@ class Deterministic(PlannedByFirstLayer):
         eps: float,
         gate_last: bool = False,
     ) -> Tensor:
-        found = norm.gated_norm(x, gate, weight, groups, eps, gate_last)
-        if found is not None:
-            return found
+        normed = norm.gated_norm(x, gate, weight, groups, eps, gate_last)
+        if normed is not None:
+            return normed
         plain = super().gated_norm
         return torch.cat(
             [
@@ -147,7 +147,7 @@ class Deterministic(PlannedByFirstLayer):
         stack: ExpertWeights,
         residual: Tensor | None,
     ) -> Tensor:
-        given = torch.cat(
+        normed = torch.cat(
             [
                 super(Deterministic, self).experts(row.clone(), weight, chosen, stack, None)
                 for row, weight, chosen in zip(
@@ -155,7 +155,7 @@ class Deterministic(PlannedByFirstLayer):
                 )
             ]
         )
-        return given if residual is None else residual.add_(given)
+        return normed if residual is None else residual.add_(normed)
 
     def lora_add(self, y: Tensor, x: Tensor, layer: LoraLinear, step: LoraStep) -> Tensor:
         for slot, tokens in step.segments:
@@ -206,9 +206,9 @@ class Deterministic(PlannedByFirstLayer):
         meta: AttentionMeta,
         dtype: torch.dtype,
     ) -> Tensor:
-        found = whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
-        if found is not None:  # of each text alike
-            return found
+        attended = whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
+        if attended is not None:  # of each text alike
+            return attended
         plain, parts = super(PlannedByFirstLayer, self).whole_texts, []
         for begin, end in pairwise(meta.query_start_host or meta.query_start.tolist()):
             alone = replace(
@@ -256,9 +256,9 @@ class Deterministic(PlannedByFirstLayer):
     ) -> Tensor:
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)
-        found = latent_decode.write(q, latents, norm, eps, cos_sin, cache, meta)
-        if found is not None:
-            return found
+        queries = latent_decode.write(q, latents, norm, eps, cos_sin, cache, meta)
+        if queries is not None:
+            return queries
         write = super().latent_write
         rows = zip(q.split(1), latents.split(1), meta.plan.apart, strict=True)
         return torch.cat(
@@ -282,10 +282,10 @@ class Deterministic(PlannedByFirstLayer):
         """Each token as a step of its own."""
         if meta.plan is None:
             meta.plan = _DeterministicPlan(meta)
-        found = []
+        outputs = []
         for at, part in enumerate(meta.plan.apart):
-            found.append(step([each[at : at + 1].clone() for each in rows], part))
-        return torch.cat(found)
+            outputs.append(step([tensor[at : at + 1].clone() for tensor in rows], part))
+        return torch.cat(outputs)
 
 
 @contextmanager

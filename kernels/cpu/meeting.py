@@ -104,8 +104,8 @@ def _function(name: str, onto: bool, width: int) -> str:
     pointers = {"x": _X, "onto": _ONTO, "lines": _LINES, "slots": _SLOTS, "state": _STATE}
     pointers |= {"give_way": _YIELD, "sleep": _SLEEP}
     numbers = {"count": _COUNT, "rank": _RANK, "size": _SIZE, "slot": _SLOT}
-    words = "".join(_word(each, at, "ptr") for each, at in pointers.items())
-    words += "".join(_word(each, at, "i64") for each, at in numbers.items())
+    words = "".join(_word(word_name, at, "ptr") for word_name, at in pointers.items())
+    words += "".join(_word(word_name, at, "i64") for word_name, at in numbers.items())
     line = 8 * LINE_WORDS
     return f"""
 define void @{name}(ptr %args) {{
@@ -198,13 +198,13 @@ def _functions() -> tuple[NativeFunction, NativeFunction, int, int]:
     CompilerUnavailable."""
     width = lanes()
     ir = "declare void @llvm.x86.sse2.pause()\n"
-    found = compile_ir(ir + _function("sum", False, width) + _function("sum_onto", True, width))
+    functions = compile_ir(ir + _function("sum", False, width) + _function("sum_onto", True, width))
     process = ctypes.CDLL(None)
     yields, sleeps = (
         ctypes.cast(getattr(process, name), ctypes.c_void_p).value or 0
         for name in ("sched_yield", "usleep")
     )
-    return found["sum"], found["sum_onto"], yields, sleeps
+    return functions["sum"], functions["sum_onto"], yields, sleeps
 
 
 class Meeting:

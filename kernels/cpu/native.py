@@ -74,9 +74,9 @@ class PlannedByFirstLayer(Recurrent):
         meta: AttentionMeta,
         dtype: torch.dtype,
     ) -> Tensor:
-        found = whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
-        if found is not None:
-            return found
+        attended = whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
+        if attended is not None:
+            return attended
         return super().whole_texts(qkv, cos_sin, num_heads, scale, window, meta, dtype)
 
 
@@ -226,9 +226,9 @@ class Native(PlannedByFirstLayer):
     ) -> Tensor:
         if meta.plan is None:
             meta.plan = _NativePlan(meta)
-        found = latent_decode.write(q, latents, norm, eps, cos_sin, cache, meta)
-        if found is not None:
-            return found
+        queries = latent_decode.write(q, latents, norm, eps, cos_sin, cache, meta)
+        if queries is not None:
+            return queries
         return super().latent_write(q, latents, norm, eps, cos_sin, cache, meta.plan.reference)
 
     def latent_attention(

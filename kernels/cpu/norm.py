@@ -42,7 +42,7 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
     def work(item: Value) -> None:
         row = w.op(f"udiv i64 {item}, {shape.groups}")
         first = w.mul(w.op(f"urem i64 {item}, {shape.groups}"), width)
-        source, target = (w.at(each, w.mul(item, width)) for each in (x, out))
+        source, target = (w.at(rows, w.mul(item, width)) for rows in (x, out))
         by = w.at(gate, w.add(w.mul(row, stride), first))
         factors = w.at(weight, first)
 
@@ -87,8 +87,8 @@ def _function(
 ) -> NativeFunction | None:
     """See `NormShape`; its parts are looked up several times as fast as it is made and hashed."""
     shape = NormShape(size, groups, normed, gated, gate_last)
-    found = compile_or_none(lambda lanes: module([_norm(shape, lanes)]))
-    return found and found["norm"]
+    functions = compile_or_none(lambda lanes: module([_norm(shape, lanes)]))
+    return functions and functions["norm"]
 
 
 def gated_norm(
@@ -176,7 +176,7 @@ def _layer_norm(width: int, weighted: bool, biased: bool, size: int) -> tuple[IR
     eps = w.load(w.at("%args", _EPS, "i64"), "float")
 
     def work(row: Value) -> None:
-        source, target = (w.at(each, w.mul(row, width)) for each in (x, out))
+        source, target = (w.at(rows, w.mul(row, width)) for rows in (x, out))
         layer_norm_row(
             w, width, source, target, weight if weighted else "", bias if biased else "", eps
         )
@@ -187,16 +187,16 @@ def _layer_norm(width: int, weighted: bool, biased: bool, size: int) -> tuple[IR
 
 @lru_cache(maxsize=32)
 def _layer_function(width: int, weighted: bool, biased: bool) -> NativeFunction | None:
-    found = compile_or_none(
+    functions = compile_or_none(
         lambda size: "" if width % size else module([_layer_norm(width, weighted, biased, size)])
     )
-    return found and found.get("layer_norm")
+    return functions and functions.get("layer_norm")
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
     """See `Kernels.layer_norm`. None: nothing is generated here, or not for such x."""
-    parts = [each for each in (x, weight, bias) if each is not None]
-    if not all(each.dtype == torch.float32 and each.is_contiguous() for each in parts):
+    parts = [part for part in (x, weight, bias) if part is not None]
+    if not all(part.dtype == torch.float32 and part.is_contiguous() for part in parts):
         return None
     function = _layer_function(x.shape[-1], weight is not None, bias is not None)
     if function is None:

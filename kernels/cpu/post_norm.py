@@ -69,11 +69,11 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         amx.configure(w)
     slot = w.op(f"atomicrmw add ptr {w.at('%args', 1, 'i64')}, i64 1 monotonic")
     own = w.at(w.argument(_SCRATCH, "ptr"), w.mul(slot, w.argument(_FLOATS)))
-    kept = w.add(length, SPARE_ROWS)
+    row_count = w.add(length, SPARE_ROWS)
 
     def behind(place: Value, row: int) -> Value:
         """Return the first cache line behind `kept` rows of `row` bytes at place."""
-        count = w.add(w.mul(kept, row), 63)
+        count = w.add(w.mul(row_count, row), 63)
         return w.at(place, w.mul(w.op(f"lshr i64 {count}, 6"), 64), "i8")
 
     taken, sums = own, behind(own, shape.taken)
@@ -109,7 +109,7 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
                 left = [("i64", w.sub(count, row)), ("i64", str(most))]
                 here = w.call("i64", "llvm.smin.i64", left)
                 target, stride = place(row, panel)
-                given = [
+                operands = [
                     f"i64 {here}",
                     f"ptr {w.at(x, w.mul(row, x_bytes), 'i8')}",
                     f"ptr {own_weight}",
@@ -121,8 +121,8 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
                 ]
                 if tiled:  # each tile of rows asks for its part of the next panel
                     lines = w.op(f"udiv i64 {w.mul(row, w_bytes)}, {tiled_bf16.ROWS_A_PANEL}")
-                    given.append(f"ptr {w.at(w.at(own_weight, w_bytes, 'i8'), lines, 'i8')}")
-                w.do(f"call void @in{width}_tiles({', '.join(given)})")
+                    operands.append(f"ptr {w.at(w.at(own_weight, w_bytes, 'i8'), lines, 'i8')}")
+                w.do(f"call void @in{width}_tiles({', '.join(operands)})")
                 if then is not None:
                     then(row, here, panel)
 
@@ -170,18 +170,20 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         first = w.mul(index, length)
         left = [("i64", w.sub(rows, first)), ("i64", length)]
         count = w.call("i64", "llvm.smin.i64", left)
-        x, given = (
-            w.at(each, w.mul(first, width))
-            for each, width in ((residual, hidden), (attended, shape.attended))
+        x, inputs = (
+            w.at(matrix, w.mul(first, width))
+            for matrix, width in ((residual, hidden), (attended, shape.attended))
         )
         if shape.rounds:
 
             def rounded(row: Value) -> None:
                 target = w.at(taken, w.mul(row, shape.bytes[shape.attended]), "i8")
-                round_bf16(w, shape.attended, w.at(given, w.mul(row, shape.attended)), target, None)
+                round_bf16(
+                    w, shape.attended, w.at(inputs, w.mul(row, shape.attended)), target, None
+                )
 
             over(count, rounded)
-        taken_rows = taken if shape.rounds else given
+        taken_rows = taken if shape.rounds else inputs
         multiply(0, taken_rows, shape.attended, hidden, count, to_sums)
         normed(0, x, count, shape.rounds)
         taken_rows = taken if shape.rounds else x
@@ -203,12 +205,12 @@ def _function(
     shape = _Shape(kind, hidden, attended, inner)
 
     def write(size: int) -> str:
-        found: list[tuple[IRWriter, str]] = []
+        functions: list[tuple[IRWriter, str]] = []
 
         def function(signature: str, body: Callable[[IRWriter], None]) -> None:
             writer = IRWriter(size)
             body(writer)
-            found.append((writer, signature))
+            functions.append((writer, signature))
 
         for width in sorted({hidden, attended, inner}):
             most, name = most_rows(kind), f"in{width}_tile"
@@ -229,10 +231,10 @@ def _function(
                 lambda writer, name=name, sizes=sizes: tiles(writer, name, sizes),
             )
         function("void @rest(ptr %args)", lambda writer: _rest(shape, act, parts, writer))
-        return module(found)
+        return module(functions)
 
-    made = compile_or_none(write)
-    return made and made["rest"]
+    compiled = compile_or_none(write)
+    return compiled and compiled["rest"]
 
 
 def rest_of_layer(
@@ -248,7 +250,7 @@ def rest_of_layer(
     out, up, _ = products
     (hidden, width), (inner, _) = out.shape, up.shape
     rows, threads = len(residual), get_num_threads()
-    alike = {each.kind for each in products}
+    alike = {layer.kind for layer in products}
     fits = len(alike) == 1 and out.kind != "i8" and hidden % (2 * lanes()) == 0
     if not fits or rows < _LEAST * threads or not elements.known(act):
         return None

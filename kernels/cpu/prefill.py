@@ -101,7 +101,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     dim, words, group, kind, tile = (
         shape.head_dim, shape.words, shape.group, w.vector, _KEYS_A_TILE,
     )  # fmt: skip
-    each = dim // words  # numbers of a word
+    per_word = dim // words  # numbers of a word
     width = 4 if size == 16 else 2  # vectors of a block: with _ROWS rows they fill the registers
     names = (_Q, _KEYS, _VALUES, _OUT, _TILES, _LAST, _FIRST)
     q, keys, values, out, tiles, lasts, firsts = (w.argument(name, "ptr") for name in names)
@@ -114,7 +114,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
     # sums [rows, lanes].
     columns = own
     mixed = w.at(columns, words * tile)
-    weights = w.at(mixed, tile // each * dim)
+    weights = w.at(mixed, tile // per_word * dim)
     query = w.at(weights, shape.block * tile)
     sums = w.at(query, shape.rows * words)
     tops = w.at(sums, shape.rows * dim)
@@ -177,7 +177,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
                     w.store(column, w.at(columns, w.add(w.mul(w.add(d, i), tile), at)))
                 return []
 
-            w.loop(0, dim, [], pairs if shape.pairs else part, step=each * size)
+            w.loop(0, dim, [], pairs if shape.pairs else part, step=per_word * size)
             return []
 
         w.loop(0, tile, [], some, step=size)
@@ -320,7 +320,7 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
             vectors = range(first, min(first + 4, dim // side))
             for v in vectors:
                 amx.load(w, v - first, w.at(result, v * side), 4 * dim)
-            multiply(weights, tile, mixed, dim, tile // each, vectors)
+            multiply(weights, tile, mixed, dim, tile // per_word, vectors)
             for v in vectors:
                 amx.store(w, v - first, w.at(result, v * side), 4 * dim)
 
@@ -332,11 +332,11 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
         vectors = min(width, tile // size)
 
         def scores(at: Value) -> list[Value]:
-            found = products(rows, columns, tile, words, None, at)
+            sums = products(rows, columns, tile, words, None, at)
             for r in range(_ROWS):
                 for v in range(vectors):
                     place = w.at(weights, w.add(at, r * tile + v * size))
-                    w.store(found[r * vectors + v], place)
+                    w.store(sums[r * vectors + v], place)
             return []
 
         w.loop(0, tile, [], scores, step=vectors * size)
@@ -351,10 +351,10 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
                 for r, result in enumerate(results)
                 for v in range(wide)
             ]
-            found = products(lines, mixed, dim, tile // each, start, at)
+            sums = products(lines, mixed, dim, tile // per_word, start, at)
             for r, result in enumerate(results):
                 for v in range(wide):
-                    w.store(found[r * wide + v], w.at(result, w.add(at, v * size)))
+                    w.store(sums[r * wide + v], w.at(result, w.add(at, v * size)))
             return []
 
         w.loop(0, dim, [], mix, step=wide * size)
@@ -380,8 +380,8 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
             return w.add(offset, w.add(w.mul(row, dim), w.mul(index, apart)))
 
         def prepare(row: Value) -> list[Value]:
-            given = least(row, w.sub(num_rows, 1))
-            source, target = w.at(q, place(given)), w.at(query, w.mul(row, words))
+            row_at = least(row, w.sub(num_rows, 1))
+            source, target = w.at(q, place(row_at)), w.at(query, w.mul(row, words))
             result = w.at(sums, w.mul(row, dim))
             for d in range(0, dim, size):
                 round_store(w.binary("fmul", w.load(w.at(source, d)), scale), target, d)
@@ -406,8 +406,8 @@ def _prefill(shape: PrefillShape, scored: Scored, size: int) -> tuple[IRWriter, 
 
             def blocks(masked: bool) -> None:
                 def rows(row: Value) -> list[Value]:
-                    one = block_of_tiles if shape.tiled else block
-                    one(begin, row, token, count, head, masked)
+                    one_block = block_of_tiles if shape.tiled else block
+                    one_block(begin, row, token, count, head, masked)
                     return []
 
                 w.loop(0, filled, [], rows, step=shape.block)
@@ -465,18 +465,21 @@ class Entries:
 
         Tiles that see most keys come first, so that threads end together.
         """
-        found = self._tiles.get(queries)
-        if found is None:
+        tiles = self._tiles.get(queries)
+        if tiles is None:
             rows = [
                 (token, min(queries, end - token), table, length)
                 for begin, end, table, length in self.spans
                 for token in range(begin, end, queries)
             ]
-            made = np.array(rows, np.int64).reshape(-1, _TILE)
-            seen = self.last.numpy()[made[:, 0] + made[:, 1] - 1] - self.first.numpy()[made[:, 0]]
-            found = np.ascontiguousarray(made[np.argsort(-seen, kind="stable")])
-            self._tiles[queries] = found
-        return found
+            tile_rows = np.array(rows, np.int64).reshape(-1, _TILE)
+            seen = (
+                self.last.numpy()[tile_rows[:, 0] + tile_rows[:, 1] - 1]
+                - self.first.numpy()[tile_rows[:, 0]]
+            )
+            tiles = np.ascontiguousarray(tile_rows[np.argsort(-seen, kind="stable")])
+            self._tiles[queries] = tiles
+        return tiles
 
 
 class CpuPrefill:

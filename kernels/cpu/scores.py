@@ -39,8 +39,8 @@ class Numbers:
     def put(self, args: ctypes.Array[ctypes.c_int64], at: int) -> None:
         """Put the numbers into three words from `at` on, where `Places` looks for them."""
         args[at] = bits(self.softcap)
-        for place, each in ((at + 1, self.sinks), (at + 2, self.slopes)):
-            args[place] = 0 if each is None else each.data_ptr()
+        for place, tensor in ((at + 1, self.sinks), (at + 2, self.slopes)):
+            args[place] = 0 if tensor is None else tensor.data_ptr()
 
 
 class Places:

@@ -37,23 +37,23 @@ class WholeTexts:
         self._keys: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def entries(self, window: int) -> Entries:
-        found = self._entries.get(window)
-        if found is None:
+        entries = self._entries.get(window)
+        if entries is None:
             last, first = self._length - 1, torch.zeros_like(self.positions)
             if window:
                 last = torch.minimum(last, self.positions + window)
                 first = (self.positions - window).clamp(min=0)
-            found = self._entries[window] = Entries(self._spans, first, last, self._table)
-        return found
+            entries = self._entries[window] = Entries(self._spans, first, last, self._table)
+        return entries
 
     def keys(self, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
         """[2, pages, heads, _BLOCK, dim]: keys and values of the layer that runs."""
         kind = heads, dim, dtype
-        found = self._keys.get(kind)
-        if found is None:
+        keys = self._keys.get(kind)
+        if keys is None:
             shape = (2, self._pages, heads, _BLOCK, dim)
-            found = self._keys[kind] = torch.empty(shape, dtype=dtype)
-        return found
+            keys = self._keys[kind] = torch.empty(shape, dtype=dtype)
+        return keys
 
 
 def whole_texts(
@@ -68,19 +68,19 @@ def whole_texts(
     """See `Kernels.whole_texts`. None: nothing is generated here."""
     dim = qkv.shape[1] // (3 * num_heads)
     try:
-        kept = dtype if dtype == torch.bfloat16 and dot_bf16() else torch.float32
+        key_dtype = dtype if dtype == torch.bfloat16 and dot_bf16() else torch.float32
     except CompilerUnavailable:
         return None
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
-    rotation = rotation_for(num_heads, num_heads, dim, _BLOCK, rotary, kept)
-    attend = prefill_for(num_heads, num_heads, dim, _BLOCK, kept, Scored())
+    rotation = rotation_for(num_heads, num_heads, dim, _BLOCK, rotary, key_dtype)
+    attend = prefill_for(num_heads, num_heads, dim, _BLOCK, key_dtype, Scored())
     if rotation is None or attend is None:
         return None
     if meta.plan is None:
         meta.plan = WholeTexts(meta)
     plan: WholeTexts = meta.plan
     assert len(qkv) == len(plan.positions), "tokens of no text"
-    keys, values = plan.keys(num_heads, dim, kept)
+    keys, values = plan.keys(num_heads, dim, key_dtype)
     q = rotation.rope_kv_write(
         qkv, cos_sin, None, None, 0.0, keys, values, plan.positions, plan.slots
     )

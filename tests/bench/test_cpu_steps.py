@@ -15,14 +15,14 @@ def test_ratios_are_what_they_say() -> None:
     every |= {f"verify-{n}": 3.0 * n for n in (1, 2, 4, 8)}
     every |= {"products-512": 4.0, "weights": 100, "bytes": 60, "read": 80.0, "peak": 51200.0}
     every |= {"read-1": 50.0, "peak-1": 25600.0}
-    one = {**every, "step-1": 3.8, "step-32": 96.0}
-    found = {row["case"]: row["ratio"] for row in bench.rows_of("gguf", one, every)}
-    assert found["gguf/others/1"] == found["gguf/others/32"] == 0.25
-    assert found["gguf/host/1"] == found["gguf/host/32"] == 0.1
-    assert found["gguf/cores/read"] == 1.6 and found["gguf/cores/peak"] == 2.0
-    assert found["gguf/cores/1"] == 1.9 and found["gguf/cores/32"] == 1.5
-    assert [found[f"gguf/verify/{n}"] for n in (2, 4, 8)] == [2.0, 4.0, 8.0]
-    assert found["gguf/bandwidth"] == 0.5 and found["gguf/peak"] == 0.5
+    ours = {**every, "step-1": 3.8, "step-32": 96.0}
+    ratios = {row["case"]: row["ratio"] for row in bench.rows_of("gguf", ours, every)}
+    assert ratios["gguf/others/1"] == ratios["gguf/others/32"] == 0.25
+    assert ratios["gguf/host/1"] == ratios["gguf/host/32"] == 0.1
+    assert ratios["gguf/cores/read"] == 1.6 and ratios["gguf/cores/peak"] == 2.0
+    assert ratios["gguf/cores/1"] == 1.9 and ratios["gguf/cores/32"] == 1.5
+    assert [ratios[f"gguf/verify/{n}"] for n in (2, 4, 8)] == [2.0, 4.0, 8.0]
+    assert ratios["gguf/bandwidth"] == 0.5 and ratios["gguf/peak"] == 0.5
 
 
 @pytest.mark.skipif(not able(), reason="no compiler for this machine")

@@ -116,9 +116,9 @@ def test_parts_that_need_a_device_have_it_alone(
         "'began': began, 'ended': time.time()}))"
     )
     alone = {"a": True, "b": False, "c": False, "d": False, "e": False, "f": True}
-    found = [CheckPart(name, [sys.executable, "-c", code, name], alone[name]) for name in alone]
-    found.append(CheckPart("all", [sys.executable, "-c", code, "all"], together=True))
-    monkeypatch.setattr(gpu_checks, "parts", lambda *_: found)
+    parts = [CheckPart(name, [sys.executable, "-c", code, name], alone[name]) for name in alone]
+    parts.append(CheckPart("all", [sys.executable, "-c", code, "all"], together=True))
+    monkeypatch.setattr(gpu_checks, "parts", lambda *_: parts)
     args = argparse.Namespace(
         model=None, name="m", out=tmp_path, pytest=[], resume=False, seconds=0.0, at_once=at_once
     )
@@ -131,9 +131,9 @@ def test_parts_that_need_a_device_have_it_alone(
     assert ran.keys() == alone.keys()
     assert {row["device"] for row in ran.values()} == set(devices)
     met = dict.fromkeys(ran, 1)
-    for one, other in itertools.permutations(ran, 2):
-        if ran[one]["device"] == ran[other]["device"]:
-            met[one] += ran[other]["began"] <= ran[one]["began"] < ran[other]["ended"]
+    for first, other in itertools.permutations(ran, 2):
+        if ran[first]["device"] == ran[other]["device"]:
+            met[first] += ran[other]["began"] <= ran[first]["began"] < ran[other]["ended"]
     assert all(met[name] == 1 for name in ran if alone[name])
     assert max(met.values()) == at_once
 
@@ -141,16 +141,16 @@ def test_parts_that_need_a_device_have_it_alone(
 def test_the_order() -> None:
     """Tests that run beside each other and disturb those that measure; what matters most left for
     the end of a visit, or left out."""
-    found = parts(ROOT, "folder", "m")
-    first = [part.name for part in found if part.name.startswith(gpu_checks.FIRST)]
-    assert [part.name for part in found[: len(first)]] == first
+    checks = parts(ROOT, "folder", "m")
+    first = [part.name for part in checks if part.name.startswith(gpu_checks.FIRST)]
+    assert [part.name for part in checks[: len(first)]] == first
     split = {name.partition("::")[2] for name in first[1:]}
     functions = vars(importlib.import_module("tests.parity.test_gpu"))
     assert split == {name for name in functions if name.startswith("test_")}
-    assert found[-1].name == "long contexts" and "131072" in found[-1].command
-    assert [part.name for part in found if part.alone] == [gpu_checks.ALONE, "long contexts"]
-    assert [part.name for part in found if part.together] == [gpu_checks.TOGETHER]
-    files = [file for part in found for file in part.command if file.endswith(".py")]
+    assert checks[-1].name == "long contexts" and "131072" in checks[-1].command
+    assert [part.name for part in checks if part.alone] == [gpu_checks.ALONE, "long contexts"]
+    assert [part.name for part in checks if part.together] == [gpu_checks.TOGETHER]
+    files = [file for part in checks for file in part.command if file.endswith(".py")]
     assert files.count("tests/kernels/test_attention.py") == 2  # with and without the mark
     assert files.count("tests/engine/scheduling/test_token_pool.py") == 1
     assert "tests/bench/test_gpu_checks.py" not in files

@@ -75,12 +75,12 @@ def test_compiling_is_shared(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A case that no process compiles, or a search for products that disturbs the timed one."""
-    told: list[Any] = []
-    monkeypatch.setattr(cuda, "tune_linear", lambda *_: told.append("searched"))
+    calls: list[Any] = []
+    monkeypatch.setattr(cuda, "tune_linear", lambda *_: calls.append("searched"))
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     assert command("--these", "2", "0") == 0
     cuda.tune_linear([], [], add=False)
-    assert not told and capsys.readouterr().out.split() == ["2", "0"]
+    assert not calls and capsys.readouterr().out.split() == ["2", "0"]
     with pytest.raises(RuntimeError, match="out of memory"):
         command("--these", "1")
 
@@ -131,9 +131,11 @@ def test_what_a_sweep_says_to_set() -> None:
         sweeping.Timed(float("inf"), "PASS = 4", "PASS", "no time"),
     ]
     assert sweeping.to_set(rows) == "PASS = 3"
-    *told, last = sweeping.lines(rows, most=2)
-    assert ["PASS = 1" in told[0], "PASS = 3" in told[1], "as it is" in told[2]] == [True] * 3
-    assert len(told) == 3 and "WRONG" in told[0] and last == "set: PASS = 3"
+    *printed, last = sweeping.lines(rows, most=2)
+    assert ["PASS = 1" in printed[0], "PASS = 3" in printed[1], "as it is" in printed[2]] == [
+        True
+    ] * 3
+    assert len(printed) == 3 and "WRONG" in printed[0] and last == "set: PASS = 3"
     assert sweeping.to_set(rows[:2]) == "nothing"
     assert sweeping.to_set([rows[5]]) == "nothing ran"
     assert sweeping.to_set([rows[0]._replace(us=float("inf")), rows[1]]) == "SOLVE = 1"
@@ -192,6 +194,6 @@ def test_what_flash_attention_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     row, paged = asked
     assert row["q"] == (8192, 32, 128) and row["k"] == row["v"] == (8192, 8, 128)
     assert paged["k"] == paged["v"] == (512, 16, 8, 128)
-    for one in asked:
-        assert one["causal"] and one["max_seqlen_q"] == one["max_seqlen_k"] == 8192
+    for case in asked:
+        assert case["causal"] and case["max_seqlen_q"] == case["max_seqlen_k"] == 8192
     assert "cu_seqlens_k" in row and {"seqused_k", "block_table"} <= paged.keys()

@@ -84,18 +84,18 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
     monkeypatch.setattr(deterministic, "agreeing", lambda weight, bias, add: deterministic.TILES[2])
     cases = all_cases(LLAMA._replace(device="meta"), {"other": lambda *_: lambda: None})
-    found, names = {}, set()
+    seen, names = {}, set()
     for row in rows(cases, BEST, once):
         assert "error" not in row, row
-        found[row["case"]] = row
+        seen[row["case"]] = row
         assert launched or "product/" in row["case"], row["case"]  # the library's own product
         names.update(launched)
         launched.clear()
-    assert found.keys() == cases.keys()
+    assert seen.keys() == cases.keys()
     # Sums of ranks are timed by bench.kernels.sums, as they need others.
     wanted = every_kernel(kernels) - every_kernel(kernels.experts) - _SUMS - _HOPPER
     assert names == wanted, "a kernel that nothing times"
-    targets = {case: row["target"] for case, row in found.items() if "target" in row}
+    targets = {case: row["target"] for case, row in seen.items() if "target" in row}
     assert targets == {
         "decode/64 x 4096": 0.9,
         "decode/256 x 1024": 0.9,
@@ -105,7 +105,7 @@ def test_every_case_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         "fp8 decode/64 x 4096": 0.85,
         "fp8 decode/256 x 1024": 0.85,
     }
-    assert found["prefill/1 x 8192"]["against"] == "other"
+    assert seen["prefill/1 x 8192"]["against"] == "other"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches of the compiler's kernels are counted")
@@ -154,11 +154,11 @@ def test_the_sweep_of_packed_products_tries_its_tables(monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
     meta = LLAMA._replace(device="meta")
     sides: dict[tuple[str, str, str], set[Any]] = {}
-    for each in packed_sweep.tries(meta):
+    for trial in packed_sweep.tries(meta):
         launched.clear()
-        each.call(packed_sweep.weights_of(meta, each.to, each.step.shape, False)[0])
-        assert launched, each
-        sides.setdefault((each.what, each.case, each.step.shape), set()).add(each.launch)
+        trial.call(packed_sweep.weights_of(meta, trial.to, trial.step.shape, False)[0])
+        assert launched, trial
+        sides.setdefault((trial.what, trial.case, trial.step.shape), set()).add(trial.launch)
     packed_sweep.step_of.cache_clear()
     packed_sweep.weights_of.cache_clear()
     tables = {"gemv8.tile", "gemv4.tile", "blocks.tile", "dot.tile"}
@@ -178,8 +178,8 @@ def test_the_sweep_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
         (packed_sweep.LAYER, "int4, 1 token"): {name: {None: 10.5} for name in names},
         (packed_sweep.LAYER, "int4, 16 tokens"): {name: {None: 10.5} for name in names[1:]},
     }
-    (told,) = packed_sweep.layer_lines(layers)
-    assert "int4, 1 token" in told and "42.0 us" in told
+    (layer_line,) = packed_sweep.layer_lines(layers)
+    assert "int4, 1 token" in layer_line and "42.0 us" in layer_line
     tile: Any = ((4, 64, 1), 0)
     tiles: packed_sweep.Found = {
         ("gemv4.tile", "int4, 1 token"): {
@@ -187,9 +187,9 @@ def test_the_sweep_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
             for name, us in zip(names, (9.9, 9.0, 10.5, 8.0), strict=True)
         }
     }
-    *each, total = packed_sweep.table_lines(tiles, lambda *_: "(8, 64, 1)")
-    assert [line.rpartition(": ")[2] == "set it" for line in each] == [False, True, False, True]
-    assert all("today (8, 64, 1) 10.0 us, best (4, 64, 1)" in line for line in each)
+    *lines, total = packed_sweep.table_lines(tiles, lambda *_: "(8, 64, 1)")
+    assert [line.rpartition(": ")[2] == "set it" for line in lines] == [False, True, False, True]
+    assert all("today (8, 64, 1) 10.0 us, best (4, 64, 1)" in line for line in lines)
     assert "all four today 40.0 us, best (4, 64, 1) 37.4 us" in total
     monkeypatch.setattr(packed_sweep, "num_sms", lambda device: 132)
     for table, to, shape, tokens, tile in (

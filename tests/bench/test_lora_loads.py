@@ -57,7 +57,7 @@ def test_both_kinds_of_turns_take_as_long(tmp_path: Path) -> None:
     shorter too, and loads look worse than they are."""
     for number in range(4):
         make_folder(tmp_path / f"a{number}", r=8 + number)
-    found = measure(
+    figures = measure(
         "fake:step_seconds=0.002,max_model_len=100000",
         {"max_loras": 2},
         [[1, 2, 3]] * 2,
@@ -66,7 +66,7 @@ def test_both_kinds_of_turns_take_as_long(tmp_path: Path) -> None:
         count=4,
         interval=0.1,
     )
-    assert found["loads"] > 4 and min(found["gaps"].values()) > 20
+    assert figures["loads"] > 4 and min(figures["gaps"].values()) > 20
     # Not the numbers of gaps: a neighbour's load spreads these.
-    quiet, loading = found["seconds"]["quiet"], found["seconds"]["loading"]
+    quiet, loading = figures["seconds"]["quiet"], figures["seconds"]["loading"]
     assert 0.8 < quiet / loading < 1.25 and loading >= 0.4

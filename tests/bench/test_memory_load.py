@@ -78,8 +78,8 @@ def test_longer_than_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     long_context.main()
     result = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
     assert result["rows"][0]["tokens"] == 512
-    for told in (result["config"]["ours"], result["rows"][0]):
-        assert told["positions"] == "256, raised to 512"
+    for figures in (result["config"]["ours"], result["rows"][0]):
+        assert figures["positions"] == "256, raised to 512"
 
 
 @pytest.mark.gpu

@@ -35,9 +35,9 @@ def test_at_ten_times_the_load_goodput_is_that_of_a_closed_loop(lengths: Lengths
     assert flood.most_waiting <= 12, "a sixteenth of the rows is 4, and one more for each router"
     assert min(let_in[1:]) > 0.5 * max(let_in[1:]), "admission that swings"
     assert let_in[0] < 200, "rows 128: what no row is free for waits its 1.5 s and no longer"
-    refused = [one for one in flood.asked if one.retry_after >= 0]
+    refused = [request for request in flood.asked if request.retry_after >= 0]
     assert len(refused) > 0.85 * len(flood.asked)
-    assert min(one.retry_after for one in refused) >= 1.0
+    assert min(request.retry_after for request in refused) >= 1.0
 
 
 @pytest.mark.parametrize("name", ["alike, half a core", "mixed, half a core", "chats"])
@@ -66,21 +66,21 @@ def test_no_more_prompts_wait_in_a_slow_engine_than_it_computes(name: str):
 def test_more_routers_let_in_no_more():
     """Each router taking all free rows for its own: four of them let in four batches at once."""
     capacity = closed(SPEEDS, mixed).good(10, 40, float("inf"))
-    one, four = (
+    single, four = (
         open_loop(SPEEDS, mixed, 10 * capacity, routers=routers, seconds=30) for routers in (1, 4)
     )
-    for found in (one, four):
-        assert found.first(0.99) <= 1.5 * WAIT
-        assert found.most_waiting <= 16
-        assert found.good(10, 30) >= 0.9 * capacity
-    assert sum(four.let_in()) < 1.2 * sum(one.let_in())
+    for flood in (single, four):
+        assert flood.first(0.99) <= 1.5 * WAIT
+        assert flood.most_waiting <= 16
+        assert flood.good(10, 30) >= 0.9 * capacity
+    assert sum(four.let_in()) < 1.2 * sum(single.let_in())
 
 
 def test_the_simulation_is_the_same_each_time():
     """A set's order or a real clock in it: figures that nobody can compare."""
 
     def told(found: Found) -> list[tuple[float, float]]:
-        return [(one.at, one.first) for one in found.asked]
+        return [(request.at, request.first) for request in found.asked]
 
     first, second = (open_loop(SPEEDS, mixed, 60.0, seconds=8) for _ in range(2))
     assert told(first) == told(second)

@@ -45,6 +45,6 @@ def test_a_run_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_versions_of_another_environment() -> None:
     """A peer's figures under the versions of ours; a comparison lost for want of a version."""
-    told = versions_under(dict(os.environ), "msgspec", "no-such-package")
-    assert told == versions("msgspec") and "no-such-package" not in told
+    installed = versions_under(dict(os.environ), "msgspec", "no-such-package")
+    assert installed == versions("msgspec") and "no-such-package" not in installed
     assert versions_under({**os.environ, "PYTHONHOME": "/nonexistent"}).keys() == {"unknown"}

@@ -29,9 +29,9 @@ LINES = [
 
 def test_a_run_that_was_cut_off_goes_on() -> None:
     """A growth that counts although nothing was measured after it; a count that runs twice."""
-    kept = whole(LINES)
-    assert [line["label"] for line in kept] == [line["label"] for line in LINES[:-1]]
-    assert missing([1, 2, 4], kept) == [4] and missing([1, 2], kept) == []
+    lines = whole(LINES)
+    assert [line["label"] for line in lines] == [line["label"] for line in LINES[:-1]]
+    assert missing([1, 2, 4], lines) == [4] and missing([1, 2], lines) == []
 
 
 def test_rows_are_against_so_many_times_one() -> None:
@@ -54,8 +54,8 @@ def test_each_replica_gets_the_same_lengths() -> None:
     assert (line["label"], line["replicas"]) == ("2 replicas", 2)
     assert (line["ok"], line["failed"], line["concurrency"]) == (12, 0, 6)
     first = workloads.build("dialogue")[:6]
-    found = sorted((len(body["prompt"]), body["max_tokens"]) for body in server.seen)
-    assert found == sorted([(len(ids), num_out) for ids, num_out in first] * 2)
+    sizes = sorted((len(body["prompt"]), body["max_tokens"]) for body in server.seen)
+    assert sizes == sorted([(len(ids), num_out) for ids, num_out in first] * 2)
     assert len({tuple(body["prompt"]) for body in server.seen}) == 12
 
 
@@ -80,7 +80,7 @@ def test_the_whole_of_it_on_a_machine_without_a_gpu(tmp_path: Path) -> None:
     assert 0 < rows["m/2/first_answer"]["ours"] < 60
     lines = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     loads = {line["replicas"]: line for line in lines if "out_tok_s" in line}
-    assert [(n, one["ok"], one["failed"]) for n, one in loads.items()] == [(1, 6, 0), (2, 12, 0)]
+    assert [(n, load["ok"], load["failed"]) for n, load in loads.items()] == [(1, 6, 0), (2, 12, 0)]
     assert not any(line.get("failed") for line in lines)
 
 

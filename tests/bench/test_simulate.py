@@ -71,11 +71,11 @@ def test_rows_and_memory_make_requests_wait():
 def test_prefixes_and_adapters_are_kept_and_pushed_out():
     """Hits that nothing can evict; adapters that are loaded for each request, or never."""
     new = [Random(n).randbytes(8) for n in range(40)]
-    one, again = Job(0.0, 650, 2, new[:10]), Job(1.0, 650, 2, new[:10])
+    first, again = Job(0.0, 650, 2, new[:10]), Job(1.0, 650, 2, new[:10])
     flood = [Job(2.0 + n / 10, 6000, 1, [bytes([n, m]) * 4 for m in range(90)]) for n in range(4)]
     last = Job(9.0, 650, 2, new[:10])
-    serve(one, again, *flood, last)
-    assert (one.cached, again.cached) == (0, 640) and last.cached < 640
+    serve(first, again, *flood, last)
+    assert (first.cached, again.cached) == (0, 640) and last.cached < 640
     order = ["a", "b", "a", "c", "a", "b"]
     work = [Job(float(n), 10, 2, adapter=name) for n, name in enumerate(order)]
     result = serve(*work)
@@ -100,9 +100,9 @@ def test_workloads_are_seeded_and_as_asked():
 def test_routing_beats_the_others_where_speeds_differ():
     """Slow replicas that get as much as fast ones; prefixes that are computed again."""
     rows, outcomes = compare(make_case("mixed", 4, 12.0))
-    found = {row.case.rpartition("/")[2]: row for row in rows}
-    assert found["p99_ttft"].ratio <= 0.5, found
-    assert found["prefix_hit_rate"].peer - found["prefix_hit_rate"].ours <= 0.03, found
+    by_policy = {row.case.rpartition("/")[2]: row for row in rows}
+    assert by_policy["p99_ttft"].ratio <= 0.5, by_policy
+    assert by_policy["prefix_hit_rate"].peer - by_policy["prefix_hit_rate"].ours <= 0.03, by_policy
     assert outcomes[0].pending == 0
 
 
@@ -114,7 +114,7 @@ def test_adapters_stay_in_few_places():
     loads, slots, late = rows
     assert loads.ratio <= 0.2 and late.ratio < 1.0
     assert loads.peer > slots.peer > 3 * slots.ours
-    assert len({one.seed for one in outcomes}) == 4 and len(outcomes) == 12
+    assert len({outcome.seed for outcome in outcomes}) == 4 and len(outcomes) == 12
 
 
 def test_policies_of_others_do_what_they_say():
@@ -186,12 +186,12 @@ def test_calibration_finds_a_replica_again():
     """A fit that does not fit what it was made from; an error that only the table has."""
     true = StepCost(0.02, 0.004, 0.0008)
     rows, lines = calibrate.compare("one", observed(true, 1), observed(true, 2))
-    found = {row["case"].removeprefix("one/"): row for row in rows}
-    assert abs(found["step"]["ours"] - 20) < 1 and abs(found["sequence"]["ours"] - 4) < 0.2
-    assert abs(found["prompt_token"]["ours"] - 800) < 40
+    by_case = {row["case"].removeprefix("one/"): row for row in rows}
+    assert abs(by_case["step"]["ours"] - 20) < 1 and abs(by_case["sequence"]["ours"] - 4) < 0.2
+    assert abs(by_case["prompt_token"]["ours"] - 800) < 40
     for what in ("busy", "ttft_p50", "ttft_p90", "itl_p50", "itl_p90"):
-        assert abs(found[what]["ratio"] - 1) < 0.05, rows
-    assert found["stretch_error_p90"]["ours"] < 0.05
+        assert abs(by_case[what]["ratio"] - 1) < 0.05, rows
+    assert by_case["stretch_error_p90"]["ours"] < 0.05
     assert {line["kind"] for line in lines} == {"stretch", "request"}
     # Twice as slow as it was: that is seen.
     slow = StepCost(*(2 * c for c in true))
@@ -201,10 +201,10 @@ def test_calibration_finds_a_replica_again():
 
 def test_costs_of_routing_are_told():
     """A table whose figures nobody can make again; a digest that is as large as the prompt."""
-    found = {row.case: row for row in costs.all_rows()}
-    assert found["prefix/told_of_a_prompt"].ours == (costs.PROMPT - 1) // 64 * 8
-    assert 0 < found["prefix/told_a_second"].ours < 10_000
-    assert all(row.ours > 0 for row in found.values())
+    by_case = {row.case: row for row in costs.all_rows()}
+    assert by_case["prefix/told_of_a_prompt"].ours == (costs.PROMPT - 1) // 64 * 8
+    assert 0 < by_case["prefix/told_a_second"].ours < 10_000
+    assert all(row.ours > 0 for row in by_case.values())
     # The bounds are 50 and 500 us; and a loop over the replicas would take 15 times as long.
-    few, many = found["decision/64"].ours, found["decision/1000"].ours
+    few, many = by_case["decision/64"].ours, by_case["decision/1000"].ours
     assert many < 5 * few and few < 150 and many < 1500

@@ -128,9 +128,9 @@ def test_floors_of_experts() -> None:
     names = ["_grouped_up_kernel", "_grouped_down_kernel", "_topk_kernel", "_sum_kernel"]
     ends = [Kernel(BOUNDARY, 0, 1), Kernel(BOUNDARY, 9, 10)]
     line = time_line([*ends, *(Kernel(name, 1, 2) for name in names)])
-    each = Mixture(here=4, choices=8, chosen=2, hidden=10, size=5, up_rows=10, num_bytes=1200)
-    one = Step(tokens=1, samples=1, prompt=0, keys=1, block_size=16, element=2)
-    floors = mixture_floors_us([each] * 3, one, line, bandwidth=1e6, rate=1e15)
+    mixture = Mixture(here=4, choices=8, chosen=2, hidden=10, size=5, up_rows=10, num_bytes=1200)
+    step = Step(tokens=1, samples=1, prompt=0, keys=1, block_size=16, element=2)
+    floors = mixture_floors_us([mixture] * 3, step, line, bandwidth=1e6, rate=1e15)
     assert floors == pytest.approx({
         "experts up": 3 * 800 / 4,
         "experts down": 3 * 400 / 4,
@@ -138,7 +138,7 @@ def test_floors_of_experts() -> None:
         "expert sum": 3 * (2 + 2) * 10 * 2,
     })  # fmt: skip
     many = Step(tokens=1000, samples=1, prompt=0, keys=1, block_size=16, element=2)
-    floors = mixture_floors_us([each], many, line, bandwidth=1e15, rate=1e6)
+    floors = mixture_floors_us([mixture], many, line, bandwidth=1e15, rate=1e6)
     assert floors["experts up"] == pytest.approx(1000 * 2 * 10 * 10)
     assert floors["experts down"] == pytest.approx(1000 * 2 * 5 * 10)
 

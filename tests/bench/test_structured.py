@@ -28,8 +28,8 @@ def test_outcomes(tmp_path: Path) -> None:
     (tmp_path / "some.json").write_text(json.dumps(groups))
     cases = list(suite_cases([tmp_path / "some.json"]))
     rows, lines = measure("s", cases, Vocabulary.outline({0: "<end>"}, 257, (0,)), masks=True)
-    found = {row["case"].split("/")[1]: row["ours"] for row in rows}
-    assert {name: found[name] for name in OUTCOMES} == {
+    rates = {row["case"].split("/")[1]: row["ours"] for row in rows}
+    assert {name: rates[name] for name in OUTCOMES} == {
         "right": 4,
         "refused": 1,
         "invalid_accepted": 1,
@@ -37,7 +37,7 @@ def test_outcomes(tmp_path: Path) -> None:
         "failed": 0,
     }
     assert [line["case"] for line in lines] == ["s/some: closed", "s/some: no", "s/some: any"]
-    assert found["mask_max"] > 0
+    assert rates["mask_max"] > 0
 
 
 def test_properties_are_put_in_order() -> None:

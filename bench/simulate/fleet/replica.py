@@ -271,9 +271,9 @@ class SimReplica:
             return self.adapters[adapter]
         if len(self.adapters) >= self.speed.slots:
             victims = (
-                one
-                for one, usable in self.adapters.items()
-                if not self.using.get(one) and usable <= now
+                name
+                for name, usable in self.adapters.items()
+                if not self.using.get(name) and usable <= now
             )
             if self.popularity is None:
                 victim = next(victims, None)

@@ -32,7 +32,7 @@ def sentence_transformers(folder: str, dtype: str) -> Embed:
 
     def embed(texts: list[list[int]]) -> Any:
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        found: list[Any] = [None] * len(texts)
+        results: list[Any] = [None] * len(texts)
         for first in range(0, len(order), BATCH):
             batch = order[first : first + BATCH]
             width = len(texts[batch[0]])
@@ -42,8 +42,8 @@ def sentence_transformers(folder: str, dtype: str) -> Embed:
                 asked = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
                 vectors = model(asked)["sentence_embedding"]
             for i, vector in zip(batch, vectors.float().numpy(), strict=True):
-                found[i] = vector
-        return np.stack(found)
+                results[i] = vector
+        return np.stack(results)
 
     return embed
 
@@ -69,8 +69,8 @@ def vllm(folder: str, dtype: str) -> Embed:
 
     def embed(texts: list[list[int]]) -> Any:
         prompts = [{"prompt_token_ids": ids} for ids in texts]
-        found = model.embed(prompts, use_tqdm=False)
-        return np.array([each.outputs.embedding for each in found], np.float32)
+        outputs = model.embed(prompts, use_tqdm=False)
+        return np.array([output.outputs.embedding for output in outputs], np.float32)
 
     return embed
 

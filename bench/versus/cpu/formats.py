@@ -50,26 +50,30 @@ class Side:
 
     @property
     def quiet(self) -> list[dict[str, Any]]:
-        return [each for each in self.rounds if each["other"] <= BUSY]
+        return [figures for figures in self.rounds if figures["other"] <= BUSY]
 
     @property
     def memory(self) -> tuple[float, float] | None:
         """Return (MB at the peak, cores that others kept busy in that round) of the round with the
         least."""
-        peaks = [(each[MEMORY], each["other"]) for each in self.quiet if MEMORY in each]
+        peaks = [(figures[MEMORY], figures["other"]) for figures in self.quiet if MEMORY in figures]
         return min(peaks, default=None)
 
     def best(self, column: str) -> tuple[float, float] | None:
         """Return (tokens a second, cores that others kept busy in that round) of the best round."""
-        rates = [(each[KEYS[column]], each["other"]) for each in self.quiet if KEYS[column] in each]
+        rates = [
+            (figures[KEYS[column]], figures["other"])
+            for figures in self.quiet
+            if KEYS[column] in figures
+        ]
         return max(rates, default=None)
 
 
 def ours(text: str, workload: Path, repeat: int) -> Side:
     """Parse a side of ours: FORMAT=MODEL:QUANTIZATION."""
-    form, found, rest = text.partition("=")
+    form, separator, rest = text.partition("=")
     model, colon, quantization = rest.rpartition(":")
-    if not (found and colon):
+    if not (separator and colon):
         raise SystemExit(f"--ours {text}: not FORMAT=MODEL:QUANTIZATION")
     command = [sys.executable, "-m", "bench.versus.cpu.side", model, "--quantization", quantization]
     command += ["--repeat", str(repeat)]
@@ -78,9 +82,9 @@ def ours(text: str, workload: Path, repeat: int) -> Side:
 
 def peer(text: str, workload: Path) -> Side:
     """Parse a peer: FORMAT,...:NAME=COMMAND."""
-    head, found, command = text.partition("=")
+    head, separator, command = text.partition("=")
     form, colon, name = head.partition(":")
-    if not (found and colon):
+    if not (separator and colon):
         raise SystemExit(f"--peer {text}: not FORMAT:NAME=COMMAND")
     return Side(tuple(form.split(",")), name, [*shlex.split(command), "--workload", str(workload)])
 
@@ -95,7 +99,7 @@ def _busy() -> float:
 def _own() -> float:
     """Return the CPU seconds of this process and its ended children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def _name(word: str) -> str:
@@ -122,27 +126,29 @@ def rows(sides: list[Side]) -> list[dict[str, Any]]:
     busy: cores that other processes kept busy in the busier of the two rounds that count.
     """
     mine = {side.formats[0]: side for side in sides if not side.name}
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for side in sides:
         for form, column in product(side.formats, (*COLUMNS, "memory")):
             if not side.name or form not in mine:
                 continue
             both = (mine[form], side)
             memory = column == "memory"
-            one, other = (each.memory if memory else each.best(column) for each in both)
-            if one is None or other is None:
+            ours, other = (
+                timed_side.memory if memory else timed_side.best(column) for timed_side in both
+            )
+            if ours is None or other is None:
                 continue
-            found.append(
+            lines.append(
                 {
                     "case": f"{form}/{column}/{side.name}",
-                    "ours": one[0],
+                    "ours": ours[0],
                     "peer": other[0],
                     "unit": "MB" if memory else "tok/s",
-                    "ratio": round(one[0] / other[0], 2),
-                    "busy": max(one[1], other[1]),
+                    "ratio": round(ours[0] / other[0], 2),
+                    "busy": max(ours[1], other[1]),
                 }
             )
-    return found
+    return lines
 
 
 def main() -> None:
@@ -160,15 +166,15 @@ def main() -> None:
     for _ in range(args.rounds):
         for side in sides:
             side.rounds.append(turn(side))
-            told = {
+            described = {
                 "format": ",".join(side.formats),
                 "side": side.name or "manta",
                 **side.rounds[-1],
             }
-            print(json.dumps(told), flush=True)
-            lines.append(told)
-    found = rows(sides)
-    print_ratios(found)
+            print(json.dumps(described), flush=True)
+            lines.append(described)
+    result_rows = rows(sides)
+    print_ratios(result_rows)
     if unquiet := [
         f"{','.join(side.formats)} {side.name or 'manta'}" for side in sides if not side.quiet
     ]:
@@ -179,7 +185,7 @@ def main() -> None:
         commands = {f"{','.join(side.formats)}:{side.name}": side.command for side in sides}
         # Paths of this machine are of no use elsewhere.
         config = {"sides": {key: [*map(_name, command)] for key, command in commands.items()}}
-        write(args.out, "versus-cpu", config, found, lines)
+        write(args.out, "versus-cpu", config, result_rows, lines)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def measure(
             seconds.append(time.perf_counter() - start)
         return min(seconds)
 
-    found = {}
+    figures = {}
     for column in columns:
         rows = [row for row in requests if row["kind"] == column]
         rows = rows if column == "batch" else rows[:1]
@@ -52,8 +52,8 @@ def measure(
             rate = (counts[0] - 1) / (best(rows, counts) - first)
         else:
             rate = sum(counts) / best(rows, counts)
-        found[KEYS[column]] = round(rate, 1)
-    return found
+        figures[KEYS[column]] = round(rate, 1)
+    return figures
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ TILE_ROWS = 16  # of a tile: rows of x and of sums, pairs of columns of weights
 
 def _tile_op(writer: IRWriter, name: str, *given: str) -> None:
     writer.do(f"call void @llvm.x86.{name}({', '.join(given)})")
-    kinds = ", ".join(each.split()[0] for each in given)
+    kinds = ", ".join(operand.split()[0] for operand in given)
     writer._called.add(f"declare void @llvm.x86.{name}({kinds})")
 
 

@@ -182,10 +182,10 @@ def openmp() -> ctypes.CDLL:
 @lru_cache(maxsize=1)
 def _parallel() -> "ctypes._NamedFuncPointer":
     """GOMP_parallel(f, data, threads, flags) of torch's OpenMP: its threads, not new ones."""
-    found = openmp().GOMP_parallel
-    found.restype = None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    return found
+    parallel = openmp().GOMP_parallel
+    parallel.restype = None
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    return parallel
 
 
 @lru_cache(maxsize=1)

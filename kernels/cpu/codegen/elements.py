@@ -95,8 +95,8 @@ def _elements(name: str, width: int, multiplied: bool, size: int) -> tuple[IRWri
 
 @lru_cache(maxsize=64)
 def _function(name: str, width: int, multiplied: bool) -> NativeFunction | None:
-    found = compile_or_none(lambda size: module([_elements(name, width, multiplied, size)]))
-    return found and found["elements"]
+    functions = compile_or_none(lambda size: module([_elements(name, width, multiplied, size)]))
+    return functions and functions["elements"]
 
 
 def known(name: str) -> bool:

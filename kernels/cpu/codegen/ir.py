@@ -47,8 +47,8 @@ class IRWriter:
         """Write the call of an intrinsic and return its result."""
         types = ", ".join(kind for kind, _ in arguments)
         self._called.add(f"declare {result} @{function}({types})")
-        given = ", ".join(f"{kind} {value}" for kind, value in arguments)
-        return self.op(f"call {result} @{function}({given})")
+        operands = ", ".join(f"{kind} {value}" for kind, value in arguments)
+        return self.op(f"call {result} @{function}({operands})")
 
     # Control
 
@@ -228,9 +228,9 @@ class IRWriter:
     def spread(self, scalar: Value, kind: str = "float") -> Value:
         """Return a vector with a scalar in all lanes."""
         vector = f"<{self.lanes} x {kind}>"
-        one = self.op(f"insertelement {vector} poison, {kind} {scalar}, i64 0")
+        first_lane = self.op(f"insertelement {vector} poison, {kind} {scalar}, i64 0")
         zero = f"<{self.lanes} x i32> zeroinitializer"
-        return self.op(f"shufflevector {vector} {one}, {vector} poison, {zero}")
+        return self.op(f"shufflevector {vector} {first_lane}, {vector} poison, {zero}")
 
     def prefetch(self, pointer: Value, to_write: bool = False) -> None:
         """Prefetch into the second-level cache, or the first if the memory is written soon.
@@ -253,8 +253,8 @@ class IRWriter:
         Needs `compiler.dot_bf16`."""
         pair = f"<{2 * self.lanes} x bfloat>"
         a, b = (self.op(f"bitcast {self.vector} {value} to {pair}") for value in (a, b))
-        given = [(self.vector, c), (pair, a), (pair, b)]
-        return self.call(self.vector, "llvm.x86.avx512bf16.dpbf16ps.512", given)
+        operands = [(self.vector, c), (pair, a), (pair, b)]
+        return self.call(self.vector, "llvm.x86.avx512bf16.dpbf16ps.512", operands)
 
     def store_pairs(self, value: Value, pointer: Value) -> None:
         """Store as bfloat16, for `dot_pairs`, by one instruction instead of nine.
@@ -323,8 +323,8 @@ class IRWriter:
 
     def larger(self, a: Value, b: Value) -> Value:
         """Return the larger of two vectors of i32, lane by lane."""
-        given = [(self.integers, a), (self.integers, b)]
-        return self.call(self.integers, f"llvm.smax.v{self.lanes}i32", given)
+        operands = [(self.integers, a), (self.integers, b)]
+        return self.call(self.integers, f"llvm.smax.v{self.lanes}i32", operands)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
         """Transpose lanes() vectors: the i-th result has the i-th numbers of all."""
@@ -353,8 +353,8 @@ class IRWriter:
         if self.lanes < 16:
             return self.binary("fdiv", self.all(1.0), x)
         kind = self.vector
-        given = [(kind, x), (kind, "zeroinitializer"), ("i16", "-1")]
-        near = self.call(kind, "llvm.x86.avx512.rcp14.ps.512", given)
+        operands = [(kind, x), (kind, "zeroinitializer"), ("i16", "-1")]
+        near = self.call(kind, "llvm.x86.avx512.rcp14.ps.512", operands)
         off = self.fma(self.op(f"fneg {kind} {x}"), near, self.all(1.0))
         return self.fma(near, off, near)
 
@@ -407,8 +407,14 @@ class IRWriter:
         p = self.all(series[0])
         for c in series[1:]:
             p = self.fma(p, r, self.all(c))
-        given = [(kind, p), (kind, whole), (kind, "zeroinitializer"), ("i16", "-1"), ("i32", "4")]
-        return self.call(kind, "llvm.x86.avx512.mask.scalef.ps.512", given)
+        operands = [
+            (kind, p),
+            (kind, whole),
+            (kind, "zeroinitializer"),
+            ("i16", "-1"),
+            ("i32", "4"),
+        ]
+        return self.call(kind, "llvm.x86.avx512.mask.scalef.ps.512", operands)
 
     def tanh(self, x: Value) -> Value:
         """1 - 2 / (e^2x + 1), to 1e-7 of 1."""

@@ -117,10 +117,10 @@ def _play() -> tuple[NativeFunction, int, int]:
     """(the function, the addresses of sched_yield and omp_get_num_threads)"""
     function = compile_ir(_PLAY)["play"]
     process = ctypes.CDLL(None)
-    found = []
+    addresses = []
     for library, name in ((process, "sched_yield"), (compiler.openmp(), "omp_get_num_threads")):
-        found.append(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
-    return function, found[0], found[1]
+        addresses.append(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
+    return function, addresses[0], addresses[1]
 
 
 def _copied(func: Any, args: Any) -> list[Tensor] | None:
@@ -188,11 +188,11 @@ class _Memory(TorchDispatchMode):
             if out is NotImplemented:
                 raise NotRecordable(str(func))
             return out
-        for each in (out,) if isinstance(out, Tensor) else out:
-            address = each.untyped_storage().data_ptr()
+        for output in (out,) if isinstance(out, Tensor) else out:
+            address = output.untyped_storage().data_ptr()
             if address in self._in_use:
                 self._users[address] += 1
-                weakref.finalize(each, self._release, address)
+                weakref.finalize(output, self._release, address)
         return out
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
@@ -212,7 +212,7 @@ class _Memory(TorchDispatchMode):
         if buffer is None:
             buffer = self._buffers.more(-(-size * self._buffers.rows // self._rows // 64) * 64)
         else:
-            self._free = [each for each in self._free if each is not buffer]
+            self._free = [free for free in self._free if free is not buffer]
         address = buffer.untyped_storage().data_ptr()
         self._in_use[address], self._users[address] = buffer, 0
         return buffer[: like.nbytes].view(like.dtype).view(like.shape)
@@ -249,8 +249,8 @@ class Program:
         self._kept.append(memory)
         words = memory.numpy()[skip : skip + len(calls) * width].reshape(len(calls), width)
         steps = torch.zeros(len(calls), 2, dtype=torch.int64)
-        for index, (address, given) in enumerate(calls):
-            words[index, : len(given)] = given
+        for index, (address, arguments) in enumerate(calls):
+            words[index, : len(arguments)] = arguments
             steps[index, 0], steps[index, 1] = address, words[index].ctypes.data
         self._counters = words[:, :2]
         self._kept.append(steps)

@@ -123,15 +123,15 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks:
     def chunk(index: Value) -> list[Value]:
         base = writer.at(panel, writer.mul(index, form_bytes), "i8")
         place = writer.at(target, writer.mul(index, wide_bytes), "i8")
-        for each in range(heads):
-            at = writer.at(base, each * size * form.scale.itemsize, "i8")
-            writer.store(writer.load_as_float(at, NAMES[form.scale]), writer.at(place, each * size))
+        for head in range(heads):
+            at = writer.at(base, head * size * form.scale.itemsize, "i8")
+            writer.store(writer.load_as_float(at, NAMES[form.scale]), writer.at(place, head * size))
         codes = writer.at(base, heads * size * form.scale.itemsize, "i8")
-        found = writer.at(place, heads * size)
+        bytes_at = writer.at(place, heads * size)
 
         def block(number: Value) -> list[Value]:
             source = writer.at(codes, writer.mul(number, 32 * size), "i8")
-            into = writer.at(found, writer.mul(number, 64 * size), "i8")
+            into = writer.at(bytes_at, writer.mul(number, 64 * size), "i8")
             for word in range(4):
                 for half in (0, 1):
                     at = writer.at(source, (2 * word + half) * 4 * size, "i8")
@@ -171,25 +171,25 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
 
     def words(codes: Value) -> list[tuple[int, int, Value]]:
         """(which four inputs of the block, half of the panel, their codes as bytes)"""
-        found = []
+        columns = []
         for word in range(form.bits):
             for half in (0, 1):
                 at = writer.at(codes, (2 * word + half) * 4 * size, "i8")
                 raw = writer.load(at, integers)
                 if form.bits == 8:
-                    found.append((word, half, raw))
+                    columns.append((word, half, raw))
                     continue
                 low, high = nibbles(writer, raw, table)
-                found += [(word, half, low), (word + 4, half, high)]
-        return found
+                columns += [(word, half, low), (word + 4, half, high)]
+        return columns
 
     def chunk(index: Value, *totals: Value) -> list[Value]:
         base = writer.at("%w", writer.mul(index, chunk_bytes), "i8")
         heads = 2 * form.units
-        scales = [vector(base, each) for each in range(heads)]
+        scales = [vector(base, head) for head in range(heads)]
         offsets: list[Value] = []
         if form.offset != "none":
-            offsets = [vector(base, heads + each) for each in range(heads)]
+            offsets = [vector(base, heads + head) for head in range(heads)]
             heads *= 2
         if form.offset == "shift":
             pairs = zip(scales, offsets, strict=True)
@@ -242,12 +242,12 @@ def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None
         if blocks == 1:
             return block(0, *totals)
         begin = ["zeroinitializer"] * len(totals) if scaled_last else totals
-        found = writer.loop(0, blocks, [(writer.vector, total) for total in begin], block)
+        accumulated = writer.loop(0, blocks, [(writer.vector, total) for total in begin], block)
         if not scaled_last:
-            return found
+            return accumulated
         return [
             writer.fma(part, scales[at % 2], total)
-            for at, (part, total) in enumerate(zip(found, totals, strict=True))
+            for at, (part, total) in enumerate(zip(accumulated, totals, strict=True))
         ]
 
     start = [(writer.vector, bias[half]) for _ in range(rows) for half in (0, 1)]
@@ -305,9 +305,9 @@ def _unpack(writer: IRWriter, form: Format) -> None:
     def number(base: Value, index: Value) -> Value:
         raw = writer.load(writer.at(base, index, name), name)
         raw = raw if name == "float" else writer.op(f"fpext {name} {raw} to float")
-        one = writer.op(f"insertelement <16 x float> poison, float {raw}, i64 0")
+        first_lane = writer.op(f"insertelement <16 x float> poison, float {raw}, i64 0")
         spread = "<16 x float> poison, <16 x i32> zeroinitializer"
-        return writer.op(f"shufflevector <16 x float> {one}, {spread}")
+        return writer.op(f"shufflevector <16 x float> {first_lane}, {spread}")
 
     def bytes_of(codes: Value, lane: Value, words: range) -> Value:
         quad = "poison"
@@ -352,8 +352,8 @@ def _unpack(writer: IRWriter, form: Format) -> None:
                     unit = half if form.units == 2 else 0
                     if form.table:
                         table = f"<{', '.join(f'i8 {entry}' for entry in form.table)}>"
-                        given = [(some, table), (some, value)]
-                        value = writer.call(some, "llvm.x86.ssse3.pshuf.b.128", given)
+                        operands = [(some, table), (some, value)]
+                        value = writer.call(some, "llvm.x86.ssse3.pshuf.b.128", operands)
                     value = writer.op(f"zext {some} {value} to <16 x i32>")
                     value = writer.op(f"sub <16 x i32> {value}, {writer.whole(form.zero)}")
                     value = writer.op(f"sitofp <16 x i32> {value} to <16 x float>")
@@ -447,10 +447,10 @@ class PackedBlocks(Panels):
         for part in (scale, offset):
             if part is None:
                 continue
-            kept = part.view(count, panel, chunks, form.units).permute(0, 2, 3, 1)
+            panel_codes = part.view(count, panel, chunks, form.units).permute(0, 2, 3, 1)
             length = form.units * panel * form.scale.itemsize
             target[:, :, at : at + length] = (
-                kept.contiguous().view(count, chunks, -1).view(torch.uint8)
+                panel_codes.contiguous().view(count, chunks, -1).view(torch.uint8)
             )
             at += length
         blocks, words = form.chunk // BLOCK, form.bits

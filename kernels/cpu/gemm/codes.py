@@ -41,8 +41,8 @@ def nibbles(writer: IRWriter, raw: Value, table: Value) -> tuple[Value, Value]:
     name = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}[writer.lanes]
 
     def looked_up(value: Value) -> Value:
-        given = [(kind, table), (kind, reinterpret(writer, value, integers, kind))]
-        return reinterpret(writer, writer.call(kind, name, given), kind, integers)
+        operands = [(kind, table), (kind, reinterpret(writer, value, integers, kind))]
+        return reinterpret(writer, writer.call(kind, name, operands), kind, integers)
 
     return looked_up(low), looked_up(high)
 
@@ -152,17 +152,17 @@ def round_row(
             if not totals:
                 continue
             length = len(whole) // form.units
-            for unit, found in enumerate(units):
+            for unit, words in enumerate(units):
                 total = whole[unit * length]
                 for value in whole[unit * length + 1 : (unit + 1) * length]:
                     total = writer.binary("fadd", total, value)
-                found.append(total)
-        for unit, found in enumerate(units):
-            if not found:
+                words.append(total)
+        for unit, words in enumerate(units):
+            if not words:
                 continue
             # Whole numbers below 2^24: their sums are exact in any order.
             sums = each(
-                _across(writer, found, kind, lambda a, b: writer.binary("fadd", a, b)), kind
+                _across(writer, words, kind, lambda a, b: writer.binary("fadd", a, b)), kind
             )
             result, of = floats, "float"
             if form.zero:

@@ -121,9 +121,11 @@ def _tile_int8(writer: IRWriter, rows: int, width: int) -> None:
                 at = writer.add(writer.mul(k, 4), row * (2 * width + _ROW_END) + byte * width)
                 x = writer.spread(writer.load(writer.at("%x", at, "i8"), "i32"), "i32")
                 for half in (0, 1):
-                    given = [sums[4 * row + 2 * byte + half], x, weights[half]]
+                    operands = [sums[4 * row + 2 * byte + half], x, weights[half]]
                     name = "llvm.x86.avx512.vpdpbusd.512"
-                    out.append(writer.call(integers, name, [(integers, value) for value in given]))
+                    out.append(
+                        writer.call(integers, name, [(integers, value) for value in operands])
+                    )
         return out
 
     end = writer.at("%w", 2 * size * width, "i8")
@@ -192,10 +194,10 @@ def _tile_bf16(writer: IRWriter, rows: int, width: int) -> None:
         out = list(sums)
         for line in range(0, 8 * size, 32):
             writer.prefetch(writer.at(panel, _AHEAD + line, "i16"))
-        for each in (0, 1):
-            column = writer.add(writer.mul(k, 2), each)
+        for half_number in (0, 1):
+            column = writer.add(writer.mul(k, 2), half_number)
             weights = [
-                writer.load(writer.at(panel, (2 * each + half) * 2 * size, "i16"))
+                writer.load(writer.at(panel, (2 * half_number + half) * 2 * size, "i16"))
                 for half in (0, 1)
             ]
             for row in range(rows):
@@ -299,8 +301,8 @@ def _driver(
             amx.configure(writer)
         rows = _rounded_bf16(writer, width, ROW_BYTES[dtype](width), norm)
         x, panel = rows.all(), 4 * size * width
-        given = writer, most, x, rows.bytes, panel
-        products(*given, add=add, gate=gate, buffer=buffer, rows=rows if tiled else None)
+        operands = writer, most, x, rows.bytes, panel
+        products(*operands, add=add, gate=gate, buffer=buffer, rows=rows if tiled else None)
         if tiled:
             amx.release(writer)
         return

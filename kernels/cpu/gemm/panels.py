@@ -136,7 +136,7 @@ def products(
 
         def tile_of(panel: Value, place: Value, tiles: str) -> Tile:
             def tile(first: Value, rows: Value, target: Value, step: Value | int) -> None:
-                given = [
+                operands = [
                     f"i64 {rows}",
                     f"ptr {writer.at(x, writer.mul(first, x_bytes), 'i8')}",
                     f"ptr {place}",
@@ -151,8 +151,8 @@ def products(
                     lines = writer.op(f"udiv i64 {read}, {tiled_bf16.ROWS_A_PANEL}")
                     later = writer.at(writer.at(place, w_bytes, "i8"), lines, "i8")
                     later = writer.op(f"select i1 {single}, ptr null, ptr {later}")
-                    given.append(f"ptr {later}")
-                writer.do(f"call void @{tiles}({', '.join(given)})")
+                    operands.append(f"ptr {later}")
+                writer.do(f"call void @{tiles}({', '.join(operands)})")
 
             return tile
 
@@ -454,8 +454,8 @@ class Panels(ABC):
         """
         together = threads > 1 and rows >= TOGETHER and not block_rows
         # Tiles of rows are read whole.
-        kept = rows if together else threads * (block_rows or rows)
-        rounded = (kept + SPARE_ROWS) * num_bytes
+        row_count = rows if together else threads * (block_rows or rows)
+        rounded = (row_count + SPARE_ROWS) * num_bytes
         self._need(rounded + behind + 64)
         # From a cache line's beginning on: a load of two lines takes twice as long.
         end = -(-(self._args[SCRATCH] + rounded) // 64) * 64

@@ -60,8 +60,8 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
                 source = writer.at("%ahead", writer.mul(k, 64 * lines), "i8")
             for line in range(lines):
                 writer.prefetch(writer.at(source, 64 * line, "i8"))
-            for each in range(out_rows if later else 0):
-                row = [("i64", writer.add(writer.mul(k, out_rows), each)), ("i64", last)]
+            for out_row in range(out_rows if later else 0):
+                row = [("i64", writer.add(writer.mul(k, out_rows), out_row)), ("i64", last)]
                 row = writer.call("i64", "llvm.smin.i64", row)
                 target = writer.at("%out", writer.mul("%stride", row))
                 for half in (0, TILE_ROWS):
@@ -114,9 +114,9 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
     alone = writer.op("icmp eq i64 %add, 0")
     more = writer.op(f"icmp sgt i64 %rows, {TILE_ROWS}")
     later = writer.op("icmp ne ptr %ahead, null")
-    one, both = range(1), range(2)
+    single, both = range(1), range(2)
     many = writer.op(f"and i1 {more}, {later}")
     few = writer.op(f"and i1 {more}, {writer.op(f'xor i1 {later}, true')}")
     writer.when(many, lambda: rows_of(both, True))
     writer.when(few, lambda: rows_of(both, False))
-    writer.when(writer.op(f"xor i1 {more}, true"), lambda: rows_of(one, False))
+    writer.when(writer.op(f"xor i1 {more}, true"), lambda: rows_of(single, False))

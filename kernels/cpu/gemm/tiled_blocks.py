@@ -136,13 +136,13 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None
         into = writer.at(heads_at, writer.mul(index, _head_bytes(form)), "i8")
         scales: list[Value] = []
         heads = _head_bytes(form) // (4 * size)
-        for each in range(heads):
-            at = writer.at(base, each * size * form.scale.itemsize, "i8")
+        for head in range(heads):
+            at = writer.at(base, head * size * form.scale.itemsize, "i8")
             value = writer.load_as_float(at, NAMES[form.scale])
-            if form.offset == "shift" and each >= 2:
-                value = writer.binary("fmul", scales[each - 2], value)
+            if form.offset == "shift" and head >= 2:
+                value = writer.binary("fmul", scales[head - 2], value)
             scales.append(value)
-            writer.store(value, writer.at(into, each * size))
+            writer.store(value, writer.at(into, head * size))
         codes = writer.at(base, heads * size * form.scale.itemsize, "i8")
         first = writer.mul(index, blocks)
 
@@ -155,10 +155,10 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value) -> None
                     raw = writer.load(
                         writer.at(source, (2 * word + half) * 4 * size, "i8"), integers
                     )
-                    found = [(word, raw)]
+                    columns = [(word, raw)]
                     if form.bits == 4:
-                        found = [*zip((word, word + 4), nibbles(writer, raw, table), strict=True)]
-                    for to, value in found:
+                        columns = [*zip((word, word + 4), nibbles(writer, raw, table), strict=True)]
+                    for to, value in columns:
                         put(value, writer.at(into, (2 * to + half) * 4 * size, "i8"))
             return []
 
@@ -377,8 +377,8 @@ class _Rows:
         above = writer.add(first, writer.mul(tile, TILE_ROWS))
 
         def row(index: Value) -> list[Value]:
-            given = [("i64", writer.add(above, index)), ("i64", self._last)]
-            chosen = writer.call("i64", "llvm.smin.i64", given)
+            operands = [("i64", writer.add(above, index)), ("i64", self._last)]
+            chosen = writer.call("i64", "llvm.smin.i64", operands)
             source = writer.at(self._x, writer.mul(chosen, self._width))
 
             def place(block: Value) -> RoundedBlock:
@@ -427,7 +427,7 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
             for number, chosen in enumerate([panel] if gate is None else [panel, second]):
                 source = writer.at(w, writer.mul(chosen, panel_bytes), "i8")
                 _expand(writer, form, source, writer.at(own, writer.mul(num_bytes, number), "i8"))
-            given = [
+            operands = [
                 f"i64 {count}",
                 f"ptr {x}",
                 f"ptr {own}",
@@ -440,7 +440,7 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
                 f"i64 {1 if gate is None else 2}",
                 f"i64 {kind}",
             ]
-            writer.do(f"call void @products({', '.join(given)})")
+            writer.do(f"call void @products({', '.join(operands)})")
 
         return body
 

@@ -54,11 +54,11 @@ def _write(
             [w.load(w.at(source, begin + at)) for at in range(0, half, size)] for begin in (0, half)
         )
         upper, lower = [], []
-        for at, (one, other) in enumerate(zip(first, second, strict=True)):
+        for at, (left, other) in enumerate(zip(first, second, strict=True)):
             cos, sin = (w.load(w.at(rows, begin + at * size)) for begin in (0, half))
             minus = w.op(f"fneg {w.vector} {sin}")
-            upper.append(w.fma(other, minus, w.binary("fmul", one, cos)))
-            lower.append(w.fma(one, sin, w.binary("fmul", other, cos)))
+            upper.append(w.fma(other, minus, w.binary("fmul", left, cos)))
+            lower.append(w.fma(left, sin, w.binary("fmul", other, cos)))
         return upper + lower
 
     def token(index: Value) -> None:
@@ -119,13 +119,11 @@ def _absorb(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             parts = [
                 w.load_as_float(w.at(line, v * size, shape.up), shape.up) for v in range(width)
             ]
-            found = []
+            sums = []
             for row, query in enumerate(queries):
                 factor = w.spread(w.load(w.at(query, d), "float"))
-                found += [
-                    w.fma(factor, part, held[row * width + v]) for v, part in enumerate(parts)
-                ]
-            return found
+                sums += [w.fma(factor, part, held[row * width + v]) for v, part in enumerate(parts)]
+            return sums
 
         zeros = [(w.vector, "zeroinitializer")] * (rows * width)
         sums = w.loop(0, shape.nope, zeros, one)
@@ -178,7 +176,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     many = size // group  # keys of a vector of scores
     groups = shape.heads // group
     width = gcd(shape.rank // size, 4)
-    queries, found, cache, lengths, blocks = (
+    queries, outputs, cache, lengths, blocks = (
         w.argument(name, "ptr") for name in (_ABSORBED, _FOUND, _CACHE, _LENGTHS, _BLOCKS)
     )
     stride, room = w.argument(_WIDTH), w.argument(_ROOM)
@@ -282,7 +280,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
             zeros = [(kind, "zeroinitializer")] * (group * width)
             sums = w.loop(0, length, zeros, in_block, step=shape.block_size)
             for g in range(group):
-                target = w.at(found, w.add(w.mul(w.add(head, g), shape.rank), column))
+                target = w.at(outputs, w.add(w.mul(w.add(head, g), shape.rank), column))
                 for v in range(width):
                     value = w.binary("fmul", sums[g * width + v], inverses[g])
                     w.store(value, w.at(target, v * size))
@@ -296,7 +294,7 @@ def _attend(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
 def _values(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
-    found, up, out = (w.argument(name, "ptr") for name in (_FOUND, _UP, _OUT))
+    attended, up, out = (w.argument(name, "ptr") for name in (_FOUND, _UP, _OUT))
     tokens = w.argument(_TOKENS)
     blocks = shape.value // size
 
@@ -308,7 +306,7 @@ def _values(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
         def token(index: Value) -> None:
             at = w.add(w.mul(index, shape.heads), head)
-            source = w.at(found, w.mul(at, shape.rank))
+            source = w.at(attended, w.mul(at, shape.rank))
 
             def part(column: Value, *held: Value) -> list[Value]:
                 own, sums = w.load(w.at(source, column)), []
@@ -330,8 +328,8 @@ def _values(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 @lru_cache(maxsize=16)
 def _writer(heads: int, head: int, rope: int, rank: int, dtype: str) -> NativeFunction | None:
     nope = head - rope
-    found = compile_or_none(lambda size: module([_write(heads, nope, rope, rank, dtype, size)]))
-    return found and found["write"]
+    functions = compile_or_none(lambda size: module([_write(heads, nope, rope, rank, dtype, size)]))
+    return functions and functions["write"]
 
 
 @lru_cache(maxsize=16)
@@ -388,11 +386,11 @@ def attend(
     threads, size = torch.get_num_threads(), lanes()
     args, group = (ctypes.c_int64 * _WORDS)(), group_of(shape)
     absorbed = q.new_empty(len(q), shape.heads, shape.kept)
-    found = q.new_empty(len(q), shape.heads, shape.rank)
+    outputs = q.new_empty(len(q), shape.heads, shape.rank)
     room = longest + size
     args[_Q], args[_OUT], args[_TOKENS] = q.data_ptr(), out.data_ptr(), len(q)
     args[_CACHE], args[_UP], args[_SCALE] = cache.data_ptr(), up.data_ptr(), bits(scale)
-    args[_ABSORBED], args[_FOUND] = absorbed.data_ptr(), found.data_ptr()
+    args[_ABSORBED], args[_FOUND] = absorbed.data_ptr(), outputs.data_ptr()
     args[_LENGTHS], args[_BLOCKS], args[_WIDTH] = (
         lengths.data_ptr(), table.data_ptr(), table.stride(0)
     )  # fmt: skip

@@ -37,8 +37,8 @@ def worth_making(tokens: int, keys: int, shape: LatentShape) -> bool:
     """Whether keys made for a chunk's tokens spare more operations than they cost, with absorbed
     queries in the other scale."""
     spared = tokens * keys * (2 * shape.rank - shape.each)
-    made = (keys - tokens) * shape.rank * shape.each
-    return spared > (made // 2 if shape.dot else made)
+    expansion = (keys - tokens) * shape.rank * shape.each
+    return spared > (expansion // 2 if shape.dot else expansion)
 
 
 def _floats(shape: LatentShape, size: int, queries: int) -> int:
@@ -98,13 +98,13 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         def one(k: Value, *held: Value) -> list[Value]:
             line = w.at(matrix, w.add(w.mul(k, columns), at))
             parts = [w.load(w.at(line, v * size)) for v in range(vectors)]
-            found = []
+            sums = []
             for r, row in enumerate(rows):
                 factor = w.spread(w.load(w.at(row, k), "float"))
-                found += [
+                sums += [
                     multiplied(factor, part, held[r * vectors + v]) for v, part in enumerate(parts)
                 ]
-            return found
+            return sums
 
         return w.loop(0, inner, [(kind, value) for value in start], one)
 
@@ -178,8 +178,8 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                 rows = [w.at(lines, r * shape.rank) for r in range(_MADE)]
 
             def columns(at: Value) -> list[Value]:
-                found = products(rows, latents, tile, shape.rank // unit, at)
-                put(element, at, [found[r * width : (r + 1) * width] for r in range(_MADE)])
+                sums = products(rows, latents, tile, shape.rank // unit, at)
+                put(element, at, [sums[r * width : (r + 1) * width] for r in range(_MADE)])
                 return []
 
             w.loop(0, tile, [], columns, step=width * size)
@@ -230,10 +230,10 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
         own = [w.at(query, w.mul(w.add(row, r), shape.head // unit)) for r in range(_ROWS)]
 
         def scores(at: Value) -> list[Value]:
-            found = products(own, keys, tile, shape.head // unit, at)
+            sums = products(own, keys, tile, shape.head // unit, at)
             for r in range(_ROWS):
                 for v in range(width):
-                    w.store(found[r * width + v], w.at(weights, w.add(at, r * tile + v * size)))
+                    w.store(sums[r * width + v], w.at(weights, w.add(at, r * tile + v * size)))
             return []
 
         w.loop(0, tile, [], scores, step=width * size)
@@ -276,10 +276,10 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
                     for r, result in enumerate(results)
                     for v in range(vectors)
                 ]
-                found = products(rows, values, shape.value, tile // unit, at, start, vectors)
+                sums = products(rows, values, shape.value, tile // unit, at, start, vectors)
                 for r, result in enumerate(results):
                     for v in range(vectors):
-                        w.store(found[r * vectors + v], w.at(result, w.add(at, v * size)))
+                        w.store(sums[r * vectors + v], w.at(result, w.add(at, v * size)))
                 return []
 
             return some
@@ -352,8 +352,8 @@ def _prefill(shape: LatentShape, size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=16)
 def _function(shape: LatentShape) -> NativeFunction | None:
-    found = compile_or_none(lambda size: module([_prefill(shape, size)]))
-    return found and found["prefill"]
+    functions = compile_or_none(lambda size: module([_prefill(shape, size)]))
+    return functions and functions["prefill"]
 
 
 def prefill(

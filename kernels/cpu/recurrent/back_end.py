@@ -32,14 +32,14 @@ class Recurrent(Kernels):
         return step(rows, meta)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        found = norm.rms_norm(x, weight, eps)
-        return super().rms_norm(x, weight, eps) if found is None else found
+        normed = norm.rms_norm(x, weight, eps)
+        return super().rms_norm(x, weight, eps) if normed is None else normed
 
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        found = norm.layer_norm(x, weight, bias, eps)
-        return super().layer_norm(x, weight, bias, eps) if found is None else found
+        normed = norm.layer_norm(x, weight, bias, eps)
+        return super().layer_norm(x, weight, bias, eps) if normed is None else normed
 
     def activation(self, x: Tensor, name: str) -> Tensor:
         if elements.known(name) and elements.fits(x):
@@ -49,16 +49,16 @@ class Recurrent(Kernels):
         return super().activation(x, name)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        found = _gated("silu", gate_up)
-        return super().silu_mul(gate_up) if found is None else found
+        activated = _gated("silu", gate_up)
+        return super().silu_mul(gate_up) if activated is None else activated
 
     def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
-        found = _gated("gelu_pytorch_tanh", gate_up)
-        return super().gelu_tanh_mul(gate_up) if found is None else found
+        activated = _gated("gelu_pytorch_tanh", gate_up)
+        return super().gelu_tanh_mul(gate_up) if activated is None else activated
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        found = _gated("gelu", gate_up)
-        return super().gelu_mul(gate_up) if found is None else found
+        activated = _gated("gelu", gate_up)
+        return super().gelu_mul(gate_up) if activated is None else activated
 
     def scale_columns(self, x: Tensor, factors: Tensor) -> Tensor:
         if x.dim() == 2 and elements.apply("copy", x, x, factors):
@@ -79,10 +79,10 @@ class Recurrent(Kernels):
         eps: float,
         gate_last: bool = False,
     ) -> Tensor:
-        found = norm.gated_norm(x, gate, weight, groups, eps, gate_last)
-        if found is None:
+        normed = norm.gated_norm(x, gate, weight, groups, eps, gate_last)
+        if normed is None:
             return super().gated_norm(x, gate, weight, groups, eps, gate_last)
-        return found
+        return normed
 
     def gated_delta(
         self,
@@ -97,13 +97,13 @@ class Recurrent(Kernels):
         late: Tensor | None = None,
     ) -> Tensor:
         assert late is None
-        found = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
-        if found is None:
+        mixed = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
+        if mixed is None:
             plain = super().gated_delta
             return self._without(
                 meta, [x, z, a, b], lambda own, part: plain(*own, heads, tail, state, part)
             )
-        return found
+        return mixed
 
     def kimi_delta(
         self,
@@ -118,13 +118,13 @@ class Recurrent(Kernels):
         late: Tensor | None = None,
     ) -> Tensor:
         assert late is None
-        found = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
-        if found is None:
+        mixed = delta_rule.delta_rule(x, z, a, b, heads, tail, state, meta)
+        if mixed is None:
             plain = super().kimi_delta
             return self._without(
                 meta, [x, z, a, b], lambda own, part: plain(*own, heads, tail, state, part)
             )
-        return found
+        return mixed
 
     def causal_conv(
         self,
@@ -135,13 +135,13 @@ class Recurrent(Kernels):
         meta: AttentionMeta,
         silu: bool = False,
     ) -> Tensor:
-        found = convolution.causal_conv(x, conv, bias, tail, meta, silu=silu)
-        if found is None:
+        convolved = convolution.causal_conv(x, conv, bias, tail, meta, silu=silu)
+        if convolved is None:
             plain = super().causal_conv
             return self._without(
                 meta, [x], lambda own, part: plain(*own, conv, bias, tail, part, silu)
             )
-        return found
+        return convolved
 
     def short_conv(
         self,
@@ -154,10 +154,10 @@ class Recurrent(Kernels):
         meta: AttentionMeta,
     ) -> Tensor:
         gates = before, behind
-        found = convolution.causal_conv(x, conv, bias, tail, meta, silu=False, gates=gates)
-        if found is None:
+        convolved = convolution.causal_conv(x, conv, bias, tail, meta, silu=False, gates=gates)
+        if convolved is None:
             return super().short_conv(x, before, behind, conv, bias, tail, meta)
-        return found
+        return convolved
 
     def mamba2(
         self,
@@ -168,13 +168,13 @@ class Recurrent(Kernels):
         state: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
-        found = mamba2.mamba2(x, dt, heads, tail, state, meta)
-        if found is None:
+        mixed = mamba2.mamba2(x, dt, heads, tail, state, meta)
+        if mixed is None:
             plain = super().mamba2
             return self._without(
                 meta, [x, dt], lambda own, part: plain(*own, heads, tail, state, part)
             )
-        return found
+        return mixed
 
     def mamba1(
         self,
@@ -188,12 +188,12 @@ class Recurrent(Kernels):
         state: Tensor,
         meta: AttentionMeta,
     ) -> Tensor:
-        found = mamba1.mamba1(x, dt, b, c, rates, skip, gate, state, meta)
-        if found is None:
+        mixed = mamba1.mamba1(x, dt, b, c, rates, skip, gate, state, meta)
+        if mixed is None:
             plain = super().mamba1
             return self._without(
                 meta,
                 [x, dt, b, c, gate],
                 lambda own, part: plain(*own[:4], rates, skip, own[4], state, part),
             )
-        return found
+        return mixed

@@ -72,8 +72,8 @@ class Convolution:
         """
         w, taps = self._w, self._taps
         some = parts(size, w.lanes)
-        kept = w.mul(entry.row, (taps - 1) * self._channels)
-        kept = w.at(self._tail, w.add(kept, first))
+        tail_at = w.mul(entry.row, (taps - 1) * self._channels)
+        tail_at = w.at(self._tail, w.add(tail_at, first))
         place = w.at(self._conv, w.mul(first, taps))
         weights = [w.load_columns(w.at(place, at * taps), taps, count) for at, count in some]
         start = [""] * len(some)
@@ -82,7 +82,12 @@ class Convolution:
             start = [w.load_some(w.at(place, at), count) for at, count in some]
 
         def begin() -> None:
-            each(w, 0, taps - 1, lambda tap: clear(w, w.at(kept, w.mul(tap, self._channels)), size))
+            each(
+                w,
+                0,
+                taps - 1,
+                lambda tap: clear(w, w.at(tail_at, w.mul(tap, self._channels)), size),
+            )
 
         w.when(entry.begins, begin)
 
@@ -95,15 +100,15 @@ class Convolution:
             inside = w.call("i64", "llvm.smax.i64", [("i64", token), ("i64", "0")])
             at = w.add(entry.begin, inside)
             own = w.at(self._x, w.add(w.mul(at, self._stride), first))
-            old = w.at(kept, w.mul(w.add(token, taps - 1), self._channels))
+            old = w.at(tail_at, w.mul(w.add(token, taps - 1), self._channels))
             if not self._before:
                 place = w.op(f"select i1 {early}, ptr {old}, ptr {own}")
                 return lambda at, count: w.load_some(w.at(place, at), count)
             gate = w.at(self._before, w.add(w.mul(at, self._before_stride), first))
 
             def product(at: int, count: int) -> Value:
-                one, other = (w.load_some(w.at(from_, at), count) for from_ in (own, gate))
-                value = w.binary("fmul", one, other)
+                left, other = (w.load_some(w.at(from_, at), count) for from_ in (own, gate))
+                value = w.binary("fmul", left, other)
                 # A tail of nobody's may be NaN, which is not chosen.
                 row = w.op(f"select i1 {early}, ptr {old}, ptr {own}")
                 before = w.load_some(w.at(row, at), count)
@@ -130,7 +135,7 @@ class Convolution:
         def keep(tap: Value) -> None:
             # Upwards: what a row of the tail is written from comes behind it.
             load = input_of(w.add(w.sub(entry.count, taps - 1), tap))
-            target = w.at(kept, w.mul(tap, self._channels))
+            target = w.at(tail_at, w.mul(tap, self._channels))
             for at, count in some:
                 w.store_some(load(at, count), w.at(target, at), count)
 
@@ -187,8 +192,8 @@ def _function(
 ) -> NativeFunction | None:
     """See `ConvolutionShape`, which takes longer to be made and hashed than to look this up."""
     shape = ConvolutionShape(channels, taps, biased, activated, gated)
-    found = compile_or_none(lambda size: module([_convolve(shape, size)]))
-    return found and found["convolve"]
+    functions = compile_or_none(lambda size: module([_convolve(shape, size)]))
+    return functions and functions["convolve"]
 
 
 def causal_conv(

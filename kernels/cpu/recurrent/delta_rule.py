@@ -310,10 +310,10 @@ class _Walk:
 
         def bring(row: Value, sums: list[Value]) -> list[Value]:
             place = w.at(state, w.add(w.mul(row, values), column))
-            kept, factor, out = w.at(tile, w.mul(row, width)), self._number(begin, row), []
+            state_row, factor, out = w.at(tile, w.mul(row, width)), self._number(begin, row), []
             for n, count in enumerate(counts):
                 value = w.load_some(w.at(place, n * w.lanes), count)
-                w.store(value, w.at(kept, n * w.lanes))
+                w.store(value, w.at(state_row, n * w.lanes))
                 out.append(w.fma(value, factor, sums[n]))
             return out
 
@@ -328,17 +328,17 @@ class _Walk:
             following = self._looking(key_head, w.call("i64", "llvm.smin.i64", last))
 
             def change(row: Value, sums: list[Value]) -> list[Value]:
-                kept = w.at(tile, w.mul(row, width))
+                state_row = w.at(tile, w.mul(row, width))
                 factor, asked = self._number(key, row), self._number(query, row)
-                after, found, seen = self._number(following, row), [], []
+                after, corrections, seen = self._number(following, row), [], []
                 for n in range(len(counts)):
-                    at = w.at(kept, n * w.lanes)
+                    at = w.at(state_row, n * w.lanes)
                     left = self._left(w.load(at), row, decay)
                     left = w.fma(factor, wrong[n], left)
                     w.store(left, at)
-                    found.append(w.fma(asked, left, sums[n]))
+                    corrections.append(w.fma(asked, left, sums[n]))
                     seen.append(w.fma(after, left, sums[len(counts) + n]))
-                return found + seen
+                return corrections + seen
 
             sums = self.rows(zeros * 2, change)
             place = w.at(raw, w.add(w.mul(w.sub(index, first), wide), column))
@@ -350,9 +350,9 @@ class _Walk:
 
         def take(row: Value) -> None:
             place = w.at(state, w.add(w.mul(row, values), column))
-            kept = w.at(tile, w.mul(row, width))
+            state_row = w.at(tile, w.mul(row, width))
             for n, count in enumerate(counts):
-                w.store_some(w.load(w.at(kept, n * w.lanes)), w.at(place, n * w.lanes), count)
+                w.store_some(w.load(w.at(state_row, n * w.lanes)), w.at(place, n * w.lanes), count)
 
         each(w, 0, self._shape.key_size, take)
 
@@ -426,8 +426,8 @@ def _walk(shape: DeltaShape, size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=16)
 def _functions(shape: DeltaShape) -> tuple[NativeFunction, NativeFunction] | None:
-    found = compile_or_none(lambda size: module([_mix(shape, size), _walk(shape, size)]))
-    return found and (found["mix"], found["walk"])
+    functions = compile_or_none(lambda size: module([_mix(shape, size), _walk(shape, size)]))
+    return functions and (functions["mix"], functions["walk"])
 
 
 def delta_rule(
@@ -454,8 +454,8 @@ def delta_rule(
     mixed = x.new_empty(tokens, shape.mixed)
     out = x.new_empty(tokens, heads.value_heads * heads.value_size)
     args[_MIXED], args[_OUT], args[_STATE] = mixed.data_ptr(), out.data_ptr(), state.data_ptr()
-    for word, given in ((_A, a), (_B, b), (_Z, z)):
-        args[word], args[word + 1] = given.data_ptr(), given.stride(0)
+    for word, tensor in ((_A, a), (_B, b), (_Z, z)):
+        args[word], args[word + 1] = tensor.data_ptr(), tensor.stride(0)
     args[_DECAY], args[_DT_BIAS] = heads.decay.data_ptr(), heads.bias.data_ptr()
     args[_NORM], args[_EPS] = heads.norm.data_ptr(), bits(heads.eps)
     args[_MOST] = bits(heads.most)

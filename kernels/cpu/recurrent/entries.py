@@ -55,7 +55,7 @@ def clear_padding(out: Tensor, meta: AttentionMeta) -> Tensor:
 
 def rows_of(*tensors: Tensor) -> bool:
     """Whether kernels can read these: float32, with their last elements side by side."""
-    return all(each.dtype.itemsize == 4 and each.stride(-1) == 1 for each in tensors)
+    return all(tensor.dtype.itemsize == 4 and tensor.stride(-1) == 1 for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ def sums_of_lanes(w: IRWriter, vectors: list[Value]) -> Value:
     columns = w.transpose([*vectors, *["zeroinitializer"] * (w.lanes - len(vectors))])
     while len(columns) > 1:
         columns = [
-            w.binary("fadd", one, other)
-            for one, other in zip(columns[::2], columns[1::2], strict=True)
+            w.binary("fadd", left, other)
+            for left, other in zip(columns[::2], columns[1::2], strict=True)
         ]
     return columns[0]
 

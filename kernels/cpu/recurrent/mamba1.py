@@ -36,7 +36,7 @@ _RATES, _SKIP, _STATE, _OUT, _WORDS = range(FIRST + 10, FIRST + 15)
 def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
     w = IRWriter(size)
     entries = Entries(w)
-    given = [w.argument(word, "ptr") for word in _GIVEN]
+    pointers = [w.argument(word, "ptr") for word in _GIVEN]
     strides = [w.argument(word) for word in _STRIDES]
     rates, skip, state, out = (w.argument(word, "ptr") for word in (_RATES, _SKIP, _STATE, _OUT))
 
@@ -68,7 +68,8 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
             are added up in this order however they are computed."""
             row = w.add(entry.begin, index)
             x, dt, b, c, gate = (
-                w.at(each, w.mul(row, stride)) for each, stride in zip(given, strides, strict=True)
+                w.at(pointer, w.mul(row, stride))
+                for pointer, stride in zip(pointers, strides, strict=True)
             )
             own_x = w.load_some(w.at(x, first), rows)
             step = w.softplus(w.load_some(w.at(dt, first), rows))
@@ -81,8 +82,8 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
             return left
 
         def updated(value: Value, rate: Value, step: Value, stepped: Value, b: Value) -> Value:
-            kept = w.exp(w.binary("fmul", rate, step), small=True)  # rates are below 0
-            return w.fma(stepped, b, w.binary("fmul", value, kept))
+            decay = w.exp(w.binary("fmul", rate, step), small=True)  # rates are below 0
+            return w.fma(stepped, b, w.binary("fmul", value, decay))
 
         def walk() -> None:
             own_rates = transposed(place_of_rates, rows)
@@ -90,8 +91,8 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
             def next_token(index: Value, *held: Value) -> list[Value]:
                 def update(step: Value, stepped: Value, b: Value) -> Iterable[Value]:
                     for number, (value, rate) in enumerate(zip(held, own_rates, strict=True)):
-                        one = w.spread(w.load(w.at(b, number), "float"))
-                        yield updated(value, rate, step, stepped, one)
+                        input_value = w.spread(w.load(w.at(b, number), "float"))
+                        yield updated(value, rate, step, stepped, input_value)
 
                 return token(index, update)
 
@@ -107,12 +108,13 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
             for at, count in parts(width, size):
                 inputs, lines = w.load_some(w.at(b, at), count), []
                 for row in range(rows):
-                    one, other = (
-                        w.spread(w.load(w.at(each, row), "float")) for each in (steps, all_stepped)
+                    step_number, other = (
+                        w.spread(w.load(w.at(counters, row), "float"))
+                        for counters in (steps, all_stepped)
                     )
                     place = w.at(own, row * width + at)
                     rate = w.load_some(w.at(place_of_rates, row * width + at), count)
-                    value = updated(w.load_some(place, count), rate, one, other, inputs)
+                    value = updated(w.load_some(place, count), rate, step_number, other, inputs)
                     w.store_some(value, place, count)
                     lines.append(value)
                 yield from columns_of(lines)[:count]
@@ -138,8 +140,8 @@ def _scan(channels: int, width: int, size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=16)
 def _function(channels: int, width: int) -> NativeFunction | None:
-    found = compile_or_none(lambda size: module([_scan(channels, width, size)]))
-    return found and found["scan"]
+    functions = compile_or_none(lambda size: module([_scan(channels, width, size)]))
+    return functions and functions["scan"]
 
 
 def mamba1(

@@ -172,16 +172,16 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
             c = mixed.shared(w.add(group, shape.groups), index)
 
             def columns(at: Value, count: int, sums: list[Value]) -> list[Value]:
-                one, other = (w.load_some(w.at(each, at), count) for each in (b, c))
-                found = []
+                column, other = (w.load_some(w.at(pointer, at), count) for pointer in (b, c))
+                row_sums = []
                 for number in range(rows):
                     place = w.at(own, w.add(w.mul(w.add(row, number), width), at))
                     left = w.binary("fmul", w.load_some(place, count), decay)
                     factor = w.spread(w.load(w.at(line, number), "float"))
-                    left = w.fma(factor, one, left)
+                    left = w.fma(factor, column, left)
                     w.store_some(left, place, count)
-                    found.append(w.fma(left, other, sums[number]))
-                return found
+                    row_sums.append(w.fma(left, other, sums[number]))
+                return row_sums
 
             zeros = [(w.vector, "zeroinitializer")] * rows
             sums = w.loop(
@@ -220,8 +220,8 @@ def _walk(shape: Mamba2Shape, size: int) -> tuple[IRWriter, str]:
 
 @lru_cache(maxsize=16)
 def _functions(shape: Mamba2Shape) -> tuple[NativeFunction, NativeFunction] | None:
-    found = compile_or_none(lambda size: module([_mix(shape, size), _walk(shape, size)]))
-    return found and (found["mix"], found["walk"])
+    functions = compile_or_none(lambda size: module([_mix(shape, size), _walk(shape, size)]))
+    return functions and (functions["mix"], functions["walk"])
 
 
 def mamba2(

@@ -91,8 +91,8 @@ def test_columns_are_what_they_say() -> None:
         {"kind": "single", "prompt_ids": [1] * 10, "max_tokens": 8},
         *({"kind": "batch", "prompt_ids": [1] * 5, "max_tokens": 6} for _ in range(3)),
     ]
-    found = measure(generate, requests, ["prefill", "single", "batch"], 2)
-    assert set(found) == {"prefill_tok_s", "single_decode_tok_s", "batch_tok_s"}
+    figures = measure(generate, requests, ["prefill", "single", "batch"], 2)
+    assert set(figures) == {"prefill_tok_s", "single_decode_tok_s", "batch_tok_s"}
     single = [counts for lengths, counts in asked if lengths == [10]]
     assert single == [[4], [1], [1], [8], [8]]
     assert [counts for lengths, counts in asked if len(lengths) == 3][1:] == [[6, 6, 6]] * 2

@@ -90,12 +90,12 @@ def test_no_side_begins_that_would_be_cut_off(
 
 def test_lines_of_a_side_that_fails_are_kept() -> None:
     """The offline side's figures, all lost with its last load."""
-    kept = []
+    lines = []
     with pytest.raises(subprocess.CalledProcessError):
         program = "print('{\"a\": 1}'); print('else'); exit(5)"
         for line in versus_http.lines_of([sys.executable, "-c", program]):
-            kept.append(line)
-    assert kept == [{"a": 1}]
+            lines.append(line)
+    assert lines == [{"a": 1}]
 
 
 @pytest.mark.parametrize("answered, failed", [(724, 300), (724, 0)])
@@ -144,11 +144,11 @@ def test_a_side_is_loaded_by_our_load_tester(small: None, monkeypatch: pytest.Mo
     warm, *asked = [server.seen[:2], server.seen[2:4], server.seen[4:]]
     for bodies, name in ((warm, "uniform"), *((some, "dialogue") for some in asked)):
         wanted = workloads.build(name)[: len(bodies)]
-        found = [(body["prompt"], body["max_tokens"]) for body in bodies]
-        assert sorted(found) == sorted(wanted)
+        sizes = [(body["prompt"], body["max_tokens"]) for body in bodies]
+        assert sorted(sizes) == sorted(wanted)
         for body in bodies:
-            told = (body["model"], body["temperature"], body["ignore_eos"], body["stream"])
-            assert told == ("m", 0, True, True)
+            fields = (body["model"], body["temperature"], body["ignore_eos"], body["stream"])
+            assert fields == ("m", 0, True, True)
     rows = rows_of("m", [*lines, *lines_of("offline", 1.0, (1, 4))], [])
     assert [row["case"] for row in rows] == ["m/1/engine", "m/4/engine"]
 
@@ -188,8 +188,8 @@ class FakeLLM:
         with self.changed:
             self.now -= len(prompts)
         return [
-            SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * one.max_tokens)])
-            for one in params
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * param.max_tokens)])
+            for param in params
         ]
 
 

@@ -101,11 +101,11 @@ def test_a_side_that_fails_says_why() -> None:
         "print('x\\n' * 60, file=sys.stderr)\n"
         "raise ValueError('initialisation failed, see above')\n"
     )
-    kept: list[Any] = []
+    lines: list[Any] = []
     with pytest.raises(SideFailed) as caught:
-        run_side([sys.executable, "-c", program], kept.append)
+        run_side([sys.executable, "-c", program], lines.append)
     text = str(caught.value)
-    assert kept == [{"side": 1}] and "exit code 1" in text
+    assert lines == [{"side": 1}] and "exit code 1" in text
     assert "cause: (Core pid=1) ERROR [core.py:9] RuntimeError: no compiler" in text
     assert text.endswith("ValueError: initialisation failed, see above\n")
     assert len(text.splitlines()) == 42
@@ -116,6 +116,6 @@ def test_a_line_that_only_looks_like_ours() -> None:
     """Bug: a library prints a line with a brace at its start, which ends the comparison and leaves
     the side running, with the device's memory."""
     program = "print('{not: ours}')\nprint('{\"side\": 1}')"
-    kept: list[Any] = []
-    run_side([sys.executable, "-c", program], kept.append)
-    assert kept == [{"side": 1}]
+    lines: list[Any] = []
+    run_side([sys.executable, "-c", program], lines.append)
+    assert lines == [{"side": 1}]

@@ -35,14 +35,16 @@ def test_turns_go_on_from_their_own_answers() -> None:
     """A history that begins anew, or two conversations of one history: the cache would know
     nothing, or all."""
     engine = Engine(cache=True)
-    found = offline.measure("conversations", engine.generate)
+    figures = offline.measure("conversations", engine.generate)
     count, turns = offline.CONVERSATIONS, offline.TURNS
-    assert found["out_tok"] == count * turns * offline.ANSWER and len(engine.asked) == count * turns
+    assert (
+        figures["out_tok"] == count * turns * offline.ANSWER and len(engine.asked) == count * turns
+    )
     new = count * (offline.OPENING + (turns - 1) * offline.MESSAGE) / 1000
-    assert abs(found["seconds"] - new - turns * offline.ANSWER * 0.01) < 0.01
+    assert abs(figures["seconds"] - new - turns * offline.ANSWER * 0.01) < 0.01
     engine = Engine(cache=True)
-    found = offline.measure("second_turn", engine.generate)
-    assert found["first_token_ms"] == offline.NEXT + 10
+    figures = offline.measure("second_turn", engine.generate)
+    assert figures["first_token_ms"] == offline.NEXT + 10
     openings = {tuple(ids[:9]) for ids, _ in engine.asked}
     assert len(openings) == offline.TIMES + 1
 

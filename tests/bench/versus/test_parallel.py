@@ -49,12 +49,12 @@ def test_what_a_sweep_says() -> None:
         return bare + normed
 
     first, second, third, _ = sums.SETTINGS
-    found = {first: lines(1.0, 1.0), second: lines(0.99, 1.0), third: lines(0.8, 1.1)}
-    asked = sums.what_to_set(found)
+    lines_by_side = {first: lines(1.0, 1.0), second: lines(0.99, 1.0), third: lines(0.8, 1.1)}
+    asked = sums.what_to_set(lines_by_side)
     assert (asked["PROGRAMS"], asked["TILE"]) == first
     assert asked["CROSSINGS[2]"] == [4 << 20] * 2 and asked["LARGEST"] == 8 << 20
-    found[third] = lines(0.8, 1.0)
-    asked = sums.what_to_set(found)
+    lines_by_side[third] = lines(0.8, 1.0)
+    asked = sums.what_to_set(lines_by_side)
     assert (asked["PROGRAMS"], asked["TILE"]) == third
     assert asked["CROSSINGS[2]"] == [16 << 20] * 2 and asked["LARGEST"] == 16 << 20
 

@@ -21,15 +21,15 @@ SPEED = {("bf16", "manta"): 2.0, ("kv-int8", "manta"): 3.0, ("int4", "manta"): 6
 def test_formats_are_read_as_they_are_called() -> None:
     """Bug: a format that an engine does not take for one, and whose figures are those of 16 bits; a
     key of a configuration that is no more."""
-    found = {}
+    formats = {}
     for name, form in quantised.FORMATS.items():
-        kept = read_quantized(Reader({"quantization_config": form.config}, "config.json"))
-        scheme = None if kept is None else kept.scheme("model.layers.0.mlp.up_proj")
+        quantized = read_quantized(Reader({"quantization_config": form.config}, "config.json"))
+        scheme = None if quantized is None else quantized.scheme("model.layers.0.mlp.up_proj")
         if scheme is not None:
-            found[name] = (scheme.name, scheme.activations)
-            assert kept is not None and kept.keeps("lm_head")
+            formats[name] = (scheme.name, scheme.activations)
+            assert quantized is not None and quantized.keeps("lm_head")
         EngineConfig(model="m", **engine_fields([*form.manta]))
-    assert found == {
+    assert formats == {
         "fp8": ("FP8", 8),
         "fp8-block": ("FP8 by 128 x 128", 8),
         "w8a8": ("INT8", 8),
@@ -46,14 +46,14 @@ def test_experts_are_the_only_ones_of_mxfp4(tmp_path: Path, kind: str, expert: s
     """Bug: experts stay in 16 bits because a model's files name them otherwise, and the figures are
     those of 16 bits; attention or routers are packed too."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    made = quantised.with_format(tmp_path, "mxfp4", tmp_path)
-    config = json.loads((made / "config.json").read_text())
-    kept = read_quantized(Reader(config, "config.json"))
-    assert kept is not None
-    scheme = kept.scheme(f"model.layers.0.{expert}")
+    folder = quantised.with_format(tmp_path, "mxfp4", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    quantized = read_quantized(Reader(config, "config.json"))
+    assert quantized is not None
+    scheme = quantized.scheme(f"model.layers.0.{expert}")
     assert scheme is not None and scheme.kind == "mxfp4"
     for name in ("self_attn.q_proj", "mlp.gate" if kind == "qwen3_moe" else "mlp.router"):
-        assert kept.scheme(f"model.layers.0.{name}") is None
+        assert quantized.scheme(f"model.layers.0.{name}") is None
 
 
 def test_visits_that_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,8 @@ def test_codes_become_numbers_of_the_same_size(vllm: None) -> None:
         module.weight = _kept(torch.zeros(64, 64).to(dtype))
         module.weight_scale = _kept(torch.empty(64, 1))
         vllm_weights.draw(module)
-        found = module.weight.float() * module.weight_scale
-        assert 0.015 < float(found.std()) < 0.025
+        weight = module.weight.float() * module.weight_scale
+        assert 0.015 < float(weight.std()) < 0.025
 
 
 def test_weights_of_another_way_are_noticed() -> None:

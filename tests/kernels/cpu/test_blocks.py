@@ -127,8 +127,8 @@ def test_every_way_to_call(name: str) -> None:
         after = normed(x, norm, eps) @ weight.T + bias.double()
         assert ((packed.after_norm(x, norm, eps) - after).abs() <= limit).all()
         for gate in GATES:
-            given = packed.after_norm(x, norm, eps)
-            want = Kernels().GATES[gate](given)
+            outputs = packed.after_norm(x, norm, eps)
+            want = Kernels().GATES[gate](outputs)
             assert torch.allclose(
                 packed.gated_after_norm(x, norm, eps, gate), want, rtol=1e-4, atol=1e-5
             )
@@ -163,10 +163,10 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, threads: int) -> Non
             for rows in (1, 5, 6, 8, 13):
                 for at in range(0, count - rows, rows):
                     part = x[at : at + rows].contiguous()
-                    found = packed.after_norm(part, norm, 1e-5)
-                    assert torch.equal(found, whole[at : at + rows])
-                    found = packed.gated_after_norm(part, norm, 1e-5, "silu")
-                    assert torch.equal(found, gated[at : at + rows])
+                    output = packed.after_norm(part, norm, 1e-5)
+                    assert torch.equal(output, whole[at : at + rows])
+                    output = packed.gated_after_norm(part, norm, 1e-5, "silu")
+                    assert torch.equal(output, gated[at : at + rows])
     finally:
         torch.set_num_threads(before)
 

@@ -68,8 +68,8 @@ def check(
         first = meta.first_key(at)
         wanted.append(oracle(q[entry, None], k_cache, v_cache, 0.1, table, at, first, numbers))
         gone = int(first) // size
-        for each in (k_cache, v_cache):
-            each[table[:gone].long()] = torch.nan
+        for cache in (k_cache, v_cache):
+            cache[table[:gone].long()] = torch.nan
         both.append(torch.stack((k_cache, v_cache)))
         tables.append(table + blocks)
         tables[-1][:gone] = 2**30  # not to be read at all

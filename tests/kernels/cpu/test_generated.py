@@ -251,9 +251,9 @@ def test_layer_norms_and_gelu(width: int) -> None:
     for parts in ((weight, bias), (weight, None), (None, None)):
         own = [None if part is None else part.double() for part in parts]
         want = torch.nn.functional.layer_norm(x.double(), (width,), *own, 1e-6)
-        found = native.layer_norm(x, *parts, 1e-6)
-        assert float((found - want).abs().max()) < 2e-5
-        assert torch.equal(native.layer_norm(x[9:10].clone(), *parts, 1e-6), found[9:10])
+        output = native.layer_norm(x, *parts, 1e-6)
+        assert float((output - want).abs().max()) < 2e-5
+        assert torch.equal(native.layer_norm(x[9:10].clone(), *parts, 1e-6), output[9:10])
     both = torch.linspace(-14, 14, 20 * width).view(10, 2 * width)
     exact = torch.nn.functional.gelu(both.double())
     assert float((native.activation(both, "gelu") - exact).abs().max()) < 1e-6
@@ -304,17 +304,17 @@ def test_gates_behind_queries(kernels: Kernels, dim: int) -> None:
     """A gate taken for the next head's query, as a key or as a value: queries and caches are those
     of the same rows without gates."""
     heads, kv_heads = 4, 2
-    made = torch.randn(10, (2 * heads + 2 * kv_heads) * dim)
-    queries = [made[:, 2 * head * dim :][:, :dim] for head in range(heads)]
-    plain = torch.cat((*queries, made[:, 2 * heads * dim :]), 1)
-    cos_sin, found = torch.randn(80, dim), []
-    for rows, gated in ((plain, False), (made, True)):
+    qkv = torch.randn(10, (2 * heads + 2 * kv_heads) * dim)
+    queries = [qkv[:, 2 * head * dim :][:, :dim] for head in range(heads)]
+    plain = torch.cat((*queries, qkv[:, 2 * heads * dim :]), 1)
+    cos_sin, outputs = torch.randn(80, dim), []
+    for rows, gated in ((plain, False), (qkv, True)):
         meta = lay_out([((3, 1, 8, 9, 2), 17, 1), ((5,), 2, 1), ((4, 0, 7), 3, 8)], BLOCK)
         caches = torch.zeros(2, 12, kv_heads, BLOCK, dim).bfloat16()
         how = (cos_sin, None, None, 1e-5, *caches, heads, meta)
-        found.append((kernels.rope_kv_write(rows, *how, gated=gated), caches))
-    assert found[0][1].count_nonzero()
-    assert all(map(torch.equal, *found))
+        outputs.append((kernels.rope_kv_write(rows, *how, gated=gated), caches))
+    assert outputs[0][1].count_nonzero()
+    assert all(map(torch.equal, *outputs))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

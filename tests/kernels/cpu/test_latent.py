@@ -64,18 +64,18 @@ class Step:
     def want(self, q: Tensor, cache: Tensor, up: Tensor) -> Tensor:
         """Of these queries and latents, in float64."""
         q, up, rank = q.double(), up.double(), self.rank
-        flat, found = cache.view(-1, cache.shape[3]).double(), []
+        flat, outputs = cache.view(-1, cache.shape[3]).double(), []
         starts = self.meta.query_start.tolist()
         for rows, begin, end in zip(self.own, starts, starts[1:], strict=False):
-            own, kept = q[begin:end], flat[rows]
-            made = torch.einsum("kr,hdr->hkd", kept[:, :rank], up)
-            shared = kept[:, rank:].expand(len(made), -1, -1)
-            key = torch.cat((made[..., : self.nope], shared), -1)
+            own, latents = q[begin:end], flat[rows]
+            keys = torch.einsum("kr,hdr->hkd", latents[:, :rank], up)
+            shared = latents[:, rank:].expand(len(keys), -1, -1)
+            key = torch.cat((keys[..., : self.nope], shared), -1)
             score = torch.einsum("nhd,hkd->hnk", own, key) * SCALE
             later = torch.ones_like(score[0], dtype=torch.bool).triu(len(rows) - len(own) + 1)
             weight = score.masked_fill(later, -torch.inf).softmax(-1)
-            found.append(torch.einsum("hnk,hkd->nhd", weight, made[..., self.nope :]).flatten(1))
-        return torch.cat(found)
+            outputs.append(torch.einsum("hnk,hkd->nhd", weight, keys[..., self.nope :]).flatten(1))
+        return torch.cat(outputs)
 
 
 def row_error(found: Tensor, want: Tensor) -> float:
@@ -109,7 +109,7 @@ def test_step(
     assert shape is not None
     if pairs and not shape.dot:
         pytest.skip("no pairs are multiplied")
-    q, found = step.run(kernels_for("cpu", deterministic), cache, up)
+    q, output = step.run(kernels_for("cpu", deterministic), cache, up)
     wanted_q, _ = step.run(Kernels(), own, up.float())
     count = int(step.meta.query_start[-1])
     assert row_error(q[:count].flatten(1), wanted_q[:count].double().flatten(1)) < 1e-6
@@ -118,8 +118,8 @@ def test_step(
     bound = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}[dtype]
     assert row_error(cache[written][None], own[written].double()[None]) < bound
     want = step.want(q, cache, up)
-    assert row_error(found[:count], want) < (0.016 if pairs else 5e-6)
-    assert not found[count:].any()
+    assert row_error(output[:count], want) < (0.016 if pairs else 5e-6)
+    assert not output[count:].any()
 
 
 @pytest.mark.parametrize("pairs", [False, True])

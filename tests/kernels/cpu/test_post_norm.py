@@ -55,24 +55,24 @@ def test_same_numbers_as_apart(dtype: torch.dtype, act: str, rows: int) -> None:
     """A row's numbers that depend on how many rows a step has, as short steps take these launches
     apart; a last block of few rows that is left out, or written behind the end; a norm that reads
     the sums of the rows of another block."""
-    given = layer(dtype)
+    parts = layer(dtype)
     attended, memory = torch.randn(rows, HIDDEN), torch.randn(rows + 40, HIDDEN)
     residual, behind = memory[:rows], memory[rows:].clone()
-    wanted = apart(attended, residual, given, act)
-    found = rest_of_layer(attended, residual, *given, act)
-    assert found is not None and found.data_ptr() == residual.data_ptr()
-    assert torch.equal(found, wanted)
+    wanted = apart(attended, residual, parts, act)
+    output = rest_of_layer(attended, residual, *parts, act)
+    assert output is not None and output.data_ptr() == residual.data_ptr()
+    assert torch.equal(output, wanted)
     assert torch.equal(memory[rows:], behind)
 
 
 def test_other_shapes() -> None:
     """Attention of another width than the residual, which its rows are rounded with; products and a
     norm without a bias."""
-    given = layer(torch.bfloat16, attended=192, bias=False)
+    parts = layer(torch.bfloat16, attended=192, bias=False)
     attended, residual = torch.randn(300, 192), torch.randn(300, HIDDEN)
-    wanted = apart(attended, residual, given, "gelu")
-    found = rest_of_layer(attended, residual, *given, "gelu")
-    assert found is not None and torch.equal(found, wanted)
+    wanted = apart(attended, residual, parts, "gelu")
+    output = rest_of_layer(attended, residual, *parts, "gelu")
+    assert output is not None and torch.equal(output, wanted)
 
 
 def test_left_apart() -> None:

@@ -142,8 +142,8 @@ def check(
     at = torch.arange(length - queries, length, dtype=torch.int32)
     first = (at - (window - 1)).clamp(min=0) if window else torch.zeros_like(at)
     gone = int(first[0]) // size
-    for each in (k_cache, v_cache):
-        each[table[:gone].long()] = torch.nan
+    for cache in (k_cache, v_cache):
+        cache[table[:gone].long()] = torch.nan
     q, out = torch.randn(queries, num_heads, dim), torch.full((queries, num_heads * dim), 7.0)
     numbers = OTHER[other](num_heads)
     prefill = prefill_for(num_heads, kv_heads, dim, size, dtype, numbers.scored)
@@ -151,13 +151,13 @@ def check(
     known = table.clone()
     known[:gone] = 2**30  # not to be read at all
     # Scores of nothing have weights of one, which no rounding changes.
-    for given, most in (
+    for arguments, most in (
         (q, bound),
         (torch.zeros_like(q), FLOAT32 if numbers.slopes is None else bound),
     ):
         entries = Entries([(0, queries, known.data_ptr(), length)], first, at)
-        prefill(given, k_cache, v_cache, dim**-0.5, entries, out, numbers)
-        want = oracle(given, k_cache, v_cache, dim**-0.5, table, at, first, numbers)
+        prefill(arguments, k_cache, v_cache, dim**-0.5, entries, out, numbers)
+        want = oracle(arguments, k_cache, v_cache, dim**-0.5, table, at, first, numbers)
         error = (out - want).norm(dim=1) / want.norm(dim=1)
         assert out.isfinite().all() and float(error.max()) < most
 
@@ -172,7 +172,7 @@ def test_whole_texts(heads: int, dim: int, window: int, dtype: torch.dtype) -> N
     torch.manual_seed(2)
     lengths = [1, 40, 7, 200, 64, 97]
     table = torch.randn(256, dim)
-    made = torch.randn(sum(lengths), 3 * heads * dim)
+    qkv = torch.randn(sum(lengths), 3 * heads * dim)
 
     def step(lengths: list[int]) -> AttentionMeta:
         starts = list(accumulate(lengths, initial=0))
@@ -182,14 +182,14 @@ def test_whole_texts(heads: int, dim: int, window: int, dtype: torch.dtype) -> N
 
     native, reference = kernels_for("cpu"), Kernels()
     for cos_sin in (None, table):
-        given = (cos_sin, heads, dim**-0.5, window)
-        found = native.whole_texts(made.clone(), *given, step(lengths), dtype)
-        want = reference.whole_texts(made.clone(), *given, step(lengths), dtype)
-        error = (found - want).norm(dim=1) / want.norm(dim=1)
+        arguments = (cos_sin, heads, dim**-0.5, window)
+        output = native.whole_texts(qkv.clone(), *arguments, step(lengths), dtype)
+        want = reference.whole_texts(qkv.clone(), *arguments, step(lengths), dtype)
+        error = (output - want).norm(dim=1) / want.norm(dim=1)
         rounded = dtype == torch.bfloat16 and dot_bf16()
         assert float(error.max()) < (2e-2 if rounded else 5e-6)
-        alone = native.whole_texts(made[48:248].clone(), *given, step([200]), dtype)
-        assert torch.equal(alone, found[48:248])
+        alone = native.whole_texts(qkv[48:248].clone(), *arguments, step([200]), dtype)
+        assert torch.equal(alone, output[48:248])
 
 
 @pytest.mark.parametrize("threads", [1, 2])

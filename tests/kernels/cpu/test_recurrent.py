@@ -157,35 +157,35 @@ def test_cuts(name: str, deterministic: bool) -> None:
     layer, kernels = LAYERS[name](), kernels_for("cpu", deterministic)
     rows = brought(layer, 135)
     want_kept = [torch.zeros(shape, dtype=torch.float64) for shape in layer.states]
-    want = layer.rule([each.double() for each in rows], want_kept)
+    want = layer.rule([tensor.double() for tensor in rows], want_kept)
 
     def run(cuts: list[int], beside: bool) -> tuple[Tensor, list[Tensor]]:
-        kept = [torch.full((ROWS, *shape), torch.nan) for shape in layer.states]
-        found, at = [], 0
+        states = [torch.full((ROWS, *shape), torch.nan) for shape in layer.states]
+        outputs, at = [], 0
         for count in cuts:
-            own = [each[at : at + count] for each in rows]
+            own = [tensor[at : at + count] for tensor in rows]
             at += count
             if not beside:
-                found.append(layer.run(kernels, own, kept, step([2], [at], [count])))
+                outputs.append(layer.run(kernels, own, states, step([2], [at], [count])))
                 continue
-            for each in kept:
-                each[0] = randn(each.shape[1:])
-            given = [torch.cat(pair) for pair in zip(brought(layer, 1), own, strict=True)]
+            for tensor in states:
+                tensor[0] = randn(tensor.shape[1:])
+            inputs = [torch.cat(pair) for pair in zip(brought(layer, 1), own, strict=True)]
             other = brought(layer, 70)
-            given = [torch.cat(pair) for pair in zip(given, other, strict=True)]
+            inputs = [torch.cat(pair) for pair in zip(inputs, other, strict=True)]
             meta = step([0, 2, 3], [9, at, 70], [1, count, 70])
-            found.append(layer.run(kernels, given, kept, meta)[1 : 1 + count])
-        return torch.cat(found), [each[2] for each in kept]
+            outputs.append(layer.run(kernels, inputs, states, meta)[1 : 1 + count])
+        return torch.cat(outputs), [tensor[2] for tensor in states]
 
     whole, left = run([135], False)
     assert row_error(whole, want) < 1e-5
-    for one, other in zip(left, want_kept, strict=True):
-        assert row_error(one.flatten()[None], other.flatten()[None]) < 1e-6
+    for state, other in zip(left, want_kept, strict=True):
+        assert row_error(state.flatten()[None], other.flatten()[None]) < 1e-6
     for cuts in ([135], [64, 71], [1, 2, 60, 65, 1, 1, 5]):
         for beside in (False, True):
-            again, kept = run(cuts, beside)
+            again, final_states = run(cuts, beside)
             assert torch.equal(again, whole), (cuts, beside)
-            assert all(map(torch.equal, kept, left)), (cuts, beside)
+            assert all(map(torch.equal, final_states, left)), (cuts, beside)
 
 
 def row_error(found: Tensor, want: Tensor) -> float:
@@ -204,5 +204,5 @@ def test_gated_norm(groups: int, gate_last: bool) -> None:
     if weight is not None:
         want = (parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1) * weight
     want = want * silu(gate.double()) if gate_last else want
-    found = kernels_for("cpu").gated_norm(x, gate, weight, max(groups, 1), 1e-5, gate_last)
-    assert row_error(found, want) < 1e-6
+    output = kernels_for("cpu").gated_norm(x, gate, weight, max(groups, 1), 1e-5, gate_last)
+    assert row_error(output, want) < 1e-6

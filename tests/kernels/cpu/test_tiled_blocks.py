@@ -41,8 +41,8 @@ def calls(packed: PackedBlocks, x: torch.Tensor) -> list[torch.Tensor]:
     norm, residual = torch.rand(x.shape[1]), torch.randn(x.shape[0], 192)
     wide = torch.full((x.shape[0], 200), 7.0)
     packed.into(x, wide, 5)
-    found = [packed(x), packed.add(x, residual), packed.after_norm(x, norm, 1e-5), wide]
-    return found + [packed.gated_after_norm(x, norm, 1e-5, gate) for gate in GATES]
+    outputs = [packed(x), packed.add(x, residual), packed.after_norm(x, norm, 1e-5), wide]
+    return outputs + [packed.gated_after_norm(x, norm, 1e-5, gate) for gate in GATES]
 
 
 @needs_amx
@@ -62,8 +62,8 @@ def test_the_same_bits(name: str, threads: int, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(tiled_blocks, "FROM", 1 << 30)
         want = calls(packed, x)
         monkeypatch.setattr(tiled_blocks, "FROM", 1)
-        for found, expected in zip(calls(packed, x), want, strict=True):
-            assert torch.equal(found, expected), rows
+        for output, expected in zip(calls(packed, x), want, strict=True):
+            assert torch.equal(output, expected), rows
 
 
 @needs_amx
