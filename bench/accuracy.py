@@ -16,14 +16,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.report.result_file import write
-from engine.config.engine_config import EngineConfig, Quantization
+from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
+from engine.config.quant_formats import CHECKPOINT_FORMATS, QUANT_FORMATS
 from engine.config.quantized import Quantized
 from engine.conversion import convert_rounded
 from engine.evaluation.divergence import Divergence
@@ -34,7 +35,6 @@ from engine.quantization.layouts.gguf import BLOCK_TYPES
 from engine.quantization.layouts.layout import GgufLayout
 from engine.quantization.method import Part
 from engine.resolve import kv_form
-from engine.rounding import NAMES
 from engine.text.tokenizer import Tokenizer
 from engine.weights import load_weights
 from engine.weights.index import read_index
@@ -49,8 +49,8 @@ BLOCK = 16
 
 FILE = "gguf-file"
 GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-ON_THE_FLY = ("int8", "w8a8", *(name for name in get_args(Quantization) if "uint" in name))
-CONVERTED = tuple(f"convert-{name}" for name in NAMES)
+ON_THE_FLY = tuple(name for name, quant in QUANT_FORMATS.items() if "cpu" in quant.devices)
+CONVERTED = tuple(f"convert-{name}" for name in CHECKPOINT_FORMATS)
 KV = ("kv-int8", "kv-fp8", "kv-int4")
 CASES = ("bf16", FILE, *(f"gguf-{kind.lower()}" for kind in GGUF), *ON_THE_FLY, *CONVERTED, *KV)
 

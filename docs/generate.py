@@ -21,10 +21,12 @@ from deployments.config.load import MantaConfig, PoolConfig
 from deployments.config.models import ModelLimitsConfig, ServedModelConfig
 from engine.architectures import ARCHITECTURES, GGUFS, WRAPPERS
 from engine.config.engine_config import EngineConfig
+from engine.config.quant_formats import QUANT_FORMATS
 
 ROOT = Path(__file__).parents[1]
 TARGET = Path(__file__).with_name("configuration.md")
 MODELS = Path(__file__).with_name("models.md")
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 PACKAGES = ("deployments", "engine", "kernels", "loadtest", "bench")
 
 HEAD = """# Configuration
@@ -76,6 +78,10 @@ def render() -> str:
         "For all pools at the top level, for a model under `models.NAME.engine`, for one pool "
         "under `pools.<kind>.engine`.\n",
         _engine_table(),
+        "## Formats of `engine.quantization`\n",
+        "These values quantise 16-bit weights while they are loaded. `manta convert` writes some "
+        "of them as checkpoints ([convert.md](convert.md#fewer-bits)).\n",
+        _formats_table(),
     ]
     return "\n".join(parts)
 
@@ -142,6 +148,15 @@ def _engine_table() -> str:
         default = "" if field.default in (None, msgspec.NODEFAULT, ()) else str(field.default)
         rows.append((field.name, _type(hints[field.name]), default, wording.get(field.name, "")))
     return _markdown(rows)
+
+
+def _formats_table() -> str:
+    lines = ["| `quantization` | devices | `convert` | what it is |", "| --- | --- | --- | --- |"]
+    for quant in QUANT_FORMATS.values():
+        devices = " and ".join(DEVICES[device] for device in quant.devices)
+        written = quant.checkpoint or "-"
+        lines.append(f"| `{quant.name}` | {devices} | {written} | {quant.describe} |")
+    return "\n".join(lines) + "\n"
 
 
 def _markdown(rows: list[tuple[str, str, str, str]]) -> str:

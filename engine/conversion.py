@@ -12,6 +12,7 @@ import torch
 from engine import rounding
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
+from engine.config.quant_formats import CHECKPOINT_FORMATS
 from engine.errors import ConfigError
 from engine.models.registry import build_model
 from engine.resolve import decide
@@ -38,7 +39,7 @@ def convert(
         raise ConfigError(
             f"quantization {config.quantization!r} rounds weights when the engine starts, and is "
             "not kept in such a folder; convert without it, and start the folder with it, or take "
-            f"one of {', '.join(rounding.NAMES)}",
+            f"one of {', '.join(CHECKPOINT_FORMATS)}",
             param="quantization",
         )
     _check(folder, target)
@@ -79,11 +80,11 @@ def convert_rounded(
     target: Path,
     progress: Callable[[Loading], None] | None = None,
 ) -> int:
-    """Write `config.model` as a checkpoint whose weights are rounded as `config.quantization`, of
-    `rounding.NAMES`, says: for each device, and for other programs. Returns the number of matrices
-    that were rounded.
+    """Write a quantised copy of `config.model` and return the number of quantised matrices.
 
-    Host memory: the largest matrix, a few times. The folder appears when it is whole.
+    The copy is for every device and for other programs. `config.quantization` is one of
+    CHECKPOINT_FORMATS. Host memory: the largest matrix, a few times. The folder appears when it is
+    whole.
     Raises ConfigError, also for a target that exists.
     """
     folder = Path(config.model)

@@ -13,9 +13,10 @@ import torch
 from engine.config.engine_config import BFLOAT16, NO_BFLOAT16, EngineConfig
 from engine.config.kv_groups import kv_groups
 from engine.config.model_config import LayerAttention, ModelConfig, no_folder
+from engine.config.quant_formats import QUANT_FORMATS
 from engine.errors import ConfigError
 from kernels.kv.format import FORMATS, KVFormat
-from kernels.packed import FLOAT8, INT8_PRODUCTS
+from kernels.packed import FLOAT8
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -120,13 +121,8 @@ def decide(
     capability: the compute capability of CUDA; None = sufficient for all settings.
     """
     cuda = device.type == "cuda"
-    if config.quantization == "w8a8" and capability is not None and capability < INT8_PRODUCTS:
-        least, this = (f"{major}.{minor}" for major, minor in (INT8_PRODUCTS, capability))
-        raise ConfigError(
-            f"quantization: {name} has compute capability {this}, and 'w8a8' multiplies 8-bit "
-            f"integers, from {least} on; set quantization: int8, which rounds weights alone",
-            param="quantization",
-        )
+    if capability is not None:
+        _check_capability(config.quantization, name, capability)
 
     def without(least: tuple[int, int]) -> str | None:
         return None if capability is None or capability >= least else name
@@ -209,6 +205,20 @@ def _device(config: EngineConfig, rank: int) -> torch.device:
             param="device",
         )
     return torch.device("cpu")
+
+
+def _check_capability(quantization: str, name: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError where a GPU of this name and capability is too old for the format."""
+    quant = QUANT_FORMATS.get(quantization)
+    least = None if quant is None else quant.min_capability
+    if quant is None or least is None or capability >= least:
+        return
+    raise ConfigError(
+        f"quantization: {name} has compute capability {capability[0]}.{capability[1]}, and "
+        f"{quant.name!r} {quant.needs}, from {least[0]}.{least[1]} on; set quantization: "
+        f"{quant.instead}",
+        param="quantization",
+    )
 
 
 def _check_devices(config: EngineConfig) -> None:

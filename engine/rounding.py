@@ -1,8 +1,7 @@
-"""Writes a quantised copy of a checkpoint, in the layouts that other programs write and read too:
-compressed-tensors and bitsandbytes.
+"""Writes a quantised copy of a checkpoint, in layouts of compressed-tensors and bitsandbytes.
 
-Matrix by matrix, so host memory is that of the largest one. What no layout can keep, the embedding
-and a tied head stay as they are.
+It goes matrix by matrix, so it needs host memory for the largest one. The embedding, a tied head
+and matrices that no layout can hold stay as they are.
 """
 
 import json
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.config.quant_formats import QUANT_FORMATS, QuantFormat
 from engine.config.quantized import KEY, Quantized
 from engine.config.quantized_config import read_quantized
 from engine.config_reader import Reader
@@ -22,6 +22,7 @@ from engine.errors import ConfigError
 from engine.models.registry import Model
 from engine.quantization.layouts.byte_layouts import NF4
 from engine.quantization.method import Part
+from engine.quantization.rounded.formats import weight_format
 from engine.quantization.rounded.rows import nearest, rounded
 from engine.quantization.stored.base import layout_of
 from engine.quantization.stored.experts import all_experts
@@ -30,9 +31,10 @@ from engine.weights.index import read_index
 from engine.weights.parameter import Parameter
 from engine.weights.stored import StoredTensor
 from engine.weights.stream import Loading
-from kernels.packed import Format
 
 _HEAD = "lm_head"
+# The key of quantization_config that lists the modules in 16 bits.
+_SKIPPED = {"compressed-tensors": "ignore", "bitsandbytes": "llm_int8_skip_modules"}
 _TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
 _META = torch.device("meta")
 
@@ -46,38 +48,37 @@ def _compressed(file_format: str, **groups: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _weights(bits: int, kind: str, group: int = 0, symmetric: bool = True) -> dict[str, Any]:
-    found = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": "channel"}
-    return found | ({"strategy": "group", "group_size": group} if group else {})
-
-
-def _description(name: str, group: int) -> dict[str, Any]:
-    """Return the `quantization_config` of a format. group: the group size of int4."""
-    every = {"targets": ["Linear"]}
-    if name == "fp8":
-        inputs = {**_TOKENS, "type": "float"}
-        one = {**every, "weights": _weights(8, "float"), "input_activations": inputs}
-        return _compressed("float-quantized", group_0=one)
-    if name == "w8a8":
-        inputs = {**_TOKENS, "type": "int"}
-        one = {**every, "weights": _weights(8, "int"), "input_activations": inputs}
-        return _compressed("int-quantized", group_0=one)
-    if name == "int8":
-        return _compressed("pack-quantized", group_0={**every, "weights": _weights(8, "int")})
-    if name == "int4":
-        four = {**every, "weights": _weights(4, "int", group, symmetric=False)}
-        head = {"targets": [_HEAD], "weights": _weights(8, "int")}
-        return _compressed("pack-quantized", group_0=four, group_1=head)
-    return {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": False,
-        "bnb_4bit_quant_storage": "uint8",
+def _weights(quant: QuantFormat, group: int) -> dict[str, Any]:
+    """Return compressed-tensors' description of a format's weights."""
+    weights = {
+        "num_bits": quant.bits,
+        "type": "float" if quant.code == "e4m3" else "int",
+        "symmetric": quant.code != "uint",
+        "strategy": "group" if quant.group else "channel",
     }
+    return weights | ({"group_size": group} if quant.group else {})
 
 
-NAMES = ("fp8", "w8a8", "int8", "int4", "nf4")
+def _description(quant: QuantFormat, group: int) -> dict[str, Any]:
+    """Return the `quantization_config` of a format. group: the group size of its weights."""
+    if quant.checkpoint == "bitsandbytes":
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": quant.code,
+            "bnb_4bit_use_double_quant": False,
+            "bnb_4bit_quant_storage": "uint8",
+        }
+    weights = _weights(quant, group)
+    layers = {"targets": ["Linear"], "weights": weights}
+    if quant.activations == 8:
+        kind = weights["type"]
+        layers["input_activations"] = {**_TOKENS, "type": kind}
+        return _compressed(f"{kind}-quantized", group_0=layers)
+    if not quant.head:
+        return _compressed("pack-quantized", group_0=layers)
+    head = {"targets": [_HEAD], "weights": _weights(QUANT_FORMATS[quant.head], 0)}
+    return _compressed("pack-quantized", group_0=layers, group_1=head)
 
 
 def round_checkpoint(
@@ -87,15 +88,19 @@ def round_checkpoint(
     name: str,
     progress: Callable[[Loading], None] | None = None,
 ) -> int:
-    """Write folder's checkpoint into target, an empty folder, rounded as `quantization: name`
-    does. model: of folder, on the meta device. Returns the number of matrices that were rounded.
+    """Write a quantised copy of a checkpoint and return the number of quantised matrices.
 
-    Raises ConfigError where there are none.
+    model: the model of the folder, on the meta device.
+    target: an empty folder.
+    name: one of CHECKPOINT_FORMATS.
+
+    Raises ConfigError where no matrix can be quantised.
     """
+    quant = QUANT_FORMATS[name]
     stored = read_index(folder)
     parts = _parts(model)
-    group = _group(parts)
-    description = _description(name, group)
+    group = _group(quant, parts) if quant.group else 0
+    description = _description(quant, group)
     quantized = _read(description)
     ours = {each: model.tensor_name(each).removesuffix(".weight") for each in stored}
     chosen = {
@@ -111,9 +116,9 @@ def round_checkpoint(
         )
     others = (each for each, tensor in stored.items() if len(tensor.shape) > 1)
     plain = sorted(each.removesuffix(".weight") for each in others if each not in chosen)
-    description["llm_int8_skip_modules" if name == "nf4" else "ignore"] = plain
+    description[_SKIPPED[quant.checkpoint]] = plain
     quantized = _read(description)
-    encode = _Encoder(name, quantized)
+    encode = _Encoder(quant, quantized)
     plan: dict[str, dict[str, Tensor]] = {}
     for each, tensor in stored.items():
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
@@ -169,14 +174,16 @@ def _parts(model: Model) -> dict[str, list[Part]]:
     return found
 
 
-def _group(parts: dict[str, list[Part]]) -> int:
-    """Return the group size of int4: the largest of 128, 64 and 32 that divides all rows.
+def _group(quant: QuantFormat, parts: dict[str, list[Part]]) -> int:
+    """Return the group size: the format's, 64 or 32, the largest of these that divides all rows.
 
     Rows that 32 does not divide do not count.
     """
     widths = {part.in_features for same in parts.values() for part in same}
     widths = {width for width in widths if width % 32 == 0}
-    return next((size for size in (128, 64) if all(width % size == 0 for width in widths)), 32)
+    return next(
+        (size for size in (quant.group, 64) if all(width % size == 0 for width in widths)), 32
+    )
 
 
 def _fits(quantized: Quantized, parts: Iterable[Part]) -> bool:
@@ -208,10 +215,10 @@ def _values(stored: StoredTensor) -> Tensor:
 class _Encoder:
     """Encodes matrices in one format.
 
-    name: of the format; quantized: of the folder that is written.
+    quantized: the quantisation of the folder that is written.
     """
 
-    name: str
+    quant: QuantFormat
     quantized: Quantized
 
     def all(self, stem: str, ours: str, weight: Tensor) -> dict[str, Tensor]:
@@ -230,7 +237,7 @@ class _Encoder:
                 for key, tensor in shapes.items()
             }
         found = self._encoded(weight.float(), scheme.bits, scheme.group)
-        if self.name == "nf4":
+        if self.quant.code == "nf4":
             found[_STATE] = _state(weight)
         return {f"{stem}.{key}": tensor for key, tensor in found.items()}
 
@@ -246,23 +253,23 @@ class _Encoder:
         """Encode a matrix. weight: float32 [out, in]."""
         out, width = weight.shape
         shape = {"weight_shape": torch.tensor([out, width])}
-        if self.name == "fp8":
-            codes, scale, _ = rounded(Format(8, width, torch.float32, code="e4m3"), weight)
-            return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scale}
-        if self.name == "nf4":
+        if self.quant.code == "nf4":
             return _nf4(weight, group)
-        if bits == 8:
-            codes, scale, _ = rounded(Format(8, width, torch.float32, zero=128), weight)
-            if self.name == "w8a8":
-                return {"weight": (codes ^ 128).view(torch.int8), "weight_scale": scale}
-            return {"weight_packed": codes.view(torch.int32), "weight_scale": scale, **shape}
-        codes, scale, zeros = _with_zeros(weight, group)
-        return {
-            "weight_packed": _words(codes),
-            "weight_scale": scale,
-            "weight_zero_point": _words(zeros.t()).t().contiguous(),
-            **shape,
-        }
+        if bits == 4:
+            codes, scale, zeros = _with_zeros(weight, group)
+            return {
+                "weight_packed": _words(codes),
+                "weight_scale": scale,
+                "weight_zero_point": _words(zeros.t()).t().contiguous(),
+                **shape,
+            }
+        eight = self.quant if self.quant.bits == 8 else QUANT_FORMATS[self.quant.head]
+        codes, scale, _ = rounded(weight_format(eight, width), weight)
+        if eight.code == "e4m3":
+            return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scale}
+        if eight.activations == 8:
+            return {"weight": (codes ^ 128).view(torch.int8), "weight_scale": scale}
+        return {"weight_packed": codes.view(torch.int32), "weight_scale": scale, **shape}
 
 
 def _with_zeros(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import typer
 from deployments.cli.adapter import app as adapter
 from deployments.cli.models.served import app as models
 from deployments.cli.serving.time_limit import leave
+from engine.config.quant_formats import Convertible
 from loadtest.cli import app as loadtest
 
 cli = typer.Typer(
@@ -251,8 +252,8 @@ def convert(
         typer.Option(help="Type of the weights; auto is what the engine takes."),
     ] = "auto",
     quantization: Annotated[
-        Literal["auto", "none", "gguf", "fp8", "w8a8", "int8", "int4", "nf4"],
-        typer.Option(help="gguf keeps a .gguf file's blocks; the last five round the weights."),
+        Convertible,
+        typer.Option(help="gguf keeps a .gguf file's blocks; int8 and others quantise weights."),
     ] = "auto",
     check: Annotated[
         bool, typer.Option("--check", help="Read a converted folder and compare its digests.")

@@ -7,29 +7,12 @@ from typing import Literal, get_type_hints
 
 import msgspec
 
+from engine.config.quant_formats import Quantization
 from engine.errors import ConfigError
 from engine.typecheck import fits, words
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal[
-    "auto",
-    "none",
-    "gguf",
-    "int8",
-    "fp8",
-    "w8a8",
-    "int4",
-    "nf4",
-    "uint8-64",
-    "uint8-128",
-    "uint8-256",
-    "uint8-512",
-    "uint4-32",
-    "uint4-64",
-    "uint4-128",
-]
-
 KVDType = Literal["auto", "bf16", "fp8", "int8", "int4"]
 
 BFLOAT16 = (8, 0)  # the least compute capability of CUDA that has it
@@ -62,22 +45,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: "auto" takes CUDA where there is one.
     dtype: the type of weights and activations; "auto" = the checkpoint's on CUDA and bfloat16 on
         the CPU. GPUs below compute capability 8.0, such as a T4, have no bfloat16.
-    quantization: "none" takes weights as the checkpoint has them, those in fewer bits included
-        (GPTQ, AWQ, FP8 and others: docs/quantization.md), and expands a .gguf file, such as the
+    quantization: "none" takes weights as the checkpoint has them, quantised ones included
+        (GPTQ, AWQ, FP8 and others: docs/quantization.md), and dequantises a .gguf file, such as the
         default model, to 16 bits. "gguf" keeps the file's blocks: a third of the memory. "auto" is
         "gguf" for such a file where all replicas run on the CPU, dtype is "auto", deterministic is
         off and tensor_parallel is 1, and "none" otherwise.
-        "int8" rounds weights to 8 bits with a scale an output: half the memory to read, for a small
-        loss of accuracy. On the CPU, which needs AVX512-VNNI, activations are rounded too, to 16
-        bits with a scale a token. "w8a8" is "int8" with activations in 8 bits as well: on CUDA with
-        a scale a token in steps of 32 tokens and more, which needs compute capability 8.0, on the
-        CPU with a scale for 32 numbers. "fp8" is the same with 8-bit floats (e4m3), CUDA only, and
-        experts of mixtures round in steps of any size; GPUs other than Hopper take activations as
-        they come. "int4" rounds weights to 4 bits with a
-        scale and an offset for 128 inputs, "nf4" to the 16 numbers of NF4 with a scale for 64, the
-        head to 8 bits (both CUDA only).
-        "uint8-64" and its like round weights to 8 or 4 bits with a scale and an offset for a
-        group of so many inputs, and activations to 8 bits with a scale for 32 (CPU only).
+        The other values quantise 16-bit weights while they are loaded: the table below.
     kv_dtype: the type of cached keys and values: "auto" = dtype. "int8", "fp8" (e4m3, compute
         capability 8.9) and "int4" quantise them, with a scale for each token and head: about 1.9
         times, or 3.6 times, the tokens in the same memory. int4 loses the most accuracy, int8 the

@@ -1,10 +1,8 @@
-"""LinearMethod: how a linear layer keeps its weight and multiplies by it. A quantisation is one
-of these.
+"""LinearMethod: how a linear layer keeps its weight and multiplies by it.
 
-To add one: subclass LinearMethod in a module of ``rounded/`` or ``stored/``, or in one beside this
-with its place in the contract of pyproject.toml, and enter it in ``registry.METHODS``.
-``create`` allocates what the method keeps and says which checkpoint tensors fill it; ``finish``
-runs once they are there (repacking); ``apply`` is the hot path.
+Each way to quantise weights is a subclass, which `registry` chooses. ``create`` allocates the
+weights and says which checkpoint tensors fill them; ``finish`` packs them once they are loaded;
+``apply`` is the hot path.
 """
 
 from abc import ABC, abstractmethod
@@ -17,16 +15,13 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from engine.errors import ConfigError
-from engine.quantization.experts import ExpertsApart, apply_apart
 from engine.weights.parameter import Parameter, Rows, Source, num_rows
-from kernels.cpu.codegen.compiler import CompilerUnavailable, has_int8
-from kernels.cpu.gemm.dense import PackedInt8, PackedLinear
-from kernels.cpu.gemm.linear import Packed, pack
-from kernels.cpu.gemm.panels import GATES, Panels
-from kernels.cpu.post_norm import NormParts, rest_of_layer
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights
 from kernels.experts.routing import up_rows
+
+# Weight, bias and eps of a layer norm.
+LayerNormParts = tuple[Tensor | None, Tensor | None, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +202,7 @@ class LinearMethod(ABC):
         states: tuple[Any, Any, Any],
         attended: Tensor,
         residual: Tensor,
-        norms: tuple[NormParts, NormParts],
+        norms: tuple[LayerNormParts, LayerNormParts],
         act: str,
     ) -> Tensor | None:
         """What follows attention in a layer that norms its sums, written over residual [n, hidden];
@@ -261,11 +256,6 @@ class DenseState:
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
     name: str = ""  # of the layer
-
-
-@dataclass(slots=True)
-class PackedState:
-    multiply: Panels | Packed
 
 
 class Dense(LinearMethod):
@@ -347,115 +337,3 @@ class DenseCuda(Dense):
 
     def apply_add(self, state: DenseState, x: Tensor, residual: Tensor) -> Tensor:
         return self.kernels.linear_add(x, state.weight, state.bias, residual)
-
-
-class DenseCpu(Dense):
-    """The dense method on the CPU: activations are float32, and weights are packed where that is
-    faster."""
-
-    def finish(self, state: DenseState) -> Any:
-        packed = pack(state.weight, state.bias)
-        if packed is None or (
-            self.kernels.DETERMINISTIC and not isinstance(packed, PackedLinear)
-        ):  # others promise nothing
-            return state
-        return PackedState(packed)
-
-    def finish_experts(self, state: ExpertWeights) -> ExpertsApart:
-        biases: list[Sequence[Tensor | None]] = [
-            [None] * len(state.down) if bias is None else list(bias)
-            for bias in (state.gate_up_bias, state.down_bias)
-        ]
-        up, down = (
-            [self.finish(DenseState(*each)) for each in zip(weight, bias, strict=True)]
-            for weight, bias in zip((state.gate_up, state.down), biases, strict=True)
-        )
-        return ExpertsApart(up, down, state.act, state.limit, state.weigh_input)
-
-    def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
-        total = 0
-        for one in (spec.one_gate_up, spec.one_down):
-            packed = self.packed_bytes(one)
-            if packed is None:
-                packed = one.num_parameters * spec.dtype.itemsize
-            total += spec.count * packed
-        return total
-
-    def apply_experts(
-        self, state: Any, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None
-    ) -> Tensor:
-        return apply_apart(self, state, x, weights, ids, residual)
-
-    def packed_bytes(self, spec: LinearSpec) -> int | None:
-        shape = (spec.out_features, spec.in_features)
-        if PackedLinear.fits(*shape):
-            return PackedLinear.num_bytes(*shape, spec.bias, spec.dtype.itemsize)
-        if self.kernels.DETERMINISTIC or spec.dtype == torch.float32:
-            return None
-        return 2 * shape[0] * shape[1] + 4 * shape[0] * spec.bias
-
-    def apply(self, state: Any, x: Tensor) -> Tensor:
-        if isinstance(state, PackedState):
-            return state.multiply(x)
-        return super().apply(state, x.to(state.weight.dtype)).to(x.dtype)
-
-    def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        if isinstance(state, PackedState) and isinstance(state.multiply, Panels):
-            return state.multiply.after_norm(x, norm, eps)
-        return super().apply_norm(state, x, norm, eps)
-
-    def apply_norm_gated(
-        self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
-    ) -> Tensor:
-        packed = isinstance(state, PackedState) and isinstance(state.multiply, Panels)
-        if packed and gate in GATES:
-            return state.multiply.gated_after_norm(x, norm, eps, gate)
-        return super().apply_norm_gated(state, x, norm, eps, gate)
-
-    def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
-        if isinstance(state, PackedState) and isinstance(state.multiply, Panels):
-            return state.multiply.add(x, residual)
-        return super().apply_add(state, x, residual)
-
-    def apply_post_norms(
-        self,
-        states: tuple[Any, Any, Any],
-        attended: Tensor,
-        residual: Tensor,
-        norms: tuple[NormParts, NormParts],
-        act: str,
-    ) -> Tensor | None:
-        products = [each.multiply for each in states if isinstance(each, PackedState)]
-        packed = [each for each in products if isinstance(each, PackedLinear)]
-        # Deterministic, an activation is torch's, row by row.
-        if len(packed) < len(states) or self.kernels.DETERMINISTIC:
-            return None
-        out, up, down = packed
-        return rest_of_layer(attended, residual, (out, up, down), norms, act)
-
-
-class Int8Cpu(DenseCpu):
-    """Weights rounded to 8 bits with a scale an output, activations to 16 bits row by row as they
-    come. Loaded as the checkpoint has them. Matrices of odd sizes stay as they are."""
-
-    def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
-        if spec.device.type == "cpu" and not has_int8():
-            raise ConfigError(
-                "quantization 'int8' needs an x86-64 processor with AVX512-VNNI",
-                param="quantization",
-            )
-        return super().create(spec)
-
-    def packed_bytes(self, spec: LinearSpec) -> int | None:
-        shape = (spec.out_features, spec.in_features)
-        if not PackedInt8.fits(*shape):
-            return super().packed_bytes(spec)
-        return PackedInt8.num_bytes(*shape, spec.bias)
-
-    def finish(self, state: DenseState) -> Any:
-        if not PackedInt8.fits(*state.weight.shape):
-            return super().finish(state)
-        try:
-            return PackedState(PackedInt8(state.weight, state.bias))
-        except CompilerUnavailable as error:
-            raise ConfigError(f"quantization 'int8': {error}", param="quantization") from error

@@ -3,9 +3,10 @@
 from collections.abc import Collection, Iterator
 from functools import partial
 
+from engine.config.quant_formats import QUANT_FORMATS
 from engine.config.quantized import Quantized, Scheme
 from engine.quantization.layouts.byte_layouts import eight_bit_form
-from engine.quantization.rounded.cuda import rounded_form
+from engine.quantization.rounded.formats import cuda_format
 from kernels.packed import BLOCK, FLOAT8_PRODUCTS, INT8_PRODUCTS, Format
 
 # Speed of llama-8b on one H200 against 16-bit weights (bench/results/versus-quantised-*.json):
@@ -39,7 +40,7 @@ def products(
     if quantized is None:
         if quantization in ("auto", "none"):
             return
-        form = rounded_form(quantization, "", BLOCK)
+        form = cuda_format(QUANT_FORMATS[quantization], "", BLOCK)
         for of_experts, names in told.items():
             if names:
                 yield line(quantization, form, quantization, experts=of_experts)

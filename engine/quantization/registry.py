@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
+from engine.config.quant_formats import QUANT_FORMATS, QuantFormat
 from engine.config.quantized import GGUF_BLOCKS, Quantized
 from engine.errors import ConfigError
-from engine.quantization.method import DenseCpu, DenseCuda, Int8Cpu, LinearMethod
+from engine.quantization.cpu import DenseCpu, Int8Cpu
+from engine.quantization.method import DenseCuda, LinearMethod
 from engine.quantization.rounded.cpu import RoundedCpu
 from engine.quantization.rounded.cuda import RoundedCuda
 from engine.quantization.stored.cpu import StoredCpu
@@ -16,28 +17,20 @@ from kernels.dispatch import Kernels
 AS_STORED = "gguf"  # weights in the blocks of a .gguf file
 _AS_THEY_ARE = ("auto", "none")  # the caller of the engine has made the folder that it wanted
 
-# Bits, and inputs that share a scale and an offset.
-_GROUPS: tuple[tuple[Literal[4, 8], int], ...] = (
-    *((8, 64), (8, 128), (8, 256), (8, 512)),
-    *((4, 32), (4, 64), (4, 128)),
-)
-# Of a checkpoint with 16- or 32-bit weights.
+
+def _methods(quant: QuantFormat) -> dict[str, Callable[[Kernels], LinearMethod]]:
+    """Return the method of a format for each type of device that has one."""
+    makers: dict[str, Callable[[Kernels], LinearMethod]] = {
+        "cpu": partial(RoundedCpu, quant=quant) if quant.activations == 8 else Int8Cpu,
+        "cuda": partial(RoundedCuda, quant=quant),
+    }
+    return {device: makers[device] for device in quant.devices}
+
+
+# What `quantization` can be for a checkpoint with 16- or 32-bit weights, by type of device.
 METHODS: dict[str, dict[str, Callable[[Kernels], LinearMethod]]] = {
     "none": {"cpu": DenseCpu, "cuda": DenseCuda},
-    "int8": {"cpu": Int8Cpu, "cuda": partial(RoundedCuda, to="int8")},
-    "fp8": {"cuda": partial(RoundedCuda, to="fp8")},
-    "w8a8": {
-        "cpu": partial(RoundedCpu, name="w8a8", bits=8),
-        "cuda": partial(RoundedCuda, to="w8a8"),
-    },
-    "int4": {"cuda": partial(RoundedCuda, to="int4")},
-    "nf4": {"cuda": partial(RoundedCuda, to="nf4")},
-    **{
-        f"uint{bits}-{group}": {
-            "cpu": partial(RoundedCpu, name=f"uint{bits}-{group}", bits=bits, group=group)
-        }
-        for bits, group in _GROUPS
-    },
+    **{name: _methods(quant) for name, quant in QUANT_FORMATS.items()},
 }
 
 

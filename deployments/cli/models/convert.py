@@ -8,9 +8,9 @@ import msgspec
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model
 from deployments.cli.console import StatusLine, err, model_progress
 from deployments.cli.target import engine_config, read_target
+from engine.config.quant_formats import CHECKPOINT_FORMATS
 from engine.conversion import convert, convert_rounded
 from engine.errors import ConfigError
-from engine.rounding import NAMES
 from engine.shards import read_headers
 from engine.weights.converted import damaged
 
@@ -35,7 +35,7 @@ def run(
     with model_progress() as progress:
         folder = resolve_model(asked.model, asked.revision, progress, blocks=kept)
     config = msgspec.structs.replace(config, model=str(folder))
-    if config.quantization in NAMES:
+    if config.quantization in CHECKPOINT_FORMATS:
         with StatusLine("Rounding") as status:
             count = convert_rounded(
                 config, target, lambda loading: status.update(f"Rounding: {loading}")

@@ -1,14 +1,17 @@
-"""Rounded: 16-bit weights rounded to 8 or 4 bits when they are loaded, on the CPU: whole numbers
-with a scale and an offset for each group of inputs (DashInfer's InstantQuant), or with a scale an
-output. Activations are rounded to 8 bits with a scale for each 32."""
+"""The method for 16-bit weights that are quantised to 8 or 4 bits on load, on the CPU.
+
+Weights are integers with a scale and an offset for each group of inputs (DashInfer's InstantQuant),
+or with a scale an output. Activations are quantised to 8 bits with a scale for each 32.
+"""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-import torch
-
+from engine.config.quant_formats import QuantFormat
 from engine.errors import ConfigError
-from engine.quantization.method import DenseCpu, DenseState, LinearSpec, PackedState
+from engine.quantization.cpu import DenseCpu, PackedState
+from engine.quantization.method import DenseState, LinearSpec
+from engine.quantization.rounded.formats import cpu_format
 from engine.quantization.rounded.rows import rounded
 from engine.weights.parameter import Parameter
 from kernels.cpu.codegen.compiler import CompilerUnavailable, check
@@ -17,29 +20,22 @@ from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.dispatch import Kernels
 from kernels.packed import BLOCK, Format
 
-_STEP = 4096  # rows that are rounded at once, a multiple of 64
+_STEP = 4096  # rows that are quantised at once, a multiple of 64
 
 
 class RoundedCpu(DenseCpu):
-    """The method that rounds weights on the CPU. Matrices of odd sizes stay as they are."""
+    """The method that quantises weights on load on the CPU.
 
-    def __init__(self, kernels: Kernels, name: str, bits: Literal[4, 8], group: int = 0) -> None:
-        """Set what weights are rounded to.
+    Matrices whose sizes the kernels do not take stay as they are.
+    """
 
-        name: the quantisation's name in the configuration.
-        group: inputs that share a scale; where this does not divide a row, the most below that do;
-            0: all of them, and no offset.
-        """
+    def __init__(self, kernels: Kernels, quant: QuantFormat) -> None:
         super().__init__(kernels)
-        self._name, self._bits, self._group = name, bits, group
+        self._quant = quant
 
     def format(self, width: int) -> Format:
-        """The format of rows of this width, a multiple of 32."""
-        if not self._group:
-            return Format(self._bits, width, torch.float32, zero=1 << (self._bits - 1))
-        fitting = range(min(self._group, width), BLOCK, -BLOCK)
-        group = next((group for group in fitting if width % group == 0), BLOCK)
-        return Format(self._bits, group, torch.float32, offset="add")
+        """Return the format of rows of this width, a multiple of 32."""
+        return cpu_format(self._quant, width)
 
     def _packs(self, outputs: int, width: int) -> bool:
         return width % BLOCK == 0 and blocks.fits(self.format(width), outputs, width)
@@ -50,7 +46,7 @@ class RoundedCpu(DenseCpu):
                 check()
             except CompilerUnavailable as error:
                 raise ConfigError(
-                    f"quantization {self._name!r}: {error}; set quantization: none",
+                    f"quantization {self._quant.name!r}: {error}; set quantization: none",
                     param="quantization",
                 ) from error
         return super().create(spec)

@@ -1,27 +1,21 @@
-"""Rounded: 16-bit weights rounded to 8 or 4 bits when they are loaded, on CUDA.
+"""The methods for packed weights on CUDA, and for 16-bit weights that are quantised on load.
 
-fp8    e4m3 with a scale an output; activations too, with a scale a token, in steps large enough
-       for the device's products of 8-bit floats
-w8a8   whole numbers with a scale an output; activations too, with a scale a token, likewise
-int8   whole numbers with a scale an output; activations as they come
-int4   a scale and an offset for a group of 128 inputs; the head in 8 bits
-nf4    the 16 numbers of NF4 with a scale for 64 inputs; the head in 8 bits
+`engine.config.quant_formats` has the formats.
 """
 
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from engine.quantization.layouts.byte_layouts import NF4
+from engine.config.quant_formats import QuantFormat
 from engine.quantization.method import DenseCuda, DenseState, ExpertsSpec, LinearSpec
+from engine.quantization.rounded.formats import cuda_format
 from engine.quantization.rounded.rows import rounded
 from kernels.dispatch import Kernels
 from kernels.experts.reference import ExpertWeights, PackedExperts
 from kernels.packed import BLOCK, Format, PackedWeight
 
-_STEP = 16 << 20  # numbers that are rounded at once, each in a few float32 numbers
-_GROUP = 128  # of 4-bit weights, where it divides a row
+_STEP = 16 << 20  # weights that are quantised at once, each in a few float32 numbers
 
 
 class PackedCuda(DenseCuda):
@@ -69,36 +63,19 @@ class PackedCuda(DenseCuda):
             super().tune(states, sizes, add)
 
 
-def rounded_form(to: str, name: str, width: int) -> Format:
-    """The format of a rounded layer with rows of this width, a multiple of 32.
-
-    to: a quantisation of the list above.
-    name: the layer's name.
-    """
-    if to == "fp8":
-        return Format(8, width, torch.float32, code="e4m3", activations=8)
-    if to == "w8a8":
-        return Format(8, width, torch.float32, zero=128, activations=8)
-    if to == "int8" or name == "head":
-        return Format(8, width, torch.float32, zero=128)
-    if to == "nf4":
-        group = 64 if width % 64 == 0 else BLOCK
-        return Format(4, group, torch.float32, table=NF4)
-    group = next(each for each in (_GROUP, 64, BLOCK) if width % each == 0)
-    return Format(4, group, torch.float16, offset="add")
-
-
 class RoundedCuda(PackedCuda):
-    """The method that rounds weights on CUDA. Matrices whose rows are no multiple of 32 stay as
-    they are."""
+    """The method that quantises weights on load on CUDA.
 
-    def __init__(self, kernels: Kernels, to: Literal["fp8", "w8a8", "int8", "int4", "nf4"]) -> None:
+    Matrices whose rows are no multiple of 32 stay as they are.
+    """
+
+    def __init__(self, kernels: Kernels, quant: QuantFormat) -> None:
         super().__init__(kernels)
-        self._to = to
+        self._quant = quant
 
     def form(self, name: str, width: int) -> Format | None:
-        """The format of a layer with rows of this width; None where the layer stays as it is."""
-        return None if width % BLOCK else rounded_form(self._to, name, width)
+        """Return a layer's format for rows of this width; None where the layer stays as it is."""
+        return None if width % BLOCK else cuda_format(self._quant, name, width)
 
     def packed_bytes(self, spec: LinearSpec) -> int | None:
         form = self.form(spec.name, spec.in_features)

@@ -13,6 +13,7 @@ from deployments.plan.memory import Hardware, plan
 from engine import LLM, SamplingParams
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
+from engine.config.quant_formats import QUANT_FORMATS
 from engine.errors import ConfigError
 from engine.layers.build import Builder
 from engine.layers.mlp import Mlp
@@ -27,7 +28,7 @@ from kernels.metadata import AttentionMeta, LoraStep
 from kernels.packed import PackedWeight, unpacked
 from kernels.reference import Kernels
 
-NAMES = ["fp8", "w8a8", "int8", "int4", "nf4"]
+NAMES = [name for name, quant in QUANT_FORMATS.items() if "cuda" in quant.devices]
 
 
 def method_of(name: str) -> RoundedCuda:
@@ -106,7 +107,7 @@ def test_the_gate_of_an_mlp_may_wait(tmp_path: Path) -> None:
     found = []
     for kernels in (Kernels(), GatesBehind()):
         torch.manual_seed(0)
-        method = RoundedCuda(kernels, "w8a8")
+        method = RoundedCuda(kernels, QUANT_FORMATS["w8a8"])
         build = Builder(
             config, kernels, method, TensorParallelGroup(), *[torch.float32] * 2,
             torch.device("cpu"), layer=0,

@@ -12,10 +12,10 @@ from deployments.cli.models.convert import run as run_convert
 from engine import LLM, SamplingParams
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
+from engine.config.quant_formats import CHECKPOINT_FORMATS
 from engine.conversion import convert_rounded
 from engine.errors import ConfigError
 from engine.models.registry import Model, build_model
-from engine.rounding import NAMES
 from engine.weights import load_weights
 from kernels.dispatch import kernels_for
 from kernels.experts.reference import PackedExperts
@@ -57,7 +57,7 @@ def packed(model: Model) -> list[PackedWeight]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHECKPOINT_FORMATS)
 def test_what_is_written_is_what_loading_rounds(name: str, tmp_path: Path) -> None:
     """Codes of another row, a zero point off by one, a scale that is rounded twice, a head that is
     left out or taken for the embedding."""

@@ -21,8 +21,9 @@ from torch import Tensor
 from deployments.checkpoints.gguf import convert
 from deployments.plan.memory import GIB, Hardware, plan
 from engine import factory
-from engine.config.engine_config import EngineConfig, Quantization
+from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
+from engine.config.quant_formats import QUANT_FORMATS, Quantization
 from engine.config.quantized import GGUF_BLOCKS, Scheme
 from engine.config.quantized_config import read_quantized
 from engine.config_reader import Reader
@@ -40,7 +41,7 @@ from kernels.cpu.codegen.compiler import CompilerUnavailable
 from kernels.cpu.gemm import blocks
 from kernels.cpu.gemm.blocks import PackedBlocks
 from kernels.dispatch import kernels_for
-from kernels.packed import PackedWeight, unpacked
+from kernels.packed import INT8_PRODUCTS, PackedWeight, unpacked
 from kernels.reference import Kernels
 from tests.deployments.config.test_models import tiny
 from tests.engine.models.checkpoints import Paged
@@ -419,6 +420,8 @@ def test_a_machine_that_cannot_compile(name: str, monkeypatch: pytest.MonkeyPatc
 def test_every_setting_has_a_method() -> None:
     """Bug: a name of the configuration that nothing answers to, or that cannot be configured."""
     assert {*get_args(Quantization)} == {"auto", *METHODS, AS_STORED}
+    assert all({*METHODS[name]} == {*quant.devices} for name, quant in QUANT_FORMATS.items())
+    assert QUANT_FORMATS["w8a8"].min_capability == INT8_PRODUCTS
 
 
 # ---- Whole models --------------------------------------------------------------------------------

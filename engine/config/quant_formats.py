@@ -1,0 +1,137 @@
+"""The formats that 16-bit weights are quantised to while they are loaded: one record each.
+
+Configuration, methods, `manta convert`, `manta plan` and the documentation read these records.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+Code = Literal["int", "uint", "e4m3", "nf4"]
+HEAD = "head"  # the layer that computes logits
+
+
+@dataclass(frozen=True, slots=True)
+class QuantFormat:
+    """One value of `quantization`: what weights and activations become.
+
+    name: the value in the configuration.
+    bits: bits of a weight.
+    code: "int", integers around zero; "uint", unsigned integers with an offset; "e4m3", 8-bit
+        floats; "nf4", the 16 numbers of NF4.
+    group: inputs that share a scale (and an offset); 0 = all inputs of an output. CUDA takes 64 or
+        32 where the group does not divide a row.
+    scale: dtype of scales and offsets.
+    head: the name of the format that the head gets on CUDA; "" = this one.
+    activations: bits of activations in steps of many tokens; 16 leaves them as they come on CUDA,
+        and gives them 16-bit integers on the CPU.
+    devices: types of devices that have matmuls for this format.
+    min_capability: the least compute capability of CUDA; None = all that Manta runs on.
+    needs: what a device below min_capability lacks, as a verb phrase for the error.
+    instead: what to take there, as a value of `quantization` with its reason.
+    checkpoint: the layout that `manta convert` writes; "" = it writes none.
+    describe: what configuration.md says of this format.
+    """
+
+    name: str
+    bits: Literal[4, 8]
+    code: Code
+    devices: tuple[str, ...]
+    describe: str
+    group: int = 0
+    scale: Literal["float16", "float32"] = "float32"
+    head: str = ""
+    activations: Literal[8, 16] = 16
+    min_capability: tuple[int, int] | None = None
+    needs: str = ""
+    instead: str = ""
+    checkpoint: Literal["", "compressed-tensors", "bitsandbytes"] = ""
+
+
+def _unsigned(bits: Literal[4, 8], group: int) -> QuantFormat:
+    return QuantFormat(
+        f"uint{bits}-{group}",
+        bits=bits,
+        code="uint",
+        group=group,
+        activations=8,
+        devices=("cpu",),
+        describe=f"weights in {bits} bits with a scale and an offset for each {group} inputs; "
+        "activations in 8 bits with a scale for each 32",
+    )
+
+
+QUANT_FORMATS: dict[str, QuantFormat] = {
+    form.name: form
+    for form in (
+        QuantFormat(
+            "int8",
+            bits=8,
+            code="int",
+            devices=("cpu", "cuda"),
+            checkpoint="compressed-tensors",
+            describe="weights in 8 bits with a scale an output: half the memory to read, for a "
+            "small loss of accuracy. On the CPU, which needs AVX512-VNNI, activations are in 16 "
+            "bits with a scale a token",
+        ),
+        QuantFormat(
+            "fp8",
+            bits=8,
+            code="e4m3",
+            activations=8,
+            devices=("cuda",),
+            checkpoint="compressed-tensors",
+            describe="weights in 8-bit floats (e4m3) with a scale an output. On Hopper activations "
+            "too, with a scale a token, in steps of 32 tokens and more; experts of mixtures in "
+            "steps of any size. Other GPUs take activations as they come",
+        ),
+        QuantFormat(
+            "w8a8",
+            bits=8,
+            code="int",
+            activations=8,
+            devices=("cpu", "cuda"),
+            min_capability=(8, 0),
+            needs="multiplies 8-bit integers",
+            instead="int8, which rounds weights alone",
+            checkpoint="compressed-tensors",
+            describe="`int8` with activations in 8 bits: on CUDA with a scale a token in steps of "
+            "32 tokens and more, which needs compute capability 8.0; on the CPU with a scale for "
+            "each 32 numbers",
+        ),
+        QuantFormat(
+            "int4",
+            bits=4,
+            code="uint",
+            group=128,
+            scale="float16",
+            head="int8",
+            devices=("cuda",),
+            checkpoint="compressed-tensors",
+            describe="weights in 4 bits with a scale and an offset for each 128 inputs; the head "
+            "in 8 bits",
+        ),
+        QuantFormat(
+            "nf4",
+            bits=4,
+            code="nf4",
+            group=64,
+            head="int8",
+            devices=("cuda",),
+            checkpoint="bitsandbytes",
+            describe="weights as the 16 numbers of NF4 with a scale for each 64 inputs; the head "
+            "in 8 bits",
+        ),
+        *(_unsigned(8, group) for group in (64, 128, 256, 512)),
+        *(_unsigned(4, group) for group in (32, 64, 128)),
+    )
+}
+
+# What `manta convert` writes, for every device.
+CHECKPOINT_FORMATS = tuple(name for name, form in QUANT_FORMATS.items() if form.checkpoint)
+
+if TYPE_CHECKING:  # a type checker reads no values
+    Quantization = str
+    Convertible = str
+else:
+    Quantization = Literal["auto", "none", "gguf", *QUANT_FORMATS]
+    Convertible = Literal["auto", "none", "gguf", *CHECKPOINT_FORMATS]

@@ -1,0 +1,50 @@
+"""The packed weights that a QuantFormat becomes on each type of device."""
+
+import torch
+
+from engine.config.quant_formats import HEAD, QUANT_FORMATS, QuantFormat
+from engine.quantization.layouts.byte_layouts import NF4
+from kernels.packed import BLOCK, Format
+
+_SCALES = {"float16": torch.float16, "float32": torch.float32}
+
+
+def cuda_format(quant: QuantFormat, layer: str, width: int) -> Format:
+    """Return the format of a layer's weights on CUDA.
+
+    layer: the layer's name.
+    width: its inputs, a multiple of 32.
+    """
+    if layer == HEAD and quant.head:
+        quant = QUANT_FORMATS[quant.head]
+    if not quant.group:
+        return weight_format(quant, width)
+    return weight_format(
+        quant, next(size for size in (quant.group, 64, BLOCK) if width % size == 0)
+    )
+
+
+def cpu_format(quant: QuantFormat, width: int) -> Format:
+    """Return the format of weights with this many inputs, a multiple of 32, on the CPU.
+
+    Where the format's group does not divide them, the largest multiple of 32 below that does.
+    """
+    if not quant.group:
+        return weight_format(quant, width)
+    smaller = range(min(quant.group, width), BLOCK, -BLOCK)
+    return weight_format(quant, next((size for size in smaller if width % size == 0), BLOCK))
+
+
+def weight_format(quant: QuantFormat, group: int) -> Format:
+    """Return the format of weights in which so many inputs share a scale."""
+    scale = _SCALES[quant.scale]
+    match quant.code:
+        case "int":
+            zero = 1 << (quant.bits - 1)
+            return Format(quant.bits, group, scale, zero=zero, activations=quant.activations)
+        case "e4m3":
+            return Format(8, group, scale, code="e4m3", activations=quant.activations)
+        case "nf4":
+            return Format(4, group, scale, table=NF4)
+        case "uint":
+            return Format(quant.bits, group, scale, offset="add")
