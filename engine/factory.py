@@ -245,7 +245,7 @@ def _build_part(
             group=place.group,
             stage=place.stage,
             spread_experts=resolved.spread_experts,
-            by_requests=config.attention_data_parallel,
+            data_parallel_attention=config.attention_data_parallel,
             virtual_tokens=config.max_loras * config.max_virtual_tokens,
         )
         if device.type == "cpu" and not rank % config.ranks_per_node:  # nothing is touched yet

@@ -22,9 +22,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Requests at once by default where each has states of some dozens of MiB.
 _ROWS_OF_STATES = {"cuda": 128, "cpu": 32}
-# Decodes whose part of a state of the delta rule is written later, on CUDA: of 128 x 128 float32
-# numbers, each more of these reads 1 KiB of a head in the place of writing 64.
-_LATE = 3
+# Decodes whose update of a delta-rule state is kept beside it, on CUDA. With states of 128 x 128
+# float32 numbers, each more of these reads 1 KiB a head in place of writing 64.
+_PENDING_UPDATES = 3
 _ALIKE = 0.95  # of the memory of GPUs of one kind
 _MANY_RANKS, _THIN = 8, 64  # from so many ranks on, or below so many columns of an expert on each
 _CUDA_THREADS = 2  # for what torch still does on the CPU
@@ -127,10 +127,10 @@ def decide(
     def without(least: tuple[int, int]) -> str | None:
         return None if capability is None or capability >= least else name
 
-    by_requests = config.attention_data_parallel
-    if by_requests:
-        _check_by_requests(model)
-    check_ranks(model, config.tensor_parallel, config.expert_parallel, by_requests)
+    data_parallel_attention = config.attention_data_parallel
+    if data_parallel_attention:
+        _check_data_parallel_attention(model)
+    check_ranks(model, config.tensor_parallel, config.expert_parallel, data_parallel_attention)
     check_stages(model, config.pipeline_parallel)
     if cuda and config.deterministic and any(layer.latent for layer in model.attention):
         raise ConfigError(
@@ -163,12 +163,12 @@ def decide(
         budget = max(budget, max_model_len)
     dtype = _dtype(config, model, cuda, without(BFLOAT16))
     # Numbers of deterministic mode do not depend on where a decode stands.
-    late = _LATE if cuda and not config.deterministic else 0
+    pending = _PENDING_UPDATES if cuda and not config.deterministic else 0
     return Resolved(
         config=config,
         folder=Path(config.model),
         # Tables of positions, and whether they are stretched, are for the texts that there may be.
-        model=model.within(max_model_len).writing_late(late),
+        model=model.within(max_model_len).with_pending_updates(pending),
         device=device,
         dtype=dtype,
         kv=_kv_format(config, model, dtype, cuda, without(FLOAT8)),
@@ -269,7 +269,7 @@ def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
     return count % ranks == 0 and bool(thin or size % ranks or cut)
 
 
-def _check_by_requests(model: ModelConfig) -> None:
+def _check_data_parallel_attention(model: ModelConfig) -> None:
     """Raise ConfigError for settings that attention_data_parallel is not combined with."""
     why = ""
     if model.recurrent:
@@ -286,11 +286,11 @@ def check_ranks(
     model: ModelConfig,
     ranks: int,
     expert_parallel: bool | None = None,
-    by_requests: bool = False,
+    data_parallel_attention: bool = False,
 ) -> None:
     """Raise ConfigError where the model cannot be divided among so many ranks.
 
-    by_requests: data-parallel attention, whose heads are not divided.
+    data_parallel_attention: whether heads are not divided, as each rank has all of them.
     """
     if expert_parallel and model.experts is None:
         raise ConfigError(
@@ -309,7 +309,9 @@ def check_ranks(
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"tensor_parallel: {ranks}: {why}", param="tensor_parallel")
 
-    fitting = [n for n in range(2, 65) if _divides(model, n, expert_parallel, by_requests)]
+    fitting = [
+        n for n in range(2, 65) if _divides(model, n, expert_parallel, data_parallel_attention)
+    ]
     way_out = f"it can be {', '.join(map(str, fitting))}" if fitting else "leave it out"
     if model.layer_input_size:
         raise refuse(
@@ -318,12 +320,12 @@ def check_ranks(
     for layer in model.attention:
         if layer.mixer is not None and (what := layer.mixer.undivided(ranks)):
             raise refuse(f"{model.architecture} has {what}, which cannot be divided so; {way_out}")
-        if not by_requests and not _divides_heads(model, layer, ranks):
+        if not data_parallel_attention and not _divides_heads(model, layer, ranks):
             raise refuse(
                 f"{model.architecture} has {layer.num_heads} attention heads and "
                 f"{layer.num_kv_heads} key heads, which cannot be divided so; {way_out}"
             )
-    if not _divides(model, ranks, expert_parallel, by_requests):
+    if not _divides(model, ranks, expert_parallel, data_parallel_attention):
         raise refuse(f"the width of {model.architecture}'s MLPs is no multiple of it; {way_out}")
 
 
@@ -358,7 +360,7 @@ def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> boo
 
 
 def _divides(
-    model: ModelConfig, ranks: int, expert_parallel: bool | None, by_requests: bool
+    model: ModelConfig, ranks: int, expert_parallel: bool | None, data_parallel_attention: bool
 ) -> bool:
     mixed: Sequence[int] = ()
     widths = []
@@ -371,7 +373,10 @@ def _divides(
     mixers = (layer.mixer for layer in model.attention if layer.mixer is not None)
     return (
         not any(width % ranks for width in widths)
-        and (by_requests or all(_divides_heads(model, layer, ranks) for layer in model.attention))
+        and (
+            data_parallel_attention
+            or all(_divides_heads(model, layer, ranks) for layer in model.attention)
+        )
         and not any(mixer.undivided(ranks) for mixer in mixers)
     )
 

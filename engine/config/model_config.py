@@ -10,7 +10,7 @@ from engine.architectures.experts import Experts
 from engine.architectures.find import find
 from engine.architectures.latent import Latent
 from engine.architectures.record import renamed
-from engine.architectures.recurrent.delta import Delta
+from engine.architectures.recurrent.delta import DeltaNet
 from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.mixer import Mixer
 from engine.config.quantized import KEY, Quantized
@@ -227,12 +227,14 @@ class ModelConfig:
         )
         return replace(self, max_positions=max_model_len, attention=layers)
 
-    def writing_late(self, decodes: int) -> "ModelConfig":
-        """Return this configuration with delta-rule layers that write the state once in decodes + 1
-        decodes."""
+    def with_pending_updates(self, count: int) -> "ModelConfig":
+        """Return this configuration with delta-rule layers that keep so many pending updates.
+
+        Such a layer writes its state once in count + 1 decodes.
+        """
         layers = tuple(
-            replace(layer, mixer=replace(layer.mixer, late=decodes))
-            if isinstance(layer.mixer, Delta | Kimi)
+            replace(layer, mixer=replace(layer.mixer, pending_updates=count))
+            if isinstance(layer.mixer, DeltaNet | Kimi)
             else layer
             for layer in self.attention
         )

@@ -37,7 +37,7 @@ class Builder:
     stage: Stage = Stage()  # noqa: RUF009, it is frozen
     layer: int | None = None
     spread_experts: bool = False  # each rank has some whole, and not a part of each
-    by_requests: bool = False  # each rank has attention whole, for some requests
+    data_parallel_attention: bool = False  # each rank has all heads, for some requests
     runs_on: str = "cuda"  # the type of the device that it is meant for
     # Tensors, and modules with all that they have, that other ranks hold alone.
     elsewhere: set[str] = field(default_factory=set)
@@ -57,7 +57,7 @@ class Builder:
     @property
     def head_group(self) -> TensorParallelGroup:
         """The group that divides attention heads; a single rank with data-parallel attention."""
-        return TensorParallelGroup() if self.by_requests else self.group
+        return TensorParallelGroup() if self.data_parallel_attention else self.group
 
     def has(self, ours: str) -> bool:
         record = self.config.record

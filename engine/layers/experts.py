@@ -28,8 +28,8 @@ class Stack:
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = self.method.create_experts(self.spec)
         self.loading_bytes = sum(parameter.tensor.nbytes for parameter in self.parameters)
-        self.late = self.method.replaces(self.method.packed_experts_bytes(self.spec))
-        if self.late:
+        self.transient = self.method.replaces(self.method.packed_experts_bytes(self.spec))
+        if self.transient:
             for parameter in self.parameters:
                 parameter.release()
         self.places: Tensor | None = None  # [experts] int32: see `apply`; None: all are here
@@ -50,7 +50,7 @@ class Stack:
 
     @property
     def unit(self) -> Unit:
-        return Unit([*self.parameters], self.finish, self.late)
+        return Unit([*self.parameters], self.finish, self.transient)
 
     @property
     def num_bytes(self) -> int:

@@ -35,14 +35,14 @@ class Linear:
         self.parameters: Sequence[Parameter]
         self.state, self.parameters = method.create(spec)
         self.loading_bytes = sum(parameter.tensor.nbytes for parameter in self.parameters)
-        self.late = method.replaces(method.packed_bytes(spec))
-        if self.late:
+        self.transient = method.replaces(method.packed_bytes(spec))
+        if self.transient:
             for parameter in self.parameters:
                 parameter.release()
 
     @property
     def unit(self) -> Unit:
-        return Unit([*self.parameters], self.finish, self.late)
+        return Unit([*self.parameters], self.finish, self.transient)
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from engine.config.kv_groups import kv_groups
 from engine.errors import ConfigError
 from engine.layers.attention.bidirectional import BidirectionalAttention
-from engine.layers.attention.edited import attention_block
+from engine.layers.attention.choose import attention_block
 from engine.layers.attention.plain import Attention
 from engine.layers.block import Block
 from engine.layers.build import Builder
@@ -313,9 +313,9 @@ class Decoder:
             self.num_bytes += self.table.num_bytes + self._tied_bytes(replace(spec, parts=(part,)))
         self.num_bytes += sum(linear.num_bytes - linear.loading_bytes for linear in linears)
         self.num_bytes += sum(stack.num_bytes - stack.loading_bytes for stack in self._stacks())
-        late = [each for each in self._in_units() if each.late]
-        self.open_bytes = self._most_open(late)
-        self.loading_bytes += sum(each.num_bytes - each.loading_bytes for each in late)
+        transient = [layer for layer in self._in_units() if layer.transient]
+        self.open_bytes = self._most_open(transient)
+        self.loading_bytes += sum(layer.num_bytes - layer.loading_bytes for layer in transient)
         self.loading_bytes += self.open_bytes
         # Those in blocks or words have another number of elements.
         stacks = self._stacks()
@@ -496,11 +496,12 @@ class Decoder:
                 yield linear
         yield from self._stacks()
 
-    def _most_open(self, late: Sequence[Linear | Stack]) -> int:
-        """Return `open_bytes` (see Model). late: the parameters' owners that are packed."""
-        sizes = [each.loading_bytes for each in late]
+    def _most_open(self, transient: Sequence[Linear | Stack]) -> int:
+        """Return `open_bytes` (see Model). transient: the parameters' owners that are packed."""
+        sizes = [each.loading_bytes for each in transient]
         layers = [
-            sum(each.loading_bytes for each in layer.packed if each.late) for layer in self.layers
+            sum(each.loading_bytes for each in layer.packed if each.transient)
+            for layer in self.layers
         ]
         most = max(2 * max(layers, default=0), max(sizes, default=0))
         return min(sum(sizes), max(most, LEAST_OPEN[self.build.runs_on]))

@@ -155,14 +155,14 @@ def build_model(
     group: TensorParallelGroup | None = None,
     stage: Stage = Stage(),  # noqa: B008, it is frozen
     spread_experts: bool = False,
-    by_requests: bool = False,
+    data_parallel_attention: bool = False,
     virtual_tokens: int = 0,
     runs_on: str | None = None,
 ) -> Model:
     """Allocate the model on its device; its weights are undefined until ``load_weights``.
 
     spread_experts: the ranks of the group have whole experts each, and not a part of each expert.
-    by_requests: they have attention whole each, for some requests, and not some heads for all.
+    data_parallel_attention: each rank has all heads, for its own requests.
     runs_on: the type of the device that it is meant for, if that is another: on torch's "meta"
         device a model takes no memory, and its parts say what they would take.
     """
@@ -182,7 +182,7 @@ def build_model(
         device,
         stage,
         spread_experts=spread_experts,
-        by_requests=by_requests,
+        data_parallel_attention=data_parallel_attention,
         runs_on=runs_on,
     )
     # A head that is the embedding is loaded with it, as the checkpoint has it.

@@ -77,7 +77,7 @@ def outline(resolved: Resolved, stage: int = 0) -> Model:
         group=TensorParallelGroup(resolved.ranks - 1, resolved.ranks),  # no other has more heads
         stage=Stage(stage, resolved.stages),
         spread_experts=resolved.spread_experts,
-        by_requests=resolved.config.attention_data_parallel,
+        data_parallel_attention=resolved.config.attention_data_parallel,
         virtual_tokens=config.max_loras * config.max_virtual_tokens,
         runs_on=resolved.device.type,
     )

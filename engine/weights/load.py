@@ -154,7 +154,7 @@ def _jobs(
     def then(unit: Unit) -> Callable[[], None]:
         def run() -> None:
             nonlocal freed
-            if unit.late and model.device.type == "cuda":
+            if unit.transient and model.device.type == "cuda":
                 _check_finite(unit.parameters, stored)
             _settle(unit.parameters)
             freed += unit.num_bytes
@@ -171,7 +171,7 @@ def _jobs(
         return run
 
     def allocate(unit: Unit) -> Callable[[], None] | None:
-        return partial(_allocate, unit.parameters) if unit.late else None
+        return partial(_allocate, unit.parameters) if unit.transient else None
 
     return [
         Job(each, then(unit), allocate(unit), unit.num_bytes)
@@ -334,7 +334,7 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         for parameter in model.parameters():
             unit = units.pop(id(parameter.tensor))
-            if unit.late and unit.parameters[0].tensor is parameter.tensor:
+            if unit.transient and unit.parameters[0].tensor is parameter.tensor:
                 size = unit.num_bytes
                 while packing and size + sum(each for each, _ in packing) > model.open_bytes:
                     packing.popleft()[1].result()
@@ -344,8 +344,8 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
             if unit.parameters[-1].tensor is parameter.tensor:
                 unit.parameters.clear()  # else what is packed is there twice
                 if not cuda:
-                    packing.append((size if unit.late else 0, pool.submit(pack, unit)))
-                elif unit.late:  # on this thread, whose device it is; others wait for `finish`
+                    packing.append((size if unit.transient else 0, pool.submit(pack, unit)))
+                elif unit.transient:  # on this thread, whose device it is; others wait for `finish`
                     pack(unit)
             del parameter, unit
         for _, packed in packing:

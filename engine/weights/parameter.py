@@ -160,12 +160,12 @@ class Unit:
     """Parameters that are packed together, in a list that whoever packs them empties before.
 
     finish: packs them, once all are filled.
-    late: they have no memory before they are allocated, and none after finish.
+    transient: they have no memory before they are allocated, and none after finish.
     """
 
     parameters: list[Parameter]
     finish: Callable[[], None]
-    late: bool
+    transient: bool
 
     @property
     def num_bytes(self) -> int:

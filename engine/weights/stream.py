@@ -212,12 +212,12 @@ class _Reader(Protocol):
         """Allocate the job's memory, before any thread reads the job's first part."""
         ...
 
-    def run(self, parts: Sequence[Transfer], late: Job | None) -> int:
+    def run(self, parts: Sequence[Transfer], transient: Job | None) -> int:
         """Read parts into their targets. Returns the bytes read; on CUDA the copies to the device
         are launched.
 
         parts: parts of one file, behind each other.
-        late: the job of these parts, if it allocates.
+        transient: the job of these parts, if it allocates.
         """
         ...
 
@@ -235,7 +235,7 @@ class _Piece:
     end: int = 0  # of their bytes in the file
 
     @property
-    def late(self) -> Job | None:
+    def transient(self) -> Job | None:
         """The piece's one job, if it allocates; else None."""
         return self.jobs[0] if self.jobs[0].allocate is not None else None
 
@@ -243,7 +243,7 @@ class _Piece:
         """Whether the next part belongs to this piece too."""
         if not self.parts or part.stored.file != self.parts[0].stored.file:
             return False
-        if self.late is not (None if job.allocate is None else job):
+        if self.transient is not (None if job.allocate is None else job):
             return False
         begin, (offset, length) = self.parts[0].byte_range[0], part.byte_range
         aligned = (offset - begin) % part.stored.dtype.itemsize == 0
@@ -334,7 +334,7 @@ class _Queue:
         if not piece.parts:
             return piece.jobs
         with torch.inference_mode():
-            count = reader.run(piece.parts, piece.late)
+            count = reader.run(piece.parts, piece.transient)
         ended = []
         with self._changed:
             self._done += count
@@ -352,7 +352,7 @@ class _Queue:
         """
         with self._changed:
             while self._waiting:
-                job = self._waiting[0].late
+                job = self._waiting[0].transient
                 if job is None or job.begun:
                     return self._waiting.popleft()
                 if not self._open or self._open + job.num_bytes <= self._open_bytes:
@@ -441,7 +441,7 @@ class _CpuReader:
     def allocate(self, job: Job) -> None:
         _allocate(job)
 
-    def run(self, parts: Sequence[Transfer], late: Job | None) -> int:
+    def run(self, parts: Sequence[Transfer], transient: Job | None) -> int:
         return sum(map(self._run, parts))
 
     def _run(self, part: Transfer) -> int:
@@ -495,7 +495,7 @@ class _CudaReader:
             job.allocated = torch.cuda.Event()
             job.allocated.record()
 
-    def run(self, parts: Sequence[Transfer], late: Job | None) -> int:
+    def run(self, parts: Sequence[Transfer], transient: Job | None) -> int:
         self._turn ^= 1
         event = self._events[self._turn]
         event.synchronize()
@@ -504,8 +504,8 @@ class _CudaReader:
         raw = self._buffers[self._turn][: end - begin]
         _read(self._descriptors[parts[0].stored.file], raw, begin, parts)
         with torch.cuda.stream(self.stream):
-            if late is not None and late.allocated is not None:
-                self.stream.wait_event(late.allocated)
+            if transient is not None and transient.allocated is not None:
+                self.stream.wait_event(transient.allocated)
             for part, (offset, length) in zip(parts, ranges, strict=True):
                 self._copy(part, raw[offset - begin :][:length])
             event.record(self.stream)

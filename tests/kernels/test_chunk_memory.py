@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.architectures.recurrent.delta import Delta
+from engine.architectures.recurrent.delta import DeltaNet
 from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.mamba2 import Mamba2
 from engine.architectures.recurrent.mixer import CHUNK, Mixer
@@ -44,7 +44,7 @@ class Launch:
 
 @pytest.mark.parametrize(
     "mixer",
-    [Delta(2, 6, 24, 40, 4), Kimi(3, 80, 4, 80), Mamba2(6, 24, 2, 40, 4, True, False)],
+    [DeltaNet(2, 6, 24, 40, 4), Kimi(3, 80, 4, 80), Mamba2(6, 24, 2, 40, 4, True, False)],
     ids=["delta", "kimi", "mamba 2"],
 )
 def test_chunks_are_counted(mixer: Mixer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_chunks_are_counted(mixer: Mixer, monkeypatch: pytest.MonkeyPatch) -> No
     x = torch.zeros(300, 8, dtype=torch.bfloat16)
     state: Tensor = torch.zeros(3, 1)
     with Allocated() as allocated:
-        if isinstance(mixer, Delta):
+        if isinstance(mixer, DeltaNet):
             sizes = (mixer.key_heads, mixer.value_heads, mixer.key_size, mixer.value_size)
             how = DeltaHeads(*sizes, torch.ones(mixer.channels, 4), *ones[:3], 1e-5)
             delta_chunks_cuda.delta_chunks(x, x, x, x, how, state, state, None, x, meta)

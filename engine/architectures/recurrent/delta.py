@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class DeltaNet:
     """A recurrent layer of Gated DeltaNet, whose state stands in the place of keys and values.
 
     The state of a request is a matrix [key_size, value_size] for each value head. It also has the
@@ -27,7 +27,8 @@ class Delta:
     negative: whether a correction may be up to twice what is wrong, so that states may change their
         sign.
     norm_eps: the epsilon of the norm of the heads' outputs; None = as of the model's norms.
-    late: decodes whose part of the state is written later (`kernels.recurrent.delta_rule_cuda`).
+    pending_updates: decodes whose update of the state is kept beside it, in entries
+        (`kernels.recurrent.delta_rule_cuda`).
     """
 
     key_heads: int
@@ -37,12 +38,12 @@ class Delta:
     taps: int
     negative: bool = False
     norm_eps: float | None = None
-    late: int = 0
+    pending_updates: int = 0
 
     def undivided(self, ranks: int) -> str:
         return f"{self.key_heads} key heads of its DeltaNet" if self.key_heads % ranks else ""
 
-    def of_rank(self, ranks: int) -> "Delta":
+    def of_rank(self, ranks: int) -> "DeltaNet":
         return replace(
             self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks
         )
@@ -54,15 +55,15 @@ class Delta:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of a request's float32 states: convolution inputs, matrices, late entries.
+        """The shapes of a request's float32 states: convolution inputs, matrices, pending updates.
 
-        A late entry is what is not yet in the matrices. For each head and decode it has a key, a
+        A pending update is not yet in the matrices. For each head and decode it has a key, a
         correction, and a sum in the first of four elements. So the next entry lies at 16 bytes.
         """
         matrices = (self.value_heads, self.key_size, self.value_size)
         entry = self.key_size + self.value_size + 4
-        late = ((self.value_heads, self.late, entry),) if self.late else ()
-        return (self.taps - 1, self.channels), matrices, *late
+        entries = ((self.value_heads, self.pending_updates, entry),) if self.pending_updates else ()
+        return (self.taps - 1, self.channels), matrices, *entries
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
@@ -85,26 +86,26 @@ def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["La
     every = config.size("full_attention_interval", 4)
     default = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)
-    full, delta = replace(plain, gated=True), read_delta(config)
-    return [mixing(plain, delta) if kind == LINEAR else full for kind in kinds]
+    full, mixer = replace(plain, gated=True), read_delta(config)
+    return [mixing(plain, mixer) if kind == LINEAR else full for kind in kinds]
 
 
-def read_delta(config: Reader) -> Delta:
-    delta = Delta(
+def read_delta(config: Reader) -> DeltaNet:
+    mixer = DeltaNet(
         config.size("linear_num_key_heads", 16),
         config.size("linear_num_value_heads", 32),
         config.size("linear_key_head_dim", 128),
         config.size("linear_value_head_dim", 128),
         config.size("linear_conv_kernel_dim", 4),
     )
-    if delta.value_heads % delta.key_heads:
+    if mixer.value_heads % mixer.key_heads:
         raise config.error(
             "linear_num_value_heads",
-            f"{delta.value_heads} is no multiple of {delta.key_heads} key heads",
+            f"{mixer.value_heads} is no multiple of {mixer.key_heads} key heads",
         )
-    if delta.taps < 2:
+    if mixer.taps < 2:
         raise config.error("linear_conv_kernel_dim", "must be at least 2")
-    return delta
+    return mixer
 
 
 def _by_key_head(model: "ModelConfig") -> "NDArray[np.int64]":
@@ -115,13 +116,13 @@ def _by_key_head(model: "ModelConfig") -> "NDArray[np.int64]":
     """
     import numpy as np
 
-    delta = next(each.mixer for each in model.attention if isinstance(each.mixer, Delta))
-    shared = delta.value_heads // delta.key_heads
-    values = shared * delta.value_size
-    each = 2 * delta.key_size + 2 * values
-    wide = np.arange(delta.key_heads * each).reshape(delta.key_heads, -1)
-    cuts = np.cumsum([delta.key_size, delta.key_size, values])
-    narrow = len(wide.ravel()) + np.arange(2 * delta.value_heads).reshape(delta.key_heads, -1)
+    mixer = next(each.mixer for each in model.attention if isinstance(each.mixer, DeltaNet))
+    shared = mixer.value_heads // mixer.key_heads
+    values = shared * mixer.value_size
+    each = 2 * mixer.key_size + 2 * values
+    wide = np.arange(mixer.key_heads * each).reshape(mixer.key_heads, -1)
+    cuts = np.cumsum([mixer.key_size, mixer.key_size, values])
+    narrow = len(wide.ravel()) + np.arange(2 * mixer.value_heads).reshape(mixer.key_heads, -1)
     pieces = [*np.split(wide, cuts, axis=1), *np.split(narrow, [shared], axis=1)]
     return np.concatenate([piece.ravel() for piece in pieces])
 

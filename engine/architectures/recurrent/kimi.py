@@ -26,14 +26,15 @@ class Kimi:
     the layer's convolution.
 
     rank: elements of the latents that decays and gates are made of; every rank has all of them.
-    late: decodes whose part of the state is written later (`kernels.recurrent.delta_rule_cuda`).
+    pending_updates: decodes whose update of the state is kept beside it, in entries
+        (`kernels.recurrent.delta_rule_cuda`).
     """
 
     heads: int
     size: int
     taps: int
     rank: int
-    late: int = 0
+    pending_updates: int = 0
 
     def undivided(self, ranks: int) -> str:
         return f"{self.heads} heads of its delta attention" if self.heads % ranks else ""
@@ -43,14 +44,15 @@ class Kimi:
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of a request's float32 states: convolution inputs, matrices, late entries.
+        """The shapes of a request's float32 states: convolution inputs, matrices, pending updates.
 
-        A late entry is what is not yet in the matrices. For each head and decode it has a key, a
+        A pending update is not yet in the matrices. For each head and decode it has a key, a
         correction, and sums.
         """
         channels = 3 * self.heads * self.size
-        late = ((self.heads, self.late, 3 * self.size),) if self.late else ()
-        return (self.taps - 1, channels), (self.heads, self.size, self.size), *late
+        entry = 3 * self.size
+        entries = ((self.heads, self.pending_updates, entry),) if self.pending_updates else ()
+        return (self.taps - 1, channels), (self.heads, self.size, self.size), *entries
 
     @property
     def chunk_elements(self) -> tuple[int, int]:
@@ -79,16 +81,16 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
         default = [FULL if i + 1 in full else LINEAR for i in range(layers)]
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)
     size = own.size("head_dim", config.size("linear_head_dim", 128))
-    delta = Kimi(
+    mixer = Kimi(
         own.size("num_heads", config.size("linear_num_heads", 32)),
         size,
         own.size("short_conv_kernel_size", config.size("linear_conv_kernel_dim", 4)),
         size,
     )
-    if delta.taps < 2:
+    if mixer.taps < 2:
         raise own.error("short_conv_kernel_size", "must be at least 2")
     latent = latent_layer(config, plain)
-    return [replace(latent, rope=None) if kind == FULL else mixing(plain, delta) for kind in kinds]
+    return [replace(latent, rope=None) if kind == FULL else mixing(plain, mixer) for kind in kinds]
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:

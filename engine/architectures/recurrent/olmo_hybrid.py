@@ -25,12 +25,12 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     # The models that there are do not turn, and say so by null.
     if config.inner("rope_parameters").raw("rope_theta", config.get("rope_theta")) is None:
         plain = replace(plain, rope=None)
-    delta = replace(
+    mixer = replace(
         read_delta(config),
         negative=config.flag("linear_allow_neg_eigval", True),
         norm_eps=1e-5,
     )
-    return [plain if kind == FULL else mixing(plain, delta) for kind in kinds]
+    return [plain if kind == FULL else mixing(plain, mixer) for kind in kinds]
 
 
 def _key_size(config: Reader) -> int:

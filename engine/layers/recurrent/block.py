@@ -1,6 +1,6 @@
 """Which layer computes each mixer of a record."""
 
-from engine.architectures.recurrent.delta import Delta
+from engine.architectures.recurrent.delta import DeltaNet
 from engine.architectures.recurrent.jamba import Mamba1
 from engine.architectures.recurrent.kimi import Kimi
 from engine.architectures.recurrent.lfm2 import ShortConv
@@ -19,7 +19,7 @@ def mixer_block(build: Builder) -> Block:
     """Make the mixer of a layer that has one."""
     assert build.layer is not None
     match build.config.attention[build.layer].mixer:
-        case Delta():
+        case DeltaNet():
             return GatedDelta(build)
         case Kimi():
             return KimiDelta(build)

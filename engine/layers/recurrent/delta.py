@@ -1,4 +1,4 @@
-"""DeltaLayer: what layers of the delta rule share: Gated DeltaNet, Kimi Delta Attention."""
+"""DeltaLayer: the base of layers with the delta rule, Gated DeltaNet and Kimi Delta Attention."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,8 +16,11 @@ from kernels.recurrent.delta_rule import DeltaHeads
 
 
 class DeltaLayer(ABC):
-    """One product in, the rule, one product out. kv: the last inputs of the convolution, the
-    states, and what is not yet in these if it is written late, of all rows."""
+    """A layer of one matmul, the delta rule, and another matmul.
+
+    kv: the last inputs of the convolution, the states and, if the layer has them, the pending
+        updates, of all rows.
+    """
 
     def __init__(self, build: Builder) -> None:
         self.kernels = build.kernels
@@ -25,7 +28,7 @@ class DeltaLayer(ABC):
         self.stacks = ()
         self.into: Linear
         self.out: RowParallelLinear
-        self.sizes: Sequence[int]  # of the parts of what `into` makes
+        self.sizes: Sequence[int]  # of the pieces of its output
         self.heads: DeltaHeads
         self.linears: tuple[Linear, ...]
         self.others: tuple[Parameter, ...]
@@ -37,9 +40,9 @@ class DeltaLayer(ABC):
     @abstractmethod
     def attend(
         self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
-        meta: AttentionMeta, late: Tensor | None,
+        meta: AttentionMeta, pending_updates: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """parts: of what `into` made, rows of longer ones."""
+        """Apply the rule. parts: the pieces of `into`'s output, which are views of its rows."""
 
     def forward(
         self,
@@ -52,11 +55,11 @@ class DeltaLayer(ABC):
     ) -> Tensor:
         """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
         there is one."""
-        tail, state, late = kv[0], kv[1], kv[2] if len(kv) > 2 else None
+        tail, state, pending_updates = kv[0], kv[1], kv[2] if len(kv) > 2 else None
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
-        assert late is None or isinstance(late, Tensor)
-        made = self.into.forward(x, meta.lora, norm=norm)
+        assert pending_updates is None or isinstance(pending_updates, Tensor)
+        projected = self.into.forward(x, meta.lora, norm=norm)
         ends = accumulate(self.sizes, initial=0)
-        parts = [made[:, begin:end] for begin, end in pairwise(ends)]
-        found = self.attend(parts, meta.lora, tail, state, meta, late)
-        return self.out.forward(found, meta.lora, residual=residual)
+        parts = [projected[:, begin:end] for begin, end in pairwise(ends)]
+        attended = self.attend(parts, meta.lora, tail, state, meta, pending_updates)
+        return self.out.forward(attended, meta.lora, residual=residual)

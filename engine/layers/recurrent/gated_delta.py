@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.architectures.recurrent.delta import Delta
+from engine.architectures.recurrent.delta import DeltaNet
 from engine.layers.build import Builder
 from engine.layers.recurrent.delta import DeltaLayer
 from kernels.metadata import AttentionMeta, LoraStep
@@ -16,26 +16,26 @@ class GatedDelta(DeltaLayer):
         super().__init__(build)
         config = build.config
         assert build.layer is not None
-        delta = config.attention[build.layer].mixer
-        assert isinstance(delta, Delta)
-        own = delta.of_rank(build.group.size)
+        mixer = config.attention[build.layer].mixer
+        assert isinstance(mixer, DeltaNet)
+        own = mixer.of_rank(build.group.size)
         self.inner = own.value_heads * own.value_size
         self.sizes = (own.channels, self.inner, own.value_heads, own.value_heads)
-        keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
+        keys, values = mixer.key_heads * mixer.key_size, mixer.value_heads * mixer.value_size
         mixed = (keys, keys, values)
-        sizes = (*mixed, values, delta.value_heads, delta.value_heads)
+        sizes = (*mixed, values, mixer.value_heads, mixer.value_heads)
         names = len(build.stored("delta_in").names)
         stored = {2: (4, 2), 4: (3, 1, 1, 1), 6: (1,) * 6}[names]
         self.into = build.column("delta_in", sizes, config.hidden_size, stored=stored)
         self.out = build.row("delta_out", config.hidden_size, values)
-        heads = [build.group.part(delta.value_heads, "heads")]
-        taps = [each * delta.taps for each in mixed]
+        heads = [build.group.part(mixer.value_heads, "heads")]
+        taps = [each * mixer.taps for each in mixed]
         conv = build.vector(
             "delta_conv", *taps, ranges=[build.group.part(each, "channels") for each in taps]
         )
-        decay = build.vector("delta_decay", delta.value_heads, ranges=heads)
-        bias = build.vector("delta_bias", delta.value_heads, ranges=heads, std=0.0)
-        norm = build.vector("delta_norm", delta.value_size, std=0.0)
+        decay = build.vector("delta_decay", mixer.value_heads, ranges=heads)
+        bias = build.vector("delta_bias", mixer.value_heads, ranges=heads, std=0.0)
+        norm = build.vector("delta_norm", mixer.value_size, std=0.0)
         self.heads = DeltaHeads(
             own.key_heads,
             own.value_heads,
@@ -45,8 +45,8 @@ class GatedDelta(DeltaLayer):
             decay.tensor,
             bias.tensor,
             norm.tensor,
-            config.norm_eps if delta.norm_eps is None else delta.norm_eps,
-            2.0 if delta.negative else 1.0,
+            config.norm_eps if mixer.norm_eps is None else mixer.norm_eps,
+            2.0 if mixer.negative else 1.0,
         )
         self.linears = (self.into, self.out)
         self.others = (conv, decay, bias, norm)
@@ -57,7 +57,9 @@ class GatedDelta(DeltaLayer):
 
     def attend(
         self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
-        meta: AttentionMeta, late: Tensor | None,
+        meta: AttentionMeta, pending_updates: Tensor | None,
     ) -> Tensor:  # fmt: skip
         mixed, gate, b, a = parts
-        return self.kernels.gated_delta(mixed, gate, a, b, self.heads, tail, state, meta, late)
+        return self.kernels.gated_delta(
+            mixed, gate, a, b, self.heads, tail, state, meta, pending_updates
+        )

@@ -55,9 +55,11 @@ class KimiDelta(DeltaLayer):
 
     def attend(
         self, parts: Sequence[Tensor], lora: LoraStep | None, tail: Tensor, state: Tensor,
-        meta: AttentionMeta, late: Tensor | None,
+        meta: AttentionMeta, pending_updates: Tensor | None,
     ) -> Tensor:  # fmt: skip
         mixed, b, narrow_a, narrow_z = parts
         a = self.decays.forward(narrow_a.contiguous(), lora)
         z = self.gates.forward(narrow_z.contiguous(), lora)
-        return self.kernels.kimi_delta(mixed, z, a, b, self.heads, tail, state, meta, late)
+        return self.kernels.kimi_delta(
+            mixed, z, a, b, self.heads, tail, state, meta, pending_updates
+        )

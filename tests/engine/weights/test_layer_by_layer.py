@@ -174,7 +174,7 @@ def test_the_thread_that_waits_may_pack(folder: Path, monkeypatch: pytest.Monkey
         model.open_bytes = live.two_layers
         load_weights(model, folder)
     assert max(live.seen) <= live.two_layers
-    assert len(packed) == sum(unit.late for unit in built(folder, "int4").units())
+    assert len(packed) == sum(unit.transient for unit in built(folder, "int4").units())
     whole = built(folder, "int4")
     load_weights(whole, folder)
     assert all(map(same, states(model), states(whole)))
@@ -196,9 +196,9 @@ def test_an_error_ends_those_that_wait(
     else:
         run = stream._CpuReader.run
 
-        def poisoned(reader: Any, parts: Any, late: Any) -> int:
-            count = run(reader, parts, late)
-            if late is not None:
+        def poisoned(reader: Any, parts: Any, transient: Any) -> int:
+            count = run(reader, parts, transient)
+            if transient is not None:
                 parts[0].target.view(-1)[0] = float("nan")
                 stream._check_finite(parts[0])
             return count
@@ -233,7 +233,7 @@ def test_the_parts_of_a_unit_are_read_together() -> None:
     def nothing() -> None:
         pass
 
-    def job(late: bool, *places: tuple[str, int]) -> stream.Job:
+    def job(transient: bool, *places: tuple[str, int]) -> stream.Job:
         tensor = torch.zeros(len(places), 4, dtype=torch.uint8)
         found = [
             stream.Transfer(
@@ -244,7 +244,7 @@ def test_the_parts_of_a_unit_are_read_together() -> None:
             )
             for row, (file, at) in enumerate(places)
         ]
-        return stream.Job(found, nothing, nothing if late else None)
+        return stream.Job(found, nothing, nothing if transient else None)
 
     first = job(True, ("a", 8), ("b", 40), ("a", 24))
     second = job(True, ("a", 16), ("b", 0))

@@ -373,10 +373,10 @@ def test_a_layer_is_packed_while_others_are_read(
         finish(self)
 
     def counted(
-        self: stream._CpuReader, parts: list[stream.Transfer], late: stream.Job | None
+        self: stream._CpuReader, parts: list[stream.Transfer], transient: stream.Job | None
     ) -> int:
         seen.extend(parts)
-        return read(self, parts, late)
+        return read(self, parts, transient)
 
     monkeypatch.setattr(Linear, "finish", finished)
     monkeypatch.setattr(stream._CpuReader, "run", counted)

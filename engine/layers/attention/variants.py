@@ -1,68 +1,20 @@
-"""Attention whose queries and keys are changed between the product that makes them and the cache
-in ways that few models have: clipped, scaled by their position, or normed otherwise than by one
-weight for all heads before the rotation; or whose values are narrower than keys; and what was
-attended, by a number."""
+"""Variants of attention that few models have.
+
+Queries and keys are clipped, scaled by their position, or normed otherwise than by one weight for
+all heads before the rotation. Or values are narrower than keys, or the output has a factor.
+"""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.config.model_config import LayerAttention, ModelConfig
-from engine.layers.attention.bidirectional import BidirectionalAttention
-from engine.layers.attention.by_requests import AttentionByRequests
-from engine.layers.attention.gated import GatedAttention, SoftplusGatedAttention
-from engine.layers.attention.latent import LatentAttention
 from engine.layers.attention.plain import Attention
-from engine.layers.block import Block
 from engine.layers.build import Builder
 from engine.layers.norm import Norm
-from engine.layers.recurrent.beside import AttentionBesideMixer
-from engine.layers.recurrent.block import mixer_block
 from engine.layers.rotary import Tables, rotate
 from engine.weights.parameter import Parameter
 from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta
-
-
-def attention_block(build: Builder, tables: Tables) -> Block:
-    """Make the attention of a layer, its mixer or both; the plain block wherever it serves."""
-    layer = build.config.attention[build.layer or 0]
-    if build.by_requests and build.group.size > 1:
-        return AttentionByRequests(_attention(build.undivided(), tables, layer), build.group)
-    if layer.mixer is None:
-        return _attention(build, tables, layer)
-    mixer = mixer_block(build)
-    if not layer.attends:
-        return mixer
-    return AttentionBesideMixer(_attention(build, tables, layer), mixer)
-
-
-def _attention(build: Builder, tables: Tables, layer: LayerAttention) -> Block:
-    if layer.bidirectional:
-        return BidirectionalAttention(build, tables)
-    if layer.gated:
-        return GatedAttention(build, tables)
-    if layer.softplus_gates:
-        return SoftplusGatedAttention(build, tables)
-    if layer.latent is not None:
-        return LatentAttention(build, tables)
-    if layer.keys_of is not None:
-        return BorrowingAttention(build, tables)
-    edits = _edits(build.config, layer)
-    return (EditedAttention if edits else Attention)(build, tables)
-
-
-def _edits(config: ModelConfig, layer: LayerAttention) -> bool:
-    return (
-        config.qk_norm in ("heads", "flat")
-        or config.qk_norm_after
-        or config.qkv_clip is not None
-        or layer.temperature is not None
-        or layer.value_is_key
-        or layer.value_norm
-        or layer.attended_scale != 1.0
-        or layer.value_size not in (0, layer.head_dim)
-    )
 
 
 class HeadNorm(Norm):
@@ -106,11 +58,11 @@ class HeadNorm(Norm):
         return normed.view(x.shape).to(x.dtype)
 
 
-class EditedAttention(Attention):
-    """The attention whose queries, keys, values or outputs are edited beside the fused kernel.
+class VariantAttention(Attention):
+    """The attention that changes queries, keys, values or outputs outside the fused kernel.
 
-    Norms and rotations that are made here are followed by a rotation by nothing, which writes the
-    keys into the cache.
+    After norms and rotations that are computed here, the fused kernel rotates by nothing, and
+    writes the keys into the cache.
     """
 
     def __init__(self, build: Builder, tables: Tables) -> None:
@@ -167,7 +119,7 @@ class EditedAttention(Attention):
             qkv.clamp_(-self.clip, self.clip)
         if self.value_is_key:
             qkv = torch.cat((qkv, qkv[:, self.num_heads * self.head_dim :]), dim=1)
-        self._edit(qkv, meta)
+        self._norm_and_rotate(qkv, meta)
         if self.value_norm is not None:
             size = v_cache.shape[1] * self.head_dim
             values = qkv[:, -size:].view(len(qkv), -1, self.head_dim)
@@ -193,7 +145,7 @@ class EditedAttention(Attention):
             attended = attended.mul_(self.attended_scale)
         return self.out.forward(attended, meta.lora, residual=residual)
 
-    def _edit(self, qkv: Tensor, meta: AttentionMeta) -> None:
+    def _norm_and_rotate(self, qkv: Tensor, meta: AttentionMeta) -> None:
         """Apply rotary positions and norms to queries and keys, written over them."""
         if not self.apart:
             return

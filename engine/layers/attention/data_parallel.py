@@ -1,4 +1,4 @@
-"""Attention divided by requests: each rank has it whole and computes it for its own requests."""
+"""Data-parallel attention: each rank has all heads and attends for its own requests."""
 
 from torch import Tensor
 
@@ -9,8 +9,8 @@ from kernels.kv.quantized import KV
 from kernels.metadata import AttentionMeta, OwnTokens
 
 
-class AttentionByRequests:
-    """Data-parallel attention: each rank attends for its own requests alone.
+class DataParallelAttention:
+    """The attention of a rank that attends for its own requests alone.
 
     A rank adds nothing for the tokens of other ranks' requests to the all-reduce that ends the
     layer. This all-reduce is as large as with divided heads, and no other message is needed.
@@ -28,7 +28,7 @@ class AttentionByRequests:
 
     @property
     def activations(self) -> int:
-        # Where all of a step's tokens are this rank's, their inputs and outputs are there twice.
+        # Where all tokens of a step are this rank's, their inputs and outputs are there twice.
         return self.attention.activations + 2 * self.linears[0].spec.in_features
 
     def forward(
@@ -42,19 +42,19 @@ class AttentionByRequests:
     ) -> Tensor:
         """See Attention. meta: with `own`."""
         assert meta.own is not None
-        found = self._found(x, kv, meta.own, norm)
+        attended = self._attend(x, kv, meta.own, norm)
         if residual is None:
-            return self.group.all_reduce(found)
-        return self.group.add_reduced(found, residual)
+            return self.group.all_reduce(attended)
+        return self.group.add_reduced(attended, residual)
 
-    def _found(self, x: Tensor, kv: KV, own: OwnTokens, norm: Norm | None) -> Tensor:
+    def _attend(self, x: Tensor, kv: KV, own: OwnTokens, norm: Norm | None) -> Tensor:
         """Attend from this rank's tokens; returns zeros for the others, in x's shape."""
         if own.others is not None:
             assert own.meta is not None
             return self.attention.forward(x, kv, own.meta, norm=norm).masked_fill_(own.others, 0)
-        found = x.new_zeros(x.shape)
+        out = x.new_zeros(x.shape)
         if own.meta is not None:
             assert own.tokens is not None
-            some = x.index_select(0, own.tokens)
-            found.index_copy_(0, own.tokens, self.attention.forward(some, kv, own.meta, norm=norm))
-        return found
+            mine = x.index_select(0, own.tokens)
+            out.index_copy_(0, own.tokens, self.attention.forward(mine, kv, own.meta, norm=norm))
+        return out
