@@ -99,7 +99,7 @@ class Reader:
         """Return a list of values of these types; None for null and for an absent key."""
         value = self.get(key)
         if value is not None and not (
-            isinstance(value, list) and all(isinstance(each, kinds) for each in value)
+            isinstance(value, list) and all(isinstance(item, kinds) for item in value)
         ):
             types = " or ".join(kind.__name__ for kind in kinds)
             raise self.error(key, f"must be a list whose values are of type {types}, got {value!r}")

@@ -59,16 +59,18 @@ def context_too_long(
     has taken off the context.
     """
     if output and prompt < limit:
-        found = f"you requested {prompt + output} tokens ({prompt} in the {where}, {output} in the "
-        found += f"completion). Please reduce the length of the {where} or completion."
+        detail = (
+            f"you requested {prompt + output} tokens ({prompt} in the {where}, {output} in the "
+        )
+        detail += f"completion). Please reduce the length of the {where} or completion."
     else:
-        found = f"your {where} resulted in {'at least ' if at_least else ''}{prompt} tokens"
-        found += ", which leaves none for the completion" if prompt == limit else ""
-        found += f". Please reduce the length of the {where}."
+        detail = f"your {where} resulted in {'at least ' if at_least else ''}{prompt} tokens"
+        detail += ", which leaves none for the completion" if prompt == limit else ""
+        detail += f". Please reduce the length of the {where}."
     if virtual:
-        found += f" The adapter's {virtual} virtual tokens are taken off the context."
+        detail += f" The adapter's {virtual} virtual tokens are taken off the context."
     return InvalidRequest(
-        f"This model's maximum context length is {limit} tokens. However, {found}",
+        f"This model's maximum context length is {limit} tokens. However, {detail}",
         param=param,
         code="context_length_exceeded",
     )

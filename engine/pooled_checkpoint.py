@@ -81,9 +81,9 @@ def _max_tokens(folder: Path) -> int:
     Version 6 of sentence-transformers leaves the limit to the tokenizer's file, where a number
     beyond all contexts says nothing.
     """
-    told = _optional(folder / "sentence_bert_config.json").size_or_none("max_seq_length")
-    if told is not None:
-        return told
+    length = _optional(folder / "sentence_bert_config.json").size_or_none("max_seq_length")
+    if length is not None:
+        return length
     most = _optional(folder / "tokenizer_config.json").get("model_max_length", 0)
     return int(most) if isinstance(most, (int, float)) and 0 < most < 2**31 else 0
 
@@ -162,7 +162,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     path = folder / MODULES
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
-        return [(each["type"].rpartition(".")[2], folder / each["path"]) for each in listed]
+        return [(module["type"].rpartition(".")[2], folder / module["path"]) for module in listed]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{path}: must be a list of modules, each with type and path: {error!r}", param="model"
@@ -248,9 +248,9 @@ def _tensor(folder: Path, name: str, shape: tuple[int, ...]) -> Vector:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; save the model with safetensors", param="model")
     with safe_open(path, "pt") as file:
-        found = file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
-    if found is None or tuple(found.shape) != shape:
-        has = None if found is None else list(found.shape)
+        tensor = file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
+    if tensor is None or tuple(tensor.shape) != shape:
+        has = None if tensor is None else list(tensor.shape)
         raise ConfigError(f"{path}: {name} must be {list(shape)}, is {has}", param="model")
-    array: Vector = found.to(torch.float32).numpy()
+    array: Vector = tensor.to(torch.float32).numpy()
     return array

@@ -200,5 +200,5 @@ def normalized(x: Vector) -> Vector:
 
 
 def _sigmoid(x: Vector) -> Vector:
-    found: Vector = (1 / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32)
-    return found
+    sigmoid: Vector = (1 / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32)
+    return sigmoid

@@ -239,16 +239,16 @@ def _check_devices(config: EngineConfig) -> None:
                 param=config.ranks_key,
             )
     apart = [
-        (one, other)
-        for one, other in combinations(of_ranks, 2)
-        if not torch.cuda.can_device_access_peer(one, other)
+        (gpu, other)
+        for gpu, other in combinations(of_ranks, 2)
+        if not torch.cuda.can_device_access_peer(gpu, other)
     ]
     if apart:
         logger.warning(
             "GPUs %s have no peer access to each other: what ranks send goes through host memory, "
             "slowly. Ways out: GPUs of one NVLink or PCIe switch (`nvidia-smi topo -m`), or "
             "pipeline_parallel, which sends less",
-            ", ".join(f"{one} and {other}" for one, other in apart),
+            ", ".join(f"{gpu} and {other}" for gpu, other in apart),
         )
 
 
@@ -355,8 +355,10 @@ def _divides_heads(model: ModelConfig, layer: LayerAttention, ranks: int) -> boo
         return True
     if ranks > kv_heads:
         return heads % ranks == 0 and ranks % kv_heads == 0
-    kept = {each.kept for each in model.attention if each.attends}
-    return kv_heads % ranks == 0 or len(kept) == 1
+    head_shapes = {
+        layer_attention.kept for layer_attention in model.attention if layer_attention.attends
+    }
+    return kv_heads % ranks == 0 or len(head_shapes) == 1
 
 
 def _divides(
@@ -435,8 +437,8 @@ def _kv_format(
             "which are as small as that already; leave it out",
             param="kv_dtype",
         )
-    kept = {layer.kept for layer in model.attention if layer.attends}
-    if len(kept) > 1 or kv_groups(model).borrowed:
+    head_shapes = {layer.kept for layer in model.attention if layer.attends}
+    if len(head_shapes) > 1 or kv_groups(model).borrowed:
         raise ConfigError(
             f"kv_dtype: {name} is not supported where layers have other heads than others, or read "
             f"the keys of others, as {model.architecture}'s do; leave it out",
@@ -459,7 +461,7 @@ def _kv_format(
             param="kv_dtype",
         )
     # A scale and an offset are read as one word of 32 bits.
-    odd = [each.kept[1] for each in model.attention if each.attends and each.kept[1] % 8]
+    odd = [layer.kept[1] for layer in model.attention if layer.attends and layer.kept[1] % 8]
     if cuda and form.name == "int4" and config.block_size % 2 and odd:
         raise ConfigError(
             f"kv_dtype: int4 needs an even block_size on CUDA where heads have {odd[0]} elements, "

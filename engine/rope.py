@@ -123,8 +123,8 @@ def _yarn_attention_factor(read: Reader, factor: float) -> float:
 def stretch_positions(config: Reader, positions: int, scaling: Mapping[str, Any]) -> int:
     """Put the setting in the place of config.json's own scaling; how many positions there are
     then. positions: without it."""
-    given = Reader(dict(scaling), "rope_scaling")
-    kind = given.get("rope_type")
+    settings = Reader(dict(scaling), "rope_scaling")
+    kind = settings.get("rope_type")
     if kind not in _STRETCHES:
         raise ConfigError(
             f"rope_scaling: rope_type: must be one of {', '.join(_STRETCHES)}, got {kind!r}; "
@@ -136,10 +136,10 @@ def stretch_positions(config: Reader, positions: int, scaling: Mapping[str, Any]
     full = parameters.get("full_attention")
     own = full if isinstance(full, dict) else parameters
     original = own.get("original_max_position_embeddings", positions)
-    made = {**_LLAMA3, "original_max_position_embeddings": original, **scaling}
-    made |= {name: own[name] for name in _NOT_OF_SCALING if name in own and name not in scaling}
-    config.values[key] = made if own is parameters else {**parameters, "full_attention": made}
-    made_read = Reader(made, "rope_scaling")
+    merged = {**_LLAMA3, "original_max_position_embeddings": original, **scaling}
+    merged |= {name: own[name] for name in _NOT_OF_SCALING if name in own and name not in scaling}
+    config.values[key] = merged if own is parameters else {**parameters, "full_attention": merged}
+    made_read = Reader(merged, "rope_scaling")
     original = made_read.size("original_max_position_embeddings")
     return max(positions, int(original * made_read.number("factor")))
 

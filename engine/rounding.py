@@ -102,11 +102,14 @@ def round_checkpoint(
     group = _group(quant, parts) if quant.group else 0
     description = _description(quant, group)
     quantized = _read(description)
-    ours = {each: model.tensor_name(each).removesuffix(".weight") for each in stored}
+    ours = {
+        tensor_name: model.tensor_name(tensor_name).removesuffix(".weight")
+        for tensor_name in stored
+    }
     chosen = {
-        each
-        for each, matrix in ours.items()
-        if each.endswith(".weight") and matrix in parts and _fits(quantized, parts[matrix])
+        tensor_name
+        for tensor_name, matrix in ours.items()
+        if tensor_name.endswith(".weight") and matrix in parts and _fits(quantized, parts[matrix])
     }
     if not chosen:
         raise ConfigError(
@@ -114,16 +117,22 @@ def round_checkpoint(
             "multiples of 32",
             param="quantization",
         )
-    others = (each for each, tensor in stored.items() if len(tensor.shape) > 1)
-    plain = sorted(each.removesuffix(".weight") for each in others if each not in chosen)
+    others = (tensor_name for tensor_name, tensor in stored.items() if len(tensor.shape) > 1)
+    plain = sorted(
+        tensor_name.removesuffix(".weight") for tensor_name in others if tensor_name not in chosen
+    )
     description[_SKIPPED[quant.checkpoint]] = plain
     quantized = _read(description)
     encode = _Encoder(quant, quantized)
     plan: dict[str, dict[str, Tensor]] = {}
-    for each, tensor in stored.items():
+    for tensor_name, tensor in stored.items():
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
-        stem = each.removesuffix(".weight")
-        plan[each] = encode.all(stem, ours[each], meta) if each in chosen else {each: meta}
+        stem = tensor_name.removesuffix(".weight")
+        plan[tensor_name] = (
+            encode.all(stem, ours[tensor_name], meta)
+            if tensor_name in chosen
+            else {tensor_name: meta}
+        )
     entries = [
         Parameter(key, tensor, ()) for tensors in plan.values() for key, tensor in tensors.items()
     ]
@@ -132,17 +141,17 @@ def round_checkpoint(
     done = 0
     began = time.monotonic()
     try:
-        for each, tensor in stored.items():
+        for tensor_name, tensor in stored.items():
             values = _values(tensor)
-            if each in chosen:
+            if tensor_name in chosen:
                 if not bool(values.isfinite().all()):
                     raise ConfigError(
-                        f"{tensor.file}: tensor {each} holds NaN or infinity", param="model"
+                        f"{tensor.file}: tensor {tensor_name} holds NaN or infinity", param="model"
                     )
-                found = encode.all(each.removesuffix(".weight"), ours[each], values)
+                encoded = encode.all(tensor_name.removesuffix(".weight"), ours[tensor_name], values)
             else:
-                found = {each: values}
-            for key, part in found.items():
+                encoded = {tensor_name: values}
+            for key, part in encoded.items():
                 writer.put(key, part)
             done += tensor.num_bytes
             if progress is not None:
@@ -160,18 +169,18 @@ def round_checkpoint(
 
 def _parts(model: Model) -> dict[str, list[Part]]:
     """The model's matrices by their names, with what layers take of them."""
-    found: dict[str, list[Part]] = {}
+    parts: dict[str, list[Part]] = {}
     for spec in model.matrices():
         if spec.name == "head" and model.config.unit_head:  # its rows are divided by their length
             continue
         for part in spec.parts:
-            found.setdefault(part.name, []).append(part)
+            parts.setdefault(part.name, []).append(part)
     for experts in model.expert_specs():
         for spec in all_experts(experts):
             for part in spec.parts:
                 if part.stack is None:
-                    found.setdefault(part.name, []).append(part)
-    return found
+                    parts.setdefault(part.name, []).append(part)
+    return parts
 
 
 def _group(quant: QuantFormat, parts: dict[str, list[Part]]) -> int:
@@ -199,9 +208,9 @@ def _fits(quantized: Quantized, parts: Iterable[Part]) -> bool:
 
 
 def _read(description: dict[str, Any]) -> Quantized:
-    found = read_quantized(Reader({KEY: description}, "config.json"))
-    assert found is not None
-    return found
+    quantized = read_quantized(Reader({KEY: description}, "config.json"))
+    assert quantized is not None
+    return quantized
 
 
 def _values(stored: StoredTensor) -> Tensor:
@@ -236,10 +245,10 @@ class _Encoder:
                 )
                 for key, tensor in shapes.items()
             }
-        found = self._encoded(weight.float(), scheme.bits, scheme.group)
+        tensors = self._encoded(weight.float(), scheme.bits, scheme.group)
         if self.quant.code == "nf4":
-            found[_STATE] = _state(weight)
-        return {f"{stem}.{key}": tensor for key, tensor in found.items()}
+            tensors[_STATE] = _state(weight)
+        return {f"{stem}.{key}": tensor for key, tensor in tensors.items()}
 
     def _grown(self, key: str, tensor: Tensor, weight: Tensor) -> tuple[int, ...]:
         """Return the whole shape of a tensor that was encoded for 8 rows."""

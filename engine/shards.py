@@ -185,11 +185,11 @@ def read_header(file: Path) -> list[Entry]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of a JSON object's pairs. Raises ValueError for a name that is there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in found if names.count(name) > 1)} is there twice")
-    return found
+        raise ValueError(f"{next(name for name in values if names.count(name) > 1)} is there twice")
+    return values
 
 
 def _entry(file: Path, name: str, value: Any, data_start: int) -> Entry:

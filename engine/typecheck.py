@@ -22,7 +22,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is None:
         return isinstance(value, kind)
     if origin is UnionType:
-        return any(fits(value, one) for one in inner)
+        return any(fits(value, option) for option in inner)
     if origin is Literal:
         return isinstance(value, str) and value in inner
     if origin in _LISTS:
@@ -39,7 +39,7 @@ def words(kind: Any) -> str:
     if origin is None:
         return _ONE.get(kind) or f"a {kind.__name__}"
     if origin is UnionType:
-        return " or ".join(words(one) for one in inner if one is not NoneType)
+        return " or ".join(words(option) for option in inner if option is not NoneType)
     if origin is Literal:
         *others, last = map(repr, inner)
         return f"{', '.join(others)} or {last}" if others else last

@@ -38,7 +38,7 @@ def config_of(
     for key, theirs in {**KEYS, **layout.keys}.items():
         if (value := file.own(theirs)) is not None:
             config[key] = value
-    made = {**layout.says, **{key: make(file) for key, make in layout.made.items()}}
+    made = {**layout.says, **{key: make(file) for key, make in layout.computed.items()}}
     config = {key: value for key, value in config.items() if value is not None} | made
     names = file.record.keys
     config = {names.get(key, key): value for key, value in config.items()}

@@ -89,9 +89,9 @@ _MODULES = (
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
-    each.name: each for module in _MODULES for each in module.ARCHITECTURES
+    record.name: record for module in _MODULES for record in module.ARCHITECTURES
 }
 # Folders made of GGUF files that have a matrix in another form than the checkpoint.
 ARCHITECTURES |= {
-    each.architecture: each.applied(ARCHITECTURES[each.record]) for each in GGUFS if each.pieces
+    gguf.architecture: gguf.applied(ARCHITECTURES[gguf.record]) for gguf in GGUFS if gguf.pieces
 }

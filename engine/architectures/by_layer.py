@@ -38,8 +38,8 @@ def periodic(config: Reader, layers: int, period: int) -> list[str]:
     key = "sliding_window_pattern"
     text = config.get(key)
     if not isinstance(text, str):
-        each = config.size(key, period)
-        return layer_types(config, layers, lambda i: WINDOW if (i + 1) % each else FULL)
+        length = config.size(key, period)
+        return layer_types(config, layers, lambda i: WINDOW if (i + 1) % length else FULL)
     if not text or {*text} - {"L", "G"}:
         raise config.error(key, f"must be a number, or a text of L and G, got {text!r}")
     return layer_types(config, layers, lambda i: WINDOW if text[i % len(text)] == "L" else FULL)
@@ -51,9 +51,9 @@ def three_to_one(i: int) -> str:
 
 def turning(config: Reader, layers: int) -> list[bool]:
     """Return whether each layer is rotary: every fourth is not, unless the file says otherwise."""
-    each = config.size("no_rope_layer_interval", 4)
+    interval = config.size("no_rope_layer_interval", 4)
     turns = of_layers(config, "no_rope_layers", layers, int)
-    return [bool(turn) for turn in turns or ((i + 1) % each != 0 for i in range(layers))]
+    return [bool(turn) for turn in turns or ((i + 1) % interval != 0 for i in range(layers))]
 
 
 def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] | None:

@@ -149,13 +149,13 @@ def _modern(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["L
         FULL: config.number("global_rope_theta", 160_000.0),
         WINDOW: config.number("local_rope_theta", 10_000.0),
     }
-    found = []
+    attention = []
     for kind in kinds:
         theta = ropes.inner(kind).number("rope_theta", thetas[kind])
         window = config.size("local_attention", 128) // 2 if kind == WINDOW else 0
         rope = replace(plain.rope, theta=theta) if plain.rope is not None else None
-        found.append(replace(plain, rope=rope, window=window, bidirectional=True))
-    return found
+        attention.append(replace(plain, rope=rope, window=window, bidirectional=True))
+    return attention
 
 
 _LAYER = "model.layers.{i}."
@@ -256,7 +256,7 @@ _NOMIC = Architecture(
         "rope_theta": "rotary_emb_base",
         "partial_rotary_factor": "rotary_emb_fraction",
     },
-    made={"hidden_act": _nomic_activation},
+    computed={"hidden_act": _nomic_activation},
     only={
         "activation_function": ("swiglu",),
         "qkv_proj_bias": _NO_BIAS,

@@ -89,13 +89,13 @@ def read_experts(
     routing = Routing(
         chosen, score, renormalise, scale, groups, top_groups, min(2, count // groups), jitter
     )
-    made = {"act": model.hidden_act, **others}
-    return Experts(layers, count, size, routing, **made)
+    fields = {"act": model.hidden_act, **others}
+    return Experts(layers, count, size, routing, **fields)
 
 
 def one_size(config: Reader, key: str) -> int:
     """Read a size that some files repeat for each layer."""
     value = config.get(key)
-    if isinstance(value, list) and value and all(each == value[0] for each in value):
+    if isinstance(value, list) and value and all(size == value[0] for size in value):
         config = Reader({key: value[0]}, config.path)
     return config.size(key)

@@ -17,23 +17,26 @@ def find(config: Reader) -> tuple[Architecture, str, Reader]:
     wrapper = WRAPPERS.get(name)
     if wrapper is not None:
         config = _text_of(config, wrapper)
-        found = _by_model_type(config, wrapper)
+        match = _by_model_type(config, wrapper)
     elif (record := _record_of(name)) is not None:
-        found = record
+        match = record
     elif name in REFUSED:
         raise config.error("architectures", f"{name!r} is not supported: {REFUSED[name]}")
     else:
-        known = [*WRAPPERS, *(each.name for each in ARCHITECTURES.values() if each.models)]
-        families = {_family(each): each for each in known}
+        known = [
+            *WRAPPERS,
+            *(record.name for record in ARCHITECTURES.values() if record.models),
+        ]
+        families = {_family(class_name): class_name for class_name in known}
         near = families[get_close_matches(_family(name), families, 1, cutoff=0.0)[0]]
         raise config.error(
             "architectures",
             f"{name!r} is not supported, and code of a model folder is never run; the nearest that "
             f"is: {near}. All that are: docs/models.md",
         )
-    if found.variant is not None:
-        found = ARCHITECTURES[found.variant(found.filled(config))]
-    return found, "" if wrapper is None else wrapper.name, config
+    if match.variant is not None:
+        match = ARCHITECTURES[match.variant(match.filled(config))]
+    return match, "" if wrapper is None else wrapper.name, config
 
 
 def _family(name: str) -> str:
@@ -52,7 +55,9 @@ def _record_of(name: str) -> Architecture | None:
     names = [name]
     if base != name:
         names += [f"{base}Model", f"{base}ForCausalLM", f"{base}LMHeadModel"]
-    return next((ARCHITECTURES[each] for each in names if each in ARCHITECTURES), None)
+    return next(
+        (ARCHITECTURES[class_name] for class_name in names if class_name in ARCHITECTURES), None
+    )
 
 
 def _text_of(config: Reader, wrapper: Wrapper) -> Reader:
@@ -89,11 +94,11 @@ _OF_BOTH = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype", _TIED, "quan
 def _by_model_type(config: Reader, wrapper: Wrapper) -> Architecture:
     kind = str(config.get("model_type", wrapper.flat))
     kind = TEXT_TYPES.get(kind, kind)
-    decoders = [each for each in ARCHITECTURES.values() if not each.encoder]
+    decoders = [record for record in ARCHITECTURES.values() if not record.encoder]
     for architecture in decoders:
         if kind and architecture.model_type == kind:
             return architecture
-    known = sorted({each.model_type for each in decoders} - {""})
+    known = sorted({record.model_type for record in decoders} - {""})
     raise config.error(
         "model_type",
         f"{kind!r} is not supported in a {wrapper.name}; supported: {', '.join(known)}",

@@ -110,7 +110,7 @@ class Gguf:
     plus_one: whether the weights of norms have one added.
     keys: further keys, as KEYS.
     says: what config.json says whatever the file does.
-    made: key of config.json -> what makes its value; None is null there, and not the class's
+    computed: key of config.json -> what makes its value; None is null there, and not the class's
         default.
     rope: key of rope_parameters -> what makes its value.
     eps: the key of config.json that the epsilon of norms has.
@@ -125,7 +125,7 @@ class Gguf:
     plus_one: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     says: Mapping[str, Any] = field(default_factory=dict)
-    made: Mapping[str, Make] = field(default_factory=dict)
+    computed: Mapping[str, Make] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=dict)
     eps: str = "rms_norm_eps"
     when: Make = lambda file: True
@@ -154,18 +154,18 @@ class Gguf:
         tensor.
         record: the record, as applied.
         """
-        found = {}
+        names = {}
         for ours, stored in record.tensors.items():
             stems = self.stems.get(ours) or _STEMS_OF_WHOLE.get(ours, ())
             if len(stems) > len(stored.names) == 1:
                 stems = (_FUSED[ours],)
             for stem, name in zip(stems, stored.names, strict=bool(stored.names)):
                 if ours in _WHOLE:
-                    found[f"{stem}.{_WHOLE[ours]}"] = name
+                    names[f"{stem}.{_WHOLE[ours]}"] = name
                 else:
-                    found[f"{stem}.weight"] = f"{name}.weight"
-                    found[f"{stem}.bias"] = f"{name}.bias"
-        return found
+                    names[f"{stem}.weight"] = f"{name}.weight"
+                    names[f"{stem}.bias"] = f"{name}.bias"
+        return names
 
 
 _PERMUTED: Mapping[str, Rows] = {
@@ -279,7 +279,7 @@ GGUFS: tuple[Gguf, ...] = (
         "Ministral3ForCausalLM",
         "mistral3",
         rows=_PERMUTED,
-        made={"sliding_window": lambda file: None},
+        computed={"sliding_window": lambda file: None},
         rope={"llama_4_scaling_beta": _own("attention.temperature_scale")},
     ),
     Gguf("Qwen2ForCausalLM", "qwen2"),
@@ -291,9 +291,9 @@ GGUFS: tuple[Gguf, ...] = (
         "qwen2moe",
         keys={"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
         says={"norm_topk_prob": False},
-        made=_QWEN_MOE,
+        computed=_QWEN_MOE,
     ),
-    Gguf("Qwen3MoeForCausalLM", "qwen3moe", says={"norm_topk_prob": True}, made=_QWEN_MOE),
+    Gguf("Qwen3MoeForCausalLM", "qwen3moe", says={"norm_topk_prob": True}, computed=_QWEN_MOE),
     Gguf("QWenLMHeadModel", "qwen", says={"no_bias": True}),
     Gguf("SeedOssForCausalLM", "seed_oss", stems=_BEHIND),
     Gguf("Ernie4_5ForCausalLM", "ernie4_5"),
@@ -338,20 +338,20 @@ GGUFS: tuple[Gguf, ...] = (
         "Gemma2ForCausalLM",
         "gemma2",
         plus_one=True,
-        made={**_WINDOWS, "query_pre_attn_scalar": _gemma_scale(46)},
+        computed={**_WINDOWS, "query_pre_attn_scalar": _gemma_scale(46)},
     ),
     Gguf(
         "Gemma3ForCausalLM",
         "gemma3",
         plus_one=True,
-        made={**_WINDOWS, "query_pre_attn_scalar": _gemma_scale(62)},
+        computed={**_WINDOWS, "query_pre_attn_scalar": _gemma_scale(62)},
     ),
     Gguf("PhiForCausalLM", "phi2", eps="layer_norm_eps"),
-    Gguf("Phi3ForCausalLM", "phi3", made={"sliding_window": _window}),
+    Gguf("Phi3ForCausalLM", "phi3", computed={"sliding_window": _window}),
     Gguf(
         "PhiMoEForCausalLM",
         "phimoe",
-        made={
+        computed={
             "sliding_window": _window,
             "lm_head_bias": lambda file: file.has("output.bias"),
         },
@@ -359,7 +359,7 @@ GGUFS: tuple[Gguf, ...] = (
     Gguf(
         "StableLmForCausalLM",
         "stablelm",
-        made={
+        computed={
             "use_qkv_bias": lambda file: file.has("blk.0.attn_q.bias"),
             "qk_layernorm": _with("attn_q_norm"),
         },
@@ -380,7 +380,7 @@ GGUFS: tuple[Gguf, ...] = (
         "glm4moe",
         stems=_BEHIND,
         keys={"n_shared_experts": "expert_shared_count"},
-        made={
+        computed={
             "num_hidden_layers": lambda file: (
                 len(_layers(file)) - int(file.own("nextn_predict_layers", 0))
             ),
@@ -392,14 +392,14 @@ GGUFS: tuple[Gguf, ...] = (
         "Dots1ForCausalLM",
         "dots1",
         keys={"n_shared_experts": "expert_shared_count"},
-        made=_NORMED,
+        computed=_NORMED,
     ),
     Gguf("MiniMaxM2ForCausalLM", "minimax-m2"),
     Gguf("OlmoForCausalLM", "olmo", rows=_PERMUTED),
     Gguf(
         "Olmo3ForCausalLM",
         "olmo2",
-        made=_WINDOWS,
+        computed=_WINDOWS,
         when=lambda file: file.own("attention.sliding_window"),
     ),
     Gguf("Olmo2ForCausalLM", "olmo2"),
@@ -407,20 +407,20 @@ GGUFS: tuple[Gguf, ...] = (
     Gguf(
         "Exaone4ForCausalLM",
         "exaone4",
-        made={**_WINDOWS, "sliding_window": _window},
+        computed={**_WINDOWS, "sliding_window": _window},
     ),
     Gguf(
         "CohereForCausalLM",
         "command-r",
         keys={"logit_scale": "logit_scale"},
-        made={"use_qk_norm": _with("attn_q_norm")},
+        computed={"use_qk_norm": _with("attn_q_norm")},
         eps="layer_norm_eps",
     ),
     Gguf(
         "Cohere2ForCausalLM",
         "cohere2",
         keys={"logit_scale": "logit_scale"},
-        made=_WINDOWS,
+        computed=_WINDOWS,
         eps="layer_norm_eps",
     ),
     Gguf(
@@ -435,7 +435,7 @@ GGUFS: tuple[Gguf, ...] = (
             "experts_down_bias": CheckpointTensor((f"{_EXPERT}down_proj.bias",)),
         },
         rope={"truncate": False},
-        made=_WINDOWS,
+        computed=_WINDOWS,
     ),
     Gguf(
         "InternLM2ForCausalLM",
@@ -448,7 +448,7 @@ GGUFS: tuple[Gguf, ...] = (
         "minicpm",
         rows=_PERMUTED,
         keys={"scale_emb": "embedding_scale"},
-        made={
+        computed={
             "scale_depth": lambda file: file.own("residual_scale") * len(_layers(file)) ** 0.5,
             "dim_model_base": lambda file: file.own("embedding_length") / file.own("logit_scale"),
         },
@@ -504,7 +504,7 @@ GGUFS: tuple[Gguf, ...] = (
         says={"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
         eps="layer_norm_epsilon",
     ),
-    Gguf("MptForCausalLM", "mpt", made={"attn_config": _mpt}, eps="layer_norm_epsilon"),
+    Gguf("MptForCausalLM", "mpt", computed={"attn_config": _mpt}, eps="layer_norm_epsilon"),
     Gguf(
         "BloomForCausalLM",
         "bloom",

@@ -45,7 +45,7 @@ class Latent:
     factor: float = 1.0
 
 
-# For `Architecture.made`: what is cached is one key head, of latent and shared key.
+# For `Architecture.computed`: what is cached is one key head, of latent and shared key.
 ONE_KEY_HEAD: Mapping[str, Read] = {
     "num_key_value_heads": lambda config: 1,
     "head_dim": lambda config: config.size("kv_lora_rank") + config.size("qk_rope_head_dim"),

@@ -92,7 +92,7 @@ class Architecture:
     defaults: theirs -> what config.json means where it leaves them out, beside what its class has.
     attention: how each layer attends, made of the plain one and config.json.
     experts: the mixture of experts that layers have in the place of an MLP.
-    made: keys of config.json that are computed from others, ours -> what makes them.
+    computed: keys of config.json that are computed from others, ours -> what makes them.
     only: keys that we compute for these values alone; the first is what absence means.
     variant: the name of the record that a config.json asks for, if not of this one.
     renames: of checkpoints whose names begin otherwise.
@@ -114,7 +114,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention: Attend = alike
     experts: ReadExperts | None = None
-    made: Mapping[str, Read] = field(default_factory=dict)
+    computed: Mapping[str, Read] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     variant: Callable[[Reader], str] | None = None
     renames: Renames = ()
@@ -154,8 +154,8 @@ class Architecture:
         name = renamed(name, self.renames)
         network, dot, _ = self.tensors["embedding"].names[0].partition(".")
         inside = f"{network}.{name.partition('.')[0]}."
-        stored = (each for one in self.tensors.values() for each in one.names)
-        known = any(f"{each}.".startswith(inside) for each in stored)
+        stored = (stored_as for tensor in self.tensors.values() for stored_as in tensor.names)
+        known = any(f"{stored_as}.".startswith(inside) for stored_as in stored)
         return f"{network}.{name}" if dot and known else name
 
 

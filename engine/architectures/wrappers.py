@@ -38,8 +38,8 @@ def _wrapper(name: str, models: str, flat: str = "") -> Wrapper:
 
 
 WRAPPERS: dict[str, Wrapper] = {
-    each.name: each
-    for each in (
+    wrapper.name: wrapper
+    for wrapper in (
         _wrapper("Mistral3ForConditionalGeneration", "Mistral Small 3.1 on, Ministral 3, Devstral"),
         _wrapper("Gemma3ForConditionalGeneration", "Gemma 3 from 4B on"),
         _wrapper("Gemma4ForConditionalGeneration", "Gemma 4 (E2B, E4B, 31B, 26B-A4B)"),

@@ -28,8 +28,8 @@ class _Hashable(dict[str, str | float | bool]):
 
 def ranks_said(tensor_parallel: int, pipeline_parallel: int, pipeline_nodes: int = 1) -> str:
     """Return how a model is divided among ranks, in words for messages."""
-    given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
-    said = " x ".join(f"{key} {ranks}" for key, ranks in given.items() if ranks > 1)
+    ranks_of = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    said = " x ".join(f"{key} {ranks}" for key, ranks in ranks_of.items() if ranks > 1)
     if pipeline_nodes == 1:
         return said
     here = tensor_parallel * pipeline_parallel // pipeline_nodes

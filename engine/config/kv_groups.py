@@ -181,12 +181,12 @@ class KVGroups:
 
         A group whose layers are as large as any layer is one view.
         """
-        found = []
+        views = []
         for number, group in enumerate(self.groups):
             parts = self.elements // group.elements
             for part in range(min(parts, len(group.layers))):
-                found.append(KVView(number, part, parts, group.layers[part::parts]))
-        return tuple(found)
+                views.append(KVView(number, part, parts, group.layers[part::parts]))
+        return tuple(views)
 
     @property
     def kinds(self) -> tuple[KVKind, ...]:
@@ -218,13 +218,13 @@ class KVGroups:
     def token_bytes(self, form: KVFormat) -> dict[KVKind, tuple[int, int]]:
         """Return for each kind the number of its layers and the bytes that a token takes in these
         layers."""
-        found: dict[KVKind, tuple[int, int]] = {}
+        by_kind: dict[KVKind, tuple[int, int]] = {}
         for group in self.groups:
-            layers, taken = found.get(group.kind, (0, 0))
+            layers, taken = by_kind.get(group.kind, (0, 0))
             count = len(group.layers)
             more = group.tensors * count * group.token_bytes(form)
-            found[group.kind] = (layers + count, taken + more)
-        return found
+            by_kind[group.kind] = (layers + count, taken + more)
+        return by_kind
 
     @property
     def state_bytes(self) -> int:
@@ -239,9 +239,11 @@ class KVGroups:
             for group in self.groups
         )
         fit = [self.elements // group.elements for group in groups]
-        slots = max(-(-len(group.layers) // each) for group, each in zip(groups, fit, strict=True))
-        borrowed = tuple(each for each in self.borrowed if each[0] in layers)
-        recurrent = tuple(each for each in self.recurrent if each[0] in layers)
+        slots = max(
+            -(-len(group.layers) // parts) for group, parts in zip(groups, fit, strict=True)
+        )
+        borrowed = tuple(pair for pair in self.borrowed if pair[0] in layers)
+        recurrent = tuple(pair for pair in self.recurrent if pair[0] in layers)
         return KVGroups(groups, slots, borrowed, recurrent)
 
     def blocks(self, tokens: int, size: int) -> int:

@@ -42,8 +42,8 @@ def divide_heads(
     ranks one more where they do not divide. Where key heads are fewer than ranks, which they then
     have to divide as ranks have to divide query heads, several ranks have the same one."""
     if ranks > num_kv_heads:
-        each, key = num_heads // ranks, rank * num_kv_heads // ranks
-        return (rank * each, (rank + 1) * each), (key, key + 1)
+        own_heads, key = num_heads // ranks, rank * num_kv_heads // ranks
+        return (rank * own_heads, (rank + 1) * own_heads), (key, key + 1)
     begin, end = rank * num_kv_heads // ranks, (rank + 1) * num_kv_heads // ranks
     readers = num_heads // num_kv_heads
     return (begin * readers, end * readers), (begin, end)
@@ -283,8 +283,8 @@ class ModelConfig:
         architecture, wrapper, config = find(config)
         config = architecture.filled(config)
         _refuse_others(config, architecture)
-        for key, made in architecture.made.items():
-            config.values[key] = made(config)
+        for key, read_value in architecture.computed.items():
+            config.values[key] = read_value(config)
         read = {**_SWITCHES, **architecture.switches}
         if rope_scaling:
             stretched_to = stretch_positions(config, read["max_positions"](config), rope_scaling)

@@ -98,13 +98,13 @@ class Quantized:
         be read."""
         if self.method == "gguf":
             return 256 if any("K" in kind or "XS" in kind for kind in self.types.values()) else 32
-        found = [32]
+        sizes = [32]
         for _, scheme in self.rules:
             if scheme is not None and scheme.kind in ("gptq", "awq", "packed"):
-                found.append(scheme.group)
+                sizes.append(scheme.group)
             elif scheme is not None and scheme.kind == "nf4":
-                found.append(64)
-        return lcm(*filter(None, found))
+                sizes.append(64)
+        return lcm(*filter(None, sizes))
 
     def scheme(self, name: str) -> Scheme | None:
         """Return how the matrix of this name is kept, None as usual. Not for "gguf"."""
@@ -120,8 +120,10 @@ class Quantized:
         What `scheme` and `keeps` say of these matrices stays the same.
         """
         if self.method == "gguf":
-            kept = set(names)
-            return replace(self, types={at: kind for at, kind in self.types.items() if at in kept})
+            wanted = set(names)
+            return replace(
+                self, types={at: kind for at, kind in self.types.items() if at in wanted}
+            )
         met = {self.scheme(name) for name in names}
         return replace(
             self, rules=tuple(rule for rule in self.rules if rule[1] is None or rule[1] in met)
@@ -163,22 +165,22 @@ def modules(*names: str) -> tuple[str, ...]:
 
     names: modules, which may have the path of a text model in another one before them, and stars.
     """
-    found = []
+    patterns = []
     for name in names:
         inner = name.replace("language_model.model.", "model.")
         inner = inner.replace("model.language_model.", "model.").removeprefix("language_model.")
         glob = translate(inner).replace("(?s:", "(?:").removesuffix("\\Z").removesuffix("\\z")
-        found.append(rf"(?:.*\.)?{glob}(?:\..*)?")
-    return tuple(found)
+        patterns.append(rf"(?:.*\.)?{glob}(?:\..*)?")
+    return tuple(patterns)
 
 
 def expression(text: str) -> str:
     """Return the pattern of a regular expression that matches from the beginning of a name on.
     Raises re.error."""
     prefix = r"^\^?(?:model\\?\.language_model|language_model\\?\.model)\\?\."
-    found = f"(?:{re.sub(prefix, 'model.', text)}).*"
-    re.compile(found)
-    return found
+    pattern = f"(?:{re.sub(prefix, 'model.', text)}).*"
+    re.compile(pattern)
+    return pattern
 
 
 @lru_cache(maxsize=256)

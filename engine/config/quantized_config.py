@@ -39,18 +39,18 @@ def _gptq(read: Reader) -> Rules:
     plain = list(_names(read, "modules_to_not_convert"))
     if not read.get("lm_head", False):
         plain.append(_HEAD)
-    found: list[tuple[tuple[str, ...], Scheme | None]] = []
+    rules: list[tuple[tuple[str, ...], Scheme | None]] = []
     dynamic = read.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise read.error("dynamic", f"must be an object, got {dynamic!r}")
     for name, other in dynamic.items():
         pattern = _expression(read, "dynamic", name.removeprefix("-:").removeprefix("+:"))
         if name.startswith("-:"):
-            found.append(((pattern,), None))
+            rules.append(((pattern,), None))
         else:
             over = Reader({**read.values, **(other or {})}, f"{read.path}: dynamic: {name}")
-            found.append(((pattern,), _gptq_scheme(over, read)))
-    return (*found, (modules(*plain), None), (_ALL, scheme))
+            rules.append(((pattern,), _gptq_scheme(over, read)))
+    return (*rules, (modules(*plain), None), (_ALL, scheme))
 
 
 def _gptq_scheme(read: Reader, whole: Reader) -> Scheme:
@@ -100,7 +100,7 @@ def _auto_round(read: Reader) -> Rules:
             zeros_less_one=kind == "gptq",
         )
 
-    found: list[tuple[tuple[str, ...], Scheme | None]] = []
+    rules: list[tuple[tuple[str, ...], Scheme | None]] = []
     extra = read.get("extra_config") or {}
     if not isinstance(extra, dict):
         raise read.error("extra_config", f"must be an object, got {extra!r}")
@@ -110,12 +110,12 @@ def _auto_round(read: Reader) -> Rules:
         patterns = modules(name)
         if regular.search(name):
             patterns = (_expression(read, "extra_config", f".*{name}"),)
-        found.append((patterns, scheme(over)))
+        rules.append((patterns, scheme(over)))
     blocks = read.get("block_name_to_quantize") or []
     blocks = blocks.split(",") if isinstance(blocks, str) else blocks
     names = [name.strip() for name in blocks]
     inside = modules(*names) if names else _ALL
-    return (*found, (modules(_HEAD), None), (inside, scheme(read)))
+    return (*rules, (modules(_HEAD), None), (inside, scheme(read)))
 
 
 # ---- compressed-tensors --------------------------------------------------------------------------
@@ -144,7 +144,9 @@ def _compressed(read: Reader) -> Rules:
         targets = _names(within, "targets", ["Linear"])
         if "Linear" in targets:
             others.append((_ALL, scheme))
-        if patterns := _patterns(within, "targets", [each for each in targets if each != "Linear"]):
+        if patterns := _patterns(
+            within, "targets", [target for target in targets if target != "Linear"]
+        ):
             named.append((patterns, scheme))
     if len(others) > 1:
         raise read.error("config_groups", "more than one group has all linear layers")
@@ -154,12 +156,12 @@ def _compressed(read: Reader) -> Rules:
 def _no_transforms(read: Reader) -> None:
     """Rotations of weights are in the weights already; what activations go through is not."""
     for name, scheme in read.inner("transform_config").inner("config_groups").values.items():
-        for each in scheme.get("apply", ()):
-            if each.get("location") not in ("weight_input", "weight_output"):
+        for transform in scheme.get("apply", ()):
+            if transform.get("location") not in ("weight_input", "weight_output"):
                 raise read.error(
                     "transform_config",
-                    f"{name}: transforms at {each.get('location')!r} are not supported, only those "
-                    "that are in the weights; take a checkpoint without",
+                    f"{name}: transforms at {transform.get('location')!r} are not supported, "
+                    "only those that are in the weights; take a checkpoint without",
                 )
 
 
@@ -256,11 +258,11 @@ def _modelopt(read: Reader) -> Rules:
     if isinstance(inner, dict):
         read = Reader(inner, f"{read.path}: quantization")
 
-    def scheme(each: Reader) -> Scheme:
-        found = _MODELOPT[each.one_of("quant_algo", tuple(_MODELOPT), "")]
-        if found is _NVFP4 and each.get("group_size") not in (None, 0, 16):
-            raise each.error("group_size", f"{each.get('group_size')!r} of NVFP4 must be 16")
-        return found
+    def scheme(layer: Reader) -> Scheme:
+        scheme_of_algo = _MODELOPT[layer.one_of("quant_algo", tuple(_MODELOPT), "")]
+        if scheme_of_algo is _NVFP4 and layer.get("group_size") not in (None, 0, 16):
+            raise layer.error("group_size", f"{layer.get('group_size')!r} of NVFP4 must be 16")
+        return scheme_of_algo
 
     names = [*_names(read, "exclude_modules"), *_names(read, "ignore")]
     plain: tuple[tuple[str, ...], None] = (_patterns(read, "exclude_modules", names), None)
@@ -269,11 +271,11 @@ def _modelopt(read: Reader) -> Rules:
     layers = read.get("quantized_layers", {})
     if not isinstance(layers, dict) or not layers:
         raise read.error("quantized_layers", "must name layers of MIXED_PRECISION")
-    each = (
+    rules = (
         (modules(name), scheme(Reader(values, f"{read.path}: quantized_layers: {name}")))
         for name, values in layers.items()
     )
-    return plain, *each
+    return plain, *rules
 
 
 def _mxfp4(read: Reader) -> Rules:
@@ -314,22 +316,22 @@ _METHODS: dict[str, Callable[[Reader], Rules]] = {
 
 
 def _names(read: Reader, key: str, default: Iterable[str] = ()) -> list[str]:
-    found: Any = read.get(key)
-    found = list(default) if found is None else found
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise read.error(key, f"must be a list of names, got {found!r}")
-    return found
+    names: Any = read.get(key)
+    names = list(default) if names is None else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise read.error(key, f"must be a list of names, got {names!r}")
+    return names
 
 
 def _patterns(read: Reader, key: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return patterns of these names; a name after "re:" is a regular expression."""
-    found: list[str] = []
+    patterns: list[str] = []
     for name in names:
         if name.startswith("re:"):
-            found.append(_expression(read, key, name.removeprefix("re:")))
+            patterns.append(_expression(read, key, name.removeprefix("re:")))
         else:
-            found += modules(name)
-    return tuple(found)
+            patterns += modules(name)
+    return tuple(patterns)
 
 
 def _expression(read: Reader, key: str, text: str) -> str:
@@ -341,9 +343,9 @@ def _expression(read: Reader, key: str, text: str) -> str:
 
 def _version(read: Reader, key: str, known: tuple[str, ...]) -> str:
     """Read the format's version, in capitals or not; transformers 5 calls the key "format"."""
-    key = next((each for each in (key, "format") if read.get(each) is not None), key)
-    found = str(read.get(key, known[0])).lower()
-    return Reader({key: found}, read.path).one_of(key, known, known[0])
+    key = next((name for name in (key, "format") if read.get(name) is not None), key)
+    version = str(read.get(key, known[0])).lower()
+    return Reader({key: version}, read.path).one_of(key, known, known[0])
 
 
 def _bits(read: Reader, key: str, bits: int, allowed: tuple[int, ...]) -> int:
@@ -361,10 +363,10 @@ def _group(read: Reader, key: str, group: object) -> int:
 
 
 def _block(read: Reader, key: str) -> tuple[int, int]:
-    found: Any = read.get(key)
-    sizes = isinstance(found, list) and len(found) == 2
-    if not sizes or not all(isinstance(size, int) and size >= 16 for size in found):
-        raise read.error(key, f"{found!r} is not supported, only two sizes such as [128, 128]")
-    if found[1] % 16:
-        raise read.error(key, f"{found[1]} inputs are not supported, only multiples of 16")
-    return found[0], found[1]
+    block: Any = read.get(key)
+    sizes = isinstance(block, list) and len(block) == 2
+    if not sizes or not all(isinstance(size, int) and size >= 16 for size in block):
+        raise read.error(key, f"{block!r} is not supported, only two sizes such as [128, 128]")
+    if block[1] % 16:
+        raise read.error(key, f"{block[1]} inputs are not supported, only multiples of 16")
+    return block[0], block[1]

@@ -39,7 +39,7 @@ class Divergence:
         if len(ids) < 2:
             return
         taken = ids[1:, None].long()
-        own, others = (each[:-1].gather(1, taken) for each in (exact, other))
+        own, others = (logprobs[:-1].gather(1, taken) for logprobs in (exact, other))
         self.losses = (self.losses[0] - float(own.sum()), self.losses[1] - float(others.sum()))
         self.largest = max(self.largest, float((own - others).abs().max()))
 

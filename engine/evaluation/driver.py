@@ -35,12 +35,12 @@ def run(
     adapters: of each prompt; none by default. progress: called after each step with the number of
     tokens that there are.
     """
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    prompt_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs = [Output() for _ in prompts]
     requests = [
         EngineRequest(i, list(prompt), len(prompt), p, seed, adapter=adapter)
         for i, (prompt, p, adapter) in enumerate(
-            zip(prompts, each, adapters or [""] * len(prompts), strict=True)
+            zip(prompts, prompt_params, adapters or [""] * len(prompts), strict=True)
         )
     ]
     for wave in [requests] if together else [[request] for request in requests]:

@@ -108,10 +108,10 @@ class Paged:
             slots = torch.where(meta.slots < 0, -1, block * size + meta.slots % size)
             metas.append(meta.elsewhere(slots, meta.block_table * count + number))
         metas = in_views(groups, metas, size)
-        for view, each in zip(groups.views, metas, strict=True):
+        for view, view_meta in zip(groups.views, metas, strict=True):
             attention = groups.groups[view.group].attention
             cache = self.kv.layers[view.layers[0]][0]
-            self.kernels.prepare(each, attention.num_heads, cache, attention.latent_rank)
+            self.kernels.prepare(view_meta, attention.num_heads, cache, attention.latent_rank)
         token_ids = torch.cat([ids[start:] for ids, _, start in entries]).int().to(self.device)
         logits = self.model.logits(self.model.forward(token_ids, metas, self.kv.layers))
         return list(logits.split([len(ids) - start for ids, _, start in entries]))

@@ -28,7 +28,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}", param="prompts") from None
-    found = []
+    prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -41,10 +41,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer, longest: int) -> list[Prompt]
             raise ConfigError(
                 f"{where}: has {len(ids)} tokens; it must be 1 to {longest}", param="prompts"
             )
-        found.append(Prompt(text, ids))
-    if not found:
+        prompts.append(Prompt(text, ids))
+    if not prompts:
         raise ConfigError(f"{path}: no prompt in it", param="prompts")
-    return found
+    return prompts
 
 
 def _of_json(line: str, where: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:

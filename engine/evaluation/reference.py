@@ -53,16 +53,16 @@ class Reference:
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         """The most likely continuation, token by token, over ends of text; without ids that the
         tokenizer lacks."""
-        found: list[int] = []
+        output: list[int] = []
         step, cache = torch.tensor([ids]), None
         for _ in range(count):
             said = self.model(step, past_key_values=cache, use_cache=True)
             cache = said.past_key_values
             logits = said.logits[0, -1].float()
             logits[self._never] = -torch.inf
-            found.append(int(logits.argmax()))
-            step = torch.tensor([found[-1:]])
-        return found
+            output.append(int(logits.argmax()))
+            step = torch.tensor([output[-1:]])
+        return output
 
     @torch.inference_mode()
     def trace(self, ids: Sequence[int]) -> Trace:
@@ -76,8 +76,8 @@ class Reference:
     def _traced(self) -> Iterator[Trace]:
         trace: Trace = {}
 
-        def keep(name: str, found: Any) -> None:
-            values = found[0] if isinstance(found, tuple) else found
+        def keep(name: str, output: Any) -> None:
+            values = output[0] if isinstance(output, tuple) else output
             trace[name] = values.detach().reshape(-1, values.shape[-1]).float().clone()
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Reference:
         with ExitStack() as hooks:
 
             def tap(name: str, module: nn.Module) -> None:
-                handle = module.register_forward_hook(lambda _, __, found: keep(name, found))
+                handle = module.register_forward_hook(lambda _, __, output: keep(name, output))
                 hooks.callback(handle.remove)
 
             first = self._layers[0].register_forward_pre_hook(before, with_kwargs=True)
@@ -94,9 +94,9 @@ class Reference:
             for number, layer in enumerate(self._layers):
                 tap(f"layers.{number}", layer)
                 for ours, names in (("attention", _ATTENTION), ("mlp", _MLP)):
-                    found = [m for name, m in layer.named_children() if names.fullmatch(name)]
-                    if len(found) == 1:
-                        tap(f"layers.{number}.{ours}", found[0])
+                    modules = [m for name, m in layer.named_children() if names.fullmatch(name)]
+                    if len(modules) == 1:
+                        tap(f"layers.{number}.{ours}", modules[0])
             yield trace
 
 
@@ -143,7 +143,7 @@ def _load(folder: Path, config: ModelConfig, dtype: torch.dtype, attention: str)
 
 
 def _bytes(folder: Path, dtype: torch.dtype) -> int:
-    return sum(math.prod(each.shape) for each in read_index(folder).values()) * dtype.itemsize
+    return sum(math.prod(tensor.shape) for tensor in read_index(folder).values()) * dtype.itemsize
 
 
 def _layers(model: nn.Module, count: int) -> nn.ModuleList:

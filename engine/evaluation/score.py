@@ -72,7 +72,7 @@ def score(
     Raises ConfigError where the other model has other tokens.
     """
     tokenizer = Tokenizer.load(config.model)
-    found = Score(config.model)
+    result = Score(config.model)
     resolved = resolve(config)
     model, form = load_model(resolved), resolved.kv
     pieces = _pieces(tokenizer, text, model.config.max_positions) if text else []
@@ -86,18 +86,18 @@ def score(
         if beside is not None:
             other.add(ids, _beside(_file(beside, number), config, ids, logprobs), logprobs)
     if pieces:
-        found.perplexity, found.tokens = sums.perplexities[0], sums.tokens
+        result.perplexity, result.tokens = sums.perplexities[0], sums.tokens
     for task in tasks:
         if not task.generates:
             progress(task.name)
-            found.tasks[task.name] = _choose(model, tokenizer, task, form)
+            result.tasks[task.name] = _choose(model, tokenizer, task, form)
     del model
     gc.collect()
     if generated := [task for task in tasks if task.generates]:
-        found.tasks |= _generate(config, tokenizer, generated, progress)
+        result.tasks |= _generate(config, tokenizer, generated, progress)
     if beside is None or not pieces:
-        return found, None
-    return found, Agreement(other.kl, other.same_token)
+        return result, None
+    return result, Agreement(other.kl, other.same_token)
 
 
 def compare(
@@ -113,8 +113,8 @@ def compare(
     """
     if text and _tokens(config, text) != _tokens(against, text):
         raise _other_tokens(config)
-    with tempfile.TemporaryDirectory(prefix="manta-eval-") as kept:
-        folder = Path(kept)
+    with tempfile.TemporaryDirectory(prefix="manta-eval-") as temporary:
+        folder = Path(temporary)
         exact, _ = score(against, text, tasks, progress, keep=folder)
         gc.collect()
         ours, agreement = score(config, text, tasks, progress, beside=folder)
@@ -146,7 +146,7 @@ def _file(folder: Path, number: int) -> Path:
 
 def _pieces(tokenizer: Tokenizer, text: str, longest: int) -> list[Tensor]:
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=True))
-    return [each.clone() for each in ids.split(min(PIECE, longest)) if len(each) > 1]
+    return [piece.clone() for piece in ids.split(min(PIECE, longest)) if len(piece) > 1]
 
 
 @torch.inference_mode()
@@ -170,9 +170,9 @@ def _choose(model: Model, tokenizer: Tokenizer, task: Task, form: KVFormat) -> d
             rows = _logprobs(model, ids, form)[first - 1 : -1]
             sums.append(float(rows.gather(1, ids[first:, None]).sum()))
         lengths = [max(1, len(choice.encode())) for choice in question.choices]
-        each = [value / length for value, length in zip(sums, lengths, strict=True)]
+        by_length = [value / length for value, length in zip(sums, lengths, strict=True)]
         right += sums.index(max(sums)) == question.answer
-        normed += each.index(max(each)) == question.answer
+        normed += by_length.index(max(by_length)) == question.answer
     count = len(task.questions)
     return {"accuracy": right / count, "acc_norm": normed / count, "questions": count}
 
@@ -184,7 +184,7 @@ def _generate(
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:
     core, _ = build(msgspec.structs.replace(config, max_loras=0))
-    found = {}
+    results = {}
     for task in tasks:
         progress(task.name)
         prompts = [
@@ -202,5 +202,5 @@ def _generate(
                 answer = answer.split(stop)[0]
             right += answer.strip() == question.target.strip()
         count = len(task.questions)
-        found[task.name] = {"accuracy": right / count, "questions": float(count)}
-    return found
+        results[task.name] = {"accuracy": right / count, "questions": float(count)}
+    return results

@@ -63,32 +63,32 @@ def read_task(path: Path, limit: int | None = None) -> Task:
     limit: the most questions that are read.
     """
     try:
-        found = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        settings = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}", param="task") from None
     except YAMLError as error:
         raise ConfigError(f"{path}: {str(error)[:300]}", param="task") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError(f"{path}: not a task, which is a mapping", param="task")
-    if unknown := sorted(set(map(str, found)) - _KEYS):
+    if unknown := sorted(set(map(str, settings)) - _KEYS):
         raise ConfigError(f"{path}: {unknown[0]}: is not supported", param="task")
-    if found.get("num_fewshot"):
+    if settings.get("num_fewshot"):
         raise ConfigError(f"{path}: num_fewshot: examples are not supported", param="task")
-    kind = found.get("output_type", "generate_until")
+    kind = settings.get("output_type", "generate_until")
     if kind not in ("multiple_choice", "generate_until"):
         raise ConfigError(
             f"{path}: output_type: {kind!r} is not supported, only multiple_choice and "
             "generate_until",
             param="task",
         )
-    reader = _Reader(path, found)
+    reader = _Reader(path, settings)
     documents = reader.documents()[:limit]
     generates = kind == "generate_until"
     make = reader.generated if generates else reader.multiple_choice
-    options = found.get("generation_kwargs") or {}
+    options = settings.get("generation_kwargs") or {}
     until = options.get("until", ["\n\n"])
     return Task(
-        str(found.get("task", path.stem)),
+        str(settings.get("task", path.stem)),
         generates,
         tuple(make(number, document) for number, document in enumerate(documents, 1)),
         tuple([until] if isinstance(until, str) else until),
@@ -112,17 +112,17 @@ class _Reader:
         names = [files] if isinstance(files, str) else files
         if not isinstance(names, list) or not names:
             raise self._error("dataset_kwargs", "needs data_files: a .jsonl file of this machine")
-        found = []
+        documents = []
         for name in names:
             file = self._path.parent / str(name)
             try:
                 lines = file.read_text(encoding="utf-8").splitlines()
-                found += [json.loads(line) for line in lines if line.strip()]
+                documents += [json.loads(line) for line in lines if line.strip()]
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{file}: cannot be read: {error}", param="task") from None
-        if not found or not all(isinstance(each, dict) for each in found):
+        if not documents or not all(isinstance(document, dict) for document in documents):
             raise self._error("dataset_kwargs", f"{names[0]}: has no documents")
-        return found
+        return documents
 
     def multiple_choice(self, number: int, document: dict[str, Any]) -> Question:
         choices = self._choices(number, document)
@@ -136,7 +136,7 @@ class _Reader:
         if not 0 <= answer < len(choices):
             raise self._error("doc_to_target", f"document {number}: none of the choices")
         context = str(self._value("doc_to_text", number, document))
-        return Question(context, tuple(self._delimiter + each for each in choices), answer)
+        return Question(context, tuple(self._delimiter + choice for choice in choices), answer)
 
     def generated(self, number: int, document: dict[str, Any]) -> Question:
         context = str(self._value("doc_to_text", number, document))
@@ -145,16 +145,18 @@ class _Reader:
     def _choices(self, number: int, document: dict[str, Any]) -> list[str]:
         asked = self._task.get("doc_to_choice")
         if isinstance(asked, list):
-            return [str(self._render(each, "doc_to_choice", number, document)) for each in asked]
-        found = self._value("doc_to_choice", number, document)
-        if isinstance(found, str):
+            return [
+                str(self._render(choice, "doc_to_choice", number, document)) for choice in asked
+            ]
+        choices = self._value("doc_to_choice", number, document)
+        if isinstance(choices, str):
             try:
-                found = ast.literal_eval(found)
+                choices = ast.literal_eval(choices)
             except (ValueError, SyntaxError):
-                found = None
-        if not isinstance(found, list) or len(found) < 2:
+                choices = None
+        if not isinstance(choices, list) or len(choices) < 2:
             raise self._error("doc_to_choice", f"document {number}: not a list of choices")
-        return [str(each) for each in found]
+        return [str(choice) for choice in choices]
 
     def _value(self, key: str, number: int, document: dict[str, Any]) -> Any:
         """Return a field of the document, a number, or a rendered template."""

@@ -38,8 +38,8 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     """
     ours, theirs = ours.float(), theirs.float()
     length = theirs.norm(dim=-1).clamp(min=1e-30)
-    found = ((ours - theirs).norm(dim=-1) / length).max()
-    return float(found) if bool(found.isfinite()) else float("inf")
+    largest = ((ours - theirs).norm(dim=-1) / length).max()
+    return float(largest) if bool(largest.isfinite()) else float("inf")
 
 
 @contextmanager
@@ -101,9 +101,9 @@ class _BlockTap:
         norm: Any = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        found = self.block.forward(x, kv, meta, norm=norm)
-        self._trace[self._name] = _kept(found)
-        return found if residual is None else residual.add_(found)
+        out = self.block.forward(x, kv, meta, norm=norm)
+        self._trace[self._name] = _kept(out)
+        return out if residual is None else residual.add_(out)
 
 
 class _LayerTap:

@@ -142,9 +142,9 @@ class Report:
         return "agrees" if self.reference else "consistent"
 
     def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        found["bounds"]["tie"] = None if math.isinf(self.bounds.tie) else self.bounds.tie
-        return {"verdict": self.verdict, **found}
+        report = asdict(self)
+        report["bounds"]["tie"] = None if math.isinf(self.bounds.tie) else self.bounds.tie
+        return {"verdict": self.verdict, **report}
 
 
 class _Logits:
@@ -158,8 +158,8 @@ class _Logits:
         """Add the logits of one text. theirs: the exact ones. Logits [n, vocab_size] behind each of
         ids [n]."""
         ours, theirs = ours.float().cpu(), theirs.float().cpu()
-        found = float((ours - theirs).abs().max() / theirs.abs().max())
-        self._largest = max(self._largest, found if math.isfinite(found) else math.inf)
+        difference = float((ours - theirs).abs().max() / theirs.abs().max())
+        self._largest = max(self._largest, difference if math.isfinite(difference) else math.inf)
         self._divergence.add(ids, theirs.log_softmax(-1), ours.log_softmax(-1))
 
     @property
@@ -310,17 +310,17 @@ def _texts(
         progress(f"greedy text {name}")
         counting = told(f" {name}", len(few))
         again = run(core, few, params, together=False, progress=counting)
-        found = report.own_text[name] = Texts(len(again))
+        counts = report.own_text[name] = Texts(len(again))
         for number, (output, other) in enumerate(zip(together, again, strict=False)):
             position = _first_difference(output.token_ids, other.token_ids)
             if position is None:
-                found.same += 1
+                counts.same += 1
                 continue
             theirs = output.logprobs[position]
             near = dict(zip(theirs.top_ids, theirs.top_logprobs, strict=True))
             token = other.token_ids[position]
             gap = max(near.values()) - near.get(token, -math.inf)
-            _count(found, report.bounds, number, position, gap)
+            _count(counts, report.bounds, number, position, gap)
     return together
 
 
@@ -331,17 +331,17 @@ def _beside_reference(
     ours: list[Output],
     folder: Path,
 ) -> Texts:
-    found = Texts(len(texts))
+    counts = Texts(len(texts))
     for number, (prompt, text, output) in enumerate(zip(prompts, texts, ours, strict=True)):
         position = _first_difference(text, output.token_ids)
         if position is None:
-            found.same += 1
+            counts.same += 1
             continue
         logits = load_file(_file(folder, "reference", number))["logits"]
         row = logits[len(prompt.ids) + position - 1].log_softmax(-1)
         gap = float(row[text[position]] - row[output.token_ids[position]])
-        _count(found, bounds, number, position, gap)
-    return found
+        _count(counts, bounds, number, position, gap)
+    return counts
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -374,11 +374,11 @@ def _trace(
     for number, ids in enumerate(sequences):
         progress(f"layer by layer, {_of(number, sequences)}")
         with traced(model) as trace:
-            (found,) = paged.run((ids, range(_blocks(len(ids))), 0))
-        trace |= {"ids": ids, "logits": found.float().cpu()}
+            (computed,) = paged.run((ids, range(_blocks(len(ids))), 0))
+        trace |= {"ids": ids, "logits": computed.float().cpu()}
         if options.dump is not None:
-            kept = {name: values.contiguous() for name, values in trace.items()}
-            save_file(kept, _file(folder, "ours", number))
+            tensors = {name: values.contiguous() for name, values in trace.items()}
+            save_file(tensors, _file(folder, "ours", number))
         if report.reference:
             theirs = load_file(_file(folder, "reference", number))
             logits.add(ids, trace["logits"], theirs["logits"])
@@ -403,8 +403,8 @@ def _begins(report: Report) -> str:
     alone.
     """
     bound = report.bounds.layer
-    for name, found in report.layers.items():
-        if not found <= bound and not name.endswith(("attention", "mlp")):
+    for name, off in report.layers.items():
+        if not off <= bound and not name.endswith(("attention", "mlp")):
             inside = [
                 block
                 for block in ("attention", "mlp")
@@ -422,37 +422,37 @@ def consistency(
     Only the few longest sequences are computed, [n] token ids each.
     """
     sequences = sorted(sequences, key=len)[-FEW:]
-    each = _blocks(max(map(len, sequences))) + 1
+    blocks = _blocks(max(map(len, sequences))) + 1
     # Blocks out of order; behind the tables as many, which no sequence has.
-    order = torch.randperm(each * len(sequences), generator=torch.Generator().manual_seed(0))
-    tables = order.view(len(sequences), each).tolist()
-    others = list(range(each * len(sequences), each * len(sequences) + each))
-    paged = Paged(model, each * (len(sequences) + 1), BLOCK)
+    order = torch.randperm(blocks * len(sequences), generator=torch.Generator().manual_seed(0))
+    tables = order.view(len(sequences), blocks).tolist()
+    others = list(range(blocks * len(sequences), blocks * len(sequences) + blocks))
+    paged = Paged(model, blocks * (len(sequences) + 1), BLOCK)
     entries = list(zip(sequences, tables, strict=True))
     whole = [paged.run((ids, table, 0))[0] for ids, table in entries]
-    found = {name: _Logits() for name in ("batch", "chunks", "decode", "prefix")}
+    sums_of = {name: _Logits() for name in ("batch", "chunks", "decode", "prefix")}
     for (ids, _), logits, want in zip(
         entries, paged.run(*((ids, table, 0) for ids, table in entries)), whole, strict=True
     ):
-        found["batch"].add(ids, logits, want)
+        sums_of["batch"].add(ids, logits, want)
     for number, ((ids, table), want) in enumerate(zip(entries, whole, strict=True)):
         progress(f"chunks, batches, prefixes, {_of(number, entries)}")
         count = len(ids)
         cuts = sorted({0, count // 5, count // 3, count // 2, max(0, count - 2), count})
         parts = [paged.run((ids[:end], table, start))[0] for start, end in pairwise(cuts)]
-        found["chunks"].add(ids, torch.cat(parts), want)
+        sums_of["chunks"].add(ids, torch.cat(parts), want)
         # Layers that keep a state have taken in the whole text by now: a step goes on from the
         # state behind its first tokens, so these are computed again.
         paged.run((ids[: count - 1], table, 0))
         last = paged.run((ids, table, count - 1), (ids, others, 0))[0]
-        found["decode"].add(ids[-1:], last, want[-1:])
-        kept = (count - 1) // BLOCK
-        if kept:
-            paged.run((ids[: kept * BLOCK], table, 0))
-            shared = [*table[:kept], *others[: each - kept]]
-            (rest,) = paged.run((ids, shared, kept * BLOCK))
-            found["prefix"].add(ids[kept * BLOCK :], rest, want[kept * BLOCK :])
-    return {name: sums.difference for name, sums in found.items()}
+        sums_of["decode"].add(ids[-1:], last, want[-1:])
+        prefix = (count - 1) // BLOCK
+        if prefix:
+            paged.run((ids[: prefix * BLOCK], table, 0))
+            shared = [*table[:prefix], *others[: blocks - prefix]]
+            (rest,) = paged.run((ids, shared, prefix * BLOCK))
+            sums_of["prefix"].add(ids[prefix * BLOCK :], rest, want[prefix * BLOCK :])
+    return {name: sums.difference for name, sums in sums_of.items()}
 
 
 def _judge(report: Report) -> None:

@@ -86,8 +86,8 @@ class Builder:
         stored: the number of pieces of each of the checkpoint's tensors; () = all in one, or one
             each.
         """
-        kept = ranges or [self.group.part(size, f"{ours} rows") for size in sizes]
-        parts = self._parts(ours, sizes, kept, in_features, (0, in_features), stored)
+        own_ranges = ranges or [self.group.part(size, f"{ours} rows") for size in sizes]
+        parts = self._parts(ours, sizes, own_ranges, in_features, (0, in_features), stored)
         return Linear(self._spec(ours, parts, bias), self.method)
 
     def row(
@@ -162,9 +162,9 @@ class Builder:
         shape = ((end - begin) * size,)
         tensor = torch.empty(shape, dtype=self.activation_dtype, device=self.device)
         if "{h}" in name:
-            each = [f"{name.replace('{h}', str(head))}.weight" for head in range(heads)]
-            sources = tuple(Source(stored, (size,)) for stored in each[begin:end])
-            self.elsewhere.update([*each[:begin], *each[end:]])
+            names = [f"{name.replace('{h}', str(head))}.weight" for head in range(heads)]
+            sources = tuple(Source(stored, (size,)) for stored in names[begin:end])
+            self.elsewhere.update([*names[:begin], *names[end:]])
         else:
             rows_of = self.stored(ours).rows
             whole = (heads * size,) if self.config.qk_norm == "flat" else (heads, size)
@@ -212,18 +212,21 @@ class Builder:
         ranges: the range of each piece that this rank has; None = all.
         std, scale: see `Parameter`.
         """
-        names, kept = self.stored(ours).names, ranges or [(0, size) for size in sizes]
-        length = sum(end - begin for begin, end in kept)
+        names, own_ranges = self.stored(ours).names, ranges or [(0, size) for size in sizes]
+        length = sum(end - begin for begin, end in own_ranges)
         tensor = torch.empty(length, dtype=torch.float32, device=self.device)
         if len(names) == 1:
             starts = accumulate(sizes, initial=0)
-            own = [np.arange(*each) + start for each, start in zip(kept, starts, strict=False)]
+            own = [
+                np.arange(*own_range) + start
+                for own_range, start in zip(own_ranges, starts, strict=False)
+            ]
             rows = as_rows(np.concatenate(own))
             sources: tuple[Source, ...] = (Source(names[0], (sum(sizes),), rows, flat=True),)
         else:
             sources = tuple(
-                Source(name, (size,), each, flat=True)
-                for name, size, each in zip(names, sizes, kept, strict=True)
+                Source(name, (size,), own_range, flat=True)
+                for name, size, own_range in zip(names, sizes, own_ranges, strict=True)
             )
         return Parameter(self._name(ours), tensor, sources, std=std, scale=scale)
 
@@ -237,8 +240,8 @@ class Builder:
         # That each expert is divided among.
         group = TensorParallelGroup() if self.spread_experts else self.group
         begin, end = group.part(size, "expert columns")
-        rows, kept = up_rows(size, experts.act), ((begin, end), (size + begin, size + end))
-        both = (rows, hidden), kept[: rows // size], None
+        rows, own_rows = up_rows(size, experts.act), ((begin, end), (size + begin, size + end))
+        both = (rows, hidden), own_rows[: rows // size], None
         columns = None if group.size == 1 else (begin, end)
         down = (hidden, size), ((0, hidden),), columns
         gate_up_bias: tuple[Source, ...] = ()
@@ -287,13 +290,13 @@ class Builder:
         assert self.config.experts is not None
         count, stored = self.config.experts.count, self.stored(ours)
         order = np.arange(shape[0]) if stored.rows is None else stored.rows(self.config)
-        each, rest = shape[0] // len(stored.names), shape[1:]
+        num_rows, rest = shape[0] // len(stored.names), shape[1:]
         if len(stored.names) == 1:
             pieces = [np.concatenate([order[begin:end] for begin, end in kept])]
         else:
-            pieces = [order[begin:end] % each for begin, end in kept]
-        on_disk = (each, *rest)[::-1] if stored.transposed else (each, *rest)
-        found = []
+            pieces = [order[begin:end] % num_rows for begin, end in kept]
+        on_disk = (num_rows, *rest)[::-1] if stored.transposed else (num_rows, *rest)
+        sources = []
         for expert in range(count):
             for name, rows in zip(stored.names, pieces, strict=True):
                 stacked = "{e}" not in name
@@ -302,7 +305,7 @@ class Builder:
                     if not stacked:
                         self.elsewhere.add(own.removesuffix(".weight"))
                     continue
-                found.append(
+                sources.append(
                     Source(
                         own,
                         (count, *on_disk) if stacked else on_disk,
@@ -312,7 +315,7 @@ class Builder:
                         at=expert if stacked else None,
                     )
                 )
-        return tuple(found)
+        return tuple(sources)
 
     def numbers(self, ours: str, names: Sequence[str]) -> Parameter:
         """Make a float32 vector of single numbers that the checkpoint keeps under these names below

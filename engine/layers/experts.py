@@ -36,7 +36,8 @@ class Stack:
         if build.spread_experts:
             here = build.experts_here()
             places = [
-                here.index(each) if each in here else len(here) for each in range(self.spec.total)
+                here.index(expert) if expert in here else len(here)
+                for expert in range(self.spec.total)
             ]
             self.places = torch.tensor(places, dtype=torch.int32, device=build.device)
 
@@ -117,12 +118,12 @@ class Experts:
         x, weights, ids = self._routed(x, norm, residual)
         out = self._shared(x, kv, meta, residual)
         add_to = out if self.group.size == 1 else None
-        given = self.stack.apply(x, weights, ids, add_to)
+        routed = self.stack.apply(x, weights, ids, add_to)
         if add_to is None:
             if out is None:
-                return self.group.all_reduce(given)
-            return add_reduced(self.group, given, out, self.then)
-        return given
+                return self.group.all_reduce(routed)
+            return add_reduced(self.group, routed, out, self.then)
+        return routed
 
     def _routed(
         self, x: Tensor, norm: Norm | None, residual: Tensor | None
@@ -146,9 +147,15 @@ class Experts:
         those that give back what they read. In the place of these stands the token's heaviest
         other one, with weight 0: no further expert is met."""
         same = ids >= self.config.count
-        kept = weights.masked_fill(same, 0.0)
-        heaviest = ids.gather(1, kept.argmax(1, keepdim=True)).masked_fill_(same.all(1, True), 0)
-        return kept, torch.where(same, heaviest, ids), (weights - kept).sum(1, keepdim=True)
+        own_weights = weights.masked_fill(same, 0.0)
+        heaviest = ids.gather(1, own_weights.argmax(1, keepdim=True)).masked_fill_(
+            same.all(1, True), 0
+        )
+        return (
+            own_weights,
+            torch.where(same, heaviest, ids),
+            (weights - own_weights).sum(1, keepdim=True),
+        )
 
     def _shared(
         self,
@@ -161,8 +168,8 @@ class Experts:
             return residual
         if self.shared_gate is None:
             return self.shared.forward(x, kv, meta, residual=residual)
-        given = self.shared.forward(x, kv, meta)
-        return self.kernels.add_opened(given, x, self.shared_gate, residual)
+        shared = self.shared.forward(x, kv, meta)
+        return self.kernels.add_opened(shared, x, self.shared_gate, residual)
 
 
 class ExpertsBeside(Experts):
@@ -200,9 +207,9 @@ class ExpertsBeside(Experts):
         logits = self.kernels.router_logits(self.router_norm(x), self.router.tensor, None)
         weights, ids = self.kernels.route(logits, self.config.routing, None)
         weights = weights * self.factors.index_select(0, ids.flatten()).view_as(weights)
-        given = self.stack.apply(self.before(x), weights, ids, None)
-        given = self.after(self.group.all_reduce(given))
-        out = self.mlp_out(self.mlp.forward(x, kv, meta, norm=norm)).add_(given)
+        routed = self.stack.apply(self.before(x), weights, ids, None)
+        routed = self.after(self.group.all_reduce(routed))
+        out = self.mlp_out(self.mlp.forward(x, kv, meta, norm=norm)).add_(routed)
         return out if residual is None else residual.add_(out)
 
 
@@ -231,9 +238,9 @@ class ExpertsAhead(Experts):
         """See Experts."""
         x, weights, ids = self._routed(x, norm, residual)
         weights, ids, of_same = self._real(weights, ids)
-        given = self.stack.apply(x, weights, ids, None)
+        routed = self.stack.apply(x, weights, ids, None)
         # In the place of what a step that failed between two layers has left.
-        self.ahead[:] = [self.group.all_reduce(given).addcmul_(x, of_same.to(x.dtype))]
+        self.ahead[:] = [self.group.all_reduce(routed).addcmul_(x, of_same.to(x.dtype))]
         return self.mlp.forward(x, kv, meta, residual=residual)
 
 

@@ -46,9 +46,9 @@ class Mlp:
         self.others: tuple[Parameter, ...] = ()
         self.factors: Tensor | None = None  # of the rows of gate and up
         if self.gated and config.mlp_factors != (1.0, 1.0):
-            each = torch.tensor(config.mlp_factors, dtype=torch.float32, device=build.device)
+            factors = torch.tensor(config.mlp_factors, dtype=torch.float32, device=build.device)
             self.gate = build.kernels.GATES[self.act]
-            self.factors = each.repeat_interleave(self.up.spec.out_features // 2)
+            self.factors = factors.repeat_interleave(self.up.spec.out_features // 2)
         self.plain: Callable[[Tensor], Tensor]
         if build.has("activation"):
             xielu = Xielu(build)

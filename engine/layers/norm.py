@@ -61,7 +61,7 @@ class LayerNorm(Norm):
         self.weight = None if weight is None else weight.tensor
         self.bias = None if bias is None else bias.tensor
         self.eps = eps
-        self.parameters = tuple(each for each in (weight, bias) if each is not None)
+        self.parameters = tuple(parameter for parameter in (weight, bias) if parameter is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)

@@ -13,11 +13,11 @@ class Tables:
 
     def __init__(self, max_positions: int, device: torch.device) -> None:
         self.max_positions, self.device = max_positions, device
-        self._made: dict[tuple[object, ...], Tensor] = {}
+        self._tables: dict[tuple[object, ...], Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(table.nbytes for table in self._made.values())
+        return sum(table.nbytes for table in self._tables.values())
 
     def __call__(self, rope: Rope | None, head_dim: int) -> Tensor:
         """Return the rotary table of a layer, made once; see `cos_sin_table`.
@@ -25,21 +25,21 @@ class Tables:
         rope: None = a rotation by nothing.
         """
         key = (rope, head_dim)
-        if key not in self._made:
-            self._made[key] = (
+        if key not in self._tables:
+            self._tables[key] = (
                 _no_rotation(head_dim, self.max_positions, self.device)
                 if rope is None
                 else cos_sin_table(rope, head_dim, self.max_positions, self.device)
             )
-        return self._made[key]
+        return self._tables[key]
 
     def temperatures(self, beta: float, trained: int, shift: int) -> Tensor:
         """[max_positions] float32: what queries are multiplied by; see `LayerAttention`."""
         key = (beta, trained, shift)
-        if key not in self._made:
+        if key not in self._tables:
             times = torch.arange(self.max_positions, dtype=torch.float32, device=self.device)
-            self._made[key] = 1 + beta * torch.log1p(torch.floor((times + shift) / trained))
-        return self._made[key]
+            self._tables[key] = 1 + beta * torch.log1p(torch.floor((times + shift) / trained))
+        return self._tables[key]
 
 
 def _no_rotation(head_dim: int, max_positions: int, device: torch.device) -> Tensor:

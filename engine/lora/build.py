@@ -19,7 +19,7 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
     adapters are used where they were read to."""
     config, cuda = resolved.config, resolved.device.type == "cuda"
     slots, virtual = config.max_loras, config.max_virtual_tokens
-    found = []
+    parts = []
     if slots and cuda:
         layout = LoraLayout(linear.spec for linear in model.linears())
         slab, table, partial = slot_sizes(
@@ -31,14 +31,14 @@ def adapter_bytes(resolved: Resolved, model: Model) -> list[tuple[str, int]]:
             config.deterministic,
         )
         size = slab * resolved.dtype.itemsize + 4 * (table + partial)
-        found.append((f"LoRA slots ({slots} of rank {config.max_lora_rank})", size))
+        parts.append((f"LoRA slots ({slots} of rank {config.max_lora_rank})", size))
     if slots and virtual:
         token = model.lookup.shape[1] * model.lookup.itemsize
         if cuda:  # the CPU keeps prefixes where they were read to, too
             part = resolved.head_ranks, model.head_group.rank
             token += resolved.model.kv_bytes_per_token(resolved.dtype.itemsize, *part)
-        found.append((f"virtual tokens ({slots} times {virtual})", slots * virtual * token))
-    return found
+        parts.append((f"virtual tokens ({slots} times {virtual})", slots * virtual * token))
+    return parts
 
 
 @dataclass(frozen=True, slots=True)

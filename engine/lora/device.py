@@ -212,9 +212,9 @@ class LoraDevice:
         array = staging.numpy()
         array[:count] = order
         table = array[count : count + 3 * tiles].reshape(tiles, 3)
-        made = make_tiles(slots[order], block)
-        table[: len(made)] = made
-        table[len(made) :] = (-1, 0, 0)
+        packed = make_tiles(slots[order], block)
+        table[: len(packed)] = packed
+        table[len(packed) :] = (-1, 0, 0)
         used = count + 3 * tiles
         layout.meta[:used].copy_(staging[:used], non_blocking=True)
         return self._view(count, layout)

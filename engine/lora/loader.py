@@ -53,10 +53,10 @@ class AdapterLoader:
     def describe(self, path: str, digest: str = "") -> AdapterDescription:
         if not is_remote(path):
             return self._describe(Path(path), stamp(Path(path)))
-        kept = self._disk.find(digest)
-        if kept is not None:
-            with kept, suppress(AdapterError):  # damaged; `read` finds it out
-                return self._describe(kept.folder, digest)
+        copy = self._disk.find(digest)
+        if copy is not None:
+            with copy, suppress(AdapterError):  # damaged; `read` finds it out
+                return self._describe(copy.folder, digest)
         entry = self._disk.open()
         with fetched(path, entry, weights=False) as seen, _named(path, entry):
             return self._describe(entry.folder, seen)

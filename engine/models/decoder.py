@@ -95,7 +95,7 @@ class DecoderLayer:
             self.mlp = sublayer(mlp_block(build), "mlp")
         # Layers of one kind launch the same kernels.
         self.kind = (attention, mixed, size)
-        self.sublayers = tuple(each for each in (self.attention, self.mlp) if each is not None)
+        self.sublayers = tuple(part for part in (self.attention, self.mlp) if part is not None)
         self.input = LayerInput(build) if config.layer_input_size else None
         self.scale: Parameter | None = None
         if build.has("layer_scale"):
@@ -109,18 +109,18 @@ class DecoderLayer:
     @property
     def num_parameters(self) -> int:
         """The number of parameters in the layer's matrices."""
-        found = sum(each.spec.num_parameters for each in self.linears)
-        return found + sum(each.spec.num_parameters for each in self.stacks)
+        count = sum(owner.spec.num_parameters for owner in self.linears)
+        return count + sum(owner.spec.num_parameters for owner in self.stacks)
 
     @property
     def linears(self) -> Iterator[Linear]:
-        yield from chain.from_iterable(each.block.linears for each in self.sublayers)
+        yield from chain.from_iterable(sublayer.block.linears for sublayer in self.sublayers)
         if self.input is not None:
             yield from self.input.linears
 
     @property
     def stacks(self) -> Iterator[Stack]:
-        return chain.from_iterable(each.block.stacks for each in self.sublayers)
+        return chain.from_iterable(sublayer.block.stacks for sublayer in self.sublayers)
 
     @property
     def packed(self) -> Iterator[Linear | Stack]:
@@ -128,13 +128,13 @@ class DecoderLayer:
         yield from self.stacks
 
     def parameters(self) -> Iterator[Parameter]:
-        for each in self.sublayers:
-            for norm in each.norms:
+        for sublayer in self.sublayers:
+            for norm in sublayer.norms:
                 yield from norm.parameters
-            yield from each.block.others
-            for linear in each.block.linears:
+            yield from sublayer.block.others
+            for linear in sublayer.block.linears:
                 yield from linear.parameters
-            for stack in each.block.stacks:
+            for stack in sublayer.block.stacks:
                 yield from stack.parameters
         if self.input is not None:
             for linear in self.input.linears:
@@ -150,8 +150,8 @@ class DecoderLayer:
 
         inputs: of all layers, see LayerInputs.
         """
-        for each in self.sublayers:
-            residual = each.forward(residual, kv, meta)
+        for sublayer in self.sublayers:
+            residual = sublayer.forward(residual, kv, meta)
         if self.input is not None and inputs is not None:
             residual = self.input.add(residual, inputs[:, self.number], meta)
         return residual if self.scale is None else residual.mul_(self.scale.tensor)
@@ -220,14 +220,19 @@ def _look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
 
     last: the norm behind all layers.
     """
-    row = [(layer, each) for layer in layers for each in layer.sublayers]
+    row = [(layer, sublayer) for layer in layers for sublayer in layer.sublayers]
     # These give their norm to a product; experts give it to their router.
-    norms = [each.before if type(each.block) in (Attention, Mlp) else None for _, each in row[1:]]
-    for (layer, each), norm in zip(row, [*norms, last], strict=True):
-        inside = each is not layer.sublayers[-1]
-        plain = type(layer) is DecoderLayer and type(each) is Sublayer and each.after is None
+    norms = [
+        sublayer.before if type(sublayer.block) in (Attention, Mlp) else None
+        for _, sublayer in row[1:]
+    ]
+    for (layer, sublayer), norm in zip(row, [*norms, last], strict=True):
+        inside = sublayer is not layer.sublayers[-1]
+        plain = (
+            type(layer) is DecoderLayer and type(sublayer) is Sublayer and sublayer.after is None
+        )
         if plain and isinstance(norm, RMSNorm) and (inside or layer.ends_with_block):
-            block = each.block
+            block = sublayer.block
             if type(block) is Experts:
                 block.then = norm
             elif type(block) in (Attention, Mlp) and isinstance(
@@ -304,8 +309,12 @@ class Decoder:
         }
         self._view_of |= {number: self._view_of[source] for number, source in groups.borrowed}
         linears = self._all_linears()
-        in_table = {each.name for each in self.table.parameters}
-        filled = sum(each.tensor.nbytes for each in self.parameters() if each.name not in in_table)
+        in_table = {parameter.name for parameter in self.table.parameters}
+        filled = sum(
+            parameter.tensor.nbytes
+            for parameter in self.parameters()
+            if parameter.name not in in_table
+        )
         self.num_bytes = self.loading_bytes = filled + tables.num_bytes
         if build.stage.first:
             part = Part(name, end - first, hidden, (0, end - first), (0, hidden))
@@ -319,14 +328,18 @@ class Decoder:
         self.loading_bytes += self.open_bytes
         # Those in blocks or words have another number of elements.
         stacks = self._stacks()
-        elsewhere = in_table | {each.name for linear in linears for each in linear.parameters}
-        elsewhere |= {each.name for stack in stacks for each in stack.parameters}
+        elsewhere = in_table | {
+            parameter.name for linear in linears for parameter in linear.parameters
+        }
+        elsewhere |= {parameter.name for stack in stacks for parameter in stack.parameters}
         in_stacks = sum(stack.spec.num_parameters for stack in stacks)
         self.num_parameters = in_stacks
         self.num_parameters += self.table.num_parameters if build.stage.first else 0
         self.num_parameters += sum(linear.spec.num_parameters for linear in linears)
         self.num_parameters += sum(
-            each.tensor.numel() for each in self.parameters() if each.name not in elsewhere
+            parameter.tensor.numel()
+            for parameter in self.parameters()
+            if parameter.name not in elsewhere
         )
         self.num_active_parameters = self.num_parameters
         if config.experts is not None:
@@ -340,14 +353,14 @@ class Decoder:
         is not the head costs nothing, as a step reads few of its rows.
         outlines: all layers of the model.
         """
-        ends = sum(each.spec.num_parameters for each in self._ends())
+        ends = sum(linear.spec.num_parameters for linear in self._ends())
         if self.head is None:
             ends += self.table.num_parameters
-        own = self.stage.layers([each.num_parameters for each in outlines], ends)
-        others = [each for each in outlines if each.number not in own]
-        parameters = list(chain.from_iterable(each.parameters() for each in others))
+        own = self.stage.layers([layer.num_parameters for layer in outlines], ends)
+        others = [layer for layer in outlines if layer.number not in own]
+        parameters = list(chain.from_iterable(layer.parameters() for layer in others))
         parameters += [] if self.stage.first else self._parameters_of_ends()
-        elsewhere = {source.name for each in parameters for source in each.sources}
+        elsewhere = {source.name for parameter in parameters for source in parameter.sources}
         self.build.elsewhere.update(elsewhere)
         self.modules_elsewhere.update(
             part.name
@@ -359,7 +372,7 @@ class Decoder:
         return own
 
     def linears(self) -> Iterator[Linear]:
-        return (each for each in self._in_layers() if each.adaptable)
+        return (linear for linear in self._in_layers() if linear.adaptable)
 
     def _in_layers(self) -> Iterator[Linear]:
         return chain.from_iterable(layer.linears for layer in self.layers)
@@ -375,7 +388,7 @@ class Decoder:
         return [*entrance, *self._in_layers(), *self._ends()]
 
     def _ends(self) -> list[Linear]:
-        return [each for each in (self.project_out, self.head) if each is not None]
+        return [linear for linear in (self.project_out, self.head) if linear is not None]
 
     def matrices(self) -> list[LinearSpec]:
         return [linear.spec for linear in self._all_linears()]
@@ -391,7 +404,9 @@ class Decoder:
 
     def step_bytes(self, tokens: int, samples: int) -> int:
         config, width = self.config, self.build.activation_dtype.itemsize
-        inside = max(each.block.activations for layer in self.layers for each in layer.sublayers)
+        inside = max(
+            sublayer.block.activations for layer in self.layers for sublayer in layer.sublayers
+        )
         logits = samples * config.vocab_size * (width + 4)
         return tokens * width * (2 * config.hidden_size + inside) + logits
 
@@ -448,9 +463,9 @@ class Decoder:
     def tune(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
         alike: dict[tuple[int, int, bool], list[Linear]] = {}
         for layer in self.layers:
-            for each in layer.sublayers:
-                onto_residual = each.after is None and self.build.group.size == 1
-                for linear in each.block.linears:
+            for sublayer in layer.sublayers:
+                onto_residual = sublayer.after is None and self.build.group.size == 1
+                for linear in sublayer.block.linears:
                     if isinstance(linear, HeadProducts):
                         continue
                     spec = linear.spec
@@ -482,13 +497,15 @@ class Decoder:
                 yield from linear.parameters
 
     def _parameters_of_ends(self) -> list[Parameter]:
-        found = [*self.table.parameters]
-        found += [] if self.entrance is None else self.entrance.parameters()
-        found += [] if self.norm is None else self.norm.parameters
-        return found + [each for linear in self._ends() for each in linear.parameters]
+        parameters = [*self.table.parameters]
+        parameters += [] if self.entrance is None else self.entrance.parameters()
+        parameters += [] if self.norm is None else self.norm.parameters
+        return parameters + [
+            parameter for linear in self._ends() for parameter in linear.parameters
+        ]
 
     def units(self) -> Iterator[Unit]:
-        return (each.unit for each in self._in_units())
+        return (owner.unit for owner in self._in_units())
 
     def _in_units(self) -> Iterator[Linear | Stack]:
         for linear in self._all_linears():
@@ -498,9 +515,9 @@ class Decoder:
 
     def _most_open(self, transient: Sequence[Linear | Stack]) -> int:
         """Return `open_bytes` (see Model). transient: the parameters' owners that are packed."""
-        sizes = [each.loading_bytes for each in transient]
+        sizes = [owner.loading_bytes for owner in transient]
         layers = [
-            sum(each.loading_bytes for each in layer.packed if each.transient)
+            sum(owner.loading_bytes for owner in layer.packed if owner.transient)
             for layer in self.layers
         ]
         most = max(2 * max(layers, default=0), max(sizes, default=0))
@@ -558,8 +575,8 @@ class Decoder:
         self.table.finish()
         if self.head is not None or not self.config.generates:
             return
-        kept = self.table.head()
-        if kept is not None:
-            self._tied, self._tied_head = kept
+        tied = self.table.head()
+        if tied is not None:
+            self._tied, self._tied_head = tied
         else:
             self._tied_head = self._tied.finish(self._tied_head)

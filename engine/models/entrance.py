@@ -47,10 +47,10 @@ class Entrance:
 
     @classmethod
     def of(cls, build: Builder) -> "Entrance | None":
-        made = cls(build)
-        others = (made.project, made.positions, made.types, made.norm)
+        entrance = cls(build)
+        others = (entrance.project, entrance.positions, entrance.types, entrance.norm)
         plain = all(other is None for other in others)
-        return None if made.factor == 1 and plain else made
+        return None if entrance.factor == 1 and plain else entrance
 
     def __call__(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
         """x [n, embedding_size], which may be written over; token_ids and positions [n]. With types

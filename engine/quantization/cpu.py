@@ -48,17 +48,17 @@ class DenseCpu(Dense):
             for bias in (state.gate_up_bias, state.down_bias)
         ]
         up, down = (
-            [self.finish(DenseState(*each)) for each in zip(weight, bias, strict=True)]
+            [self.finish(DenseState(*tensors)) for tensors in zip(weight, bias, strict=True)]
             for weight, bias in zip((state.gate_up, state.down), biases, strict=True)
         )
         return ExpertsApart(up, down, state.act, state.limit, state.weigh_input)
 
     def packed_experts_bytes(self, spec: ExpertsSpec) -> int | None:
         total = 0
-        for one in (spec.one_gate_up, spec.one_down):
-            packed = self.packed_bytes(one)
+        for layer in (spec.one_gate_up, spec.one_down):
+            packed = self.packed_bytes(layer)
             if packed is None:
-                packed = one.num_parameters * spec.dtype.itemsize
+                packed = layer.num_parameters * spec.dtype.itemsize
             total += spec.count * packed
         return total
 
@@ -106,8 +106,8 @@ class DenseCpu(Dense):
         norms: tuple[LayerNormParts, LayerNormParts],
         act: str,
     ) -> Tensor | None:
-        products = [each.multiply for each in states if isinstance(each, PackedState)]
-        packed = [each for each in products if isinstance(each, PackedLinear)]
+        matmuls = [state.multiply for state in states if isinstance(state, PackedState)]
+        packed = [matmul for matmul in matmuls if isinstance(matmul, PackedLinear)]
         # Deterministic, an activation is torch's, row by row.
         if len(packed) < len(states) or self.kernels.DETERMINISTIC:
             return None

@@ -53,8 +53,8 @@ def apply_apart(
         if state.weigh_input:
             mine = mine * weight
         inner = _activated(method, state, method.apply(state.gate_up[expert], mine))
-        given = method.apply(state.down[expert], inner)
-        out.index_add_(0, tokens, given if state.weigh_input else given.mul_(weight))
+        out_rows = method.apply(state.down[expert], inner)
+        out.index_add_(0, tokens, out_rows if state.weigh_input else out_rows.mul_(weight))
     return out
 
 
@@ -64,7 +64,7 @@ def _activated(method: "LinearMethod", state: ExpertsApart, gate_up: Tensor) -> 
     if state.act != CLAMPED:
         return method.kernels.GATES[state.act](gate_up)
     # Vector loops end differently where a row does: in deterministic mode each is alone.
-    found = []
+    rows = []
     for row in gate_up.split(1 if method.kernels.DETERMINISTIC else len(gate_up)):
-        found.append(activated(row, state.act, state.limit))
-    return torch.cat(found)
+        rows.append(activated(row, state.act, state.limit))
+    return torch.cat(rows)

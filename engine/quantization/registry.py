@@ -60,7 +60,7 @@ def check_quantization(name: str, device: str, quantized: Quantized | None) -> N
             param="quantization",
         )
     elif name not in _AS_THEY_ARE and device not in METHODS[name]:
-        runs = ", ".join(each for each, devices in METHODS.items() if device in devices)
+        runs = ", ".join(method for method, devices in METHODS.items() if device in devices)
         raise ConfigError(
             f"quantization {name!r} does not run on {device}; there: {runs}", param="quantization"
         )

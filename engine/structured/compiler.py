@@ -115,8 +115,8 @@ class Vocabulary:
             return True
         text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
         data = text.encode("utf-8", "replace")
-        found: bytes = self.tokens.decode_bytes(self.tokens.tokenize_bytes(data))
-        return found == data
+        spelt: bytes = self.tokens.decode_bytes(self.tokens.tokenize_bytes(data))
+        return spelt == data
 
     def numbered(self, lark: str) -> str:
         """Write the marks that a grammar names by their ids."""
@@ -263,17 +263,17 @@ class Compiler:
             use = Use(id(lexer))
             lexer.uses.add(use)
         if mine:
-            made, error = self._try(grammar.kind, grammar.text)
-            lexer.matcher.set_result(first if error else made)
+            matcher, error = self._try(grammar.kind, grammar.text)
+            lexer.matcher.set_result(first if error else matcher)
         own = lexer.matcher.result().deep_copy()
         own.compute_bitmask()  # the matcher keeps it for the request's first step
         if own.is_error():  # what other requests taught the lexer is all that it may hold
-            made, error = self._try(grammar.kind, grammar.text)
+            matcher, error = self._try(grammar.kind, grammar.text)
             if not error:
                 anew: Future[Any] = Future()
-                anew.set_result(made)
+                anew.set_result(matcher)
                 lexer.matcher = anew
-                own = made.deep_copy()
+                own = matcher.deep_copy()
         return own, use
 
     def _compiled(self, grammar: Grammar) -> _Known:
@@ -286,20 +286,20 @@ class Compiler:
                 self._trim()
             else:
                 self._known.move_to_end(grammar)
-        found = known.lexers[0].matcher
+        future = known.lexers[0].matcher
         if mine:
             began = time.perf_counter()
             try:
                 matcher = self._compile(grammar)
                 known.seconds = time.perf_counter() - began
-                found.set_result(matcher)
+                future.set_result(matcher)
             except InvalidRequest as refusal:
-                found.set_exception(refusal)
+                future.set_exception(refusal)
             except BaseException as failure:
-                found.set_exception(failure)
+                future.set_exception(failure)
                 with self._lock:
                     self._known.pop(grammar, None)
-        found.exception()  # waits
+        future.exception()  # waits
         return known
 
     def _trim(self) -> None:
@@ -374,9 +374,9 @@ class Compiler:
         """Return the pointer of the keyword that an error is about, if that can be told."""
         meant = [name for sign, names in _SIGNS.items() if sign in error for name in names]
         for keyword in dict.fromkeys([*meant, *(k for k in _KEYWORDS if k in error)]):
-            found = list(places(schema, keyword))
-            for pointer, holder in found[:_TRIES]:
-                if len(found) == 1:
+            holders = list(places(schema, keyword))
+            for pointer, holder in holders[:_TRIES]:
+                if len(holders) == 1:
                     return pointer
                 value = holder.pop(keyword)
                 _, now = self._try("json_schema", json.dumps(schema))
@@ -384,7 +384,7 @@ class Compiler:
                 if now != error:
                     return pointer
             if keyword == "pattern":  # another one has the same fault
-                for pointer, holder in found:
+                for pointer, holder in holders:
                     alone = {"type": "string", keyword: holder[keyword]}
                     if self._try("json_schema", json.dumps(alone))[1]:
                         return pointer

@@ -160,10 +160,10 @@ def _set(mask: Masks, ids: Iterable[int]) -> None:
 
 def _clear_unless_all(mask: Masks, ids: Iterable[int]) -> None:
     """Forbid these tokens, if that leaves any."""
-    kept = mask.copy()
-    bits = kept.view(np.uint32)
+    allowed = mask.copy()
+    bits = allowed.view(np.uint32)
     for token in ids:
         if token >> 5 < len(bits):
             bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
-    if kept.any():
-        mask[:] = kept
+    if allowed.any():
+        mask[:] = allowed

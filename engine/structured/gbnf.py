@@ -38,7 +38,7 @@ def to_lark(text: str) -> str:
         raise ValueError("it has no rule root")
     uses = {name: list(dict.fromkeys(_named(rule))) for name, rule in rules.items()}
     for name, used in uses.items():
-        if missing := [one for one in used if one not in rules]:
+        if missing := [callee for callee in used if callee not in rules]:
             raise ValueError(f"the rule {name} uses {missing[0]}, which is not defined")
     names = {name: f"rule_{i}" for i, name in enumerate(rules)}
     for name in _regular(uses):
@@ -67,15 +67,15 @@ def _regular(uses: Mapping[str, list[str]]) -> list[str]:
     users: dict[str, list[str]] = {name: [] for name in uses}
     left = {name: len(used) for name, used in uses.items()}
     for name, used in uses.items():
-        for one in used:
-            users[one].append(name)
-    found = [name for name, count in left.items() if not count]
-    for name in found:
+        for rule in used:
+            users[rule].append(name)
+    regular = [name for name, count in left.items() if not count]
+    for name in regular:
         for user in users[name]:
             left[user] -= 1
             if not left[user]:
-                found.append(user)
-    return found
+                regular.append(user)
+    return regular
 
 
 def _lark(node: ASTNode, names: Mapping[str, str]) -> str:
@@ -90,9 +90,9 @@ def _lark(node: ASTNode, names: Mapping[str, str]) -> str:
         times = f"{node.min_times},{'' if node.max_times is None else node.max_times}"
         return f"({_lark(node.node, names)}){{{times}}}"
     if isinstance(node, SequenceNode):
-        return " ".join(_lark(one, names) for one in node.nodes) or '""'
+        return " ".join(_lark(part, names) for part in node.nodes) or '""'
     if isinstance(node, AlternativeNode):
-        return f"({' | '.join(_lark(one, names) for one in node.alternatives)})"
+        return f"({' | '.join(_lark(part, names) for part in node.alternatives)})"
     raise ValueError(f"it has a {type(node).__name__}")
 
 

@@ -51,8 +51,8 @@ class Grammar(msgspec.Struct, frozen=True):
             except ValueError as error:
                 message = f"the schema is not JSON: {error}"
                 raise InvalidRequest(message, param="structured") from None
-        kept, _ = enforceable(schema, strict=strict)
-        return cls("json_schema", msgspec.json.encode(kept).decode())
+        enforced, _ = enforceable(schema, strict=strict)
+        return cls("json_schema", msgspec.json.encode(enforced).decode())
 
     @classmethod
     def json_object(cls) -> "Grammar":

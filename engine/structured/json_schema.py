@@ -82,10 +82,10 @@ class _Walk:
         self._nodes = 0
         self._document = schema
         self._old = isinstance(schema, dict) and _is_old(schema.get("$schema"))
-        found = self._schema(schema, "", 0)
-        if found is False:
+        root = self._schema(schema, "", 0)
+        if root is False:
             raise UnsupportedSchema("the schema false allows nothing", code="unsatisfiable_schema")
-        self.root: dict[str, Any] = {} if found is True else found
+        self.root: dict[str, Any] = {} if root is True else root
 
     def _schema(self, schema: Any, at: str, depth: int) -> Any:
         if isinstance(schema, bool):
@@ -98,15 +98,15 @@ class _Walk:
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
             most = f"{MAX_NODES} schemas inside each other or {MAX_DEPTH} levels"
             raise UnsupportedSchema(f"the schema has more than {most}", code="grammar_too_large")
-        found: dict[str, Any] = {}
+        reduced: dict[str, Any] = {}
         for name, value in schema.items():
             here = f"{at}/{_escaped(name)}"
             if name == "x-guidance":  # options of the compiler, which are not the caller's
                 continue
             if name in _MAPS and isinstance(value, dict):
                 value = {
-                    key: self._schema(one, f"{here}/{_escaped(key)}", depth + 1)
-                    for key, one in value.items()
+                    key: self._schema(inner, f"{here}/{_escaped(key)}", depth + 1)
+                    for key, inner in value.items()
                 }
             elif name in _LISTS and isinstance(value, list):
                 value = [self._schema(v, f"{here}/{i}", depth + 1) for i, v in enumerate(value)]
@@ -129,9 +129,9 @@ class _Walk:
                 else:
                     self.left_out.append(here)
                 continue
-            found[name] = value
-        self._reword(found)
-        return found
+            reduced[name] = value
+        self._reword(reduced)
+        return reduced
 
     @staticmethod
     def _idle(name: str, schema: dict[str, Any]) -> bool:
@@ -207,22 +207,24 @@ def _exclude(a: dict[str, Any], b: dict[str, Any]) -> bool:
         return False
     # A property that one of them requires: a document with it must suit both.
     for tag in tags:
-        one, other = properties_a.get(tag), properties_b.get(tag)
-        if isinstance(one, dict) and isinstance(other, dict) and _exclude(one, other):
+        tag_a, tag_b = properties_a.get(tag), properties_b.get(tag)
+        if isinstance(tag_a, dict) and isinstance(tag_b, dict) and _exclude(tag_a, tag_b):
             return True
     return False
 
 
 def _required(schema: dict[str, Any]) -> list[str]:
-    found = schema.get("required")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    required = schema.get("required")
+    return (
+        [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    )
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]]
-    found = schema.get("enum")
-    return found if isinstance(found, list) and len(found) <= 256 else None
+    values = schema.get("enum")
+    return values if isinstance(values, list) and len(values) <= 256 else None
 
 
 def _kinds(schema: dict[str, Any]) -> set[str] | None:
@@ -231,8 +233,8 @@ def _kinds(schema: dict[str, Any]) -> set[str] | None:
     kind = schema.get("type")
     if isinstance(kind, str):
         kind = [kind]
-    if isinstance(kind, list) and all(isinstance(one, str) for one in kind):
-        return {"number" if one == "integer" else one for one in kind}
+    if isinstance(kind, list) and all(isinstance(name, str) for name in kind):
+        return {"number" if name == "integer" else name for name in kind}
     values = _values(schema)
     return None if values is None else {_kind(value) for value in values}
 

@@ -83,7 +83,9 @@ def _spaces_alone(normalizer: Any) -> Any:
     if not isinstance(normalizer, dict):
         return None
     if normalizer.get("type") == "Sequence":
-        kept = [one for one in map(_spaces_alone, normalizer["normalizers"]) if one is not None]
-        return {**normalizer, "normalizers": kept} if kept else None
+        normalizers = [
+            inner for inner in map(_spaces_alone, normalizer["normalizers"]) if inner is not None
+        ]
+        return {**normalizer, "normalizers": normalizers} if normalizers else None
     spaces = normalizer.get("pattern") == {"String": " "}
     return normalizer if normalizer.get("type") == "Prepend" or spaces else None

@@ -71,20 +71,20 @@ class Grammars:
         self._executor.submit(self._prepare, id, make)
 
     def _prepare(self, id: int, make: Callable[[], Constraint]) -> None:
-        made: Constraint | MantaError
+        prepared: Constraint | MantaError
         try:
-            made = make()
+            prepared = make()
         except MantaError as error:
-            made = error
+            prepared = error
         except Exception as error:
             logger.exception("a grammar could not be compiled")
-            made = MantaError(f"the grammar could not be compiled: {type(error).__name__}")
-        self._done.put((id, made))
+            prepared = MantaError(f"the grammar could not be compiled: {type(error).__name__}")
+        self._done.put((id, prepared))
         self._wake()
 
     def poll(self) -> list[Prepared]:
         """What has been made since the last call."""
-        found = []
+        results = []
         while not self._done.empty():
-            found.append(self._done.get())
-        return found
+            results.append(self._done.get())
+        return results

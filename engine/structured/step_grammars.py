@@ -43,15 +43,17 @@ class StepGrammars:
         """
         masks = self._room(len(constraints), -(-constraints[0].vocabulary.num_tokens // 32))
         # Side by side what one thread should do, as it shares a lexer.
-        lexers = [0 if one.use is None else one.use.number for one in constraints]
+        lexers = [
+            0 if constraint.use is None else constraint.use.number for constraint in constraints
+        ]
         order = sorted(range(len(constraints)), key=lexers.__getitem__)
         rows = [(constraints[row].matcher, row) for row in order if constraints[row].grammatical]
 
         def finish() -> Filled:
             failed = {
                 row: why
-                for row, one in enumerate(constraints)
-                if (why := one.finish_mask(masks[row]))
+                for row, constraint in enumerate(constraints)
+                if (why := constraint.finish_mask(masks[row]))
             }
             return masks, failed
 

@@ -167,8 +167,8 @@ class ChatTemplate:
         else:
             for name in ("chat_template.json", "tokenizer_config.json"):
                 if not sources and (folder / name).is_file():
-                    found = json.loads((folder / name).read_text(encoding="utf-8"))
-                    value = found.get("chat_template")
+                    settings = json.loads((folder / name).read_text(encoding="utf-8"))
+                    value = settings.get("chat_template")
                     if isinstance(value, str):
                         sources["default"] = value
                     elif isinstance(value, list):
@@ -352,8 +352,8 @@ def _first_at_fault(
 
         A shortened chat may fail otherwise for want of a question, which came later.
         """
-        told = raised(messages)
-        return told == ours or (told is not None and raised([*messages, asked]) == ours)
+        refusal = raised(messages)
+        return refusal == ours or (refusal is not None and raised([*messages, asked]) == ours)
 
     fine, failing = 0, len(chat)  # how many of the first messages render, and how many do not
     try:

@@ -37,15 +37,15 @@ class ControlTokens:
                 return token.special
             return text in turns or (text in source and _TAG.fullmatch(text) is None)
 
-        found = {i: token for i, token in added.items() if controls(token)}
+        controls_by_id = {i: token for i, token in added.items() if controls(token)}
         # The longest match wins.
-        tokens = sorted(found.values(), key=lambda token: -len(token.content))
+        tokens = sorted(controls_by_id.values(), key=lambda token: -len(token.content))
         spans = [
             (r"\s*" if t.lstrip else "") + re.escape(t.content) + (r"\s*" if t.rstrip else "")
             for t in tokens
         ]
         return cls(
-            frozenset(found),
+            frozenset(controls_by_id),
             re.compile("|".join(re.escape(token.content) for token in tokens) or "(?!)"),
             re.compile("|".join(spans) or "(?!)"),
             len(tokens[0].content) if tokens else 0,

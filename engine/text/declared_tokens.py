@@ -34,8 +34,10 @@ class DeclaredTokens:
         more: list[str] = []
         try:
             for name in ("additional_special_tokens", "extra_special_tokens"):
-                given = settings.get(name) or ()
-                more += map(_content, given.values() if isinstance(given, Mapping) else given)
+                declared = settings.get(name) or ()
+                more += map(
+                    _content, declared.values() if isinstance(declared, Mapping) else declared
+                )
             return cls(tuple(map(_with_flags, added.values())), tuple(named), tuple(more))
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(

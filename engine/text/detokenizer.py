@@ -107,8 +107,8 @@ class ChoiceDecoder:
                 self.num_tokens += count
                 self.finished = True
                 out.append(text)
-                kept = offsets[:count] if self._offsets else []
-                return Decoded("".join(out), "stop", stop, count, kept)
+                kept_offsets = offsets[:count] if self._offsets else []
+                return Decoded("".join(out), "stop", stop, count, kept_offsets)
             out.append(self._emit(final=False))
             begin = cut
         count = len(token_ids)
@@ -136,14 +136,14 @@ class ChoiceDecoder:
         self._length += len(new)
         if not search:
             return None
-        found = [
+        matches = [
             (at + len(stop), at, stop)
             for stop in self._stops
             if (at := self._held.find(stop, max(0, held - len(stop) + 1))) >= 0
         ]
-        if not found:
+        if not matches:
             return None
-        end, start, stop = min(found)
+        end, start, stop = min(matches)
         return self._held[: end if self._include_stop else start], stop, end - held
 
     def _emit(self, *, final: bool) -> str:

@@ -29,10 +29,10 @@ def missing_ids(folder: Path, vocab_size: int) -> list[int]:
     if not path.is_file():
         return []
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
+        tokenizer = msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", param="model") from None
-    vocab = found.model.vocab
+    vocab = tokenizer.model.vocab
     ids = set(vocab.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
-    ids.update(token.id for token in found.added_tokens)
+    ids.update(token.id for token in tokenizer.added_tokens)
     return sorted(set(range(vocab_size)) - ids)

@@ -132,7 +132,7 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             value = _json(folder / name).get("eos_token_id")
             ends += value if isinstance(value, list) else [] if value is None else [value]
-        found = cls(
+        tokenizer = cls(
             backend,
             special_tokens=special,
             eos_token_ids=ends,
@@ -144,13 +144,13 @@ class Tokenizer:
             or _json(folder / "processor_config.json").get("response_template"),
             same=same,
         )
-        _in_use[digest] = found
-        return found
+        _in_use[digest] = tokenizer
+        return tokenizer
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token given as in the vocabulary; None if there is none."""
-        found: int | None = self.backend.token_to_id(token) if token else None
-        return found
+        token_id: int | None = self.backend.token_to_id(token) if token else None
+        return token_id
 
     def encode(
         self,
@@ -176,8 +176,8 @@ class Tokenizer:
         plain = _encode(self.backend, text, False) if add_special_tokens else ids
         special = len(ids) - len(plain)
         before = next(i for i in range(special + 1) if ids[i : i + len(plain)] == plain)
-        kept = max(0, max_tokens - special)
-        inner = plain[len(plain) - kept :] if keep_end else plain[:kept]
+        room = max(0, max_tokens - special)
+        inner = plain[len(plain) - room :] if keep_end else plain[:room]
         return ids[:before] + inner + ids[before + len(plain) :]
 
     def written(self, text: str, ids: Sequence[int]) -> tuple[int, int]:
@@ -214,16 +214,18 @@ class Tokenizer:
         """
         most = (max_tokens + 1) * self._longest
         first, second = first[:most], second[-most:] if keep_end else second[:most]
-        found = self.backend.encode(first, second, add_special_tokens=add_special_tokens)
-        places = [place for place, part in enumerate(found.sequence_ids) if part == 1]
-        return found.ids, places
+        encoding = self.backend.encode(first, second, add_special_tokens=add_special_tokens)
+        places = [place for place, part in enumerate(encoding.sequence_ids) if part == 1]
+        return encoding.ids, places
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = False
     ) -> list[list[int]]:
         """Encode many texts, on all cores. add_special_tokens: as in `encode`."""
-        found = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [item.ids for item in found]
+        encodings = self.backend.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [item.ids for item in encodings]
 
     def check_length(self, text: str, limit: int) -> None:
         """Refuse a text that surely has more than `limit` tokens, before it is encoded as a whole.
@@ -386,10 +388,10 @@ def _substitute(
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     if len(text) < LONG:
-        found = backend.encode(text, add_special_tokens=add_special_tokens)
+        encoding = backend.encode(text, add_special_tokens=add_special_tokens)
     else:
-        (found,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    ids: list[int] = found.ids
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
     return ids
 
 
@@ -399,23 +401,23 @@ def _longest(backend: tokenizers.Tokenizer) -> int:
     Other threads run meanwhile: the library holds the GIL while it makes a dict of the vocabulary,
     0.03 s for 50,000 tokens.
     """
-    found = 1
+    longest = 1
     for token_id in range(backend.get_vocab_size(with_added_tokens=True)):
         token = backend.id_to_token(token_id)
         if token is None:  # a gap: there are ids behind the size
             return max(map(len, backend.get_vocab(with_added_tokens=True)))
-        found = max(found, len(token))
-    return found
+        longest = max(longest, len(token))
+    return longest
 
 
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", param="model") from error
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _sampling_defaults(path: Path) -> dict[str, Any]:
@@ -427,12 +429,12 @@ def _sampling_defaults(path: Path) -> dict[str, Any]:
     if values.get("do_sample") is False:  # what stands beside it is not meant
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: values[name] for name in names if values.get(name) is not None}
+    defaults = {name: values[name] for name in names if values.get(name) is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**defaults)
     except InvalidRequest as error:
         raise ConfigError(f"{path}: {error.message}", param="model") from None
-    return found
+    return defaults
 
 
 def _declared(folder: Path) -> tuple[dict[str, Any], dict[str, str], DeclaredTokens]:

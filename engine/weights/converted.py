@@ -56,8 +56,8 @@ class Manifest:
         if not file.exists():
             return None
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            version = found["version"]
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+            version = manifest["version"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}: cannot be read: {error!r}", param="model") from None
         if version != VERSION:
@@ -67,21 +67,21 @@ class Manifest:
                 param="model",
             )
         try:
-            return cls(**found)
+            return cls(**manifest)
         except TypeError as error:
             raise ConfigError(f"{file}: {error}", param="model") from None
 
     def check(self, folder: Path, device: str, dtype: str) -> None:
         """Raise ConfigError where the engine would hold the parameters otherwise."""
-        for what, made, asked in (
+        for what, converted, asked in (
             ("device", self.device, device),
             ("dtype", self.dtype, dtype),
         ):
-            if made != asked:
+            if converted != asked:
                 raise ConfigError(
-                    f"{folder / MANIFEST}: was converted for {what} {made}, and the engine is to "
-                    f"run with {asked}; set {what}: {made}, or convert the model again with "
-                    f"--{what} {asked}",
+                    f"{folder / MANIFEST}: was converted for {what} {converted}, and the engine is "
+                    f"to run with {asked}; set {what}: {converted}, or convert the model again "
+                    f"with --{what} {asked}",
                     param=what,
                 )
 
@@ -111,7 +111,7 @@ class Writer:
 
     def __init__(self, folder: Path, parameters: Iterable[Parameter], stem: str = "manta") -> None:
         entries = list(named(parameters))
-        self._names = {id(each.tensor): name for name, each in entries}
+        self._names = {id(parameter.tensor): name for name, parameter in entries}
         self._places: dict[str, tuple[int, int]] = {}  # (descriptor, offset)
         self._digests: dict[str, str] = {}
         self._lock = Lock()
@@ -123,8 +123,8 @@ class Writer:
     def _begin(self, file: Path, shard: Sequence[tuple[str, Parameter]]) -> None:
         header: dict[str, Any] = {}
         at = 0
-        for name, each in shard:
-            tensor = each.tensor
+        for name, parameter in shard:
+            tensor = parameter.tensor
             header[name] = {
                 "dtype": CODES[tensor.dtype],
                 "shape": list(tensor.shape),
@@ -167,15 +167,15 @@ class Writer:
 
 
 def _shards(entries: list[tuple[str, Parameter]]) -> Iterator[list[tuple[str, Parameter]]]:
-    found: list[tuple[str, Parameter]] = []
+    shard: list[tuple[str, Parameter]] = []
     size = 0
     for entry in entries:
-        if found and size + entry[1].tensor.nbytes > SHARD_BYTES:
-            yield found
-            found, size = [], 0
-        found.append(entry)
+        if shard and size + entry[1].tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
         size += entry[1].tensor.nbytes
-    yield found
+    yield shard
 
 
 def copy_others(source: Path, target: Path, dtype: str | None) -> None:
@@ -189,10 +189,12 @@ def copy_others(source: Path, target: Path, dtype: str | None) -> None:
         return
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config")
-    for each in (config, text if isinstance(text, dict) else {}):
+    for section in (config, text if isinstance(text, dict) else {}):
         for key in ("dtype", "torch_dtype"):
-            if key in each or (each is config and key == "torch_dtype" and "dtype" not in each):
-                each[key] = dtype
+            if key in section or (
+                section is config and key == "torch_dtype" and "dtype" not in section
+            ):
+                section[key] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
@@ -207,14 +209,14 @@ def damaged(folder: Path, progress: Callable[[Loading], None] | None = None) -> 
         raise ConfigError(f"{folder}: tensor {missing[0]} is missing", param="model")
     total = sum(stored[name].num_bytes for name in manifest.digests)
     began, done = time.monotonic(), 0
-    found = []
+    names = []
     for name, digest in manifest.digests.items():
         tensor = stored[name]
         with tensor.file.open("rb") as file:
             file.seek(tensor.offset)
             if hashlib.blake2b(file.read(tensor.num_bytes), digest_size=16).hexdigest() != digest:
-                found.append(name)
+                names.append(name)
         done += tensor.num_bytes
         if progress is not None:
             progress(Loading(done, total, time.monotonic() - began))
-    return found
+    return names

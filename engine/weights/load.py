@@ -82,7 +82,7 @@ def load_weights(
         run_jobs(jobs, model.device, progress, model.open_bytes)
         if model.device.type == "cuda":
             # Of those that were packed meanwhile nothing is left here.
-            _check_finite([each for unit in units for each in unit.parameters], stored)
+            _check_finite([parameter for unit in units for parameter in unit.parameters], stored)
             for job in jobs:
                 job.then()
         del jobs, units
@@ -110,7 +110,7 @@ def each_parameter(
 
         return hand
 
-    units = [Unit([each], handing(each), False) for each in model.parameters()]
+    units = [Unit([filled], handing(filled), False) for filled in model.parameters()]
     for unit in units:
         unit.parameters[0].allocate()  # a page takes memory from where it is written to `give_back`
     run_jobs(_jobs(model, units, stored, folder), model.device, progress)
@@ -131,16 +131,17 @@ def _units(model: Loadable, converted: dict[str, StoredTensor] | None) -> list[U
     converted: the tensors of a folder that has the parameters themselves.
     """
     units = [*model.units()]
-    inside = {id(each.tensor) for unit in units for each in unit.parameters}
-    for each in model.parameters():
-        if id(each.tensor) not in inside:
-            each.allocate()
-            units.append(Unit([each], _nothing, False))
+    inside = {id(parameter.tensor) for unit in units for parameter in unit.parameters}
+    for parameter in model.parameters():
+        if id(parameter.tensor) not in inside:
+            parameter.allocate()
+            units.append(Unit([parameter], _nothing, False))
     if converted is not None:
-        names = {id(each.tensor): name for name, each in named(model.parameters())}
+        names = {id(parameter.tensor): name for name, parameter in named(model.parameters())}
         for unit in units:
             unit.parameters[:] = [
-                as_converted(each, names[id(each.tensor)], converted) for each in unit.parameters
+                as_converted(parameter, names[id(parameter.tensor)], converted)
+                for parameter in unit.parameters
             ]
     return units
 
@@ -174,8 +175,8 @@ def _jobs(
         return partial(_allocate, unit.parameters) if unit.transient else None
 
     return [
-        Job(each, then(unit), allocate(unit), unit.num_bytes)
-        for each, unit in zip(transfers, units, strict=True)
+        Job(parts, then(unit), allocate(unit), unit.num_bytes)
+        for parts, unit in zip(transfers, units, strict=True)
     ]
 
 
@@ -196,23 +197,23 @@ def _settle(parameters: list[Parameter]) -> None:
 def _named(model: Loadable, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the stored tensors by the names of the model's record, without the tensors that it
     ignores."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     unread: Counter[str] = Counter()
     for name, tensor in stored.items():
         if model.ignores(name):
             unread[_part(name)] += 1
             continue
         ours = model.tensor_name(name)
-        if ours in found:
+        if ours in tensors:
             raise ConfigError(
-                f"{tensor.file}: tensor {name} is also there as {found[ours].name}", param="model"
+                f"{tensor.file}: tensor {name} is also there as {tensors[ours].name}", param="model"
             )
-        found[ours] = tensor
+        tensors[ours] = tensor
     del unread[""]
     if unread:
         parts = ", ".join(f"{part} ({count})" for part, count in sorted(unread.items()))
         logger.info("not read, because the text model has no use for it: %s (tensors)", parts)
-    return found
+    return tensors
 
 
 def _part(name: str) -> str:
@@ -239,37 +240,37 @@ def _match(
         for source, target, at in chain.from_iterable(map(_targets, parameters)):
             wanted.add(source.name)
             if source.name not in stored:
-                files = {each.file for each in stored.values()}
+                files = {entry.file for entry in stored.values()}
                 raise ConfigError(
                     f"{files.pop() if len(files) == 1 else folder}: tensor {source.name} is "
                     f"missing, config.json implies it, of shape {list(source.shape)}",
                     param="model",
                 )
-            found = stored[source.name]
-            if not source.fits(found.shape):
+            on_disk = stored[source.name]
+            if not source.fits(on_disk.shape):
                 raise ConfigError(
-                    f"{found.file}: tensor {found.name} has shape {list(found.shape)}, "
+                    f"{on_disk.file}: tensor {on_disk.name} has shape {list(on_disk.shape)}, "
                     f"config.json implies {list(source.shape)}",
                     param="model",
                 )
-            if found.dtype == torch.float8_e8m0fnu and target.dtype == torch.uint8:
-                found = replace(found, dtype=torch.uint8)  # the same bytes
+            if on_disk.dtype == torch.float8_e8m0fnu and target.dtype == torch.uint8:
+                on_disk = replace(on_disk, dtype=torch.uint8)  # the same bytes
             # Codes are not converted as numbers are.
             number = target.dtype.is_floating_point and target.dtype.itemsize > 1
-            fits = found.dtype.is_floating_point if number else found.dtype == target.dtype
+            fits = on_disk.dtype.is_floating_point if number else on_disk.dtype == target.dtype
             if not fits:
                 raise ConfigError(
-                    f"{found.file}: tensor {found.name}: dtype {CODES[found.dtype]}, config.json "
-                    f"implies {CODES[target.dtype]}",
+                    f"{on_disk.file}: tensor {on_disk.name}: dtype {CODES[on_disk.dtype]}, "
+                    f"config.json implies {CODES[target.dtype]}",
                     param="model",
                 )
             if source.shorter:
-                source = replace(source, shape=(prod(found.shape),))
+                source = replace(source, shape=(prod(on_disk.shape),))
             if source.flat:
-                found = replace(found, shape=(prod(found.shape),))
+                on_disk = replace(on_disk, shape=(prod(on_disk.shape),))
             if source.at is not None:
-                found = found.one_of_stack(source.at, source.shape)
-            transfers[-1].append(Transfer(target, at, source, found))
+                on_disk = on_disk.one_of_stack(source.at, source.shape)
+            transfers[-1].append(Transfer(target, at, source, on_disk))
     for name, tensor in stored.items():
         if name not in wanted:
             raise ConfigError(
@@ -297,9 +298,9 @@ def _check_finite(parameters: list[Parameter], stored: dict[str, StoredTensor]) 
     neither. 8-bit floats, and the scales among a block's bytes, are checked when they are decoded.
     """
     parameters = [
-        each
-        for each in parameters
-        if each.tensor.is_floating_point() and each.tensor.dtype.itemsize > 1
+        parameter
+        for parameter in parameters
+        if parameter.tensor.is_floating_point() and parameter.tensor.dtype.itemsize > 1
     ]
     if not parameters:
         return
@@ -321,7 +322,7 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
     generator = torch.Generator(model.device).manual_seed(seed)
     units = {}
     for unit in _units(model, None):
-        units.update({id(each.tensor): unit for each in unit.parameters})
+        units.update({id(parameter.tensor): unit for parameter in unit.parameters})
     inference = torch.is_inference_mode_enabled()
     packing: deque[tuple[int, Future[None]]] = deque()
 
@@ -336,7 +337,7 @@ def _fill_randomly(model: Loadable, seed: int, *, by_name: bool) -> None:
             unit = units.pop(id(parameter.tensor))
             if unit.transient and unit.parameters[0].tensor is parameter.tensor:
                 size = unit.num_bytes
-                while packing and size + sum(each for each, _ in packing) > model.open_bytes:
+                while packing and size + sum(part for part, _ in packing) > model.open_bytes:
                     packing.popleft()[1].result()
                 _allocate(unit.parameters)
             _draw(parameter, generator, seed, by_name=by_name)

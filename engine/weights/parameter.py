@@ -169,4 +169,4 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.tensor.nbytes for each in self.parameters)
+        return sum(parameter.tensor.nbytes for parameter in self.parameters)

@@ -17,9 +17,9 @@ def read_pickled(file: Path) -> list[StoredTensor]:
     in it, or is of a format that cannot be read in place."""
     try:
         with zipfile.ZipFile(file) as archive:
-            stored = all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
         with FakeTensorMode():
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise file_error(file, f"cannot be read: {error.strerror}") from None
     except zipfile.BadZipFile:
@@ -30,15 +30,15 @@ def read_pickled(file: Path) -> list[StoredTensor]:
         raise file_error(file, f"cannot be read as weights alone: {_reason(error)}") from None
     if not stored:
         raise file_error(file, "is a compressed archive; save it as safetensors")
-    if not isinstance(found, dict):
-        raise file_error(file, f"must hold a dictionary of tensors, not {type(found).__name__}")
-    return [_stored(file, str(name), value) for name, value in found.items()]
+    if not isinstance(tensors, dict):
+        raise file_error(file, f"must hold a dictionary of tensors, not {type(tensors).__name__}")
+    return [_stored(file, str(name), value) for name, value in tensors.items()]
 
 
 def _reason(error: Exception) -> str:
     """Return the error's reason without torch's advice to run what the file says."""
-    if found := re.search(r"GLOBAL (\S+)", str(error)):
-        return f"it wants {found[1]}, and nothing in a file is run; save it as safetensors"
+    if match := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it wants {match[1]}, and nothing in a file is run; save it as safetensors"
     return str(error).split("\n")[0][:200]
 
 

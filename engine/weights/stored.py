@@ -23,6 +23,6 @@ class StoredTensor:
 
         shape: the shape as which this tensor is seen.
         """
-        each = self.num_bytes // shape[0]
-        offset = self.offset + index * each
-        return replace(self, shape=shape[1:], offset=offset, num_bytes=each)
+        size = self.num_bytes // shape[0]
+        offset = self.offset + index * size
+        return replace(self, shape=shape[1:], offset=offset, num_bytes=size)

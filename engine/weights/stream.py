@@ -64,14 +64,14 @@ class Transfer:
         """Split the transfer by rows; each part reads at most ``limit`` bytes (or one row)."""
         source, stored = self.source, self.stored
         row_bytes = stored.num_bytes // max(1, stored.shape[0])
-        each = max(1, limit // max(1, row_bytes))
+        step = max(1, limit // max(1, row_bytes))
         count = source.num_rows
-        if source.transpose or count <= each:
+        if source.transpose or count <= step:
             yield self
             return
         rows = source.rows if source.rows is not None else (0, count)
-        for at in range(0, count, each):
-            part = replace(source, rows=some_rows(rows, at, at + each))
+        for at in range(0, count, step):
+            part = replace(source, rows=some_rows(rows, at, at + step))
             yield Transfer(self.whole, self.at + at, part, stored)
 
     @property

@@ -31,19 +31,19 @@ def _layers(config: Reader, part: str) -> Iterator[Reader]:
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    found = []
+    layers_attention = []
     for own in _layers(config, "attention"):
         if own.flag("no_op"):
-            found.append(replace(plain, attends=False))
+            layers_attention.append(replace(plain, attends=False))
             continue
         group = own.size("n_heads_in_group")
         if plain.num_heads % group:
             message = f"{group} does not divide {plain.num_heads} heads"
             raise own.error("n_heads_in_group", message)
-        found.append(replace(plain, num_kv_heads=plain.num_heads // group))
-    if not any(layer.attends for layer in found):
+        layers_attention.append(replace(plain, num_kv_heads=plain.num_heads // group))
+    if not any(layer.attends for layer in layers_attention):
         raise config.error("block_configs", "a model without a layer of attention is not supported")
-    return found
+    return layers_attention
 
 
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
@@ -51,14 +51,14 @@ def _mlp_sizes(config: Reader) -> tuple[int, ...]:
 
     A width of ffn_mult is 2/3 * ffn_mult * hidden_size, up to a multiple of 256.
     """
-    hidden, found = config.size("hidden_size"), []
+    hidden, sizes = config.size("hidden_size"), []
     for own in _layers(config, "ffn"):
         size = 0
         if not own.flag("no_op"):
             size = own.size_or_none("intermediate_size") or 0
             size = size or -(-int(2 * own.number("ffn_mult") * hidden / 3) // 256) * 256
-        found.append(size)
-    return tuple(found)
+        sizes.append(size)
+    return tuple(sizes)
 
 
 ARCHITECTURES = (

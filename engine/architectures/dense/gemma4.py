@@ -72,15 +72,15 @@ def _full(config: Reader, kinds: Sequence[str]) -> Reader:
 
     transformers 5 writes these values layer by layer.
     """
-    each = config.inner("per_layer_config")
+    per_layer = config.inner("per_layer_config")
     for key in (str(kinds.index(FULL)), FULL):
-        if each.get(key) is not None:
-            return each.inner(key)
-    found = {"head_dim": config.size("global_head_dim", 512)}
+        if per_layer.get(key) is not None:
+            return per_layer.inner(key)
+    values = {"head_dim": config.size("global_head_dim", 512)}
     heads = config.size_or_none("num_global_key_value_heads")
     if config.flag("attention_k_eq_v") and heads is not None:
-        found["num_key_value_heads"] = heads
-    return Reader(found, config.path)
+        values["num_key_value_heads"] = heads
+    return Reader(values, config.path)
 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
@@ -95,15 +95,15 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
         value_is_key=config.flag("attention_k_eq_v"),
     )
     local = replace(plain, window=config.size("sliding_window", 512))
-    found = [full if kind == FULL else local for kind in kinds]
+    attention = [full if kind == FULL else local for kind in kinds]
     first = layers - _without_keys(config, layers)
     for i in range(first, layers):
         if kinds[i] not in kinds[:first]:
             message = f"no layer before {first} is of {kinds[i]}, whose keys layer {i} would read"
             raise config.error("num_kv_shared_layers", message)
         source = first - 1 - kinds[:first][::-1].index(kinds[i])
-        found[i] = replace(found[i], keys_of=source, value_is_key=False, value_norm=False)
-    return found
+        attention[i] = replace(attention[i], keys_of=source, value_is_key=False, value_norm=False)
+    return attention
 
 
 def _without_keys(config: Reader, layers: int) -> int:
@@ -143,7 +143,7 @@ ARCHITECTURES = (
             "layer_input_rows": lambda config: config.size("vocab_size_per_layer_input"),
         },
         keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
-        made={  # in this order
+        computed={  # in this order
             "full_rope_parameters": _ropes(FULL, _PROPORTIONAL),
             "rope_parameters": _ropes(WINDOW, {"rope_theta": 10000.0}),
         },

@@ -68,7 +68,7 @@ def _chatglm(name: str, models: str) -> Architecture:
         models=models,
         switches=_CHATGLM_SWITCHES,
         keys=_CHATGLM_KEYS,
-        made={"rope_parameters": _stretched},
+        computed={"rope_parameters": _stretched},
         defaults={"partial_rotary_factor": 0.5, "layernorm_epsilon": 1e-5},
         only={
             "rmsnorm": (True,),

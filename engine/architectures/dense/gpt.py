@@ -201,9 +201,9 @@ def _mpt(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["Laye
     inner = config.inner("attn_config")
     if not inner.flag("alibi", True):
         raise inner.error("alibi", "must be true: learned positions of MPT are not computed here")
-    found = mpt_slopes(plain.num_heads, inner.number("alibi_bias_max", 8.0))
+    slopes = mpt_slopes(plain.num_heads, inner.number("alibi_bias_max", 8.0))
     scale = inner.number("softmax_scale", plain.scale)
-    return [replace(plain, rope=None, slopes=found, scale=scale)] * layers
+    return [replace(plain, rope=None, slopes=slopes, scale=scale)] * layers
 
 
 ARCHITECTURES = (

@@ -67,15 +67,15 @@ def _granite_swa(
     plain = granite(config, plain, 1)[0]
     bases = of_layers(config, "layer_rope_theta", layers, int, float) or [None] * layers
     kinds = layer_types(config, layers, lambda i: WINDOW if i % 4 else FULL)
-    found = []
+    attention = []
     for kind, base in zip(kinds, bases, strict=True):
         layer = replace(plain, sinks=True)
         if base is not None:
             layer = replace(layer, rope=unstretched(plain, base) if base else None)
         if kind == WINDOW:
             layer = replace(layer, window=config.size("sliding_window", 128))
-        found.append(layer)
-    return found
+        attention.append(layer)
+    return attention
 
 
 def _smollm3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:

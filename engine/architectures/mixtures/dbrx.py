@@ -21,8 +21,8 @@ def _inner(key: str, name: str, default: Any) -> Read:
 
 def _rope(config: Reader) -> dict[str, Any]:
     theta = config.inner("attn_config").get("rope_theta")
-    given = config.inner("rope_parameters").values
-    return given if theta is None else {"rope_theta": theta}
+    parameters = config.inner("rope_parameters").values
+    return parameters if theta is None else {"rope_theta": theta}
 
 
 def _activation(config: Reader) -> str:
@@ -65,7 +65,7 @@ ARCHITECTURES = (
             "num_attention_heads": "n_heads",
             "max_position_embeddings": "max_seq_len",
         },
-        made={
+        computed={
             "num_key_value_heads": _inner("attn_config", "kv_n_heads", 1),
             "rope_parameters": _rope,
             "hidden_act": _activation,

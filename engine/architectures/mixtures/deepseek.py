@@ -26,27 +26,27 @@ def _v2(config: Reader, model: "ModelConfig") -> Experts | None:
 
     A group counts as its best expert.
     """
-    found = _softmax(config, model)
-    if found is None:
+    experts = _softmax(config, model)
+    if experts is None:
         return None
-    routing = replace(found.routing, renormalise=False, group_best=1)
+    routing = replace(experts.routing, renormalise=False, group_best=1)
     if config.get("topk_method", "greedy") != _GROUPED:
         routing = replace(routing, groups=1, top_groups=1)
-    return replace(found, routing=routing)
+    return replace(experts, routing=routing)
 
 
 def _softmax(config: Reader, model: "ModelConfig") -> Experts | None:
-    found = deepseek(config, model)
-    return found and replace(found, routing=replace(found.routing, score="softmax"))
+    experts = deepseek(config, model)
+    return experts and replace(experts, routing=replace(experts.routing, score="softmax"))
 
 
 def _glm_lite(config: Reader, model: "ModelConfig") -> Experts | None:
     kinds = of_layers(config, "mlp_layer_types", model.num_layers, str)
     if kinds is None:
         return deepseek(config, model)
-    found = deepseek(config, model)
+    experts = deepseek(config, model)
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
-    return found and (replace(found, layers=layers) if layers else None)
+    return experts and (replace(experts, layers=layers) if layers else None)
 
 
 def _mistral4(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
@@ -67,7 +67,7 @@ ARCHITECTURES = (
         models="DeepSeek V2, V2.5, V2-Lite, Coder-V2",
         model_type="deepseek_v2",
         keys=ROUTED,
-        made=ONE_KEY_HEAD,
+        computed=ONE_KEY_HEAD,
         only={
             **UNBIASED,
             "scoring_func": ("softmax",),
@@ -84,7 +84,7 @@ ARCHITECTURES = (
         models="DeepSeek V3, V3.1 and R1, Kimi-K2, Moonlight",
         model_type="deepseek_v3",
         keys=ROUTED,
-        made=ONE_KEY_HEAD,
+        computed=ONE_KEY_HEAD,
         only={
             **UNBIASED,
             "scoring_func": ("sigmoid",),
@@ -102,7 +102,7 @@ ARCHITECTURES = (
         model_type="glm4_moe_lite",
         keys=ROUTED,
         defaults={"first_k_dense_replace": 1},
-        made=ONE_KEY_HEAD,
+        computed=ONE_KEY_HEAD,
         only={**UNBIASED, "topk_method": ("noaux_tc",)},
         ignored=MTP,
         attention=latent_attention,
@@ -118,7 +118,7 @@ ARCHITECTURES = (
         models="Mistral 4",
         model_type="mistral4",
         keys=ROUTED,
-        made=ONE_KEY_HEAD,
+        computed=ONE_KEY_HEAD,
         only={**UNBIASED, "n_group": (1, None)},
         attention=_mistral4,
         experts=_softmax,

@@ -93,11 +93,11 @@ def qwen(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _qwen2(config: Reader, model: "ModelConfig") -> Experts | None:
-    found = qwen(config, model)
-    if found is None:
+    experts = qwen(config, model)
+    if experts is None:
         return None
     shared = config.size("shared_expert_intermediate_size")
-    return replace(found, shared_size=shared, shared_gate=True)
+    return replace(experts, shared_size=shared, shared_gate=True)
 
 
 def deepseek(config: Reader, model: "ModelConfig") -> Experts | None:
@@ -106,7 +106,7 @@ def deepseek(config: Reader, model: "ModelConfig") -> Experts | None:
     An MLP of n_shared_experts experts' size stands beside the experts.
     """
     dense = config.count("first_k_dense_replace")
-    found = read_experts(
+    experts = read_experts(
         config,
         model,
         range(dense, model.num_layers),
@@ -114,9 +114,9 @@ def deepseek(config: Reader, model: "ModelConfig") -> Experts | None:
         renormalise=config.flag("norm_topk_prob", True),
         scale=config.number("routed_scaling_factor", 1.0),
     )
-    if found is None:
+    if experts is None:
         return None
-    return replace(found, shared_size=found.size * config.size("n_shared_experts", 1))
+    return replace(experts, shared_size=experts.size * config.size("n_shared_experts", 1))
 
 
 def _minimax(config: Reader, model: "ModelConfig") -> Experts | None:
@@ -130,18 +130,18 @@ def _hy3(config: Reader, model: "ModelConfig") -> Experts | None:
         kinds = ["dense" if i < first else "sparse" for i in range(model.num_layers)]
     layers = (i for i, kind in enumerate(kinds) if kind == "sparse")
     scale = config.number("router_scaling_factor", 2.826)
-    found = read_experts(config, model, layers, score="sigmoid", scale=scale)
-    if found is None:
+    experts = read_experts(config, model, layers, score="sigmoid", scale=scale)
+    if experts is None:
         return None
-    return replace(found, shared_size=found.size * config.size("num_shared_experts", 1))
+    return replace(experts, shared_size=experts.size * config.size("num_shared_experts", 1))
 
 
 def _hunyuan(config: Reader, model: "ModelConfig") -> Experts | None:
-    found = read_experts(config, model)
-    if found is None:
+    experts = read_experts(config, model)
+    if experts is None:
         return None
     shared = 1 if config.get("num_shared_expert") is None else one_size(config, "num_shared_expert")
-    return replace(found, shared_size=found.size * shared)
+    return replace(experts, shared_size=experts.size * shared)
 
 
 def _olmoe(config: Reader, model: "ModelConfig") -> Experts | None:
@@ -149,10 +149,10 @@ def _olmoe(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _granite_shared(config: Reader, model: "ModelConfig") -> Experts | None:
-    found = read_experts(config, model)
-    if found is None:
+    experts = read_experts(config, model)
+    if experts is None:
         return None
-    return replace(found, shared_size=config.count("shared_intermediate_size"))
+    return replace(experts, shared_size=config.count("shared_intermediate_size"))
 
 
 def _phi(config: Reader, model: "ModelConfig") -> Experts | None:
@@ -172,10 +172,10 @@ def _ernie(config: Reader, model: "ModelConfig") -> Experts | None:
         for i in range(config.count("moe_layer_start_index", 1), min(last + 1, model.num_layers))
         if (i + 1) % every == 0
     )
-    found = read_experts(config, model, layers)
-    if found is None:
+    experts = read_experts(config, model, layers)
+    if experts is None:
         return None
-    return replace(found, shared_size=found.size * config.count("moe_num_shared_experts"))
+    return replace(experts, shared_size=experts.size * config.count("moe_num_shared_experts"))
 
 
 def _gpt_oss(config: Reader, model: "ModelConfig") -> Experts | None:

@@ -31,28 +31,28 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     )
     kinds = layer_types(config, layers, lambda i: FULL)
     counts = of_layers(config, "num_attention_heads_per_layer", layers, int)
-    found = []
+    attention = []
     for kind, heads in zip(kinds, counts or [plain.num_heads] * layers, strict=True):
         if heads < 1 or heads % plain.num_kv_heads:
             message = f"{heads} is no multiple of {plain.num_kv_heads} key heads"
             raise config.error("num_attention_heads_per_layer", message)
-        found.append(replace(local if kind == WINDOW else full, num_heads=heads))
-    return found
+        attention.append(replace(local if kind == WINDOW else full, num_heads=heads))
+    return attention
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
     """Read experts in all layers but the first, unless the file says otherwise."""
     kinds = of_layers(config, "mlp_layer_types", model.num_layers, str)
-    found = read_experts(
+    experts = read_experts(
         config,
         model,
         (i for i in range(model.num_layers) if (kinds[i] == "sparse" if kinds else i)),
         score="sigmoid",
         scale=config.number("moe_routed_scaling_factor", 1.0),
     )
-    if found is None:
+    if experts is None:
         return None
-    return replace(found, shared_size=config.size("shared_expert_intermediate_size", 512))
+    return replace(experts, shared_size=config.size("shared_expert_intermediate_size", 512))
 
 
 _ROPES = {
@@ -71,7 +71,9 @@ ARCHITECTURES = (
         models="Laguna",
         model_type="laguna",
         switches={"qk_norm": always("head")},
-        made={"rope_parameters": lambda config: config.inner("rope_parameters").values or _ROPES},
+        computed={
+            "rope_parameters": lambda config: config.inner("rope_parameters").values or _ROPES
+        },
         only={
             "moe_apply_router_weight_on_input": (False,),
             "moe_router_logit_softcapping": (0.0, 0, None),

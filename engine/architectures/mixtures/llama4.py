@@ -45,10 +45,10 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
     layers: Iterable[int] | None = config.listed("moe_layers", int)
     if layers is None:
         layers = range(step - 1, model.num_layers, step)
-    found = read_experts(
+    experts = read_experts(
         config, model, layers, score="sigmoid", renormalise=False, weigh_input=True
     )
-    return None if found is None else replace(found, shared_size=found.size)
+    return None if experts is None else replace(experts, shared_size=experts.size)
 
 
 ARCHITECTURES = (

@@ -89,7 +89,10 @@ ARCHITECTURES = (
             "moe_intermediate_size": "expert_ffn_hidden_size",
             "num_experts_per_tok": "moe_topk",
         },
-        made={**ONE_KEY_HEAD, "num_hidden_layers": lambda config: 2 * config.size("num_layers")},
+        computed={
+            **ONE_KEY_HEAD,
+            "num_hidden_layers": lambda config: 2 * config.size("num_layers"),
+        },
         only={
             **UNBIASED,
             "router_bias": (False,),

@@ -74,8 +74,11 @@ class DeltaNet:
         sums of decays by value head.
         """
         keys, values = (max(64, padded(size)) for size in (self.key_size, self.value_size))
-        each = CHUNK * (keys + values + CHUNK)
-        return 2 * self.key_heads * CHUNK * keys + self.value_heads * each, self.value_heads * CHUNK
+        per_head = CHUNK * (keys + values + CHUNK)
+        return (
+            2 * self.key_heads * CHUNK * keys + self.value_heads * per_head,
+            self.value_heads * CHUNK,
+        )
 
 
 def hybrid(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
@@ -116,11 +119,11 @@ def _by_key_head(model: "ModelConfig") -> "NDArray[np.int64]":
     """
     import numpy as np
 
-    mixer = next(each.mixer for each in model.attention if isinstance(each.mixer, DeltaNet))
+    mixer = next(layer.mixer for layer in model.attention if isinstance(layer.mixer, DeltaNet))
     shared = mixer.value_heads // mixer.key_heads
     values = shared * mixer.value_size
-    each = 2 * mixer.key_size + 2 * values
-    wide = np.arange(mixer.key_heads * each).reshape(mixer.key_heads, -1)
+    per_head = 2 * mixer.key_size + 2 * values
+    wide = np.arange(mixer.key_heads * per_head).reshape(mixer.key_heads, -1)
     cuts = np.cumsum([mixer.key_size, mixer.key_size, values])
     narrow = len(wide.ravel()) + np.arange(2 * mixer.value_heads).reshape(mixer.key_heads, -1)
     pieces = [*np.split(wide, cuts, axis=1), *np.split(narrow, [shared], axis=1)]

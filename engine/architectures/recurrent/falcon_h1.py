@@ -25,7 +25,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     through = config.number("ssm_in_multiplier", 1.0)
     mixer = replace(
         mixer,
-        factors=tuple(through * each for each in _factors(config, "ssm_multipliers", 5)),
+        factors=tuple(through * factor for factor in _factors(config, "ssm_multipliers", 5)),
         out_factor=config.number("ssm_out_multiplier", 1.0),
         normed=config.flag("mamba_rms_norm"),
         gate_last=config.flag("mamba_norm_before_gate", True),
@@ -41,11 +41,11 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 def _factors(config: Reader, key: str, count: int) -> tuple[float, ...]:
     """Read a list of `count` positive numbers; ones where the file says nothing."""
-    given = config.get(key, [1.0] * count)
-    if not isinstance(given, list | tuple) or len(given) != count:
-        raise config.error(key, f"must be a list of {count} numbers, got {given!r}")
-    numbers = Reader({f"{key}[{i}]": each for i, each in enumerate(given)}, config.path)
-    return tuple(numbers.number(each) for each in numbers.values)
+    factors = config.get(key, [1.0] * count)
+    if not isinstance(factors, list | tuple) or len(factors) != count:
+        raise config.error(key, f"must be a list of {count} numbers, got {factors!r}")
+    numbers = Reader({f"{key}[{i}]": factor for i, factor in enumerate(factors)}, config.path)
+    return tuple(numbers.number(factor) for factor in numbers.values)
 
 
 def _mlp_factors(config: Reader) -> tuple[float, ...]:

@@ -78,7 +78,7 @@ def _every(config: Reader, what: str, layers: int, period: int, offset: int) -> 
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     full = _every(config, "attn", layers, 8, 4)
-    named = [FULL if each else LINEAR for each in full]
+    named = [FULL if is_full else LINEAR for is_full in full]
     plain, mixer = replace(plain, rope=None), _mixer(config)
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, named)
     return [plain if kind == FULL else mixing(plain, mixer) for kind in kinds]
@@ -88,7 +88,7 @@ def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
     if config.size("num_experts", 16) == 1:
         return None
     mixed = _every(config, "expert", model.num_layers, 2, 1)
-    layers = [i for i, each in enumerate(mixed) if each]
+    layers = [i for i, is_mixture in enumerate(mixed) if is_mixture]
     return read_experts(config, model, layers, renormalise=False)
 
 

@@ -94,12 +94,12 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    found = deepseek(config, model)
+    experts = deepseek(config, model)
     kinds = of_layers(config, "mlp_layer_types", model.num_layers, str)
-    if found is None or kinds is None:
-        return found
+    if experts is None or kinds is None:
+        return experts
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "sparse")
-    return replace(found, layers=layers) if layers else None
+    return replace(experts, layers=layers) if layers else None
 
 
 _OWN = f"{LAYER}self_attn."
@@ -123,7 +123,7 @@ _TENSORS: Mapping[str, CheckpointTensor] = {
     ),
     "kimi_decays": CheckpointTensor((f"{_OWN}f_b_proj",)),
     "kimi_gates": CheckpointTensor((f"{_OWN}g_b_proj",)),
-    "kimi_conv": CheckpointTensor(tuple(f"{_OWN}{each}_conv1d.weight" for each in "qkv")),
+    "kimi_conv": CheckpointTensor(tuple(f"{_OWN}{letter}_conv1d.weight" for letter in "qkv")),
     "kimi_decay": CheckpointTensor((f"{_OWN}A_log",)),
     "kimi_bias": CheckpointTensor((f"{_OWN}dt_bias",)),
     "kimi_norm": CheckpointTensor((f"{_OWN}o_norm.weight",)),
@@ -143,7 +143,7 @@ ARCHITECTURES = (
             "n_shared_experts": "num_shared_experts",
         },
         defaults={"first_k_dense_replace": 1},
-        made=ONE_KEY_HEAD,
+        computed=ONE_KEY_HEAD,
         only={
             **UNBIASED,
             "mla_use_nope": (True,),

@@ -116,7 +116,7 @@ ARCHITECTURES = (
         model_type="lfm2",
         switches={**_SWITCHES, "intermediate_size": _inner},
         keys={"intermediate_size": "block_ff_dim"},
-        made={"full_attn_idxs": _full_layers},
+        computed={"full_attn_idxs": _full_layers},
         attention=_attention,
     ),
     Architecture(

@@ -83,9 +83,9 @@ class Mamba2:
         head, and B and C by group. In float32 there are steps and sums of decays.
         """
         size, states = padded(self.head_size), padded(self.state_size)
-        each = CHUNK * size + size * states
+        per_head = CHUNK * size + size * states
         shared = 2 * self.groups * CHUNK * states
-        return self.heads * each + shared, 2 * self.heads * CHUNK
+        return self.heads * per_head + shared, 2 * self.heads * CHUNK
 
 
 def mamba2_mixer(config: Reader) -> Mamba2:
@@ -121,13 +121,13 @@ def mamba2_mixer(config: Reader) -> Mamba2:
 
 def _limits(config: Reader) -> tuple[float, float]:
     """Read time_step_limit. JSON has no infinity, which writers spell otherwise."""
-    given = config.get("time_step_limit", [0.0, "inf"])
+    limits = config.get("time_step_limit", [0.0, "inf"])
     try:
         least, most = (
-            float(each["__float__"] if isinstance(each, dict) else each) for each in given
+            float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in limits
         )
     except (TypeError, ValueError, KeyError):
-        raise config.error("time_step_limit", f"must be two numbers, got {given!r}") from None
+        raise config.error("time_step_limit", f"must be two numbers, got {limits!r}") from None
     return least, most
 
 
@@ -162,11 +162,11 @@ def _granite(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["
 
 
 def _granite_experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    found = read_experts(config, model)
-    if found is None:
+    experts = read_experts(config, model)
+    if experts is None:
         return None
     size = config.size("intermediate_size")
-    return replace(found, size=size, shared_size=config.size("shared_intermediate_size", 1024))
+    return replace(experts, size=size, shared_size=config.size("shared_intermediate_size", 1024))
 
 
 def _granite_variant(config: Reader) -> str:

@@ -75,7 +75,7 @@ def mixed_kinds(
         raise config.error("layer_types", f"must name the attention of each of {layers} layers")
     if unknown := sorted({str(kind) for kind in kinds} - {*names}):
         raise config.error("layer_types", f"{unknown[0]!r} is not supported")
-    found = [names[kind] for kind in kinds]
-    if FULL not in found:
+    layer_kinds = [names[kind] for kind in kinds]
+    if FULL not in layer_kinds:
         raise config.error("layer_types", f"a model without a layer of {FULL} is not supported")
-    return found
+    return layer_kinds

@@ -41,8 +41,8 @@ def _kinds(config: Reader) -> list[str]:
 
 def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
     full = replace(plain, rope=None)
-    made = {FULL: full, LINEAR: mixing(full, mamba2_mixer(config))}
-    return [made.get(kind, replace(full, attends=False)) for kind in _kinds(config)]
+    by_kind = {FULL: full, LINEAR: mixing(full, mamba2_mixer(config))}
+    return [by_kind.get(kind, replace(full, attends=False)) for kind in _kinds(config)]
 
 
 def _mlp_sizes(config: Reader) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ _NORM = CheckpointTensor((f"{_LAYER}norm",))
 _TENSORS: Mapping[str, CheckpointTensor] = {
     "embedding": CheckpointTensor(("backbone.embeddings",)),
     "attention_norm": _NORM,
-    "qkv": CheckpointTensor(tuple(f"{_MIXER}{each}_proj" for each in "qkv")),
+    "qkv": CheckpointTensor(tuple(f"{_MIXER}{piece}_proj" for piece in "qkv")),
     "out": CheckpointTensor((f"{_MIXER}o_proj",)),
     **mamba2_tensors(_MIXER),
     "mlp_norm": _NORM,
@@ -95,7 +95,7 @@ ARCHITECTURES = (
         models="Nemotron-H (8B, 47B, 56B), Nemotron Nano 2 (9B, 12B), Nemotron 3 Nano (30B-A3B)",
         model_type="nemotron_h",
         switches={"mlp_sizes": _mlp_sizes},
-        made={
+        computed={
             "layer_types": _layer_types,
             "num_hidden_layers": lambda config: len(config.get("layer_types")),
             "head_dim": lambda config: config.get("attention_head_dim", config.get("head_dim")),

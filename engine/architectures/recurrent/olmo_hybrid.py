@@ -49,8 +49,8 @@ _TENSORS: Mapping[str, CheckpointTensor] = {
     **OUT_NORMS,
     "attention_norm": CheckpointTensor((f"{LAYER}attention_layer_norm",)),
     "mlp_norm": CheckpointTensor((f"{LAYER}feedforward_layer_norm",)),
-    "delta_in": CheckpointTensor(tuple(f"{_LINEAR}{each}_proj" for each in "qkvgba")),
-    "delta_conv": CheckpointTensor(tuple(f"{_LINEAR}{each}_conv1d.weight" for each in "qkv")),
+    "delta_in": CheckpointTensor(tuple(f"{_LINEAR}{letter}_proj" for letter in "qkvgba")),
+    "delta_conv": CheckpointTensor(tuple(f"{_LINEAR}{letter}_conv1d.weight" for letter in "qkv")),
     "delta_decay": CheckpointTensor((f"{_LINEAR}A_log",)),
     "delta_bias": CheckpointTensor((f"{_LINEAR}dt_bias",)),
     "delta_norm": CheckpointTensor((f"{_LINEAR}o_norm.weight",)),
@@ -63,7 +63,7 @@ ARCHITECTURES = (
         models="OLMo Hybrid 7B",
         model_type="olmo_hybrid",
         switches={"qk_norm": always("flat")},
-        made={
+        computed={
             "linear_num_key_heads": lambda config: config.size(
                 "linear_num_key_heads", config.size("num_attention_heads")
             ),

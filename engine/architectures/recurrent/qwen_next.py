@@ -19,11 +19,11 @@ _IGNORED = ("*.rotary_emb.inv_freq", "mtp.*", "model.mtp.*")
 
 
 def _experts(config: Reader, model: "ModelConfig") -> Experts | None:
-    found = qwen(config, model)
-    if found is None:
+    experts = qwen(config, model)
+    if experts is None:
         return None
     shared = config.size("shared_expert_intermediate_size", 512)
-    return replace(found, shared_size=shared, shared_gate=True)
+    return replace(experts, shared_size=shared, shared_gate=True)
 
 
 ARCHITECTURES = (

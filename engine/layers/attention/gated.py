@@ -25,9 +25,9 @@ class GatedAttention(Attention):
     ) -> Tensor:
         """See Attention."""
         k_cache, v_cache = kv
-        made = self.qkv.forward(x, meta.lora, norm=norm)
+        qkv = self.qkv.forward(x, meta.lora, norm=norm)
         q = self.kernels.rope_kv_write(
-            made,
+            qkv,
             self.cos_sin,
             self.q_norm,
             self.k_norm,
@@ -39,7 +39,7 @@ class GatedAttention(Attention):
             gated=True,
         )
         attended = self.kernels.attention(q, k_cache, v_cache, self.scale, meta, **self.also)
-        both = made[:, : 2 * self.num_heads * self.head_dim]
+        both = qkv[:, : 2 * self.num_heads * self.head_dim]
         gates = both.unflatten(1, (self.num_heads, 2, self.head_dim))[:, :, 1]
         attended = self.kernels.sigmoid_mul(attended, gates)
         return self.out.forward(attended, meta.lora, residual=residual)
@@ -53,13 +53,13 @@ class SoftplusGatedAttention(Attention):
         config = build.config
         assert build.layer is not None
         layer = config.attention[build.layer]
-        each = layer.softplus_gates
+        gates = layer.softplus_gates
         (begin, end), _ = build.group.heads(layer.num_heads, layer.num_kv_heads)
         self.gate = build.column(
             "gate",
-            (layer.num_heads * each,),
+            (layer.num_heads * gates,),
             config.hidden_size,
-            ranges=((begin * each, end * each),),
+            ranges=((begin * gates, end * gates),),
         )
         self.linears = (*self.linears, self.gate)
 

@@ -27,21 +27,23 @@ class LatentAttention:
         self.head_dim = head = latent.nope + latent.rope
         self.scale = layer.scale
         self.cos_sin = tables(layer.rope, latent.rope)
-        hidden, kept = config.hidden_size, latent.rank + latent.rope
+        hidden, latent_size = config.hidden_size, latent.rank + latent.rope
         queries, ours = layer.num_heads * head, (begin * head, end * head)
         self.q: Linear | None = None
         self.query_norm: RMSNorm | None = None
         if latent.query_rank:
-            sizes = (latent.query_rank, kept)
+            sizes = (latent.query_rank, latent_size)
             self.down = build.undivided().column("qkv_a", sizes, hidden)
             self.query_norm = _norm(build, "query_norm", latent.query_rank, latent.query_factor)
             self.q = build.column("q_b", (queries,), latent.query_rank, ranges=(ours,))
         else:
-            self.down = build.column("qkv", (queries, kept), hidden, ranges=(ours, (0, kept)))
+            self.down = build.column(
+                "qkv", (queries, latent_size), hidden, ranges=(ours, (0, latent_size))
+            )
         self.latent_norm = _norm(build, "latent_norm", latent.rank, latent.factor)
-        each = latent.nope + latent.value
+        per_head = latent.nope + latent.value
         self.up = build.head_products(
-            "kv_b", layer.num_heads * each, latent.rank, (begin * each, end * each)
+            "kv_b", layer.num_heads * per_head, latent.rank, (begin * per_head, end * per_head)
         )
         columns = (begin * latent.value, end * latent.value)
         self.out = build.row("out", hidden, layer.num_heads * latent.value, columns=columns)
@@ -73,8 +75,8 @@ class LatentAttention:
     ) -> Tensor:
         """See Attention. kv: the latents, twice."""
         down = self.down.forward(x, meta.lora, norm=norm)
-        kept = self.latent.rank + self.latent.rope
-        q, latents = down[:, :-kept], down[:, -kept:]
+        latent_size = self.latent.rank + self.latent.rope
+        q, latents = down[:, :-latent_size], down[:, -latent_size:]
         if self.q is not None:
             q = self.q.forward(q.contiguous(), meta.lora, norm=self.query_norm)
         cache = kv[0]

@@ -37,10 +37,11 @@ class Attention:
         self.cos_sin = tables(layer.rope, dim)
         count = 3 - layer.value_is_key if layer.keys_of is None else 1
         ours, sizes = "qkv"[:count], (wide * q, kv, layer.num_kv_heads * value)[:count]
-        kept = ((begin, end), keys, keys)[:count]
+        head_ranges = ((begin, end), keys, keys)[:count]
         rows = (wide * dim, dim, value)
         ranges = [
-            (first * each, last * each) for (first, last), each in zip(kept, rows, strict=False)
+            (first * size, last * size)
+            for (first, last), size in zip(head_ranges, rows, strict=False)
         ]
         self.qkv = build.column(ours, sizes, hidden, bias=config.qkv_bias, ranges=ranges)
         columns, attended = (begin * value, end * value), layer.num_heads * value

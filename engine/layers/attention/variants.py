@@ -154,10 +154,10 @@ class VariantAttention(Attention):
         parts = (split[:, :heads], split[:, heads : heads + kv_heads])
         if self.over_ranks:
             both = list(zip(parts, self.over_ranks, strict=True))
-            squares = torch.stack([each.squared(part) for part, each in both])
+            squares = torch.stack([head_norm.squared(part) for part, head_norm in both])
             squares = self.group.all_reduce(squares)
-            for (part, each), of_all in zip(both, squares, strict=True):
-                part.copy_(each.by(part, of_all))
+            for (part, head_norm), of_all in zip(both, squares, strict=True):
+                part.copy_(head_norm.by(part, of_all))
             return
         for part, norm in zip(parts, self.apart, strict=True):
             if self.rotation is not None:

@@ -29,9 +29,9 @@ class GatedDelta(DeltaLayer):
         self.into = build.column("delta_in", sizes, config.hidden_size, stored=stored)
         self.out = build.row("delta_out", config.hidden_size, values)
         heads = [build.group.part(mixer.value_heads, "heads")]
-        taps = [each * mixer.taps for each in mixed]
+        taps = [size * mixer.taps for size in mixed]
         conv = build.vector(
-            "delta_conv", *taps, ranges=[build.group.part(each, "channels") for each in taps]
+            "delta_conv", *taps, ranges=[build.group.part(size, "channels") for size in taps]
         )
         decay = build.vector("delta_decay", mixer.value_heads, ranges=heads)
         bias = build.vector("delta_bias", mixer.value_heads, ranges=heads, std=0.0)

@@ -41,11 +41,11 @@ class Mamba1Mixer:
         self.conv, self.conv_bias = conv.tensor.view(inner, mixer.taps), None
         self.rates, self.skip = rates.tensor.view(inner, size), skip.tensor
         if mixer.conv_bias:
-            made = build.vector("mamba_conv_bias", inner, std=0.0)
-            self.conv_bias, self.others = made.tensor, (*self.others, made)
+            bias = build.vector("mamba_conv_bias", inner, std=0.0)
+            self.conv_bias, self.others = bias.tensor, (*self.others, bias)
         names = ("mamba_step_norm", "mamba_b_norm", "mamba_c_norm")
         self.norms: tuple[Norm, ...] = tuple(
-            build.norm(name, each) for name, each in zip(names, self.sizes, strict=True)
+            build.norm(name, width) for name, width in zip(names, self.sizes, strict=True)
         )
         self.linears = (self.into, self.select, self.step, self.out)
         self.stacks = ()
@@ -67,15 +67,15 @@ class Mamba1Mixer:
         there is one."""
         tail, state = kv
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
-        made = self.into.forward(x, meta.lora, norm=norm)
-        mixed, gate = made.chunk(2, dim=1)
+        projected = self.into.forward(x, meta.lora, norm=norm)
+        mixed, gate = projected.chunk(2, dim=1)
         own = self.kernels.causal_conv(mixed, self.conv, self.conv_bias, tail, meta, silu=True)
         selected = self.select.forward(own.to(x.dtype), meta.lora).split(self.sizes, dim=1)
         dt, b, c = (part.contiguous() for part in selected)
         for_dt, for_b, for_c = self.norms
         dt, b, c = self.step.forward(dt, meta.lora, norm=for_dt), for_b(b), for_c(c)
-        found = self.kernels.mamba1(own, dt, b, c, self.rates, self.skip, gate, state, meta)
-        return self.out.forward(found, meta.lora, residual=residual)
+        scanned = self.kernels.mamba1(own, dt, b, c, self.rates, self.skip, gate, state, meta)
+        return self.out.forward(scanned, meta.lora, residual=residual)
 
 
 def _rates(logarithms: Tensor) -> Tensor:

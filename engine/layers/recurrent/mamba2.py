@@ -34,16 +34,16 @@ class Mamba2Mixer:
         shared = whole.groups * whole.state_size
         # Of a single group every rank has all.
         both = (0, shared) if whole.groups == 1 else build.group.part(shared, "groups")
-        mixed, kept = (whole.inner, shared, shared), (inner, both, both)
-        sizes, ranges = (whole.inner, *mixed, whole.heads), (inner, *kept, *heads)
+        mixed, own_ranges = (whole.inner, shared, shared), (inner, both, both)
+        sizes, ranges = (whole.inner, *mixed, whole.heads), (inner, *own_ranges, *heads)
         hidden = config.hidden_size
         self.into = build.column("mamba_in", sizes, hidden, bias=mixer.bias, ranges=ranges)
         self.out = build.row("mamba_out", hidden, whole.inner, bias=mixer.bias)
         taps = mixer.taps
         conv = build.vector(
             "mamba_conv",
-            *(each * taps for each in mixed),
-            ranges=[(begin * taps, end * taps) for begin, end in kept],
+            *(size * taps for size in mixed),
+            ranges=[(begin * taps, end * taps) for begin, end in own_ranges],
         )
         decay = build.vector("mamba_decay", whole.heads, ranges=heads)
         skip = build.vector("mamba_skip", whole.heads, ranges=heads, std=0.0)
@@ -51,24 +51,24 @@ class Mamba2Mixer:
         self.others: tuple[Parameter, ...] = (conv, decay, skip, bias)
         conv_bias: Tensor | None = None
         if mixer.conv_bias:
-            made = build.vector("mamba_conv_bias", *mixed, ranges=kept, std=0.0)
-            conv_bias, self.others = made.tensor, (*self.others, made)
+            of_conv = build.vector("mamba_conv_bias", *mixed, ranges=own_ranges, std=0.0)
+            conv_bias, self.others = of_conv.tensor, (*self.others, of_conv)
         self.norm: Tensor | None = None
         if mixer.normed:
-            made = build.vector(
+            norm = build.vector(
                 "mamba_norm", whole.inner, ranges=[inner], std=0.0, scale=mixer.out_factor
             )
-            self.norm, self.others = made.tensor, (*self.others, made)
+            self.norm, self.others = norm.tensor, (*self.others, norm)
         self.factors: Tensor | None = None  # of each row of the first product
         if mixer.factors:
             counts = torch.tensor([end - begin for begin, end in ranges])
-            each = torch.tensor(mixer.factors, dtype=torch.float32).repeat_interleave(counts)
-            self.factors = each.to(build.device)
+            factors = torch.tensor(mixer.factors, dtype=torch.float32).repeat_interleave(counts)
+            self.factors = factors.to(build.device)
         # A norm's weight has it.
         self.out_factors: Tensor | None = None
         if self.norm is None and mixer.out_factor != 1.0:
-            each = torch.full((mixer.inner,), mixer.out_factor, dtype=torch.float32)
-            self.out_factors = each.to(build.device)
+            factor = torch.full((mixer.inner,), mixer.out_factor, dtype=torch.float32)
+            self.out_factors = factor.to(build.device)
         self.heads = Mamba2Heads(
             mixer.heads,
             mixer.head_size,
@@ -102,15 +102,19 @@ class Mamba2Mixer:
         there is one."""
         tail, state = kv
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
-        made = self.into.forward(x, meta.lora, norm=norm)
+        projected = self.into.forward(x, meta.lora, norm=norm)
         if self.factors is not None:
-            made = self.kernels.scale_columns(made, self.factors)
+            projected = self.kernels.scale_columns(projected, self.factors)
         ends = list(accumulate(self.sizes))
-        gate, mixed, dt = made[:, : ends[0]], made[:, ends[0] : ends[1]], made[:, ends[1] :]
-        found = self.kernels.mamba2(mixed, dt, self.heads, tail, state, meta).view(len(x), -1)
-        found = self.kernels.gated_norm(
-            found, gate, self.norm, self.mixer.groups, self.eps, self.mixer.gate_last
+        gate, mixed, dt = (
+            projected[:, : ends[0]],
+            projected[:, ends[0] : ends[1]],
+            projected[:, ends[1] :],
+        )
+        scanned = self.kernels.mamba2(mixed, dt, self.heads, tail, state, meta).view(len(x), -1)
+        scanned = self.kernels.gated_norm(
+            scanned, gate, self.norm, self.mixer.groups, self.eps, self.mixer.gate_last
         )
         if self.out_factors is not None:
-            found = self.kernels.scale_columns(found, self.out_factors)
-        return self.out.forward(found, meta.lora, residual=residual)
+            scanned = self.kernels.scale_columns(scanned, self.out_factors)
+        return self.out.forward(scanned, meta.lora, residual=residual)

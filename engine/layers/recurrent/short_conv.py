@@ -52,7 +52,7 @@ class GatedConvolution:
         there is one."""
         tail = kv[0]
         assert isinstance(tail, Tensor)
-        made, size = self.into.forward(x, meta.lora, norm=norm), self.channels
-        b, c, inner = made[:, :size], made[:, size : 2 * size], made[:, 2 * size :]
+        projected, size = self.into.forward(x, meta.lora, norm=norm), self.channels
+        b, c, inner = projected[:, :size], projected[:, size : 2 * size], projected[:, 2 * size :]
         mixed = self.kernels.short_conv(inner, b, c, self.conv, self.bias, tail, meta)
         return self.out.forward(mixed.to(x.dtype), meta.lora, residual=residual)

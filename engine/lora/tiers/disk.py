@@ -117,8 +117,8 @@ class DiskCache:
         end = time.monotonic() + DOWNLOAD_SECONDS
         while True:
             with self._alone():
-                if (found := self._find(known)) is not None:
-                    return found
+                if (copy := self._find(known)) is not None:
+                    return copy
                 coming = known and any(path.name.startswith(prefix) for path in self._folders())
                 if not coming or time.monotonic() > end:
                     part = Path(tempfile.mkdtemp(prefix=prefix, dir=self.folder))
@@ -191,12 +191,12 @@ class DiskCache:
     def _folders(self) -> dict[Path, tuple[int, int]]:
         """Entries and parts, with the last use and the bytes of each. The parts of processes that
         are gone are removed."""
-        found = {}
+        folders = {}
         for path in self.folder.iterdir():
             part = path.name.startswith("part-")
             if (part or _DIGEST.fullmatch(path.name)) and not (part and _remove_unused(path)):
-                found[path] = _look(path)
-        return found
+                folders[path] = _look(path)
+        return folders
 
     def _most(self) -> int:
         if self._budget:

@@ -31,26 +31,26 @@ class AdapterNames(Generic[T]):
     def remove(self, name: str, revision: str = "") -> T:
         """Remove a name; returns its adapter. Raises AdapterError if the name means nothing, or
         another revision."""
-        found = self._current.get(name)
-        if found is None or revision not in ("", found[0]):
+        current = self._current.get(name)
+        if current is None or revision not in ("", current[0]):
             raise not_found(f"{name}@{revision}" if revision else name)
         del self._current[name]
-        self._retired[name, found[0]] = found[1]
-        return found[1]
+        self._retired[name, current[0]] = current[1]
+        return current[1]
 
     def find(self, name: str) -> T:
         """Return the adapter that a name or "name@revision" means. Raises AdapterError."""
         base, _, revision = name.partition("@")
-        found = self._current.get(base)
-        if found is not None and revision in ("", found[0]):
-            return found[1]
+        current = self._current.get(base)
+        if current is not None and revision in ("", current[0]):
+            return current[1]
         if revision and (base, revision) in self._retired:
             return self._retired[base, revision]
         raise not_found(name)
 
     def get(self, name: str) -> T | None:
-        found = self._current.get(name)
-        return None if found is None else found[1]
+        current = self._current.get(name)
+        return None if current is None else current[1]
 
     def forget(self, name: str, revision: str, adapter: T) -> None:
         """Forget a retired adapter that is used no more."""

@@ -22,8 +22,8 @@ class Popularity:
         self._last = now
         self._counts[name] = self._counts.get(name, 0.0) + self._gain
         if self._gain > _MOST:
-            kept = {name: count / self._gain for name, count in self._counts.items()}
-            self._counts = {name: count for name, count in kept.items() if count > 1e-9}
+            counts = {name: count / self._gain for name, count in self._counts.items()}
+            self._counts = {name: count for name, count in counts.items() if count > 1e-9}
             self._gain = 1.0
 
     def __getitem__(self, name: str) -> float:

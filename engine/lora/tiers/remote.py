@@ -72,8 +72,8 @@ def _copy(path: str, entry: CachedFolder, *, weights: bool) -> str:
     names = (CONFIG_FILE, WEIGHTS_FILE)
     try:
         for name, limit in zip(names, (MAX_CONFIG_BYTES, MAX_WEIGHT_BYTES), strict=True):
-            found = _size(store, f"{root}/{name}", limit)
-            size += found if weights or name == CONFIG_FILE else 0
+            file_size = _size(store, f"{root}/{name}", limit)
+            size += file_size if weights or name == CONFIG_FILE else 0
             state.update(str(store.checksum(f"{root}/{name}")).encode())
         entry.reserve(size)
         for name in names[: 1 + weights]:

@@ -146,14 +146,16 @@ class FourBitFloats(Layout):
         key = joined(name, scheme.scale)
         runs = (first * BLOCK // group, last * BLOCK // group)
         grid = of_stack(Source(key, (out, whole // group), rows, runs), stack)
-        kept = (count, width // group)
+        scale_shape = (count, width // group)
         if scheme.kind == "nvfp4":
-            self._scale = self.add(scheme.scale, torch.float8_e4m3fn, grid, kept, device, 1.0)
+            self._scale = self.add(
+                scheme.scale, torch.float8_e4m3fn, grid, scale_shape, device, 1.0
+            )
             total = Source(f"{name}.{scheme.total}", (1,), flat=True)
             some = 100.0 if scheme.divides else 0.01
             self._total = self.add(scheme.total, torch.float32, total, (1,), device, some)
         else:
-            self._scale = self.add(scheme.scale, torch.uint8, grid, kept, device, 120.0)
+            self._scale = self.add(scheme.scale, torch.uint8, grid, scale_shape, device, 120.0)
 
     def decode(self, begin: int, end: int) -> Decoded:
         codes = self._codes[begin:end]
@@ -174,8 +176,8 @@ class FourBitFloats(Layout):
 
 def powers_of_two(stored: Tensor) -> Tensor:
     """E8M0 bytes -> float32; 255 is NaN."""
-    found = torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
-    return found.masked_fill_(stored == 255, torch.nan)
+    powers = torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - 127)
+    return powers.masked_fill_(stored == 255, torch.nan)
 
 
 class Nf4Layout(Layout):
@@ -209,10 +211,10 @@ class Nf4Layout(Layout):
             """row: elements of a row, where rows are taken."""
             rows = (first * row, last * row) if row else None
             source = Source(f"{name}.{key}", (size,), rows, flat=True, shorter=key == _STATE)
-            kept = (source.num_rows,)
+            shape = (source.num_rows,)
             if isinstance(fill, Tensor):
-                return self.add(key, dtype, source, kept, device, partial(_copy, fill))
-            return self.add(key, dtype, source, kept, device, fill or None)
+                return self.add(key, dtype, source, shape, device, partial(_copy, fill))
+            return self.add(key, dtype, source, shape, device, fill or None)
 
         half, run = width // 2, width // group
         runs = out * run
@@ -253,19 +255,19 @@ class Nf4Layout(Layout):
         """Read the JSON beside the matrix. Raises TensorError where it says what is unsupported."""
         key = f"{self.name}.{_STATE}"
         try:
-            found = json.loads(bytes(self._state.cpu().numpy()).rstrip(b"\0 "))
-            found["nested_offset"] = float(found.get("nested_offset", 0.0))
+            state = json.loads(bytes(self._state.cpu().numpy()).rstrip(b"\0 "))
+            state["nested_offset"] = float(state.get("nested_offset", 0.0))
         except (ValueError, TypeError, AttributeError) as error:
             raise TensorError(key, f"cannot be read: {error!r}") from None
         for what, want in (
             ("blocksize", self.form.group),
             ("shape", [self.part.out_features, self.part.in_features]),
         ):
-            if found.get(what) != want:
-                raise TensorError(key, f"{what} is {found.get(what)}, and only {want} is supported")
+            if state.get(what) != want:
+                raise TensorError(key, f"{what} is {state.get(what)}, and only {want} is supported")
         if not torch.equal(self._map.cpu(), torch.tensor(NF4)):
             raise TensorError(f"{self.name}.weight.quant_map", "is not the table of NF4")
-        return dict(found)
+        return dict(state)
 
 
 def _copy(values: Tensor, tensor: Tensor, generator: torch.Generator) -> None:

@@ -99,10 +99,10 @@ class RoundedCuda(PackedCuda):
         if forms is None:
             return super().packed_experts_bytes(spec)
         total = 0
-        for form, one in zip(forms, (spec.one_gate_up, spec.one_down), strict=True):
-            rows = spec.count * one.out_features
-            total += PackedWeight.num_bytes(form, rows, one.in_features)
-            total += spec.dtype.itemsize * rows * one.bias
+        for form, layer in zip(forms, (spec.one_gate_up, spec.one_down), strict=True):
+            rows = spec.count * layer.out_features
+            total += PackedWeight.num_bytes(form, rows, layer.in_features)
+            total += spec.dtype.itemsize * rows * layer.bias
         return total
 
     def finish_experts(self, state: ExpertWeights) -> Any:
@@ -124,4 +124,4 @@ def _packed(form: Format, weight: Tensor, bias: Tensor | None) -> PackedWeight:
     rows, width = weight.shape
     packed = PackedWeight(form, rows, width, bias, weight.device)
     step = max(64, _STEP // width // 64 * 64)
-    return packed.fill_all(rounded(form, each) for each in weight.split(step))
+    return packed.fill_all(rounded(form, rows_of_step) for rows_of_step in weight.split(step))

@@ -166,35 +166,35 @@ class Stored(LinearMethod):
         return StoredState(pieces, bias), parameters
 
     def _pieces(self, spec: LinearSpec) -> list[LinearPiece]:
-        found: list[LinearPiece] = []
+        pieces: list[LinearPiece] = []
         layouts = [(part, self._layout(part, spec.device)) for part in spec.parts]
         for form, group in groupby(layouts, lambda each: each[1] and each[1].form):
             members = list(group)
             parts = tuple(part for part, _ in members)
-            name = f"{spec.name}.{len(found)}"
-            kept = replace(spec, name=name, parts=parts, bias=False)
-            found.append(LinearPiece(kept, [layout for _, layout in members if layout]))
-            assert (form is None) == (not found[-1].layouts)
-        return found
+            name = f"{spec.name}.{len(pieces)}"
+            piece_spec = replace(spec, name=name, parts=parts, bias=False)
+            pieces.append(LinearPiece(piece_spec, [layout for _, layout in members if layout]))
+            assert (form is None) == (not pieces[-1].layouts)
+        return pieces
 
     def _layout(self, part: Part, device: torch.device) -> Layout | None:
         quantized = self._quantized
         if quantized.keeps(part.name):
             return None
-        found = layout_of(quantized, part, device)
-        if found is None:
+        layout = layout_of(quantized, part, device)
+        if layout is None:
             raise ConfigError(
                 f"{part.name}: {quantized.name} weights cannot be put in another order, nor be "
                 "those of all experts in one tensor but for MXFP4",
                 param=KEY,
             )
-        return found
+        return layout
 
     def finish(self, state: StoredState) -> StoredState:
         state.pieces = [
-            each
+            part
             for piece in state.pieces
-            for each in (_grouped(piece) if self.packs(piece) and piece.ordered else [piece])
+            for part in (_grouped(piece) if self.packs(piece) and piece.ordered else [piece])
         ]
         biases: Sequence[Tensor | None] = [None] * len(state.pieces)
         if state.bias is not None:
@@ -217,15 +217,15 @@ class Stored(LinearMethod):
     def expanded(self, state: StoredState) -> Tensor:
         """Dequantise all rows of a layer to the model's dtype, where the rows cannot be packed
         together."""
-        found = []
+        weights = []
         for piece in state.pieces:
             if piece.layouts:
                 self._say_expanded(piece)
-                found.append(_expanded(piece.layouts, piece.spec.dtype))
+                weights.append(_expanded(piece.layouts, piece.spec.dtype))
             else:
-                found.append(piece.state.weight)
+                weights.append(piece.state.weight)
             piece.layouts, piece.state = [], None
-        return torch.cat(found)
+        return torch.cat(weights)
 
     def _say_expanded(self, piece: LinearPiece) -> None:
         """Warn, once for each format, that weights are dequantised and take more memory than the
@@ -250,8 +250,8 @@ class Stored(LinearMethod):
                 order = 4 * spec.in_features * piece.ordered  # of all parts, as files have it
                 total += self.bytes_of(piece.form, *shape, spec.bias) + order
                 continue
-            kept = replace(piece.spec, bias=spec.bias)
-            packed = self._dense.packed_bytes(kept)
+            piece_spec = replace(piece.spec, bias=spec.bias)
+            packed = self._dense.packed_bytes(piece_spec)
             if packed is None:
                 packed = spec.dtype.itemsize * (shape[0] * shape[1] + shape[0] * spec.bias)
             total += packed
@@ -353,7 +353,7 @@ class _StoredEmbedding(EmbeddingTable):
             self.lookup = torch.empty(rows, spec.in_features, dtype=spec.dtype, device=spec.device)
         self.embedding = self.lookup[: spec.out_features]
         self.parameters = list(self._piece.layouts[0].parameters.values())
-        self.loading_bytes = sum(each.tensor.nbytes for each in self.parameters)
+        self.loading_bytes = sum(parameter.tensor.nbytes for parameter in self.parameters)
         self.num_parameters = spec.num_parameters
         self.num_bytes = self.embedding.nbytes
         if self._packs:
@@ -395,20 +395,20 @@ def _grouped(piece: LinearPiece) -> list[LinearPiece]:
         for layout in piece.layouts:
             layout.expands |= layout.ordered
         return [piece]
-    found: list[LinearPiece] = []
+    groups: list[LinearPiece] = []
     for part, layout in zip(piece.spec.parts, piece.layouts, strict=True):
         order = layout.order = layout.grouped_order()
         if order is None:
             layout.expands = True
         elif torch.equal(order, torch.arange(len(order), dtype=torch.int32, device=order.device)):
             order = None
-        before = found[-1] if found else None
+        before = groups[-1] if groups else None
         if before and before.layouts[0].expands == layout.expands and _same(before.order, order):
             before.spec = replace(before.spec, parts=(*before.spec.parts, part))
             before.layouts.append(layout)
         else:
-            found.append(LinearPiece(replace(piece.spec, parts=(part,)), [layout], order=order))
-    return found
+            groups.append(LinearPiece(replace(piece.spec, parts=(part,)), [layout], order=order))
+    return groups
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

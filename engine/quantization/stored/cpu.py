@@ -38,11 +38,11 @@ class StoredCpu(Stored):
     # ---- Experts: each has layers of its own
 
     def create_stored_experts(self, spec: ExpertsSpec) -> tuple[ExpertsApart, Sequence[Parameter]]:
-        found, filled = stored_experts.biases(spec)
+        biases, filled = stored_experts.biases(spec)
         parameters = list(filled)
         states: tuple[list[Any], list[Any]] = ([], [])
         for number, both in enumerate(stored_experts.each_expert(spec)):
-            for mine, layer, bias in zip(states, both, found, strict=True):
+            for mine, layer, bias in zip(states, both, biases, strict=True):
                 state, filled = self.create(stored_experts.apart(layer))
                 state.bias = None if bias is None else bias[number]
                 mine.append(state)

@@ -58,11 +58,11 @@ class StoredCuda(Stored):
     # ---- Experts: all of a layer in one matrix
 
     def create_stored_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]:
-        found, parameters = stored_experts.biases(spec)
+        biases, parameters = stored_experts.biases(spec)
         gate_up, down = stored_experts.all_experts(spec)
         first, filled = self.create(gate_up)
         second, more = self.create(down)
-        return _Loading(spec, first, second, *found), (*parameters, *filled, *more)
+        return _Loading(spec, first, second, *biases), (*parameters, *filled, *more)
 
     def _packs_all(self, *pieces: list[LinearPiece]) -> bool:
         """Whether the experts can be packed; otherwise all experts are dequantised.
@@ -70,7 +70,8 @@ class StoredCuda(Stored):
         The kernel for experts takes one format, and inputs as they come.
         """
         return all(
-            len(each) == 1 and self.packs(each[0]) and not each[0].ordered for each in pieces
+            len(layer_pieces) == 1 and self.packs(layer_pieces[0]) and not layer_pieces[0].ordered
+            for layer_pieces in pieces
         )
 
     def stored_experts_bytes(self, spec: ExpertsSpec) -> int:
@@ -84,13 +85,13 @@ class StoredCuda(Stored):
         spec, both = state.spec, (state.gate_up, state.down)
         biases = state.gate_up_bias, state.down_bias
         rest = (*biases, spec.act, spec.limit, spec.weigh_input, spec.total)
-        if self._packs_all(*(each.pieces for each in both)):
-            gate_up, down = (self.finish(each).pieces[0].state for each in both)
+        if self._packs_all(*(layer.pieces for layer in both)):
+            gate_up, down = (self.finish(layer).pieces[0].state for layer in both)
             stack = PackedExperts(gate_up, down, *rest)
             self.kernels.order_experts(stack, spec.dtype)
             return stack
         gate_up, down = (
-            self.expanded(each).unflatten(0, (spec.count, -1)).contiguous() for each in both
+            self.expanded(layer).unflatten(0, (spec.count, -1)).contiguous() for layer in both
         )
         return ExpertWeights(gate_up, down, *rest)
 

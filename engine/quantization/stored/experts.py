@@ -25,16 +25,18 @@ def each_expert(spec: ExpertsSpec) -> list[TwoLinears]:
         (spec.gate_up, bool(spec.gate_up_bias), "gate_up"),
         (spec.down, bool(spec.down_bias), "down"),
     )
-    found = []
+    layers = []
     for number in range(spec.count):
         both = []
         for sources, bias, what in all_of:
-            each = len(sources) // spec.count
-            parts = tuple(_part(one) for one in sources[number * each : (number + 1) * each])
+            per_expert = len(sources) // spec.count
+            parts = tuple(
+                _part(source) for source in sources[number * per_expert : (number + 1) * per_expert]
+            )
             name = f"{spec.name}.{number}.{what}"
             both.append(LinearSpec(name, parts, bias, spec.dtype, spec.device))
-        found.append(TwoLinears(*both))
-    return found
+        layers.append(TwoLinears(*both))
+    return layers
 
 
 def all_experts(spec: ExpertsSpec) -> TwoLinears:
@@ -54,17 +56,17 @@ def biases(
 
     Returns also the parameters that loading fills.
     """
-    found: list[Tensor | None] = []
+    biases: list[Tensor | None] = []
     parameters = []
     for what, sources in (("gate_up_bias", spec.gate_up_bias), ("down_bias", spec.down_bias)):
         if not sources:
-            found.append(None)
+            biases.append(None)
             continue
         rows = spec.one_gate_up.out_features if what == "gate_up_bias" else spec.hidden
         tensor = torch.empty(spec.count, rows, dtype=spec.dtype, device=spec.device)
         parameters.append(Parameter(f"{spec.name}.{what}", tensor.flatten(), sources))
-        found.append(tensor)
-    return (found[0], found[1]), parameters
+        biases.append(tensor)
+    return (biases[0], biases[1]), parameters
 
 
 def biases_bytes(spec: ExpertsSpec) -> int:
