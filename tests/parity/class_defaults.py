@@ -32,11 +32,11 @@ def class_of(wrapper: str) -> type[Any] | None:
 
 def _values(cls: type[Any]) -> dict[str, Any]:
     values = {
-        each.name: each.default
-        for each in fields(cls)
-        if each.default not in (MISSING, None)
-        and each.name not in _OTHERS
-        and isinstance(each.default, int | float | str | bool | list | tuple | dict)
+        entry.name: entry.default
+        for entry in fields(cls)
+        if entry.default not in (MISSING, None)
+        and entry.name not in _OTHERS
+        and isinstance(entry.default, int | float | str | bool | list | tuple | dict)
     }
     if isinstance(cls.default_theta, dict):  # of layers without a window, and of those with one
         values.setdefault("rope_local_base_freq", cls.default_theta["local"])
@@ -56,7 +56,7 @@ def _values(cls: type[Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """JSON has no infinity."""
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
@@ -85,7 +85,7 @@ def _wrapper(cls: type[Any]) -> dict[str, Any]:
 
 def generated() -> str:
     """The whole file, a line a class."""
-    types = {each.model_type for each in ARCHITECTURES.values()} | {*TEXT_TYPES}
+    types = {record.model_type for record in ARCHITECTURES.values()} | {*TEXT_TYPES}
     classes = {name: _described(CONFIG_MAPPING[name]) for name in types if name in CONFIG_MAPPING}
     for name in WRAPPERS:
         if (cls := class_of(name)) is not None:

@@ -122,44 +122,44 @@ def write(
 
 
 def _metadata(config: dict[str, Any], written: Written) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for kind, table in ((int, _SIZES), (float, _NUMBERS), (bool, _FLAGS)):
         for theirs, keys in table.items():
             values = [config[key] for key in keys if config.get(key) is not None]
             if values:
                 first = values[0][0] if isinstance(values[0], list) else values[0]
-                found[theirs] = kind(first)
-    found.setdefault("feed_forward_length", 4 * found["embedding_length"])
-    head_dim = found.get(
-        "attention.key_length", found["embedding_length"] // found["attention.head_count"]
+                metadata[theirs] = kind(first)
+    metadata.setdefault("feed_forward_length", 4 * metadata["embedding_length"])
+    head_dim = metadata.get(
+        "attention.key_length", metadata["embedding_length"] // metadata["attention.head_count"]
     )
     rope = config.get("rope_parameters") or {}
     if "sliding_attention" in rope:
-        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        metadata["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     part = rope.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
-    found["rope.dimension_count"] = int(head_dim * part)
-    found["rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
+    metadata["rope.dimension_count"] = int(head_dim * part)
+    metadata["rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
     if "rope_ratio" in config:
-        found["rope.freq_base"] *= config["rope_ratio"]
-        found["rope.dimension_count"] = head_dim // 2
+        metadata["rope.freq_base"] *= config["rope_ratio"]
+        metadata["rope.dimension_count"] = head_dim // 2
     if "scale_depth" in config:
-        found["residual_scale"] = config["scale_depth"] / found["block_count"] ** 0.5
-        found["logit_scale"] = found["embedding_length"] / config["dim_model_base"]
+        metadata["residual_scale"] = config["scale_depth"] / metadata["block_count"] ** 0.5
+        metadata["logit_scale"] = metadata["embedding_length"] / config["dim_model_base"]
     if rope.get("rope_type") in ("yarn", "linear"):
-        found["rope.scaling.type"] = rope["rope_type"]
+        metadata["rope.scaling.type"] = rope["rope_type"]
         for key, theirs in _YARN.items():
             if rope.get(key) is not None:
                 value = rope[key]
-                found[f"rope.scaling.{theirs}"] = value if "original" in key else float(value)
+                metadata[f"rope.scaling.{theirs}"] = value if "original" in key else float(value)
     if rope.get("llama_4_scaling_beta"):
-        found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
+        metadata["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
     if rope.get("rope_type") == "longrope":
-        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if config.get("layer_types") and "attention.sliding_window" in found:
+        metadata["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if config.get("layer_types") and "attention.sliding_window" in metadata:
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
-        found["attention.sliding_window_pattern"] = kinds
-    return found
+        metadata["attention.sliding_window_pattern"] = kinds
+    return metadata
 
 
 def _vocabulary(writer: gguf.GGUFWriter) -> None:
@@ -180,7 +180,9 @@ def _tensors(
     tensors: dict[str, Tensor], config: dict[str, Any], written: Written
 ) -> Iterator[tuple[str, Tensor]]:
     layers = next(config[key] for key in _SIZES["block_count"] if key in config)
-    (arch,) = (each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == written.arch)
+    (arch,) = (
+        model_arch for model_arch, name in gguf.MODEL_ARCH_NAMES.items() if name == written.arch
+    )
     table = gguf.get_tensor_name_map(arch, layers)
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
@@ -278,7 +280,7 @@ def _ungrouped(tensor: Tensor, heads: int, kv_heads: int) -> list[Tensor]:
 
 def _stacked(tensors: dict[str, Tensor], written: Written) -> dict[str, Tensor]:
     """Experts, and norms of heads, in one tensor each."""
-    found: dict[str, Tensor] = {}
+    stacks: dict[str, Tensor] = {}
     several: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         for before in (".experts.", "layernorm.norms."):
@@ -287,12 +289,12 @@ def _stacked(tensors: dict[str, Tensor], written: Written) -> dict[str, Tensor]:
             if found_it and number.isdigit():
                 whole = f"{head}{before}{rest}".replace(".norms.", ".")
                 if written.experts_apart:
-                    found[f"{whole} {number}"] = tensor
+                    stacks[f"{whole} {number}"] = tensor
                 else:
                     several.setdefault(whole, {})[int(number)] = tensor
                 break
         else:
-            found[name] = tensor
+            stacks[name] = tensor
     for name, parts in several.items():
-        found[name] = torch.stack([parts[number] for number in sorted(parts)])
-    return found
+        stacks[name] = torch.stack([parts[number] for number in sorted(parts)])
+    return stacks

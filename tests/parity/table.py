@@ -28,16 +28,16 @@ def measured(name: str, device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         row: dict[str, Any] = {"case": name}
         try:
-            found = differences(ALL[name], Path(folder), device)
+            errors = differences(ALL[name], Path(folder), device)
             config = json.loads((Path(folder) / "config.json").read_text())
             (row["architecture"],) = config["architectures"]
             if device == "cpu":
-                found["adapter"] = with_adapter(Path(folder))
+                errors["adapter"] = with_adapter(Path(folder))
             else:
                 row |= divergences(ALL[name], Path(folder), device)
         except Exception as error:
             return row | {"why": f"{type(error).__name__}: {error}"[:600]}
-    return row | {"ours": max(found.values()), **found}
+    return row | {"ours": max(errors.values()), **errors}
 
 
 def main() -> int:

@@ -49,12 +49,12 @@ BOUNDS = {
 
 def beyond(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those that lose more than they may."""
-    found = []
+    worse = []
     for row in rows:
         kl, change = BOUNDS[row["case"].removeprefix("smollm2-135m/")]
         if not (row["kl"] < kl and abs(row["perplexity_ratio"] - 1) < change):
-            found.append(row)
-    return found
+            worse.append(row)
+    return worse
 
 
 # One of each way: rounded while loading, converted, read from blocks of a file, keys in 8 bits.

@@ -41,19 +41,19 @@ def differences(case: Case, folder: Path, device: str = "cpu") -> dict[str, floa
     want, want_other = (case.logits(theirs, ids).to(device) for ids in (IDS, OTHER))
     assert want.std() > 0.05, "logits too flat to tell right from wrong"
     paged = Paged(model)
-    found = {"whole": relative(paged.run((IDS, WHOLE, 0))[0], want)}
+    errors = {"whole": relative(paged.run((IDS, WHOLE, 0))[0], want)}
     chunked = [12, 18, 11, 13, 19, 14, 10, 16, 15, 17]
     chunks = [
         paged.run((IDS[:end], chunked, start))[0]
         for start, end in ((0, 7), (7, 14), (14, 27), (27, 36), (36, 37), (37, 38), (38, 39))
     ]
-    found["chunks"] = relative(torch.cat(chunks), want[:39])
+    errors["chunks"] = relative(torch.cat(chunks), want[:39])
     # The last token as a decode, beside a request that reads the first's two blocks.
     # Of states nothing is found again: it begins on its own.
     shared, start = ([12, 18], 8) if not model.config.recurrent else ([23, 24], 0)
     decode, rest = paged.run((IDS, chunked, 39), (OTHER, [*shared, 20, 21, 22], start))
-    found["batch"] = relative(decode, want[39:])
-    found["prefix"] = relative(rest, want_other[start:])
+    errors["batch"] = relative(decode, want[39:])
+    errors["prefix"] = relative(rest, want_other[start:])
     # It has lost its blocks in the middle of its text, which is computed again in those of the
     # other request and of others before; then it goes on.
     again = [shared[-1], 20, 21, 22, 3, 1, 9, 4, 8, 2]
@@ -61,8 +61,8 @@ def differences(case: Case, folder: Path, device: str = "cpu") -> dict[str, floa
         paged.run((IDS[:end], again, start))[0]
         for start, end in ((0, 33), (33, 36), *((at, at + 1) for at in range(36, 40)))
     ]
-    found["preempted"] = relative(torch.cat(parts), want)
-    return found
+    errors["preempted"] = relative(torch.cat(parts), want)
+    return errors
 
 
 @torch.inference_mode()
@@ -72,14 +72,14 @@ def divergences(case: Case, folder: Path, device: str) -> dict[str, float]:
     theirs = save(case, folder)
     want = case.logits(theirs, IDS).double().log_softmax(-1)
     ours = Paged(load_model(folder, torch.bfloat16, device)).run((IDS, WHOLE, 0))[0]
-    found = {"ours": ours.cpu(), "transformers": case.logits(theirs.bfloat16(), IDS)}
+    logits_by_side = {"ours": ours.cpu(), "transformers": case.logits(theirs.bfloat16(), IDS)}
     return {
         f"KL in bfloat16, {name}": float(
             torch.nn.functional.kl_div(
                 logits.double().log_softmax(-1), want, reduction="batchmean", log_target=True
             )
         )
-        for name, logits in found.items()
+        for name, logits in logits_by_side.items()
     }
 
 
@@ -111,9 +111,9 @@ def test_logits(name: str, tmp_path: Path) -> None:
     """A switch that is read and not applied, a layout taken for ours, a norm in the wrong place:
     each is a model that answers fluently and wrongly. An adapter whose rows stay where the
     checkpoint's were, or that is added behind a factor, does so for its users alone."""
-    found = differences(ALL[name], tmp_path)
-    found["adapter"] = with_adapter(tmp_path)
-    assert max(found.values()) < BOUND, found
+    errors = differences(ALL[name], tmp_path)
+    errors["adapter"] = with_adapter(tmp_path)
+    assert max(errors.values()) < BOUND, errors
     planned_as_loaded(tmp_path)
 
 
@@ -125,8 +125,8 @@ def planned_as_loaded(folder: Path) -> None:
     assert planned.parameters == model.num_parameters
     assert planned.active_parameters == model.num_active_parameters
     assert planned.weights == model.num_bytes
-    kept = sum(size for _, _, size in planned.kv_per_token)
-    assert kept == model.config.kv_bytes_per_token(4)
+    bytes_per_token = sum(size for _, _, size in planned.kv_per_token)
+    assert bytes_per_token == model.config.kv_bytes_per_token(4)
     kv = KVCache.allocate(
         kv_groups(model.config), 3, config.block_size, torch.float32, model.device
     )

@@ -17,7 +17,10 @@ WRONG: list[Any] = ["x", -1, 0, 1.5, True, [], {}, ["x"], None]
 def places(config: dict[str, Any]) -> list[tuple[str, ...]]:
     """Keys, and keys of what is inside."""
     inner = [
-        (key, each) for key, value in config.items() if isinstance(value, dict) for each in value
+        (key, subkey)
+        for key, value in config.items()
+        if isinstance(value, dict)
+        for subkey in value
     ]
     return [(key,) for key in config] + inner
 

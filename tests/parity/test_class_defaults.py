@@ -96,7 +96,10 @@ def otherwise(config: Config) -> Iterator[tuple[str, Config]]:
     cls = CONFIG_MAPPING[config["model_type"]]
     for alias, key in cls.attribute_map.items():
         if key in config and alias not in config:
-            changed = {alias if each == key else each: value for each, value in config.items()}
+            changed = {
+                alias if config_key == key else config_key: value
+                for config_key, value in config.items()
+            }
             yield f"{alias} for {key}", changed
     rope = config.get("rope_parameters")
     if rope and not any(isinstance(value, dict) for value in rope.values()):

@@ -262,8 +262,8 @@ def test_no_window(tmp_path: Path) -> None:
 
 def test_every_entry_has_a_case() -> None:
     """Qwen's models that see have Qwen's text models' tensors."""
-    tested = {each.arch for each in FAMILIES.values()} | {"qwen2vl", "qwen3vl"}
-    assert tested == {each.name for each in GGUFS}
+    tested = {entry.arch for entry in FAMILIES.values()} | {"qwen2vl", "qwen3vl"}
+    assert tested == {entry.name for entry in GGUFS}
 
 
 @torch.inference_mode()
@@ -279,16 +279,16 @@ def test_experts_in_blocks(name: str, tmp_path: Path) -> None:
     write(tmp_path / "checkpoint", tmp_path / "m.gguf", FAMILIES[name], q8)
     x = torch.randn(20, 128)
     weights, ids = torch.rand(20, 2), torch.randint(6, (20, 2))
-    found = []
+    outputs = []
     for blocks in (False, True):
-        made = tmp_path / str(blocks)
-        made.mkdir()
-        convert(tmp_path / "m.gguf", made, blocks=blocks)
-        model = load_model(made)
+        target = tmp_path / str(blocks)
+        target.mkdir()
+        convert(tmp_path / "m.gguf", target, blocks=blocks)
+        model = load_model(target)
         assert isinstance(model, Decoder)
         assert hash(model.config)  # a key of the plan's cache
         stack = model._stacks()[1]
-        found.append(stack.method.apply_experts(stack.state, x.clone(), weights, ids, None))
+        outputs.append(stack.method.apply_experts(stack.state, x.clone(), weights, ids, None))
         assert model.config.quantized is None or type(stack.state.down[0]) is StoredState
     # Activations are rounded to 8 bits before they meet blocks, expanded weights to 16.
-    assert relative(found[1], found[0]) < 0.03
+    assert relative(outputs[1], outputs[0]) < 0.03

@@ -166,7 +166,9 @@ def test_other_mixers(make: Any, tmp_path: Path, prompts: list[list[int]]) -> No
     )
     for cut in cuts:
         outputs = run(cuda_engine(tmp_path, **cut), prompts, PLAIN)
-        assert [each.token_ids for each in outputs] == [each.token_ids for each in whole], cut
+        assert [result.token_ids for result in outputs] == [result.token_ids for result in whole], (
+            cut
+        )
 
 
 # ---- deterministic mode: test_deterministic.py, with what only a device has ----------------------
@@ -214,24 +216,24 @@ def differing(
     core = start()
     texts = [o.token_ids for o in outputs(core, EXACT, everyone)]
     scores = [o.logprobs for o in outputs(core, GREEDY, everyone)]  # kernel by kernel
-    found = []
+    differences = []
     for count in RUNNING:
         chosen = torch.randperm(256, generator=generator)[:count].tolist()
         if [o.token_ids for o in outputs(core, EXACT, chosen)] != [texts[i] for i in chosen]:
-            found.append(f"text of {count}")
+            differences.append(f"text of {count}")
         if [o.logprobs for o in outputs(core, GREEDY, chosen)] != [scores[i] for i in chosen]:
-            found.append(f"log-probabilities of {count}")
+            differences.append(f"log-probabilities of {count}")
     del core
     for cut in [*CUTS, *([{"max_loras": 1}] if adapters else [])]:
         core = start(**cut)
         if [o.token_ids for o in outputs(core, EXACT, everyone)] != texts:
-            found.append(f"text with {cut}")
+            differences.append(f"text with {cut}")
         if [o.logprobs for o in outputs(core, GREEDY, everyone)] != scores:
-            found.append(f"log-probabilities with {cut}")
+            differences.append(f"log-probabilities with {cut}")
         if cut.get("num_blocks") == 640:
             assert core.stats().preemptions > 0
         del core
-    return found
+    return differences
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

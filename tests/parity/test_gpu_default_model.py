@@ -51,8 +51,8 @@ def test_bfloat16_errs_no_more_than_transformers(
     model = load_model(default_model, torch.bfloat16, "cuda")
 
     def tables(count: int) -> list[list[int]]:
-        each = torch.arange(count * BLOCKS_EACH).view(BLOCKS_EACH, count).t()  # scattered
-        return [row.tolist() for row in each]
+        scattered = torch.arange(count * BLOCKS_EACH).view(BLOCKS_EACH, count).t()  # scattered
+        return [row.tolist() for row in scattered]
 
     entries = list(zip(ids, tables(len(ids)), strict=True))
     chunks = Paged(model, len(ids) * BLOCKS_EACH, BLOCK).run(*((t, b, 0) for t, b in entries))
@@ -67,7 +67,9 @@ def test_bfloat16_errs_no_more_than_transformers(
 
     kl, difference = _errors(theirs, truth)
     record_property("transformers", f"KL {kl:.2e}, mean absolute difference {difference:.2e}")
-    ours = {name: _errors(found, truth) for name, found in (("chunks", chunks), ("steps", decodes))}
+    ours = {
+        name: _errors(of_way, truth) for name, of_way in (("chunks", chunks), ("steps", decodes))
+    }
     for name, (our_kl, our_difference) in ours.items():
         record_property(name, f"KL {our_kl:.2e}, mean absolute difference {our_difference:.2e}")
     for name, (our_kl, our_difference) in ours.items():

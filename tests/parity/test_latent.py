@@ -47,9 +47,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     lengths = (1, 15, 16, 17, 40, 33, 48, 41)
-    found = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
-    found[5][:32] = found[6][:32] = found[7][:32]  # something for the prefix cache
-    return found
+    texts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
+    texts[5][:32] = texts[6][:32] = texts[7][:32]  # something for the prefix cache
+    return texts
 
 
 @pytest.mark.slow
@@ -78,11 +78,11 @@ def test_heads_products_of_weights_in_fewer_bits(folder: Path) -> None:
         pytest.skip("needs AVX512-VNNI")
     config = ModelConfig.from_folder(folder)
     exact = load_model(folder)
-    made = build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"), quantization="int8")
-    load_weights(made, folder)
-    pairs = zip(exact.layers, made.layers, strict=True)  # type: ignore[attr-defined]
-    for one, other in pairs:
-        ours, theirs = one.attention.block.up, other.attention.block.up
+    model = build_model(config, torch.bfloat16, "cpu", kernels_for("cpu"), quantization="int8")
+    load_weights(model, folder)
+    pairs = zip(exact.layers, model.layers, strict=True)  # type: ignore[attr-defined]
+    for dense, other in pairs:
+        ours, theirs = dense.attention.block.up, other.attention.block.up
         assert isinstance(ours, HeadProducts) and theirs.weight.dtype == torch.bfloat16
         assert (ours.weight - theirs.weight).abs().max() < 0.02 * ours.weight.abs().max()
         assert theirs.num_bytes == theirs.weight.nbytes
@@ -97,8 +97,8 @@ def test_fewer_bits(folder: Path, prompts: list[list[int]], quantization: str) -
     sizes: dict[str, Any] = {"max_model_len": 64, "block_size": 4, "num_blocks": 400}
     want = run(engine(folder, **sizes), prompts, GREEDY)
     fewer = engine(folder, dtype="bfloat16", quantization=quantization, **sizes)
-    found = run(fewer, prompts, GREEDY)
-    first = [a.token_ids[0] == b.token_ids[0] for a, b in zip(found, want, strict=True)]
+    outputs = run(fewer, prompts, GREEDY)
+    first = [a.token_ids[0] == b.token_ids[0] for a, b in zip(outputs, want, strict=True)]
     assert sum(first) > 0.7 * len(first)
 
 
@@ -116,7 +116,7 @@ def test_two_ranks(folder: Path, prompts: list[list[int]], two_cores: None) -> N
             model=str(folder), device="cpu", dtype="float32", tensor_parallel=count, **values
         )
         core, ranks = start(config)
-        texts.append([each.token_ids for each in run(core, prompts, GREEDY)])
+        texts.append([output.token_ids for output in run(core, prompts, GREEDY)])
         if ranks is not None:
             ranks.close()
     assert texts[0] == texts[1]

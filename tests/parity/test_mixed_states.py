@@ -37,10 +37,10 @@ def test_texts_of_transformers(name: str, tmp_path: Path) -> None:
         want.append(ids[len(prompt) :])
     core = engine(tmp_path, num_blocks=400, max_num_batched_tokens=16, max_num_seqs=3, **SIZES)
     for _ in range(2):
-        assert [each.token_ids for each in run(core, prompts, GREEDY)] == want
+        assert [output.token_ids for output in run(core, prompts, GREEDY)] == want
     for fewer in range(20, 10, -1):
         tight = engine(tmp_path, num_blocks=fewer, **SIZES)
-        assert [each.token_ids for each in run(tight, prompts, GREEDY)] == want
+        assert [output.token_ids for output in run(tight, prompts, GREEDY)] == want
         if tight.stats().preemptions:
             return
     pytest.fail("nothing was preempted")

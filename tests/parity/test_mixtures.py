@@ -42,7 +42,7 @@ def test_text_of_transformers_after_preemption(name: str, blocks: int, tmp_path:
     # With how few of them a request is preempted depends on how steps happen to be cut.
     for fewer in range(blocks, blocks - 8, -1):
         tight = engine(tmp_path, num_blocks=fewer, prefix_caching=False, **sizes)
-        assert [each.token_ids for each in run(tight, prompts, GREEDY)] == want
+        assert [output.token_ids for output in run(tight, prompts, GREEDY)] == want
         if tight.stats().preemptions:
             break
     else:
@@ -50,5 +50,5 @@ def test_text_of_transformers_after_preemption(name: str, blocks: int, tmp_path:
     cached = engine(tmp_path, num_blocks=400, max_num_batched_tokens=24, **sizes)
     for _ in range(2):
         again = run(cached, prompts, GREEDY)
-        assert [each.token_ids for each in again] == want
-    assert any(each.cached for each in again)
+        assert [output.token_ids for output in again] == want
+    assert any(output.cached for output in again)

@@ -51,9 +51,9 @@ def test_texts_of_transformers(model: tuple[Path, list[list[int]], list[Any]]) -
     folder, prompts, want = model
     core = engine(folder, num_blocks=400, max_num_batched_tokens=16, max_num_seqs=3, **SIZES)
     for _ in range(2):  # rows are used again
-        found = run(core, prompts, GREEDY)
-        assert [each.token_ids for each in found] == want
-        assert not any(each.cached for each in found), "prompts too short for a snapshot"
+        outputs = run(core, prompts, GREEDY)
+        assert [output.token_ids for output in outputs] == want
+        assert not any(output.cached for output in outputs), "prompts too short for a snapshot"
 
 
 def test_preemption(model: tuple[Path, list[list[int]], list[Any]]) -> None:
@@ -61,7 +61,7 @@ def test_preemption(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     folder, prompts, want = model
     for fewer in range(26, 16, -1):
         tight = engine(folder, num_blocks=fewer, **SIZES)
-        assert [each.token_ids for each in run(tight, prompts, GREEDY)] == want
+        assert [output.token_ids for output in run(tight, prompts, GREEDY)] == want
         if tight.stats().preemptions:
             return
     pytest.fail("nothing was preempted")
@@ -82,7 +82,7 @@ def test_a_failed_step_is_computed_anew(
         return plain(self, *args)
 
     monkeypatch.setattr(Recurrent, "gated_delta", fails)
-    assert [each.token_ids for each in run(core, prompts, GREEDY)] == want
+    assert [output.token_ids for output in run(core, prompts, GREEDY)] == want
     assert calls[0] > 30
 
 
@@ -108,11 +108,11 @@ def test_fewer_bits(model: tuple[Path, list[list[int]], list[Any]], kv_dtype: st
     change a token, and what follows it."""
     folder, prompts, want = model
     core = engine(folder, num_blocks=400, dtype="bfloat16", kv_dtype=kv_dtype, **SIZES)
-    found = run(core, prompts, GREEDY)
+    outputs = run(core, prompts, GREEDY)
     same = [
         ours == theirs
-        for each, text in zip(found, want, strict=True)
-        for ours, theirs in zip(each.token_ids, text, strict=True)
+        for output, text in zip(outputs, want, strict=True)
+        for ours, theirs in zip(output.token_ids, text, strict=True)
     ]
     assert sum(same) > 0.4 * len(same)
 
@@ -124,19 +124,22 @@ def test_states_written_late(model: tuple[Path, list[list[int]], list[Any]]) -> 
     config = ModelConfig.from_folder(folder)
     state = 4 * (4 * 16 * 8 + 3 * (2 * 2 * 16 + 4 * 8))
     late = 4 * 4 * 3 * (16 + 8 + 4)
-    given = EngineConfig(model=str(folder), dtype="float32", max_num_seqs=5)
-    told = msgspec.structs.replace(given, deterministic=True)
-    for kind, asked, each in (
-        ("cuda", given, state + late),
-        ("cuda", told, state),
-        ("cpu", given, state),
+    settings = EngineConfig(model=str(folder), dtype="float32", max_num_seqs=5)
+    deterministic = msgspec.structs.replace(settings, deterministic=True)
+    for kind, asked, elements in (
+        ("cuda", settings, state + late),
+        ("cuda", deterministic, state),
+        ("cpu", settings, state),
     ):
         groups = kv_groups(decide(asked, config, torch.device(kind)).model)
-        assert groups.state_bytes == 3 * each, (kind, asked.deterministic)
+        assert groups.state_bytes == 3 * elements, (kind, asked.deterministic)
         kv = KVCache.allocate(groups, 2, 4, torch.float32, torch.device("cpu"), rows=2)
-        assert kv.states is not None and kv.states.row_bytes == 3 * each
-        assert sum(4 * part[0].numel() for part in kv.layers[1]) == each
-    assert plan(config, given, Hardware("A GPU", "cuda", 8 * GIB)).states == (3, 3 * (state + late))
+        assert kv.states is not None and kv.states.row_bytes == 3 * elements
+        assert sum(4 * part[0].numel() for part in kv.layers[1]) == elements
+    assert plan(config, settings, Hardware("A GPU", "cuda", 8 * GIB)).states == (
+        3,
+        3 * (state + late),
+    )
 
 
 def test_memory(model: tuple[Path, list[list[int]], list[Any]]) -> None:
@@ -148,8 +151,8 @@ def test_memory(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     assert config.kv_bytes_per_token(4) == 2 * 2 * 16 * 4
     state = 4 * (4 * 16 * 8 + 3 * (2 * 2 * 16 + 4 * 8))
     assert groups.state_bytes == 3 * state
-    given = EngineConfig(model="", dtype="float32", max_num_seqs=5)
-    planned = plan(config, given, Hardware("CPU", "cpu", 8 * GIB))
+    settings = EngineConfig(model="", dtype="float32", max_num_seqs=5)
+    planned = plan(config, settings, Hardware("CPU", "cpu", 8 * GIB))
     assert dict(planned.memory.rows)["states (5 requests)"] == 6 * 3 * state
     assert planned.states == (3, 3 * state)
     count = planned.snapshots
@@ -157,31 +160,33 @@ def test_memory(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     assert 0 < planned.kv_bytes // 3 - count * 3 * state < 4 * state
     assert any(f"{count:,} snapshots" in line for line in keys_and_values(planned))
     off = plan(
-        config, msgspec.structs.replace(given, prefix_caching=False), Hardware("C", "cpu", 8 * GIB)
+        config,
+        msgspec.structs.replace(settings, prefix_caching=False),
+        Hardware("C", "cpu", 8 * GIB),
     )
     assert not off.snapshots and off.kv_bytes > planned.kv_bytes
     assert any("prefix_caching is false" in line for line in keys_and_values(off))
     small = plan(
-        config, msgspec.structs.replace(given, snapshot_bytes=1), Hardware("C", "cpu", 8 * GIB)
+        config, msgspec.structs.replace(settings, snapshot_bytes=1), Hardware("C", "cpu", 8 * GIB)
     )
     assert any("raise snapshot_bytes" in line for line in keys_and_values(small))
-    many = msgspec.structs.replace(given, max_num_seqs=8 * GIB // (3 * state))
+    many = msgspec.structs.replace(settings, max_num_seqs=8 * GIB // (3 * state))
     said = f"beside states \\({many.max_num_seqs} requests\\) .*each has a state"
     with pytest.raises(ConfigError, match=f"KV cache too small.*{said}"):  # nor asked for snapshots
         plan(config, many, Hardware("CPU", "cpu", 8 * GIB))
-    given = msgspec.structs.replace(
-        given, model=str(folder), device="cpu", num_blocks=200, snapshot_bytes=10 * 3 * state
+    settings = msgspec.structs.replace(
+        settings, model=str(folder), device="cpu", num_blocks=200, snapshot_bytes=10 * 3 * state
     )
-    core, ready = build(given)
+    core, ready = build(settings)
     assert ready.prefix_caching and core.stats().snapshot_slots == 10 + 5, "rows hold some, too"
     assert core.stats().state_slots == 5
     assert "states (5 requests)" in ready.memory_table
     assert "snapshots (10 of states)" in ready.memory_table
-    none = msgspec.structs.replace(given, snapshot_bytes=1)
+    none = msgspec.structs.replace(settings, snapshot_bytes=1)
     core, ready = build(none)
     assert not ready.prefix_caching and not core.config.prefix_caching
     with pytest.raises(ConfigError, match="snapshot_bytes: 900"):
-        build(msgspec.structs.replace(given, snapshot_bytes=900 * GIB))
+        build(msgspec.structs.replace(settings, snapshot_bytes=900 * GIB))
 
 
 def test_refused(model: tuple[Path, list[list[int]], list[Any]]) -> None:
@@ -191,8 +196,10 @@ def test_refused(model: tuple[Path, list[list[int]], list[Any]]) -> None:
     assert decide(settings, config, torch.device("cuda")).max_num_seqs == 128
     with pytest.raises(ConfigError, match=r"tensor_parallel: 4: .*2 key heads of its DeltaNet"):
         check_ranks(config, 4)
-    kept = decide(msgspec.structs.replace(settings, kv_dtype="int8"), config, torch.device("cpu"))
-    assert kept.kv.name == "int8"
+    resolved = decide(
+        msgspec.structs.replace(settings, kv_dtype="int8"), config, torch.device("cpu")
+    )
+    assert resolved.kv.name == "int8"
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -209,12 +216,12 @@ def test_chunks_are_the_rule_token_by_token(by_key: bool) -> None:
     beta = torch.rand(heads, tokens, dtype=torch.float64)
     state = torch.randn(heads, keys, values, dtype=torch.float64)
     if by_key:
-        found, left = delta.chunk_rule_by_key(q, k, v, log_decay, beta, state)
+        chunked, left = delta.chunk_rule_by_key(q, k, v, log_decay, beta, state)
     else:
-        found, left = delta.chunk_rule(q, k, v, log_decay[..., 0], beta, state)
+        chunked, left = delta.chunk_rule(q, k, v, log_decay[..., 0], beta, state)
     for t in range(tokens):
         state = state * log_decay[:, t].exp()[..., None]
         wrong = (v[:, t] - torch.einsum("hkv,hk->hv", state, k[:, t])) * beta[:, t, None]
         state = state + k[:, t, :, None] * wrong[:, None]
-        assert torch.allclose(found[:, t], torch.einsum("hkv,hk->hv", state, q[:, t]))
+        assert torch.allclose(chunked[:, t], torch.einsum("hkv,hk->hv", state, q[:, t]))
     assert torch.allclose(left, state)

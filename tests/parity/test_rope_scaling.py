@@ -53,9 +53,9 @@ def test_logits(name: str, scaling: dict[str, Any], tmp_path: Path) -> None:
     if name == "gemma 3":
         short["rope_parameters"] = {"full_attention": _GEMMA, "sliding_attention": _GEMMA}
     save(replace(case, changes={**case.changes, **short}), tmp_path / "short")
-    found = ModelConfig.from_folder(tmp_path / "short", scaling)
-    assert found.max_positions == 4 * _TRAINED
-    model = build_model(found, torch.float32, "cpu", kernels_for("cpu"))
+    config = ModelConfig.from_folder(tmp_path / "short", scaling)
+    assert config.max_positions == 4 * _TRAINED
+    model = build_model(config, torch.float32, "cpu", kernels_for("cpu"))
     load_weights(model, tmp_path / "short")
     ours = Paged(model).run((IDS, list(range(10)), 0))[0]
     assert relative(ours, case.logits(theirs, IDS)) < 1e-5
@@ -68,8 +68,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     save(CASES["gpt-2"], tmp_path / "gpt2")
 
     def asked(model: str, **fields: Any) -> Any:
-        given = {"model": str(tmp_path / model), "device": "cpu", **fields}
-        return resolve(msgspec.convert(given, EngineConfig))
+        settings = {"model": str(tmp_path / model), "device": "cpu", **fields}
+        return resolve(msgspec.convert(settings, EngineConfig))
 
     with pytest.raises(ConfigError, match=r"exceeds .* 16 positions.*{rope_type: yarn, factor: 4}"):
         asked("llama", max_model_len=64)

@@ -41,22 +41,22 @@ def tokens(*lengths: int) -> list[list[int]]:
 def turns(core: EngineCore, count: int = 3, params: SamplingParams = PARAMS) -> list[Output]:
     """Of two conversations that begin alike, at once."""
     system, *users = tokens(82, 31, 17)
-    prompts, found = [system + user for user in users], []
+    prompts, outputs = [system + user for user in users], []
     for _ in range(count):
-        found += run(core, prompts, params)
-        said = [output.token_ids for output in found[-2:]]
+        outputs += run(core, prompts, params)
+        said = [output.token_ids for output in outputs[-2:]]
         prompts = [[*a, *b, *user] for a, b, user in zip(prompts, said, users, strict=True)]
-    return found
+    return outputs
 
 
 def close(ours: list[Output], theirs: list[Output]) -> bool:
     """The same texts, and log-probabilities but for roundings."""
     pairs = [
         (a.logprob, b.logprob)
-        for one, other in zip(ours, theirs, strict=True)
-        for a, b in zip(one.logprobs, other.logprobs, strict=True)
+        for own, other in zip(ours, theirs, strict=True)
+        for a, b in zip(own.logprobs, other.logprobs, strict=True)
     ]
-    texts = [one.token_ids for one in ours] == [other.token_ids for other in theirs]
+    texts = [own.token_ids for own in ours] == [other.token_ids for other in theirs]
     return texts and all(abs(a - b) < 1e-3 for a, b in pairs)
 
 
@@ -68,18 +68,18 @@ def test_numbers_do_not_depend_on_what_was_found(name: str, tmp_path: Path) -> N
     path = made(name, tmp_path, mlp_only_layers=[0, 1, 2, 3])  # experts have tests of their own
     fixed: dict[str, Any] = {**SIZES, "deterministic": True, "dtype": "float32"}
     want = turns(engine(path, **fixed, prefix_caching=False))
-    assert not any(each.cached for each in want)
+    assert not any(output.cached for output in want)
     for changes in (
         {},
         {"max_num_batched_tokens": 23},
         {"async_scheduling": True, "max_num_seqs": 1},
     ):
         core = engine(path, **fixed | changes)
-        found = turns(core)
-        assert all(map(same, found, want))
-        for i, each in enumerate(found[2:]):
+        outputs = turns(core)
+        assert all(map(same, outputs, want))
+        for i, output in enumerate(outputs[2:]):
             known = (82 + 31, 82 + 17)[i % 2] + (9 + (31, 17)[i % 2]) * (i // 2)
-            assert each.cached >= known - 64 - 4, "less than the last turn's prompt"
+            assert output.cached >= known - 64 - 4, "less than the last turn's prompt"
     # Two that do not fit beside each other to their ends: one is preempted in its answer.
     system, *users = tokens(82, 31, 17)
     prompts = [system + user for user in users]
@@ -96,20 +96,20 @@ def test_layers_of_both_and_of_neither(name: str, tmp_path: Path) -> None:
     """A turn that finds a layer's keys and not its state, or another layer's."""
     path = made(name, tmp_path)
     want = turns(engine(path, **SIZES, prefix_caching=False), 2)
-    found = turns(engine(path, **SIZES), 2)
-    assert close(found, want)
-    assert all(each.cached for each in found[2:])
+    outputs = turns(engine(path, **SIZES), 2)
+    assert close(outputs, want)
+    assert all(output.cached for output in outputs[2:])
 
 
 def test_a_turn_computes_what_is_new(folder: Path) -> None:
     """Each turn computes the whole conversation, or the text is another one for it."""
     want = turns(engine(folder, **SIZES, prefix_caching=False))
     core = engine(folder, **SIZES)
-    found = turns(core)
-    assert close(found, want)
+    outputs = turns(core)
+    assert close(outputs, want)
     computed, stats = core.stats().prompt_tokens, core.stats()
     prompts = 2 * 82 + 48 + 2 * (82 + 9) + 96 + 2 * (82 + 18) + 144
-    cached = sum(each.cached for each in found)
+    cached = sum(output.cached for output in outputs)
     assert cached == 2 * (112 + 80), "the first prompt's end, and where the other leaves it"
     # A last token that is computed alone counts as a token of output.
     assert prompts - cached - 6 <= computed <= prompts - cached

@@ -105,15 +105,15 @@ def test_several_processes(tmp_path: Path) -> None:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         fill(cache, C, 10)
         assert names(cache) > {A, C} and B not in names(cache) and cache.num_bytes == 30
-        found: list[Any] = []
-        waits = threading.Thread(target=lambda: found.append(cache.open(D)))
+        entries: list[Any] = []
+        waits = threading.Thread(target=lambda: entries.append(cache.open(D)))
         waits.start()
         waits.join(0.2)
         assert waits.is_alive(), "the other process fetches it"
         other.kill()
         waits.join(SECONDS)
-    assert not found[0].filled and cache.num_bytes == 20
-    found[0].close()
+    assert not entries[0].filled and cache.num_bytes == 20
+    entries[0].close()
     assert names(cache) == {A, C}
 
 
@@ -121,14 +121,14 @@ def test_two_threads_fetch_once(tmp_path: Path) -> None:
     """Bug: whoever waited for a download begins another, because it is locked or has a new name."""
     cache = DiskCache(str(tmp_path))
     entry = cache.open(A)
-    found: list[Any] = []
-    waits = threading.Thread(target=lambda: found.append(cache.open(A)))
+    entries: list[Any] = []
+    waits = threading.Thread(target=lambda: entries.append(cache.open(A)))
     waits.start()
     entry.keep(A)
     waits.join(SECONDS)
-    assert found[0].filled and found[0].folder == entry.folder
+    assert entries[0].filled and entries[0].folder == entry.folder
     entry.close()
-    found[0].close()
+    entries[0].close()
     assert names(cache) == {A}
 
 
@@ -186,16 +186,16 @@ def test_through_the_loader(tmp_path: Path) -> None:
     with pytest.raises(AdapterError) as caught:
         loader().read(url)
     assert caught.value.code == "adapter_not_found"
-    kept = DiskCache(str(tmp_path)).folder / second.digest / WEIGHTS_FILE
-    data = bytearray(kept.read_bytes())
+    file = DiskCache(str(tmp_path)).folder / second.digest / WEIGHTS_FILE
+    data = bytearray(file.read_bytes())
     data[-1] ^= 1
-    kept.write_bytes(data)
+    file.write_bytes(data)
     with pytest.raises(AdapterError):
         loader().read(url, second.digest)
-    assert not kept.exists()
+    assert not file.exists()
     put(1)
-    assert loader().read(url, second.digest).digest == second.digest and kept.exists()
-    os.truncate(kept, 100)
+    assert loader().read(url, second.digest).digest == second.digest and file.exists()
+    os.truncate(file, 100)
     assert loader().read(url, second.digest).digest == second.digest
     small = LoraReader(layout, torch.float32, max_rank=4)
     with pytest.raises(AdapterError, match=rf"^{url}: rank 8 is over") as caught:

@@ -111,8 +111,8 @@ def run_odd_ones_scored(core: EngineCore, plan: list[tuple[str, list[int]]]) -> 
 
 def predictions(model: Any, ids: list[int], device: str = "cpu") -> Tensor:
     """Log-probabilities [len(ids) - 1, vocab] of what may come after each, float32 on the CPU."""
-    given = torch.tensor(ids, device=device)
-    rows: Tensor = model(given[None]).logits[0, -len(ids) : -1].float().log_softmax(-1)
+    token_ids = torch.tensor(ids, device=device)
+    rows: Tensor = model(token_ids[None]).logits[0, -len(ids) : -1].float().log_softmax(-1)
     return rows.cpu()
 
 
@@ -303,8 +303,8 @@ def test_preemption_and_prefix_cache(tmp_path: Path) -> None:
             model = theirs if folder is None else PeftModel.from_pretrained(theirs, folder).eval()
             for number, adapter in wanted.items():
                 if adapter == name:
-                    given = prompt if number == 21 else prompt[: 16 + number % 5]
-                    check(outputs[number], given, model)
+                    text = prompt if number == 21 else prompt[: 16 + number % 5]
+                    check(outputs[number], text, model)
             if folder is not None:
                 model.unload()
 
@@ -322,9 +322,9 @@ def test_steps_without_adapters(tmp_path: Path) -> None:
     step = device.step
 
     def watched(batch: Any) -> Any:
-        found = step(batch)
-        laid_out.append(found is not None)
-        return found
+        launched = step(batch)
+        laid_out.append(launched is not None)
+        return launched
 
     device.step = watched
     for number, adapter in enumerate(("", "a", "")):
@@ -495,7 +495,9 @@ def test_trained_in_bfloat16(
             if adapter:
                 for model in both.values():
                     model.unload()
-    ours, theirs = (float(torch.cat(found).abs().mean()) for found in errors.values())
+    ours, theirs = (
+        float(torch.cat(errors_of_side).abs().mean()) for errors_of_side in errors.values()
+    )
     record_property("peft", f"mean absolute difference {theirs:.2e}")
     record_property("ours", f"mean absolute difference {ours:.2e}")
     assert 0 < ours < 1.25 * theirs

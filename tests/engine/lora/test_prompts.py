@@ -138,9 +138,9 @@ def test_preemption_prefix_cache_and_takeover(tmp_path: Path) -> None:
     with torch.no_grad():
         for name in (*used, "other"):
             model = PeftModel.from_pretrained(theirs, folders[name]).eval() if name else theirs
-            for number, (other, given) in wanted.items():
+            for number, (other, text) in wanted.items():
                 if other == name:
-                    check(outputs[number], given, model)
+                    check(outputs[number], text, model)
             if name == "lora":
                 model.unload()
 

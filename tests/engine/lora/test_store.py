@@ -158,10 +158,10 @@ def test_removed() -> None:
     """Bug: a removed adapter keeps its memory, or another revision is removed in its place."""
     store = make_store("a")
     assert load(store, "a")
-    for revision, found in (("0", False), ("", True), ("", False)):
+    for revision, removed in (("0", False), ("", True), ("", False)):
         store.remove(RemoveAdapter(1, "a", revision))
         store.poll()
-        assert (store.take_answers()[0].info is not None) == found
+        assert (store.take_answers()[0].info is not None) == removed
     assert store.host_bytes == 0 and not store.resident
 
 

@@ -159,8 +159,8 @@ def test_row_parallel_takes_adapters_everywhere(size: int, onto_residual: bool) 
         segments=[(0, torch.arange(3))], parts=[{0: (a, b)}],
     )  # fmt: skip
     want = size * (x @ (linear.state.weight + b @ a).t()) + (residual if onto_residual else 0)
-    found = linear.forward(x, lora, residual=residual.clone() if onto_residual else None)
-    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+    out = linear.forward(x, lora, residual=residual.clone() if onto_residual else None)
+    torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
 
 
 class _Centred:

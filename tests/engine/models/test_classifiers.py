@@ -74,12 +74,12 @@ def test_scores(tmp_path: Path) -> None:
         pooling = read_pooling(tmp_path)
         assert pooling is not None and pooling.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
         assert np.allclose(pooling.probabilities(logits), want, atol=1e-6)
-    one = logits[:1]
+    first = logits[:1]
     for written, score in (("Sigmoid", sigmoid[0]), ("Identity", 1.0)):
         function = f"torch.nn.modules.linear.{written}"
         save_classifier(tmp_path, "roberta", 1, sentence_transformers={"activation_fn": function})
         pooling = read_pooling(tmp_path)
-        assert pooling is not None and pooling.relevance(one) == pytest.approx(score)
+        assert pooling is not None and pooling.relevance(first) == pytest.approx(score)
     assert pooling.pairs
 
 
@@ -119,9 +119,9 @@ def test_the_second_text_of_a_pair(tmp_path: Path) -> None:
         kinds = [int(place > first) for place in range(len(prompt))]
         with torch.inference_mode():
             want = theirs(torch.tensor([prompt]), token_type_ids=torch.tensor([kinds])).logits
-            one = theirs(torch.tensor([prompt])).logits
+            alone = theirs(torch.tensor([prompt])).logits
         assert np.abs(ours - want[0].numpy()).max() < 1e-5
-        assert (max(kinds) == 1) == (abs(float(want - one)) > 1e-3)
+        assert (max(kinds) == 1) == (abs(float(want - alone)) > 1e-3)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def test_padded_attention(window: int) -> None:
     starts = [0, 1, 9, 12, 30]
     q, k, v = torch.randn(3, 30, 2, 8)
     want = bidirectional.bidirectional_attention(q, k, v, starts, 0.3, window)
-    found = bidirectional._padded(q, k, v, starts, 0.3, window)
-    assert torch.allclose(found, want, atol=1e-6)
+    attended = bidirectional._padded(q, k, v, starts, 0.3, window)
+    assert torch.allclose(attended, want, atol=1e-6)
     alone = bidirectional.bidirectional_attention(q[9:12], k[9:12], v[9:12], [0, 3], 0.3, window)
     assert torch.allclose(want[9:12], alone, atol=1e-6)
 

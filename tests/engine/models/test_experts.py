@@ -51,11 +51,11 @@ def filled(
     stack, parameters = method.create_experts(spec)
     for parameter in parameters:
         parameter.tensor.normal_(0.0, 0.3)
-    kept = {
+    stored = {
         name: None if (tensor := getattr(stack, name)) is None else tensor.double()
         for name in ("gate_up", "down", "gate_up_bias", "down_bias")
     }
-    return method, method.finish_experts(stack), replace(stack, **kept)
+    return method, method.finish_experts(stack), replace(stack, **stored)
 
 
 @pytest.mark.parametrize(

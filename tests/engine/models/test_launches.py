@@ -98,8 +98,8 @@ def logits(model: Model, lora: LoraStep | None) -> Tensor:
 def step(kernels: Recorder, model: Model, lora: LoraStep | None) -> tuple[list[str], Tensor]:
     """The calls of a step less the lookup of its plan, and its logits."""
     kernels.taken()
-    found = logits(model, lora)
-    return [call for call in kernels.taken() if call != "prepare"], found
+    out = logits(model, lora)
+    return [call for call in kernels.taken() if call != "prepare"], out
 
 
 def each_layer(model: Model, calls: list[str]) -> list[str]:

@@ -117,21 +117,21 @@ def test_shards_add_up(tmp_path: Path) -> None:
     whole, first, second = parameters(0, 1), parameters(0, 2), parameters(1, 2)
     dim, heads, inter = config.head_dim, config.num_heads, config.intermediate_size
     for name, full in whole.items():
-        one, two = first[name], second[name]
+        part, other = first[name], second[name]
         if ".qkv." in name:
             q, kv = full.split((heads * dim, 2 * dim))
-            assert torch.equal(one, torch.cat((q[: heads // 2 * dim], kv)))
-            assert torch.equal(two, torch.cat((q[heads // 2 * dim :], kv)))
+            assert torch.equal(part, torch.cat((q[: heads // 2 * dim], kv)))
+            assert torch.equal(other, torch.cat((q[heads // 2 * dim :], kv)))
         elif ".gate_up." in name:
             gate, up = full.split(inter)
-            assert torch.equal(one, torch.cat((gate[: inter // 2], up[: inter // 2])))
-            assert torch.equal(two, torch.cat((gate[inter // 2 :], up[inter // 2 :])))
+            assert torch.equal(part, torch.cat((gate[: inter // 2], up[: inter // 2])))
+            assert torch.equal(other, torch.cat((gate[inter // 2 :], up[inter // 2 :])))
         elif ".out." in name or ".down." in name:
-            assert torch.equal(torch.cat((one, two), 1), full)
+            assert torch.equal(torch.cat((part, other), 1), full)
         elif name == "head.weight":
-            assert torch.equal(one, full[:51]) and torch.equal(two, full[51:])
+            assert torch.equal(part, full[:51]) and torch.equal(other, full[51:])
         else:
-            assert torch.equal(one, full) and torch.equal(two, full)
+            assert torch.equal(part, full) and torch.equal(other, full)
 
 
 def test_indivisible_shards_are_refused() -> None:
@@ -141,8 +141,8 @@ def test_indivisible_shards_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads: 3 cannot be divided"):
         TensorParallelGroup(3, 4).heads(12, 3)
     assert TensorParallelGroup(3, 4).heads(8, 2) == ((6, 8), (1, 2))  # two ranks have each
-    found = [TensorParallelGroup(rank, 2).heads(9, 3) for rank in range(2)]
-    assert found == [((0, 3), (0, 1)), ((3, 9), (1, 3))]  # key heads with all their readers
+    heads = [TensorParallelGroup(rank, 2).heads(9, 3) for rank in range(2)]
+    assert heads == [((0, 3), (0, 1)), ((3, 9), (1, 3))]  # key heads with all their readers
 
 
 def test_every_architecture_has_a_model() -> None:

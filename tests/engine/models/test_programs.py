@@ -147,7 +147,7 @@ def core_of(folder: Path, changes: dict[str, Any], **options: Any) -> EngineCore
 
 def answers(core: EngineCore) -> dict[int, list[Any]]:
     """Of requests that come and go, so that steps have 1 to 5 decodes, with chunks between."""
-    found: dict[int, list[Any]] = {}
+    answers_by_id: dict[int, list[Any]] = {}
     waiting = list(range(5))
     steps = 0
     while core.has_work() or waiting:
@@ -160,9 +160,9 @@ def answers(core: EngineCore) -> dict[int, list[Any]]:
             core.add_request(EngineRequest(number, ids, len(ids), params, seed=0))
         steps += 1
         for delta in core.step():
-            logprobs = [each.logprob for each in delta.logprobs or []]
-            found.setdefault(delta.id, []).append((list(delta.token_ids), logprobs))
-    return found
+            logprobs = [logprob.logprob for logprob in delta.logprobs or []]
+            answers_by_id.setdefault(delta.id, []).append((list(delta.token_ids), logprobs))
+    return answers_by_id
 
 
 @needs_compiler
@@ -262,11 +262,11 @@ def test_buffers_are_shared_in_turns() -> None:
         x = torch.empty(2, 16)
         for _ in range(50):
             y = torch.empty(2, 16)
-            kept = y.view(32)[:4]
+            view = y.view(32)[:4]
             del y
             z = torch.empty(2, 16)
-            seen.append((kept.data_ptr(), z.data_ptr()))
-            assert len({x.data_ptr(), kept.data_ptr(), z.data_ptr()}) == 3
+            seen.append((view.data_ptr(), z.data_ptr()))
+            assert len({x.data_ptr(), view.data_ptr(), z.data_ptr()}) == 3
         return x
 
     with pytest.raises(NotRecordable, match="nothing was launched"):
@@ -280,15 +280,15 @@ def test_buffers_are_shared_in_turns() -> None:
 def test_copies_are_recorded() -> None:
     """Bug: rows of longer ones copied as if they lay behind each other; parts put side by side in
     another order, or once for all replays."""
-    given, buffers = torch.randn(3, 100), Buffers(4)
+    x, buffers = torch.randn(3, 100), Buffers(4)
 
     def body() -> Tensor:
-        cut = given[:, :36].unflatten(1, (3, 2, 6))
-        return torch.cat((cut[:, :, 1].flatten(1), given[:, 40:77].contiguous()), dim=1)
+        cut = x[:, :36].unflatten(1, (3, 2, 6))
+        return torch.cat((cut[:, :, 1].flatten(1), x[:, 40:77].contiguous()), dim=1)
 
     program = Program(body, buffers, 3, 2)
     assert torch.equal(program.out, body())
-    given.copy_(torch.randn(3, 100))
+    x.copy_(torch.randn(3, 100))
     assert torch.equal(program.play(), body())
 
 

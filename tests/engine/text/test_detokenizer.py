@@ -106,9 +106,9 @@ def test_decoder_without_a_table_streams_too() -> None:
 def reference(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
     """Character by character: the first stop string that is complete, then the longest."""
     for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            stop = max(found, key=len)
+        ends = [stop for stop in stops if text[:end].endswith(stop)]
+        if ends:
+            stop = max(ends, key=len)
             return text[: end if include else end - len(stop)], stop
     return text, None
 
@@ -129,10 +129,10 @@ def test_stop_strings_cut_exactly(
     ids = tokenizer.encode(text)
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include)
     decoder = ChoiceDecoder(tokenizer, params)
-    got, kept, reason = "", 0, None
+    got, count, reason = "", 0, None
     for part in split(ids, cuts):
         decoded = decoder.feed(part)
-        got, kept = got + decoded.text, kept + decoded.num_tokens
+        got, count = got + decoded.text, count + decoded.num_tokens
         if decoded.finish_reason:
             assert decoded.finish_reason == "stop"
             reason = decoded.stop_reason
@@ -142,10 +142,10 @@ def test_stop_strings_cut_exactly(
     decoded_text = tokenizer.backend.decode(ids)
     assert (got, reason) == reference(decoded_text, tuple(stops), include)
     if reason is not None:  # the tokens kept are just enough to have the stop string
-        assert reference(tokenizer.decode(ids[:kept]), tuple(stops), include)[1] == reason
-        before = TextStream(tokenizer).feed(ids[: kept - 1])
+        assert reference(tokenizer.decode(ids[:count]), tuple(stops), include)[1] == reason
+        before = TextStream(tokenizer).feed(ids[: count - 1])
         assert reference(before, tuple(stops), include)[1] is None
-        assert kept == decoder.num_tokens
+        assert count == decoder.num_tokens
 
 
 def test_only_what_may_become_a_stop_is_held() -> None:
@@ -163,11 +163,11 @@ def test_stop_string_below_min_tokens_is_text() -> None:
     ids = [tokenizer.encode(char)[0] for char in "xyxyxy"]
     for cuts in ([], [1, 2, 3, 4, 5], [3]):
         decoder = ChoiceDecoder(tokenizer, SamplingParams(stop=("xy",), min_tokens=3))
-        got, kept = "", 0
+        got, count = "", 0
         for part in split(ids, cuts):
             decoded = decoder.feed(part)
-            got, kept = got + decoded.text, kept + decoded.num_tokens
-        assert (got, kept, decoder.finished) == ("xy", 4, True)
+            got, count = got + decoded.text, count + decoded.num_tokens
+        assert (got, count, decoder.finished) == ("xy", 4, True)
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -30,8 +30,8 @@ THOUGHT = {**ANSWER, "reasoning_content": "hm"}
 
 def calls(content: str, *ids: str) -> Message:
     function = {"name": "weather", "arguments": {"city": 'Paris "é"', "days": 1}}
-    told = [{"id": id, "type": "function", "function": function} for id in ids]
-    return {"role": "assistant", "content": content, "tool_calls": told}
+    tool_calls = [{"id": id, "type": "function", "function": function} for id in ids]
+    return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
 def result(id: str) -> Message:
@@ -85,9 +85,9 @@ def theirs(source: str, forms: dict[str, Form], chat: list[Message], options: An
             return message
         return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
-    given = {"add_generation_prompt": True, **options, **SPECIAL}
+    variables = {"add_generation_prompt": True, **options, **SPECIAL}
     try:
-        texts, _ = render_jinja_template([[*map(shaped, chat)]], chat_template=source, **given)
+        texts, _ = render_jinja_template([[*map(shaped, chat)]], chat_template=source, **variables)
     except Exception:  # what a template raises, and ValueError
         return None
     return str(texts[0])

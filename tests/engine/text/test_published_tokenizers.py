@@ -75,10 +75,10 @@ def test_text_behind_a_prompt(known: Reference, tried: Callable[..., None]) -> N
         parts = pieces(ids, cuts)
         shown = "".join(map(stream.feed, parts))
         assert shown + stream.finish() == expected
-        one = TextStream(known.ours, skip_special_tokens=skip, prompt=prompt)
+        decoder = TextStream(known.ours, skip_special_tokens=skip, prompt=prompt)
         shown = ""
         for count, token in enumerate(ids, 1):
-            shown += one.feed([token])
+            shown += decoder.feed([token])
             so_far = known.behind(prompt, ids[:count], skip)
             assert so_far.startswith(shown)
             assert len(so_far) - len(shown) < 4 and not so_far[len(shown) :].strip(REPLACEMENT)
@@ -101,8 +101,8 @@ def test_stops_and_offsets(known: Reference, tried: Callable[..., None]) -> None
         places = [(at % (len(expected) + 1), size) for at, size in ends]
         stops = tuple(dict.fromkeys(expected[at : at + size] for at, size in places)) or ("@@@",)
         stops = tuple(stop for stop in stops if stop)
-        found = [(at + len(s), at, s) for s in stops if (at := expected.find(s)) >= 0]
-        end, start, stop = min(found, default=(len(expected), len(expected), None))
+        matches = [(at + len(s), at, s) for s in stops if (at := expected.find(s)) >= 0]
+        end, start, stop = min(matches, default=(len(expected), len(expected), None))
         count = next((n for n, size in enumerate(shown) if stop and size >= end), len(ids))
         for offsets in (False, True):
             params = SamplingParams(skip_special_tokens=skip, stop=stops)

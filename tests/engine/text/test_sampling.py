@@ -123,9 +123,9 @@ def test_draws_follow_the_filtered_softmax(case: dict[str, float], spread: bool)
         got = sampler.sample(batch.clone(), rows, at, history, sampler.plan([1]))
         counts += torch.bincount(got.tokens, minlength=vocab)
 
-    kept = naive_kept(logits, params)
+    allowed = naive_kept(logits, params)
     expected = torch.zeros(vocab, dtype=torch.float64)
-    expected[kept] = torch.softmax(logits[kept].double() / params.temperature, 0) * draws
+    expected[allowed] = torch.softmax(logits[allowed].double() / params.temperature, 0) * draws
     assert chi_square_p(counts, expected) > 1e-4
 
 
@@ -140,11 +140,11 @@ def test_choices_and_seeds_are_independent() -> None:
         ]
         pairs[tokens[0], tokens[1]] += 1
     assert chi_square_p(pairs.flatten(), torch.full((64,), 2000 / 64)) > 1e-4
-    one, other = (
+    first, other = (
         run(logits.expand(200, 8), SamplingParams(), seeds=list(range(s, s + 200))).tokens
         for s in (0, 1000)
     )
-    assert 5 < int((one == other).sum()) < 60
+    assert 5 < int((first == other).sum()) < 60
 
 
 def test_philox_matches_published_vectors() -> None:
@@ -233,10 +233,12 @@ def test_filters_keep_what_sorting_keeps(case: dict[str, float], ties: bool) -> 
     if ties:
         x = x.round()
     got = run(x.expand(3000, -1), params)
-    kept = naive_kept(x, params)
-    assert set(got.tokens.tolist()) <= set(kept)
-    likely = torch.softmax(x[kept].double() / params.temperature, 0) > 0.01
-    assert {t for t, often in zip(kept, likely, strict=True) if often} <= set(got.tokens.tolist())
+    allowed = naive_kept(x, params)
+    assert set(got.tokens.tolist()) <= set(allowed)
+    likely = torch.softmax(x[allowed].double() / params.temperature, 0) > 0.01
+    assert {t for t, often in zip(allowed, likely, strict=True) if often} <= set(
+        got.tokens.tolist()
+    )
 
 
 @pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
@@ -247,10 +249,10 @@ def test_large_nuclei_are_exact(spread: float, top_p: float) -> None:
     params = SamplingParams(top_p=top_p, min_p=0.001, temperature=0.7)
     row = ParameterRows(1, 20_000, CPU)
     row.set(new_row(0, params))
-    kept = sorted(cpu_sampler._allowed(x.numpy(), x.max()[None].numpy(), row.words[0]).tolist())
+    allowed = sorted(cpu_sampler._allowed(x.numpy(), x.max()[None].numpy(), row.words[0]).tolist())
     expected = naive_kept(x, params)
     assert (
-        len(set(kept) ^ set(expected)) <= len(expected) // 5000
+        len(set(allowed) ^ set(expected)) <= len(expected) // 5000
     )  # float32 weights against float64
 
 
@@ -462,9 +464,9 @@ def test_ids_without_text_are_never_chosen(never: list[int], temperature: float)
     rows = torch.arange(64)
     plan = sampler.plan(rows.tolist())
     at, history = torch.ones(64, dtype=torch.int64), torch.zeros(64, 1, dtype=torch.int32)
-    found = sampler.sample(logits.clone(), rows, at, history, plan)
-    assert not found.bad.any()
-    assert not set(found.tokens.tolist()) & set(never)
-    assert found.logprob is not None
-    want = logits.log_softmax(-1).gather(1, found.tokens[:, None])[:, 0]
-    torch.testing.assert_close(found.logprob, want)
+    sampled = sampler.sample(logits.clone(), rows, at, history, plan)
+    assert not sampled.bad.any()
+    assert not set(sampled.tokens.tolist()) & set(never)
+    assert sampled.logprob is not None
+    want = logits.log_softmax(-1).gather(1, sampled.tokens[:, None])[:, 0]
+    torch.testing.assert_close(sampled.logprob, want)

@@ -24,11 +24,13 @@ def budget_of(tokenizer: Tokenizer, tokens: int, start: str = "") -> ThinkingBud
 
 
 def ask(id: int, tokens: int, tokenizer: Tokenizer, output: list[int] | None = None) -> Any:
-    made = request(id, GRAMMAR, output=output or [])
-    made.params = msgspec.structs.replace(made.params, thinking=budget_of(tokenizer, tokens))
-    packed = msgspec.msgpack.encode(made.params)
-    made.params = msgspec.msgpack.decode(packed, type=SamplingParams)
-    return made
+    thinking_request = request(id, GRAMMAR, output=output or [])
+    thinking_request.params = msgspec.structs.replace(
+        thinking_request.params, thinking=budget_of(tokenizer, tokens)
+    )
+    packed = msgspec.msgpack.encode(thinking_request.params)
+    thinking_request.params = msgspec.msgpack.decode(packed, type=SamplingParams)
+    return thinking_request
 
 
 def test_exact_and_the_same_after_a_move(tmp_path: Path) -> None:

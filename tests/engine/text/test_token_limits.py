@@ -144,10 +144,10 @@ def test_on_the_device(tmp_path: Path) -> None:
     limited = [request(i, None, max_tokens=100, **lists) for i in range(8)]
     grammatical = [request(i, Grammar.regex("[ab]{9}")) for i in range(8, 16)]
     plain = [request(i, None, max_tokens=50, ignore_eos=True) for i in range(16, 24)]
-    found = run(core, *limited, *grammatical, *plain)
+    outputs = run(core, *limited, *grammatical, *plain)
     for i in range(8):
-        pairs = set(itertools.pairwise(found[i].tokens))
-        assert len(found[i].tokens) == 100 and set(found[i].tokens) <= {5, 6, 7}
+        pairs = set(itertools.pairwise(outputs[i].tokens))
+        assert len(outputs[i].tokens) == 100 and set(outputs[i].tokens) <= {5, 6, 7}
         assert not pairs & {(5, 6), (7, 7)}
-    assert all(found[i].finish == "stop" for i in range(8, 16))
-    assert all(len(found[i].tokens) == 50 for i in range(16, 24))
+    assert all(outputs[i].finish == "stop" for i in range(8, 16))
+    assert all(len(outputs[i].tokens) == 50 for i in range(16, 24))

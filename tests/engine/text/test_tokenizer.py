@@ -135,12 +135,12 @@ def test_marks_of_turns_that_are_not_special_are_text_in_a_message() -> None:
         "{% if m.tool_calls %}<|tool|><think>{% endif %}{% endfor %}"
     )
     tokenizer = Tokenizer(backend, chat_template=ChatTemplate({"default": source}, {}))
-    found = {}
+    counts = {}
     for text in ("<turn>", "<|tool|>", "<|other|>", "<think>"):
         ids = tokenizer.encode_chat([{"role": "user", "content": text}])
-        found[text] = ids.count(tokenizer.token_id(text))
+        counts[text] = ids.count(tokenizer.token_id(text))
     # What the template does not write, and tags, are what they are in any text.
-    assert found == {"<turn>": 1, "<|tool|>": 0, "<|other|>": 1, "<think>": 1}
+    assert counts == {"<turn>": 1, "<|tool|>": 0, "<|other|>": 1, "<think>": 1}
 
 
 def test_long_texts_are_encoded_like_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,12 +361,12 @@ def test_models_with_the_same_file_share_what_was_made_of_it(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
         content = small_tokenizers.byte_level().backend.to_str()
         (tmp_path / name / "tokenizer.json").write_text(content)
-        told = {"temperature": temperature}
-        (tmp_path / name / "generation_config.json").write_text(json.dumps(told))
+        defaults = {"temperature": temperature}
+        (tmp_path / name / "generation_config.json").write_text(json.dumps(defaults))
     a, b = Tokenizer.load(tmp_path / "a"), Tokenizer.load(tmp_path / "b")
     assert a.backend is b.backend and a.encode("hello") == b.encode("hello")
     assert a.encode("hello" * 99, max_tokens=9) == b.encode("hello" * 99, max_tokens=9)
-    assert [one.sampling_defaults["temperature"] for one in (a, b)] == [0.5, 0.25]
+    assert [tokenizer.sampling_defaults["temperature"] for tokenizer in (a, b)] == [0.5, 0.25]
     (tmp_path / "b" / "tokenizer.json").write_text(content + " ")
     assert Tokenizer.load(tmp_path / "b").backend is not a.backend
 
@@ -465,8 +465,8 @@ def test_control_tokens_are_found_across_slices(pieces: list[str]) -> None:
     pattern = re.compile(r"<\|im_end\|>|<\|end\|>")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PIECE", 5)
-        found = module._substitute(pattern, lambda match: match[0].upper(), text, 10)
-    assert found == pattern.sub(lambda match: match[0].upper(), text)
+        replaced = module._substitute(pattern, lambda match: match[0].upper(), text, 10)
+    assert replaced == pattern.sub(lambda match: match[0].upper(), text)
 
 
 def test_what_nearly_is_a_control_token_stops_no_other_thread(tokenizer: Tokenizer) -> None:

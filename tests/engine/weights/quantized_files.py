@@ -134,7 +134,7 @@ def matrix(
     scheme: Scheme, name: str, out: int, width: int, powers: bool = False
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Tensors by their names, and the weights [out, width]."""
-    made = {
+    maker = {
         "fp8": _eight_bits,
         "int8": _eight_bits,
         "llm-int8": _eight_bits,
@@ -144,7 +144,7 @@ def matrix(
         "gptq": _ordered,
     }[scheme.kind]
     generator = torch.Generator().manual_seed(len(name))
-    tensors, weight = made(scheme, out, width, generator, powers)
+    tensors, weight = maker(scheme, out, width, generator, powers)
     return {f"{name}.{key}": tensor for key, tensor in tensors.items()}, weight
 
 

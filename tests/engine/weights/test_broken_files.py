@@ -70,8 +70,8 @@ QUICK = (0, 6, 12)
 @pytest.mark.parametrize(
     ("name", "key", "change", "message"),
     [
-        pytest.param(*each, marks=[] if number in QUICK else [pytest.mark.slow])
-        for number, each in enumerate(BROKEN)
+        pytest.param(*case, marks=[] if number in QUICK else [pytest.mark.slow])
+        for number, case in enumerate(BROKEN)
     ],
 )
 def test_the_tensor_and_the_file_are_named(
@@ -140,14 +140,14 @@ UNPACKED = IntegerLayout._unpacked
 @pytest.mark.parametrize("name", ["gptq", "gptq-8", "awq", "compressed", "compressed-zeros"])
 def test_an_order_of_fields_shows(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exact comparisons would let fields in another order pass."""
-    kept = scheme(name)
-    tensors, weight = integers(kept, "w", 64, 128)
+    stored = scheme(name)
+    tensors, weight = integers(stored, "w", 64, 128)
 
     def read() -> Tensor:
-        found = IntegerLayout(whole(64, 128), kept, torch.device("cpu"))
-        for parameter in found.parameters.values():
+        layout = IntegerLayout(whole(64, 128), stored, torch.device("cpu"))
+        for parameter in layout.parameters.values():
             parameter.tensor.copy_(tensors[parameter.name])
-        return torch.cat([unpacked(found.form, decoded) for decoded in found.decoded(20)])
+        return torch.cat([unpacked(layout.form, decoded) for decoded in layout.decoded(20)])
 
     assert torch.equal(read(), weight)
     monkeypatch.setattr(IntegerLayout, "_unpacked", fault)
@@ -159,20 +159,20 @@ def test_an_order_of_fields_shows(name: str, fault: Any, monkeypatch: pytest.Mon
 def test_zeros_and_groups_show(name: str, fault: str) -> None:
     """The exact comparisons would let zero points of another output, or scales that begin an input
     late, pass."""
-    kept = scheme(name)
-    tensors, weight = integers(kept, "w", 64, 128)
-    found = IntegerLayout(whole(64, 128), kept, torch.device("cpu"))
-    for parameter in found.parameters.values():
+    stored = scheme(name)
+    tensors, weight = integers(stored, "w", 64, 128)
+    layout = IntegerLayout(whole(64, 128), stored, torch.device("cpu"))
+    for parameter in layout.parameters.values():
         parameter.tensor.copy_(tensors[parameter.name])
-    (codes, scale, offset) = next(found.decoded(64))
+    (codes, scale, offset) = next(layout.decoded(64))
     assert offset is not None
     if fault == "transposed zeros":
         offset = offset.t().reshape(offset.shape)
-        wrong = unpacked(found.form, (codes, scale, offset))
+        wrong = unpacked(layout.form, (codes, scale, offset))
     else:
         per_input = [
-            each.repeat_interleave(found.form.group, 1).roll(1, 1) for each in (scale, offset)
+            values.repeat_interleave(layout.form.group, 1).roll(1, 1) for values in (scale, offset)
         ]
-        plain = unpacked(found.form, (codes, torch.ones_like(scale), torch.zeros_like(offset)))
+        plain = unpacked(layout.form, (codes, torch.ones_like(scale), torch.zeros_like(offset)))
         wrong = (plain + per_input[1]) * per_input[0]
     assert not torch.equal(wrong, weight)

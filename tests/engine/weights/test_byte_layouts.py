@@ -52,17 +52,17 @@ CPU = torch.device("cpu")
 
 
 def quantized(values: dict[str, Any]) -> Quantized:
-    found = read_quantized(Reader({"quantization_config": values}, "config.json"))
-    assert found is not None
-    return found
+    read = read_quantized(Reader({"quantization_config": values}, "config.json"))
+    assert read is not None
+    return read
 
 
 def scheme(name: str) -> Scheme:
-    found = quantized(FILES[name])
-    assert found.keeps("lm_head")
-    kept = found.scheme(NAME)
-    assert kept is not None
-    return kept
+    read = quantized(FILES[name])
+    assert read.keeps("lm_head")
+    of_matrix = read.scheme(NAME)
+    assert of_matrix is not None
+    return of_matrix
 
 
 def made(kept: Scheme, part: Part) -> Layout:
@@ -115,48 +115,48 @@ def test_a_layout_goes_with_its_last_reference(name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_layouts_are_read_exactly(name: str) -> None:
     """Halves of bytes exchanged, a scale of the neighbour, divided where files multiply."""
-    kept = scheme(name)
-    tensors, want = matrix(kept, "w", OUT, WIDTH, name in POWERS)
-    found = weights(kept, tensors)
+    stored = scheme(name)
+    tensors, want = matrix(stored, "w", OUT, WIDTH, name in POWERS)
+    decoded = weights(stored, tensors)
     if name == "llm-int8":  # a product of three numbers, in another order
-        torch.testing.assert_close(found, want, rtol=2e-7, atol=0)
+        torch.testing.assert_close(decoded, want, rtol=2e-7, atol=0)
     else:
-        assert torch.equal(found, want)
+        assert torch.equal(decoded, want)
 
 
 def test_transformers_reads_the_same() -> None:
     """Bug: our formula is wrong twice, in the layout and in the test's own."""
-    kept = replace(scheme("fp8-block"), rows=64, group=64)
-    tensors, want = matrix(kept, "w", OUT, WIDTH)
+    stored = replace(scheme("fp8-block"), rows=64, group=64)
+    tensors, want = matrix(stored, "w", OUT, WIDTH)
     reader = Fp8Dequantize(SimpleNamespace())
     theirs = reader._dequantize_one(
         tensors["w.weight"], tensors["w.weight_scale_inv"], torch.float32
     )
-    assert torch.equal(weights(kept, tensors), theirs) and torch.equal(theirs, want)
-    kept = scheme("compressed-mxfp4")
-    tensors, want = matrix(kept, "w", OUT, WIDTH)
+    assert torch.equal(weights(stored, tensors), theirs) and torch.equal(theirs, want)
+    stored = scheme("compressed-mxfp4")
+    tensors, want = matrix(stored, "w", OUT, WIDTH)
     blocks = tensors["w.weight_packed"].view(1, OUT, WIDTH // 32, 16)
     scales = tensors["w.weight_scale"].view(1, OUT, WIDTH // 32)
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T
-    assert torch.equal(weights(kept, tensors), theirs) and torch.equal(theirs, want)
+    assert torch.equal(weights(stored, tensors), theirs) and torch.equal(theirs, want)
 
 
 @pytest.mark.parametrize("group", [48, 80, 160])
 def test_blocks_that_no_product_has(group: int) -> None:
     """Bug: blocks of 80 inputs end in an assertion where 80 divides the matrix's width."""
-    kept = replace(scheme("fp8-block"), rows=64, group=group)
-    tensors, want = matrix(kept, "w", OUT, WIDTH)
-    assert torch.equal(weights(kept, tensors), want)
+    stored = replace(scheme("fp8-block"), rows=64, group=group)
+    tensors, want = matrix(stored, "w", OUT, WIDTH)
+    assert torch.equal(weights(stored, tensors), want)
 
 
 def test_rows_of_a_matrix() -> None:
     """Bug: rows that are taken in another order have the scales of the first ones."""
     order = np.random.default_rng(0).permutation(OUT)[:96]
     for name in ("fp8-block", "compressed-fp8-dynamic", "compressed-nvfp4", "compressed-w8a8"):
-        kept = scheme(name)
-        tensors, want = matrix(kept, "w", OUT, WIDTH)
-        assert torch.equal(weights(kept, tensors, order), want[torch.from_numpy(order)])
-        assert torch.equal(weights(kept, tensors, (64, 192)), want[64:])
+        stored = scheme(name)
+        tensors, want = matrix(stored, "w", OUT, WIDTH)
+        assert torch.equal(weights(stored, tensors, order), want[torch.from_numpy(order)])
+        assert torch.equal(weights(stored, tensors, (64, 192)), want[64:])
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -164,20 +164,20 @@ def test_a_rank_s_part(name: str) -> None:
     """Bugs: scales or zero points of the first rank's groups on all, a group's border off by one, a
     matrix whose whole rows are looked for in a part's tensors, inputs in another order that are of
     groups which this rank does not have."""
-    kept = scheme(name)
-    tensors, want = matrix(kept, "w", OUT, WIDTH, name in POWERS)
-    width = next(at for at in (64, 96, 128) if at % (kept.group or 32) == 0)
+    stored = scheme(name)
+    tensors, want = matrix(stored, "w", OUT, WIDTH, name in POWERS)
+    width = next(at for at in (64, 96, 128) if at % (stored.group or 32) == 0)
     for rows, columns in (
         ((OUT // 2, OUT), (0, WIDTH)),
         ((0, OUT), (0, width)),
         ((0, OUT), (width, WIDTH)),
         ((8, 72), (width, WIDTH)),
     ):
-        for parameter in filled(kept, tensors, rows, columns).parameters.values():
+        for parameter in filled(stored, tensors, rows, columns).parameters.values():
             assert parameter.sources[0].fits(tuple(tensors[parameter.name].shape)), parameter.name
-        found = weights(kept, tensors, rows, columns)
+        decoded = weights(stored, tensors, rows, columns)
         expected = want[slice(*rows), slice(*columns)]
-        torch.testing.assert_close(found, expected, rtol=2e-7, atol=0)
+        torch.testing.assert_close(decoded, expected, rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -202,23 +202,23 @@ def test_what_a_rank_cannot_have(
 
 
 def _exchanged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {
+    exchanged = {
         key: (tensor >> 4) | (tensor << 4)
         for key, tensor in tensors.items()
         if key.endswith(("weight", "weight_packed")) and tensor.dtype == torch.uint8
     }
-    return {**tensors, **found}
+    return {**tensors, **exchanged}
 
 
 def _rolled(dim: int) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     def roll(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = dict(tensors)
+        rolled = dict(tensors)
         for key in ("weight_scale", "weight_scale_inv", "SCB", "weight.absmax", "qzeros"):
             scale = tensors.get(f"w.{key}")
             if scale is not None and scale.ndim:
                 raw = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-                found[f"w.{key}"] = raw.roll(1, min(dim, scale.ndim - 1)).view(scale.dtype)
-        return found
+                rolled[f"w.{key}"] = raw.roll(1, min(dim, scale.ndim - 1)).view(scale.dtype)
+        return rolled
 
     return roll
 
@@ -252,9 +252,9 @@ def test_a_planted_fault_shows(fault: str) -> None:
     """The comparison above would let it pass."""
     names, change = FAULTS[fault]
     for name in names:
-        kept = scheme(name)
-        tensors, want = matrix(kept, "w", OUT, WIDTH, name in POWERS)
-        assert not torch.allclose(weights(kept, change(tensors)), want), name
+        stored = scheme(name)
+        tensors, want = matrix(stored, "w", OUT, WIDTH, name in POWERS)
+        assert not torch.allclose(weights(stored, change(tensors)), want), name
 
 
 @pytest.mark.parametrize(
@@ -273,23 +273,23 @@ def test_a_planted_fault_shows(fault: str) -> None:
 )
 def test_another_convention_shows(name: str, change: dict[str, Any]) -> None:
     """A convention that is not the file's, a group's border elsewhere."""
-    kept = scheme(name)
-    tensors, want = matrix(kept, "w", OUT, WIDTH)
-    other = replace(kept, **change)
+    stored = scheme(name)
+    tensors, want = matrix(stored, "w", OUT, WIDTH)
+    other = replace(stored, **change)
     with contextlib.suppress(RuntimeError, ConfigError, KeyError):  # shapes that do not fit
         assert not torch.allclose(weights(other, tensors), want)
 
 
 def test_a_bias_of_powers_of_two_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """E8M0 with a bias of 128, and its NaN taken for a number."""
-    kept = scheme("compressed-mxfp4")
-    tensors, want = matrix(kept, "w", OUT, WIDTH)
+    mxfp4 = scheme("compressed-mxfp4")
+    tensors, want = matrix(mxfp4, "w", OUT, WIDTH)
     right = byte_layouts.powers_of_two
-    found = right(torch.tensor([0, 1, 126, 127, 254, 255], dtype=torch.uint8))
-    assert found[:5].tolist() == [2.0**-127, 2.0**-126, 0.5, 1.0, 2.0**127]
-    assert bool(found[5].isnan())
+    powers = right(torch.tensor([0, 1, 126, 127, 254, 255], dtype=torch.uint8))
+    assert powers[:5].tolist() == [2.0**-127, 2.0**-126, 0.5, 1.0, 2.0**127]
+    assert bool(powers[5].isnan())
     monkeypatch.setattr(byte_layouts, "powers_of_two", lambda stored: right(stored - 1))
-    assert not torch.allclose(weights(kept, tensors), want)
+    assert not torch.allclose(weights(mxfp4, tensors), want)
 
 
 def broken() -> list[tuple[str, str, Callable[[Tensor], Tensor], str]]:
@@ -325,11 +325,11 @@ def test_broken_tensors_are_named(
     name: str, key: str, change: Callable[[Tensor], Tensor], message: str
 ) -> None:
     """Bug: a damaged file is served, and its tokens are noise."""
-    kept = scheme(name)
-    tensors, _ = matrix(kept, "w", OUT, WIDTH)
+    stored = scheme(name)
+    tensors, _ = matrix(stored, "w", OUT, WIDTH)
     tensors[f"w.{key}"] = change(tensors[f"w.{key}"])
     with pytest.raises(ConfigError, match=message):
-        weights(kept, tensors)
+        weights(stored, tensors)
 
 
 # ---- Whole models --------------------------------------------------------------------------------
@@ -340,8 +340,8 @@ def folder_of(folder: Path, name: str) -> tuple[ModelConfig, dict[str, Tensor]]:
     matrices."""
     stored_config(folder, FILES[name], tied=False)
     config = ModelConfig.from_folder(folder)
-    kept = config.quantized
-    assert kept is not None
+    quantization = config.quantized
+    assert quantization is not None
     plain = build_model(
         replace(config, quantized=None), torch.bfloat16, "meta", kernels_for("cpu"), runs_on="cpu"
     )
@@ -351,14 +351,14 @@ def folder_of(folder: Path, name: str) -> tuple[ModelConfig, dict[str, Tensor]]:
     for parameter in plain.parameters():
         for source in parameter.sources:
             ours = source.name.removesuffix(".weight")
-            if len(source.shape) == 1 or kept.keeps(ours) or "embed" in ours:
+            if len(source.shape) == 1 or quantization.keeps(ours) or "embed" in ours:
                 tensors[source.name] = torch.randn(source.shape).bfloat16()
                 exact[ours] = tensors[source.name].float()
             else:
-                how = kept.scheme(ours)
+                how = quantization.scheme(ours)
                 assert how is not None
-                found, exact[ours] = matrix(how, ours, *source.shape, name in POWERS)
-                tensors |= {key: tensor.contiguous() for key, tensor in found.items()}
+                encoded, exact[ours] = matrix(how, ours, *source.shape, name in POWERS)
+                tensors |= {key: tensor.contiguous() for key, tensor in encoded.items()}
     tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(1.0)
     save_file(tensors, folder / "model.safetensors")
     return config, exact
@@ -376,7 +376,7 @@ def test_a_model(name: str, runs_on: str, tmp_path: Path, caplog: pytest.LogCapt
     """Tensors beside the weights that are taken for unexpected ones, a head looked for in bytes,
     sums of memory that do not know the format, made-up weights that are not finite."""
     config, exact = folder_of(tmp_path, name)
-    kept = scheme(name)
+    stored = scheme(name)
     made_up = build_on(runs_on, config)
     load_weights(made_up, None)
     assert logits(made_up).isfinite().all()
@@ -390,11 +390,11 @@ def test_a_model(name: str, runs_on: str, tmp_path: Path, caplog: pytest.LogCapt
         rounded = x.double().abs() @ want.double().abs().T / 128  # to bfloat16, where expanded
         assert (off <= bound(x, want.double()) + rounded).all()
         pieces = getattr(linear.state, "pieces", ())
-        packed += sum(isinstance(each.state, PackedBlocks | PackedWeight) for each in pieces)
-        if kept.ordered:  # parts with an order each are counted as if they had one
+        packed += sum(isinstance(piece.state, PackedBlocks | PackedWeight) for piece in pieces)
+        if stored.ordered:  # parts with an order each are counted as if they had one
             orders += held(linear.state) - linear.num_bytes
     if runs_on == "cuda" or able():
-        expanded = runs_on == "cpu" and kept.kind in ("fp8", "nf4")
+        expanded = runs_on == "cpu" and stored.kind in ("fp8", "nf4")
         assert bool(packed) != expanded
         assert ("are expanded to" in caplog.text) == expanded
     assert logits(model).isfinite().all()
@@ -485,11 +485,11 @@ def test_layers_that_differ() -> None:
         "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
     }
     values["ignore"] = ["lm_head", "re:.*layers\\.2\\..*", "model.language_model.layers.4.mlp"]
-    found = quantized(values)
+    checkpoint = quantized(values)
 
     def kind(name: str) -> str | None:
-        kept = found.scheme(name)
-        return None if kept is None else kept.kind
+        stored = checkpoint.scheme(name)
+        return None if stored is None else stored.kind
 
     assert kind("model.layers.0.mlp.up_proj") == "packed"
     assert kind("model.layers.0.mlp.down_proj") == "fp8"
@@ -499,16 +499,18 @@ def test_layers_that_differ() -> None:
     assert kind("model.layers.2.mlp.down_proj") is None
     assert kind("model.layers.4.mlp.up_proj") is None
     assert kind("model.layers.14.mlp.up_proj") == "packed"
-    assert found.name == "compressed-tensors, FP8, 4 bits"
+    assert checkpoint.name == "compressed-tensors, FP8, 4 bits"
 
     dynamic = {
         r"-:.*\.o_proj": {},
         r"+:.*\.layers\.1\..*": {"bits": 8, "group_size": 64},
     }
-    found = quantized({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": dynamic})
-    assert found.keeps("model.layers.1.self_attn.o_proj")
-    eight = found.scheme("model.layers.1.mlp.up_proj")
-    four = found.scheme("model.layers.11.mlp.up_proj")
+    checkpoint = quantized(
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": dynamic}
+    )
+    assert checkpoint.keeps("model.layers.1.self_attn.o_proj")
+    eight = checkpoint.scheme("model.layers.1.mlp.up_proj")
+    four = checkpoint.scheme("model.layers.11.mlp.up_proj")
     assert eight is not None and four is not None
     assert (eight.bits, eight.group, four.bits, four.group) == (8, 64, 4, 128)
 
@@ -520,7 +522,7 @@ def test_layers_that_differ() -> None:
             "model.layers.0.mlp.down_proj": {"quant_algo": "FP8"},
         },
     }
-    found = quantized(mixed)
+    checkpoint = quantized(mixed)
     assert kind("model.layers.0.mlp.up_proj") == "nvfp4"
     assert kind("model.layers.0.mlp.down_proj") == "fp8"
     assert kind("model.layers.1.mlp.down_proj") is None
@@ -535,20 +537,20 @@ def test_other_names_of_the_same() -> None:
         ("checkpoint_format", "GPTQ_V2", False),
         ("format", "gptq", True),
     ):
-        found = quantized({**gptq, key: version}).scheme("model.layers.0.mlp.up_proj")
-        assert found is not None and found.zeros_less_one is less_one
+        stored = quantized({**gptq, key: version}).scheme("model.layers.0.mlp.up_proj")
+        assert stored is not None and stored.zeros_less_one is less_one
     assert quantized({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM"})
     for actorder, ordered in (
         ("group", True), ("dynamic", True), ("weight", False), ("static", False), (None, False),
     ):  # fmt: skip
         int4 = {"num_bits": 4, "type": "int", "group_size": 128, "actorder": actorder}
-        found = quantized(compressed("pack-quantized", int4)).scheme("model.layers.0.mlp.up_proj")
-        assert found is not None and found.ordered is ordered
+        stored = quantized(compressed("pack-quantized", int4)).scheme("model.layers.0.mlp.up_proj")
+        assert stored is not None and stored.ordered is ordered
     meta = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["model.layers.0.mlp.up_proj"]}
-    kept = quantized({**meta, "activation_scale_ub": 1200.0})
-    assert kept.keeps("model.layers.0.mlp.up_proj") and kept.keeps("lm_head")
-    assert kept.ignores("model.layers.1.mlp.up_proj.input_scale_ub")
-    fp8 = kept.scheme("model.layers.1.mlp.up_proj")
+    checkpoint = quantized({**meta, "activation_scale_ub": 1200.0})
+    assert checkpoint.keeps("model.layers.0.mlp.up_proj") and checkpoint.keeps("lm_head")
+    assert checkpoint.ignores("model.layers.1.mlp.up_proj.input_scale_ub")
+    fp8 = checkpoint.scheme("model.layers.1.mlp.up_proj")
     assert fp8 is not None and (fp8.kind, fp8.rows, fp8.group, fp8.activations) == ("fp8", 1, 0, 8)
 
 
@@ -577,18 +579,18 @@ def test_rotations_that_weights_have() -> None:
 def test_activations_are_as_the_file_says(name: str, bits: int) -> None:
     """Bug: inputs are rounded for a file of weights alone, whose makers took them as they come; or
     are not for one that was made so."""
-    kept = scheme(name)
-    assert kept.activations == bits
-    assert made(kept, Part("w", 128, 256, (0, 128), (0, 256))).form.activations == bits
+    stored = scheme(name)
+    assert stored.activations == bits
+    assert made(stored, Part("w", 128, 256, (0, 128), (0, 256))).form.activations == bits
 
 
 def test_floats_beside_whole_numbers() -> None:
     """Bug: weights in 8-bit floats, whose inputs are to be integers, are multiplied by floats."""
     inputs = {"num_bits": 8, "type": "int", "strategy": "token"}
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
-    found = quantized(compressed("float-quantized", weights, input_activations=inputs))
-    kept = found.scheme("model.layers.0.mlp.up_proj")
-    assert kept is not None and kept.activations == 16
+    checkpoint = quantized(compressed("float-quantized", weights, input_activations=inputs))
+    stored = checkpoint.scheme("model.layers.0.mlp.up_proj")
+    assert stored is not None and stored.activations == 16
 
 
 def test_modelopt_beside_config(tmp_path: Path) -> None:
@@ -600,8 +602,8 @@ def test_modelopt_beside_config(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(tmp_path).quantized is None
     beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    found = ModelConfig.from_folder(tmp_path).quantized
-    assert found is not None and found.name == "modelopt, FP8"
+    checkpoint = ModelConfig.from_folder(tmp_path).quantized
+    assert checkpoint is not None and checkpoint.name == "modelopt, FP8"
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

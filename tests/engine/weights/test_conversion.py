@@ -50,9 +50,9 @@ def test_it_starts_equal_bit_by_bit(dtype: str, tmp_path: Path) -> None:
         target = converted(folder, tmp_path / f"{name} converted", dtype=dtype)
         for positions in (0, 20):
             want = parameters(folder, kind, positions)
-            found = parameters(target, kind, positions)
-            assert set(found) == set(want)
-            assert all(torch.equal(found[key], want[key]) for key in want), name
+            of_target = parameters(target, kind, positions)
+            assert set(of_target) == set(want)
+            assert all(torch.equal(of_target[key], want[key]) for key in want), name
         assert damaged(target) == []
         assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -63,8 +63,8 @@ def test_experts(tmp_path: Path) -> None:
     save(EXPERTS[name], tmp_path / "model")
     target = converted(tmp_path / "model", tmp_path / "converted", dtype="float32")
     want = parameters(tmp_path / "model", torch.float32)
-    found = parameters(target, torch.float32)
-    assert all(torch.equal(found[key], want[key]) for key in want)
+    of_target = parameters(target, torch.float32)
+    assert all(torch.equal(of_target[key], want[key]) for key in want)
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_nothing_is_changed_while_it_is_read(folder: Path, monkeypatch: pytest.M
     match = load._match
 
     def direct(*arguments: Any) -> Any:
-        found = match(*arguments)
-        for each in (transfer for unit in found for transfer in unit):
-            assert stream._direct(each) and each.source.rows is None
-        return found
+        transfers = match(*arguments)
+        for transfer_read in (transfer for unit in transfers for transfer in unit):
+            assert stream._direct(transfer_read) and transfer_read.source.rows is None
+        return transfers
 
     monkeypatch.setattr(load, "_match", direct)
     parameters(folder, torch.bfloat16)
@@ -122,10 +122,12 @@ def test_damage_is_found(folder: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    told: list[Loading] = []
-    assert len(damaged(folder, told.append)) == 1
-    assert [each.fraction for each in told] == sorted(each.fraction for each in told)
-    assert len(told) > 2 and told[-1].done == told[-1].total
+    progress: list[Loading] = []
+    assert len(damaged(folder, progress.append)) == 1
+    assert [loading.fraction for loading in progress] == sorted(
+        loading.fraction for loading in progress
+    )
+    assert len(progress) > 2 and progress[-1].done == progress[-1].total
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:

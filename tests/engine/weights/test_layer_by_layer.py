@@ -71,13 +71,13 @@ class Live:
     packed."""
 
     def __init__(self, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-        tensors: list[Tensor] = [each.state.weight for each in model._all_linears()]
+        tensors: list[Tensor] = [tensor.state.weight for tensor in model._all_linears()]
         for stack in model._stacks():
             tensors += [stack.state.gate_up, stack.state.down]
-        self.whole = sum(each.nbytes for each in tensors)
-        layer = sum(each.loading_bytes for each in model.layers[0].packed)
-        self.two_layers = max(2 * layer, *(each.nbytes for each in tensors))
-        self._tensors = [weakref.ref(each) for each in tensors]
+        self.whole = sum(tensor.nbytes for tensor in tensors)
+        layer = sum(tensor.loading_bytes for tensor in model.layers[0].packed)
+        self.two_layers = max(2 * layer, *(tensor.nbytes for tensor in tensors))
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self.seen: list[int] = []
         for of, what in (
             (stream._CpuReader, "run"),
@@ -90,22 +90,24 @@ class Live:
     def _looking(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def outer(*args: Any) -> Any:
             self.look()
-            found = inner(*args)
+            result = inner(*args)
             self.look()
-            return found
+            return result
 
         return outer
 
     def look(self) -> None:
-        there = (each() for each in self._tensors)
-        self.seen.append(sum(each.untyped_storage().nbytes() for each in there if each is not None))
+        there = (tensor() for tensor in self._tensors)
+        self.seen.append(
+            sum(tensor.untyped_storage().nbytes() for tensor in there if tensor is not None)
+        )
 
 
 def states(model: Decoder) -> list[Any]:
-    found = [each.state for each in model._all_linears()]
+    all_states = [linear.state for linear in model._all_linears()]
     for stack in model._stacks():
-        found += [getattr(stack.state, "gate_up", None), getattr(stack.state, "down", None)]
-    return found
+        all_states += [getattr(stack.state, "gate_up", None), getattr(stack.state, "down", None)]
+    return all_states
 
 
 def same(one: Any, other: Any) -> bool:
@@ -222,7 +224,7 @@ def test_the_memory_that_is_planned_for(folder: Path, monkeypatch: pytest.Monkey
         assert max(live.seen) <= model.open_bytes
     monkeypatch.setitem(stream.LEAST_OPEN, "cuda", 1 << 40)
     model = built(folder, "fp8")
-    every = sum(each.loading_bytes for each in (*model._all_linears(), *model._stacks()))
+    every = sum(owner.loading_bytes for owner in (*model._all_linears(), *model._stacks()))
     assert model.open_bytes == every
 
 
@@ -235,7 +237,7 @@ def test_the_parts_of_a_unit_are_read_together() -> None:
 
     def job(transient: bool, *places: tuple[str, int]) -> stream.Job:
         tensor = torch.zeros(len(places), 4, dtype=torch.uint8)
-        found = [
+        transfers = [
             stream.Transfer(
                 tensor,
                 row,
@@ -244,7 +246,7 @@ def test_the_parts_of_a_unit_are_read_together() -> None:
             )
             for row, (file, at) in enumerate(places)
         ]
-        return stream.Job(found, nothing, nothing if transient else None)
+        return stream.Job(transfers, nothing, nothing if transient else None)
 
     first = job(True, ("a", 8), ("b", 40), ("a", 24))
     second = job(True, ("a", 16), ("b", 0))

@@ -40,11 +40,11 @@ LLAMA = {
 
 
 def read(name: str) -> Quantized:
-    found = read_quantized(
+    quantized = read_quantized(
         Reader({"quantization_config": {**FILES, **SCHEMES}[name]}, "config.json")
     )
-    assert found is not None
-    return found
+    assert quantized is not None
+    return quantized
 
 
 def said(
@@ -135,8 +135,8 @@ def test_what_a_device_does_with_experts(
 )
 def test_what_deterministic_mode_does(name: str, words: str) -> None:
     """Bug: plan promises what a mode without tuned products does not do."""
-    found = said(name, H200, of_experts=True, deterministic=True)
-    assert re.search(words, found), found
+    line = said(name, H200, of_experts=True, deterministic=True)
+    assert re.search(words, line), line
 
 
 def test_what_was_measured_is_said_of_it_alone() -> None:
@@ -170,12 +170,12 @@ def test_figures_are_those_of_the_result() -> None:
     rows: dict[str, float] = {}  # by case, of the newest file that has it
     for file in sorted(RESULTS.glob("versus-quantised-*.json")):
         rows |= {row["case"]: row["own"] for row in json.loads(file.read_text())["rows"]}
-    told = {
+    measured = {
         f"llama-8b-{name}/{workload}": ratio
         for name, ratios in MEASURED.items()
         for workload, ratio in ratios.items()
     }
-    assert told == {case: own for case, own in rows.items() if case in told}
+    assert measured == {case: own for case, own in rows.items() if case in measured}
     assert {case.split("/")[0] for case in rows} >= {f"llama-8b-{name}" for name in MEASURED}
 
 

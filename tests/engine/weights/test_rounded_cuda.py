@@ -38,9 +38,9 @@ def method_of(name: str) -> RoundedCuda:
 
 
 def packed(name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
-    found = method_of(name).finish(DenseState(weight, bias, "layers.0.qkv"))
-    assert isinstance(found, PackedWeight)
-    return found
+    state = method_of(name).finish(DenseState(weight, bias, "layers.0.qkv"))
+    assert isinstance(state, PackedWeight)
+    return state
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,7 +53,7 @@ def test_rounded_to_the_nearest(name: str) -> None:
     form = method_of(name).form("layers.0.qkv", 256)
     assert form is not None and form.group == {"int4": 128, "nf4": 64}.get(name, 256)
     codes, scale, offset = rounded(form, weight)
-    found = unpacked(form, (codes, scale, offset))
+    decoded = unpacked(form, (codes, scale, offset))
     half = scale.repeat_interleave(form.group, 1) / 2
     if name == "fp8":  # three bits of mantissa
         half = (weight.abs() / 16).maximum(half * 2**-9)
@@ -61,8 +61,8 @@ def test_rounded_to_the_nearest(name: str) -> None:
         half = half * 0.304
     elif name == "int4":  # float16 rounds the ends
         half = half + weight.abs().amax() * 2**-11
-    assert ((found - weight).abs() <= half * 1.001 + 1e-6).all()
-    assert torch.equal(packed(name, weight).dense(torch.float32), found)
+    assert ((decoded - weight).abs() <= half * 1.001 + 1e-6).all()
+    assert torch.equal(packed(name, weight).dense(torch.float32), decoded)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,8 +79,8 @@ def test_what_stands_around_a_product(name: str) -> None:
     gate, up = normed.chunk(2, -1)
     torch.testing.assert_close(method.apply(state, x), plain)
     torch.testing.assert_close(method.apply_norm(state, x, norm, 1e-5), normed)
-    found = method.apply_norm_gated(state, x, norm, 1e-5, "silu")
-    torch.testing.assert_close(found, silu(gate) * up)
+    gated = method.apply_norm_gated(state, x, norm, 1e-5, "silu")
+    torch.testing.assert_close(gated, silu(gate) * up)
     assert method.apply_add(state, x, residual) is residual
     torch.testing.assert_close(residual, added)
     both = torch.randn(3, 256)
@@ -104,7 +104,7 @@ def test_the_gate_of_an_mlp_may_wait(tmp_path: Path) -> None:
     small = {**MODEL, "hidden_size": 64, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(small))
     config = ModelConfig.from_folder(tmp_path)
-    found = []
+    outputs = []
     for kernels in (Kernels(), GatesBehind()):
         torch.manual_seed(0)
         method = RoundedCuda(kernels, QUANT_FORMATS["w8a8"])
@@ -122,9 +122,9 @@ def test_the_gate_of_an_mlp_may_wait(tmp_path: Path) -> None:
         assert not mlp.down.takes_gate(x, cast(LoraStep, object()))
         meta = cast(AttentionMeta, SimpleNamespace(lora=None))
         for residual in (None, torch.randn(3, 64)):
-            found.append(mlp.forward(x, cast(KV, None), meta, norm=norm, residual=residual))
-    assert len(found) == 4 and not torch.allclose(found[0], found[1])
-    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
+            outputs.append(mlp.forward(x, cast(KV, None), meta, norm=norm, residual=residual))
+    assert len(outputs) == 4 and not torch.allclose(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[:2], outputs[2:], rtol=0, atol=0)
 
 
 def test_what_stays_as_it_is() -> None:
@@ -152,8 +152,8 @@ def test_a_device_that_has_no_kernel_is_named(name: str, device: str, there: str
 def test_whose_activations_are_rounded() -> None:
     """x rounded where the name says weights alone; weights alone where it says both."""
     forms = {name: method_of(name).form("layers.0.qkv", 256) for name in NAMES}
-    found = {name: form.activations for name, form in forms.items() if form is not None}
-    assert found == {"fp8": 8, "w8a8": 8, "int8": 16, "int4": 16, "nf4": 16}
+    activations = {name: form.activations for name, form in forms.items() if form is not None}
+    assert activations == {"fp8": 8, "w8a8": 8, "int8": 16, "int4": 16, "nf4": 16}
 
 
 def test_a_gpu_without_products_of_whole_numbers(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_graphs_and_eager_steps_agree(case: str, tmp_path: Path) -> None:
         ) as llm:  # fmt: skip
             alone = llm.generate([prompts[20]], params, detokenize=False)
             together = llm.generate(prompts, params, detokenize=False)
-        texts.append([each.outputs[0].token_ids for each in (*alone, *together)])
+        texts.append([output.outputs[0].token_ids for output in (*alone, *together)])
     assert texts[0][0] == texts[1][0]
     # Products of several tokens differ in the last bit where a graph pads a step. Whether w8a8
     # rounds activations is a matter of a step's tokens, and so of when a request came; random

@@ -46,15 +46,15 @@ def model_of(folder: Path, runs_on: str = "cuda", **options: Any) -> Model:
 
 def packed(model: Model) -> list[PackedWeight]:
     """In the order of the layers."""
-    found = []
+    matrices = []
     for linear in model._all_linears():  # type: ignore[attr-defined]
         pieces = getattr(linear.state, "pieces", None)
         states = [linear.state] if pieces is None else [piece.state for piece in pieces]
-        found += [state for state in states if isinstance(state, PackedWeight)]
+        matrices += [state for state in states if isinstance(state, PackedWeight)]
     for stack in model._stacks():  # type: ignore[attr-defined]
         if isinstance(stack.state, PackedExperts):
-            found += [stack.state.gate_up, stack.state.down]
-    return found
+            matrices += [stack.state.gate_up, stack.state.down]
+    return matrices
 
 
 @pytest.mark.parametrize("name", CHECKPOINT_FORMATS)
@@ -69,13 +69,13 @@ def test_what_is_written_is_what_loading_rounds(name: str, tmp_path: Path) -> No
         want = theirs.forward(x)
         assert (ours.forward(x) - want).norm() < OFF[name] * want.norm()
     at_load = packed(model_of(tmp_path / "llama", quantization=name))
-    found = packed(model)
-    assert found
+    written = packed(model)
+    assert written
     if name in ("fp8", "w8a8", "int8"):
-        assert len(found) == len(at_load)
-        for one, other in zip(found, at_load, strict=True):
-            assert torch.equal(one.dense(torch.float32), other.dense(torch.float32))
-            assert one.form == other.form
+        assert len(written) == len(at_load)
+        for ours_packed, other in zip(written, at_load, strict=True):
+            assert torch.equal(ours_packed.dense(torch.float32), other.dense(torch.float32))
+            assert ours_packed.form == other.form
     model_of(folder, "cpu")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -97,7 +97,7 @@ def test_other_shapes(architecture: str, name: str, tmp_path: Path) -> None:
     for runs_on in ("cuda", "cpu"):
         assert model_of(folder, runs_on).num_bytes
     left = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
-    assert any("embed" in each for each in left)
+    assert any("embed" in key for key in left)
 
 
 @pytest.mark.parametrize("name", ["int4", pytest.param("nf4", marks=pytest.mark.slow)])
@@ -119,8 +119,10 @@ def test_from_the_command(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     said = capsys.readouterr().out
     assert f"in {name}, for every device" in said
-    kept = re.search(r"; (\d+) MB, of which (\d+) MB stay as they are \(\S*embed\S* \.\.\.\)", said)
-    assert kept and int(kept[1]) >= int(kept[2]), "most of a small model is its embedding"
+    sizes = re.search(
+        r"; (\d+) MB, of which (\d+) MB stay as they are \(\S*embed\S* \.\.\.\)", said
+    )
+    assert sizes and int(sizes[1]) >= int(sizes[2]), "most of a small model is its embedding"
     listed = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(listed.values()) == {file.name for file in target.glob("*.safetensors")}
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

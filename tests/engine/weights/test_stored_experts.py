@@ -73,12 +73,12 @@ def fill(model: Model, exact: dict[str, Tensor]) -> Model:
 
 
 def kinds(model: Model) -> set[type]:
-    found: set[type] = set()
+    state_types: set[type] = set()
     for stack in model._stacks():
-        found.add(type(stack.state))
+        state_types.add(type(stack.state))
         if isinstance(stack.state, ExpertsApart):
-            found |= {type(each.pieces[0].state) for each in stack.state.gate_up}
-    return found
+            state_types |= {type(layer.pieces[0].state) for layer in stack.state.gate_up}
+    return state_types
 
 
 def agrees(config: ModelConfig, folder: Path, exact: dict[str, Tensor], runs_on: str) -> Model:
@@ -132,10 +132,10 @@ def test_a_tensor_for_each(
                 weight = torch.randn(source.shape) / source.shape[-1] ** 0.5
                 tensors[source.name] = exact[source.name] = weight.bfloat16().float()
             else:
-                made, weight = matrix(scheme, ours, *source.shape)
+                encoded, weight = matrix(scheme, ours, *source.shape)
                 # Sizes that a trained model has: else each rounding decides what a softmax chooses.
                 exact[source.name] = weight
-                tensors |= {key: tensor.contiguous() for key, tensor in made.items()}
+                tensors |= {key: tensor.contiguous() for key, tensor in encoded.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     model = agrees(config, tmp_path, exact, runs_on)
     if runs_on == "cuda":
@@ -178,7 +178,9 @@ def test_all_experts_in_one_tensor(runs_on: str, tmp_path: Path) -> None:
     elif able():
         assert kinds(model) == {ExpertsApart, PackedBlocks}
     in_16 = build_model(replace(config, quantized=None), torch.bfloat16, "cpu", Kernels())
-    experts, dense = (sum(stack.num_bytes for stack in each._stacks()) for each in (model, in_16))
+    experts, dense = (
+        sum(stack.num_bytes for stack in stacks._stacks()) for stacks in (model, in_16)
+    )
     assert experts < 0.4 * dense
 
 
@@ -202,12 +204,14 @@ def test_broken_stacks_are_named(change: Any, message: str, tmp_path: Path) -> N
     for key in ("gate_up_proj_blocks", "gate_up_proj_scales"):
         name = f"model.layers.1.mlp.experts.{key}"
         broken = change(key, tensors[name])
-        kept = {each: tensor for each, tensor in tensors.items() if each != name}
+        remaining = {
+            tensor_name: tensor for tensor_name, tensor in tensors.items() if tensor_name != name
+        }
         if broken is tensors[name]:
             continue
         if broken is not None:
-            kept[name] = broken.contiguous()
-        save_file(kept, tmp_path / "model.safetensors")
+            remaining[name] = broken.contiguous()
+        save_file(remaining, tmp_path / "model.safetensors")
         with pytest.raises(ConfigError, match=rf"{key}.*{message}|{message}"):
             load_weights(build_on("cuda", config), tmp_path)
 
@@ -218,8 +222,8 @@ def test_rounded_at_load(name: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, QWEN)
     dense = build_model(config, torch.float32, "cpu", Kernels(), runs_on="cuda")
     model = build_model(config, torch.float32, "cpu", Kernels(), quantization=name, runs_on="cuda")
-    for each in (dense, model):
-        load_weights(each, None, seed=3)
+    for drawn in (dense, model):
+        load_weights(drawn, None, seed=3)
     assert kinds(dense) == {ExpertWeights}
     assert kinds(model) == {PackedExperts}
     assert model.num_bytes == held(model)
@@ -245,20 +249,20 @@ def test_families_whose_files_are_in_fp8(name: str, tmp_path: Path) -> None:
     tensors = load_file(folders[0] / "model.safetensors")
     exact = dict(tensors)
     plain = ("embed_tokens", "lm_head", ".gate.weight", "norm")
-    for each, weight in list(tensors.items()):
-        if weight.dim() == 2 and not any(part in each for part in plain):
+    for key, weight in list(tensors.items()):
+        if weight.dim() == 2 and not any(part in key for part in plain):
             scale = weight.abs().max() / 448
-            tensors[each] = (weight / scale).to(torch.float8_e4m3fn)
-            exact[each] = tensors[each].float() * scale
+            tensors[key] = (weight / scale).to(torch.float8_e4m3fn)
+            exact[key] = tensors[key].float() * scale
             blocks = [-(-size // 128) for size in weight.shape]
-            tensors[f"{each}_scale_inv"] = scale.expand(blocks).contiguous()
-    for folder, made in zip(folders, (tensors, exact), strict=True):
-        save_file(made, folder / "model.safetensors")
+            tensors[f"{key}_scale_inv"] = scale.expand(blocks).contiguous()
+    for folder, stored in zip(folders, (tensors, exact), strict=True):
+        save_file(stored, folder / "model.safetensors")
     config = json.loads((folders[0] / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
     }  # fmt: skip
     (folders[0] / "config.json").write_text(json.dumps(config))
     ids = torch.arange(3, 43)
-    found = [Paged(load_model(each)).run((ids, list(range(10)), 0))[0] for each in folders]
-    assert torch.equal(*found)
+    logits = [Paged(load_model(folder)).run((ids, list(range(10)), 0))[0] for folder in folders]
+    assert torch.equal(*logits)

@@ -68,22 +68,22 @@ def whole(out: int, width: int) -> Part:
 
 
 def layout(kind: str, raw: np.ndarray[Any, Any]) -> GgufLayout:
-    found = GgufLayout(whole(OUT, WIDTH), kind, torch.device("cpu"))
-    (parameter,) = found.parameters.values()
+    gguf_layout = GgufLayout(whole(OUT, WIDTH), kind, torch.device("cpu"))
+    (parameter,) = gguf_layout.parameters.values()
     parameter.tensor.copy_(torch.from_numpy(raw))
-    return found
+    return gguf_layout
 
 
 def values(kind: str, raw: np.ndarray[Any, Any]) -> list[Tensor]:
     """What we make of the bytes: expanded, and packed if this machine can."""
     (decoded,) = layout(kind, raw).decoded(OUT)
     form = BLOCK_TYPES[kind].form
-    found = [unpacked(form, decoded)]
+    ways = [unpacked(form, decoded)]
     if able():
         packed = PackedBlocks(form, OUT, WIDTH, None)
         packed.fill(0, *decoded)
-        found.append(packed.rows(torch.arange(OUT)))
-    return found
+        ways.append(packed.rows(torch.arange(OUT)))
+    return ways
 
 
 def oracle(kind: str, raw: np.ndarray[Any, Any]) -> Tensor:
@@ -105,8 +105,8 @@ def test_blocks_are_unpacked_bit_for_bit(kind: str) -> None:
     ggml does: all give fluent nonsense."""
     raw = stored(kind)
     want = oracle(kind, raw)
-    for found in values(kind, raw):
-        assert torch.equal(found, want)
+    for decoded in values(kind, raw):
+        assert torch.equal(decoded, want)
 
 
 def _nibbles_exchanged(raw: Tensor, block: BlockType) -> Tensor:
@@ -144,7 +144,7 @@ def test_a_planted_fault_shows(kind: str, fault: str, monkeypatch: pytest.Monkey
     monkeypatch.setitem(BLOCK_TYPES, kind, replace(block, decode=wrong))
     raw = stored(kind)
     with contextlib.suppress(ConfigError):  # for a scale that is not finite
-        assert not any(torch.equal(found, oracle(kind, raw)) for found in values(kind, raw))
+        assert not any(torch.equal(decoded, oracle(kind, raw)) for decoded in values(kind, raw))
 
 
 @pytest.mark.skipif(not able(), reason="no compiler for this machine")
@@ -256,17 +256,19 @@ def integers(scheme: Scheme, name: str, out: int, width: int) -> tuple[dict[str,
 def scheme(name: str) -> Scheme:
     quantized = read_quantized(Reader({"quantization_config": SCHEMES[name]}, "config.json"))
     assert quantized is not None and quantized.keeps("lm_head")
-    found = quantized.scheme("model.layers.0.mlp.up_proj")
-    assert found is not None
-    return found
+    of_matrix = quantized.scheme("model.layers.0.mlp.up_proj")
+    assert of_matrix is not None
+    return of_matrix
 
 
 def read(quantized: Scheme, tensors: dict[str, Tensor], out: int, width: int) -> Tensor:
-    found = IntegerLayout(whole(out, width), quantized, torch.device("cpu"))
-    for parameter in found.parameters.values():
+    integers_read = IntegerLayout(whole(out, width), quantized, torch.device("cpu"))
+    for parameter in integers_read.parameters.values():
         parameter.tensor.copy_(tensors[parameter.name])
     # In slices that begin inside a word.
-    return torch.cat([unpacked(found.form, decoded) for decoded in found.decoded(20)])
+    return torch.cat(
+        [unpacked(integers_read.form, decoded) for decoded in integers_read.decoded(20)]
+    )
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -325,10 +327,10 @@ def test_a_model_of_packed_integers(name: str, runs_on: str, tmp_path: Path) -> 
                 tensors[source.name] = torch.randn(source.shape).bfloat16()
                 weights[matrix] = tensors[source.name].float()
             else:
-                kept = config.quantized.scheme(matrix)
-                assert kept is not None
-                found, weights[matrix] = integers(kept, matrix, *source.shape)
-                tensors |= found
+                stored = config.quantized.scheme(matrix)
+                assert stored is not None
+                encoded, weights[matrix] = integers(stored, matrix, *source.shape)
+                tensors |= encoded
     save_file(tensors, tmp_path / "model.safetensors")
     made_up = build_on(runs_on, config)
     load_weights(made_up, None)
@@ -368,9 +370,9 @@ def test_groups_are_rounded_to_the_nearest(name: str) -> None:
     assert form.bits == bits and form.group <= group and 576 % form.group == 0
     assert form.group == {32: 32, 64: 64, 128: 96, 256: 192, 512: 288}[group]
     codes, scale, low = rounded(form, weight)
-    found = unpacked(form, (codes, scale, low))
+    decoded = unpacked(form, (codes, scale, low))
     half = (scale / 2 * 1.001 + 1e-6).repeat_interleave(form.group, 1)
-    assert ((found - weight).abs() <= half).all()
+    assert ((decoded - weight).abs() <= half).all()
     if able():
         state = method.finish(DenseState(weight.bfloat16(), None))
         want = unpacked(form, rounded(form, weight.bfloat16())).double()
@@ -389,8 +391,8 @@ def test_a_scale_an_output() -> None:
     form = method.format(576)
     codes, scale, offset = rounded(form, weight)
     assert offset is None and scale.shape == (128, 1)
-    found = unpacked(form, (codes, scale, None))
-    assert ((found - weight).abs() <= scale / 2 * 1.001).all()
+    decoded = unpacked(form, (codes, scale, None))
+    assert ((decoded - weight).abs() <= scale / 2 * 1.001).all()
     if able():
         bias = torch.randn(128)
         state = method.finish(DenseState(weight.bfloat16(), bias))
@@ -444,11 +446,11 @@ def folders(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 
     def make(arch: str, **options: Any) -> tuple[Path, Path]:
         source = tiny(tmp_path / "m.gguf", arch, **options)
-        expanded, kept = tmp_path / "expanded", tmp_path / "kept"
-        for folder, keeps in ((expanded, False), (kept, True)):
+        expanded, blocks = tmp_path / "expanded", tmp_path / "kept"
+        for folder, keeps in ((expanded, False), (blocks, True)):
             folder.mkdir()
             convert(source, folder, blocks=keeps)
-        return expanded, kept
+        return expanded, blocks
 
     return make
 
@@ -462,15 +464,15 @@ def test_a_model_in_blocks_is_the_expanded_one(
 ) -> None:
     """Rows of query and key left interleaved, biases lost, gate and up exchanged. Vocabularies of
     odd sizes have no kernel and are expanded."""
-    expanded, kept = folders(arch, quant=GGMLQuantizationType[quant], untied=untied)
-    ours, theirs = loaded(kept), loaded(expanded)
+    expanded, blocks = folders(arch, quant=GGMLQuantizationType[quant], untied=untied)
+    ours, theirs = loaded(blocks), loaded(expanded)
 
     def apart(a: Tensor, b: Tensor) -> float:
         return float((a - b).norm() / b.norm())
 
-    for one, other in zip(ours.linears(), theirs.linears(), strict=True):
-        x = torch.randn(5, one.spec.in_features)
-        a, b = one.forward(x), other.forward(x)
+    for linear, other in zip(ours.linears(), theirs.linears(), strict=True):
+        x = torch.randn(5, linear.spec.in_features)
+        a, b = linear.forward(x), other.forward(x)
         assert apart(a, b) < 0.01  # bfloat16 weights there, activations in 8 bits here
         assert apart(a.roll(1, -1), b) > 0.5  # what else there could be is far away
     hidden = torch.randn(5, ours.config.hidden_size)
@@ -495,13 +497,13 @@ def test_the_sum_of_memory_knows_blocks(
     core, _ = factory.build(config)
     runner: Any = core._runner
     model = runner.model
-    found = dict(plan(model.config, config, Hardware("here", "cpu", 64 * GIB)).memory.rows)
-    assert found["weights"] == model.num_bytes
-    virtual = found.get("virtual tokens (2 times 3)", 0)
+    memory = dict(plan(model.config, config, Hardware("here", "cpu", 64 * GIB)).memory.rows)
+    assert memory["weights"] == model.num_bytes
+    virtual = memory.get("virtual tokens (2 times 3)", 0)
     assert bool(virtual) == adapters
     # FBGEMM's copy of the head, of an odd size, is no tensor.
     unseen = 0 if vocab == 192 else 2 * vocab * 64
-    assert found["weights"] + virtual == held(model) + unseen
+    assert memory["weights"] + virtual == held(model) + unseen
 
 
 def stored_config(
@@ -573,8 +575,8 @@ def test_the_most_memory_while_a_file_is_read(tmp_path: Path) -> None:
     status, refs = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
     def resident(key: str) -> int:
-        (found,) = (line for line in status.read_text().splitlines() if line.startswith(key))
-        return int(found.split()[1]) << 10
+        (line_of_key,) = (line for line in status.read_text().splitlines() if line.startswith(key))
+        return int(line_of_key.split()[1]) << 10
 
     def built(folder: Path) -> Model:
         config = ModelConfig.from_folder(folder)
@@ -584,7 +586,7 @@ def test_the_most_memory_while_a_file_is_read(tmp_path: Path) -> None:
     load_weights(built(tmp_path), None)  # kernels of these sizes are compiled, once, in memory
     gc.collect()
     model = built(tmp_path)
-    sources = [source for each in model.parameters() for source in each.sources]
+    sources = [source for parameter in model.parameters() for source in parameter.sources]
     zeros = {
         source.name: torch.zeros(
             source.shape, dtype=torch.float32 if len(source.shape) == 1 else torch.uint8
@@ -613,15 +615,15 @@ def test_the_most_memory_while_a_file_is_read(tmp_path: Path) -> None:
 def test_a_layout_goes_with_its_last_reference(name: str) -> None:
     """Bug: it held itself, and with it all that was read, until the collector ran."""
     part, device = whole(64, 128), torch.device("cpu")
-    made = (
+    dropped = (
         GgufLayout(part, "Q4_0", device)
         if name == "gguf"
         else IntegerLayout(part, scheme(name), device)
     )
-    gone = weakref.ref(made)
+    gone = weakref.ref(dropped)
     gc.disable()
     try:
-        del made
+        del dropped
         assert gone() is None
     finally:
         gc.enable()
@@ -636,15 +638,15 @@ def test_rows_of_a_step_do_not_see_each_other(tmp_path: Path) -> None:
     load_weights(model, None)
     ids = [torch.arange(at, at + 9) for at in range(6)]
     paged = Paged(model, num_blocks=24)
-    alone = [paged.run((each, [0, 1, 2], 8))[0] for each in ids]
-    entries = [(each, list(range(3 * at, 3 * at + 3)), 8) for at, each in enumerate(ids)]
-    for each, (_, kept, _) in zip(ids, entries, strict=True):
-        paged.run((each[:8], kept, 0))
+    alone = [paged.run((text, [0, 1, 2], 8))[0] for text in ids]
+    entries = [(text, list(range(3 * at, 3 * at + 3)), 8) for at, text in enumerate(ids)]
+    for text, (_, blocks_of_text, _) in zip(ids, entries, strict=True):
+        paged.run((text[:8], blocks_of_text, 0))
     # Each decode reads its own keys; those of `alone` were another's first eight, so compute anew.
     alone = [paged.run(entry)[0] for entry in entries]
     together = paged.run(*entries)
-    for one, other in zip(alone, together, strict=True):
-        assert torch.equal(one, other)
+    for lone, other in zip(alone, together, strict=True):
+        assert torch.equal(lone, other)
 
 
 @pytest.mark.parametrize("kind", ["gptq", "packed"])

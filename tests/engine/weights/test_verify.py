@@ -139,8 +139,8 @@ def test_own_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     forward = module.Paged.run
 
     def forgets(self: Any, *entries: Any, lora: Any = None) -> Any:
-        found = forward(self, *entries, lora=lora)
-        return [f if e[2] == 0 else f * 1.01 for e, f in zip(entries, found, strict=True)]
+        logits = forward(self, *entries, lora=lora)
+        return [f if e[2] == 0 else f * 1.01 for e, f in zip(entries, logits, strict=True)]
 
     monkeypatch.setattr(module.Paged, "run", forgets)
     report = checked(tmp_path, Options(4))

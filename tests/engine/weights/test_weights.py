@@ -396,11 +396,11 @@ def test_dummy_weights_are_a_function_of_the_seed(folder: Path) -> None:
         load_weights(model, None, seed=seed)
         return filled
 
-    one, same, other = drawn(1), drawn(1), drawn(2)
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["embedding.weight"], other["embedding.weight"])
-    assert (one["norm.weight"] == 1).all() and (one["layers.0.mlp_norm.weight"] == 1).all()
-    assert 0.015 < one["layers.1.down.weight"].std() < 0.025
+    first, same, other = drawn(1), drawn(1), drawn(2)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
+    assert (first["norm.weight"] == 1).all() and (first["layers.0.mlp_norm.weight"] == 1).all()
+    assert 0.015 < first["layers.1.down.weight"].std() < 0.025
 
 
 def test_sources_transpose_split_and_shard() -> None:

@@ -33,8 +33,8 @@ Logits = Callable[[PreTrainedModel, Tensor], Tensor]
 
 def plainly(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """ids [n] -> logits [n, vocab]."""
-    found: Tensor = model(ids[None]).logits[0]
-    return found
+    logits: Tensor = model(ids[None]).logits[0]
+    return logits
 
 
 @dataclass(frozen=True)

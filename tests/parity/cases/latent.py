@@ -35,12 +35,12 @@ _LONGCAT = {key: value for key, value in _MLA.items() if key != "first_k_dense_r
 def _without_zero(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """As the hub has it: transformers writes weights of experts that have none."""
     count = config["n_routed_experts"]
-    found = {}
+    nonzero = {}
     for name, tensor in tensors.items():
         _, _, expert = name.partition(".experts.")
         if not expert or int(expert.partition(".")[0]) < count:
-            found[name] = tensor
-    return found
+            nonzero[name] = tensor
+    return nonzero
 
 
 LATENT: dict[str, Case] = {

@@ -143,7 +143,7 @@ def _as_converted(tensors: Tensors, config: dict[str, Any]) -> Tensors:
             norm = tensors.pop(f"{layer}feedforward_layer_norm.weight")
             tensors[f"{layer}post_attention_layernorm.weight"] = norm
             continue
-        names = [f"{layer}linear_attn.{each}_conv1d.weight" for each in "qkv"]
+        names = [f"{layer}linear_attn.{letter}_conv1d.weight" for letter in "qkv"]
         whole = torch.cat([tensors[name] for name in names])
         tensors |= zip(names, whole.split(sizes), strict=True)
     return tensors

@@ -13,22 +13,22 @@ from tests.parity.cases.case import Logits, Tensors, plainly
 
 def renamed(tensors: Tensors, *pairs: tuple[str, str]) -> Tensors:
     """Each pair's first by its second in all names, one pair after the other."""
-    found = {}
+    new_tensors = {}
     for name, tensor in tensors.items():
         for old, new in pairs:
             name = name.replace(old, new)
-        found[name] = tensor
-    return found
+        new_tensors[name] = tensor
+    return new_tensors
 
 
 def fused(tensors: Tensors, pieces: tuple[str, ...], whole: str) -> Tensors:
     """The pieces of each layer below each other."""
-    found = dict(tensors)
+    merged = dict(tensors)
     for name in tensors:
         if pieces[0] in name:
-            rows = [found.pop(name.replace(pieces[0], piece)) for piece in pieces]
-            found[name.replace(pieces[0], whole)] = torch.cat(rows)
-    return found
+            rows = [merged.pop(name.replace(pieces[0], piece)) for piece in pieces]
+            merged[name.replace(pieces[0], whole)] = torch.cat(rows)
+    return merged
 
 
 _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
@@ -155,17 +155,17 @@ def wrapped(before: str) -> Callable[[Tensors, dict[str, Any]], Tensors]:
         config.clear()
         config.update(text_config=text, model_type="wrapper", vision_config={"hidden_size": 9})
         config.update(ends)
-        found = {}
+        wrapped_tensors = {}
         for name, tensor in tensors.items():
             if before == "model.language_model." and name.startswith("model."):
                 name = name.removeprefix("model.")
             elif before == "model.language_model.":
-                found[name] = tensor
+                wrapped_tensors[name] = tensor
                 continue
-            found[f"{before}{name}"] = tensor
-        found["vision_tower.patch.weight"] = torch.ones(3, 3)
-        found["multi_modal_projector.norm.weight"] = torch.ones(3)
-        return found
+            wrapped_tensors[f"{before}{name}"] = tensor
+        wrapped_tensors["vision_tower.patch.weight"] = torch.ones(3, 3)
+        wrapped_tensors["multi_modal_projector.norm.weight"] = torch.ones(3)
+        return wrapped_tensors
 
     return rewrite
 
@@ -179,15 +179,15 @@ def with_alibi(slopes: list[float]) -> Logits:
         mask = torch.tensor(slopes)[:, None, None] * behind
         mask = mask.masked_fill(behind > 0, -1e30)[None]
         zeros = torch.zeros_like(ids)[None]
-        found: Tensor = model(ids[None], attention_mask=mask, position_ids=zeros).logits[0]
-        return found
+        logits: Tensor = model(ids[None], attention_mask=mask, position_ids=zeros).logits[0]
+        return logits
 
     return ask
 
 
 def stacked(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """All experts of a layer in one tensor, as Qwen 3.5's files have them, in its wrapper."""
-    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    merged = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in range(config["num_hidden_layers"]):
         names = f"model.layers.{layer}.mlp.experts.{{}}.{{}}_proj.weight"
         experts = range(config["num_experts"])
@@ -201,9 +201,9 @@ def stacked(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
         both = [torch.cat((matrix(e, "gate"), matrix(e, "up"))) for e in experts]
         here = f"model.layers.{layer}.mlp.experts."
-        found[f"{here}gate_up_proj"] = torch.stack(both)
-        found[f"{here}down_proj"] = torch.stack([matrix(e, "down") for e in experts])
-    return wrapped("model.language_model.")(found, config)
+        merged[f"{here}gate_up_proj"] = torch.stack(both)
+        merged[f"{here}down_proj"] = torch.stack([matrix(e, "down") for e in experts])
+    return wrapped("model.language_model.")(merged, config)
 
 
 def qwen3_vl_moe(tensors: Tensors, config: dict[str, Any]) -> Tensors:
@@ -252,7 +252,7 @@ def decilm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
         {"attention": {"no_op": True}, "ffn": {"ffn_mult": 6.0}},
         {"attention": {"n_heads_in_group": 1}, "ffn": {"no_op": True}},
     ]
-    found = {}
+    renamed_tensors = {}
     for name, tensor in tensors.items():
         if name.startswith("model.layers.0.self_attn.") and name[25] in "kv":
             tensor = tensor.unflatten(0, (2, 2, -1))[:, 0].flatten(0, 1)
@@ -260,8 +260,8 @@ def decilm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
             tensor = tensor[:, :256] if "down" in name else tensor[:256]
         gone = ("model.layers.1.self_attn", "model.layers.1.input", "model.layers.2.mlp")
         if not name.startswith((*gone, "model.layers.2.post")):
-            found[name] = tensor
-    return found
+            renamed_tensors[name] = tensor
+    return renamed_tensors
 
 
 @torch.no_grad()
