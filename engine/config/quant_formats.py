@@ -55,8 +55,7 @@ def _unsigned(bits: Literal[4, 8], group: int) -> QuantFormat:
         group=group,
         activations=8,
         devices=("cpu",),
-        describe=f"weights in {bits} bits with a scale and an offset for each {group} inputs; "
-        "activations in 8 bits with a scale for each 32",
+        describe=f"{bits} bits with a scale and an offset for {group} inputs; activations in 8 bits",
     )
 
 

@@ -36,12 +36,12 @@ def products(
     without ".weight".
     """
     line = partial(_line, capability=capability, cuda=cuda, deterministic=deterministic)
-    groups = {False: linears, True: experts if cuda else ()}
+    told = {False: linears, True: experts if cuda else ()}
     if quantized is None:
         if quantization in ("auto", "none"):
             return
         form = cuda_format(QUANT_FORMATS[quantization], "", BLOCK)
-        for of_experts, names in groups.items():
+        for of_experts, names in told.items():
             if names:
                 yield line(quantization, form, quantization, experts=of_experts)
         return
@@ -49,16 +49,16 @@ def products(
         yield line(quantized.name, None, "")
         return
     if not cuda:
-        groups = {False: (*linears, *experts)}
-    for of_experts, names in groups.items():
+        told = {False: (*linears, *experts)}
+    for of_experts, names in told.items():
         schemes = dict.fromkeys(map(quantized.scheme, names))
         for scheme in schemes:
             if scheme is None:
                 continue
-            packed = cuda or scheme.kind not in ("fp8", "nf4")
+            kept = cuda or scheme.kind not in ("fp8", "nf4")
             if of_experts and scheme.ordered:
-                packed = False
-            yield line(scheme.name, *_nominal(scheme), kept=packed, experts=of_experts)
+                kept = False
+            yield line(scheme.name, *_nominal(scheme), kept=kept, experts=of_experts)
 
 
 def _nominal(scheme: Scheme) -> tuple[Format | None, str]:
@@ -118,8 +118,8 @@ def _line(
     hopper = capability is not None and capability[0] == 9
     if hopper and not experts and measured in MEASURED:
         ratios = MEASURED[measured].items()
-        ratios_text = ", ".join(f"{_WORDS[workload]} {ratio:.2f}" for workload, ratio in ratios)
-        text += f"; measured on an H200, times 16 bits: {ratios_text}"
+        told = ", ".join(f"{_WORDS[each]} {ratio:.2f}" for each, ratio in ratios)
+        text += f"; measured on an H200, times 16 bits: {told}"
     return text
 
 
