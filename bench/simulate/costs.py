@@ -89,9 +89,9 @@ def _fleet(count: int) -> Fleet:
     for number in range(count):
         name = f"gpu/{number}"
         replica = fleet.add(name, "gpu", step_tokens=GPU.chunk)
-        fleet.opened(replica, 0.0)
+        replica.opened(1, 0.0)
         stats = EngineStats(running=number % 50, waiting_tokens=dice.randrange(2000))
-        fleet.observe(replica, stats, (), 0.0)
+        replica.observe(stats, (), 0.0)
     return fleet
 
 
@@ -124,6 +124,7 @@ def _frames(count: int) -> Callable[[], None]:
             total_blocks=1000,
             busy_seconds=0.01 * step,
         )
-        fleet.observe(fleet.replicas["gpu/7"], stats, (), 0.01 * step)
+        fleet.replicas["gpu/7"].observe(stats, (), 0.01 * step)
+        fleet.refresh()
 
     return take

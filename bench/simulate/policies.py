@@ -151,8 +151,8 @@ class MantaRouting:
                     adapter_slots=speed.slots,
                 )
                 state = fleet.replicas[name]
-                fleet.opened(state, 0.0)
-                fleet.observe(state, replica.stats(), (), 0.0)
+                state.opened(fleet.routers(), 0.0)
+                state.observe(replica.stats(), (), 0.0)
 
     def choose(self, job: Job, now: float) -> int:
         fleet = self.fleets[job.router]
@@ -178,7 +178,7 @@ class MantaRouting:
                 stats = stats or replica.stats()
                 state = fleet.replicas[str(replica.index)]
                 taken, replica.taken[router] = replica.taken[router], []
-                fleet.observe(state, stats, taken, now)
+                state.observe(stats, taken, now)
                 self.told[router][replica.index] = now
                 news = self.news[router][replica.index]
                 if news:
@@ -188,8 +188,8 @@ class MantaRouting:
 
     def first(self, job: Job, now: float) -> None:
         fleet = self.fleets[job.router]
-        fleet.begun(fleet.replicas[str(job.replica)], job.number)
+        fleet.replicas[str(job.replica)].begun(job.number)
 
     def end(self, job: Job, now: float) -> None:
         fleet = self.fleets[job.router]
-        fleet.unbook(fleet.replicas[str(job.replica)], job.number)
+        fleet.replicas[str(job.replica)].unbook(job.number)

@@ -1,20 +1,18 @@
 """Dispatcher: the router's `Backend` of one model. It takes requests in, and its parts serve them:
 
     RequestQueue      admits requests and keeps them until a replica has room
-    Placement         sends choices to replicas and takes them off again
+    Assignment        sends choices to replicas and takes them off again
     RequestsInFlight  those that have not ended, and what became of the last that have
-    RouterLoad        what arrives and waits, for autoscaling
-    ReplicaClients    the connections to the replicas; Fleet is what routing knows of them
-    ReplicaLosses     decides what becomes of choices whose replica is lost
-    DisplacedChoices  keeps choices that lost their replica while no other can take them
-    DeltaDelivery     hands what a replica's frame brings to the requests
+    Replicas          the connections to the replicas, and what routing knows of them
+    ReplicaEvents     hears what replicas send, and of their loss
+    ModelCards        the names that are served: the model and its adapters
+    AdapterRegistry   the adapters, which AdapterCalls make known at replicas
+    Waking            wakes a model without replicas
 
 No Ray and no HTTP here: replicas come through `set_replicas`, requests through `generate`.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from random import Random
 from typing import Any
 
@@ -23,30 +21,21 @@ from deployments.adapters.registry import AdapterRegistry, AdapterSettings
 from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard, RecalledChoice
 from deployments.checkpoints.resolve import ModelIdentity
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.adapters.calls import AdapterCalls
-from deployments.router.adapters.stale import StaleAdapters
+from deployments.router.adapters import AdapterCalls
 from deployments.router.admission.limits import DispatchLimits
 from deployments.router.admission.request_queue import RequestQueue
 from deployments.router.admission.waking import Waking
-from deployments.router.delta_delivery import DeltaDelivery
-from deployments.router.failover.displaced import DisplacedChoices
+from deployments.router.assignment import Assignment
 from deployments.router.failover.losses import ReplicaLosses
-from deployments.router.failover.recall import recall
-from deployments.router.inflight import InflightChoice, InflightRequest
-from deployments.router.live.model_view import ReplicaEvents, view_of_model
-from deployments.router.load import RouterLoad
-from deployments.router.model_cards import ModelCards
-from deployments.router.placement import Placement
-from deployments.router.replicas.replica_calls import ReplicaCalls
-from deployments.router.replicas.replica_client import ReplicaClient
-from deployments.router.replicas.replica_clients import ReplicaClients
+from deployments.router.inflight import InflightRequest
+from deployments.router.live.model_view import view_of_model
+from deployments.router.models.model_cards import ModelCards
+from deployments.router.replica_events import ReplicaEvents
+from deployments.router.replicas.replica_calls import recall
+from deployments.router.replicas.replicas import Replicas
 from deployments.router.requests_in_flight import RequestsInFlight
-from deployments.routing.fleet import Fleet
 from engine.errors import MantaError, Overloaded
-from engine.messages import StepFrame
 from engine.text.tokenizer import Tokenizer
-
-logger = logging.getLogger("manta.router")
 
 
 class Dispatcher:
@@ -64,76 +53,53 @@ class Dispatcher:
         record_store: AdapterRecordStore | None = None,
         waking: Waking | None = None,
     ) -> None:
-        self.metrics = RouterMetrics()
-        self._cards = ModelCards(card)
-        self._tokenizer = tokenizer
-        self._limits = limits
         self.name = name
-        self._fleet = Fleet()
-        self._replica_calls = ReplicaCalls()
-        connect = partial(
-            ReplicaClient,
-            limits=limits.channel,
-            router=name,
-            fleet=self._fleet,
-            on_open=self._on_open,
-            on_frame=self._on_frame,
-            on_answer=self._replica_calls.answered,
-            on_lost=self._on_lost,
-        )
-        self._clients = ReplicaClients(connect, "" if identity is None else identity.tokenizer)
-        self.requests = RequestsInFlight(name)
-        self._events = ReplicaEvents()
-        self.random = Random()  # of routing and admission
-        self.on_models: Callable[[], None] = lambda: None  # `models` has changed
+        self.metrics = metrics = RouterMetrics()
+        self.random = random = Random()  # of routing and admission
+        self._tokenizer = tokenizer
         self._draining = False
-        self._leaving: MantaError | None = None  # why, where no replica will come any more
+        self.cards = ModelCards(card)
         self.waking = waking or Waking()
-        calls = self._adapter_calls = AdapterCalls(
-            self._replica_calls,
-            self._clients,
-            self._fleet,
-            self.random,
-            limits.wait_seconds,
-            self.wake,
+        self.waking.metrics = metrics
+        vocabulary = "" if identity is None else identity.tokenizer
+        self.replicas = Replicas(limits.channel, name, vocabulary)
+        self.requests = RequestsInFlight(name, metrics)
+        self._adapter_calls = calls = AdapterCalls(
+            self.replicas, random, limits.wait_seconds, self.waking
         )
-        self.adapters = AdapterRegistry(
-            adapters or AdapterSettings(card.id), calls, self._set_models, record_store
-        )
+        settings = adapters or AdapterSettings(card.id)
+        self.adapters = AdapterRegistry(settings, calls, self._set_models, record_store)
         self._set_models()
-        self._displaced = DisplacedChoices(limits.wait_seconds, self.wake)
-        self._placement = Placement(
-            self._clients,
-            self._fleet,
-            self._displaced,
-            self.metrics,
-            self.random,
-            lambda: self._cards.base.max_model_len,
+        self.assignment = Assignment(
+            self.replicas, self.cards, self.waking, metrics, random, limits.wait_seconds
         )
-        self._losses = ReplicaLosses(
-            limits.losses, self.requests, self._displaced, self.metrics, self._placement.place
-        )
-        self._stale = StaleAdapters(self.adapters, self._placement.place_again)
-        self._delivery = DeltaDelivery(self._fleet, self._placement, self._losses, self._stale)
-        self._queue = RequestQueue(
+        self.queue = RequestQueue(
             limits,
-            self._fleet,
+            self.replicas.fleet,
             self.requests,
-            self.random.random,
-            lambda: self._cards.base.max_model_len,
-            self._placement.begin,
-            self.waking.seconds,
+            self.cards,
+            self.assignment,
+            self.waking,
+            random,
         )
-        self.load = RouterLoad(self.metrics, self.requests, self._queue, self._displaced, calls)
+        self._events = ReplicaEvents(
+            self.replicas,
+            self.cards,
+            self.adapters,
+            self.assignment,
+            ReplicaLosses(limits.losses, self.requests, self.assignment, metrics),
+            self.queue,
+            self.waking,
+            metrics,
+        )
 
     # -- Backend
 
     def models(self) -> Mapping[str, ModelCard]:
-        return self._cards.by_name
+        return self.cards.by_name
 
     def _set_models(self) -> None:
-        self._cards.set_adapters(self.adapters.records)
-        self.on_models()
+        self.cards.set_adapters(self.adapters.records)
 
     def tokenizer(self, model: str) -> Tokenizer:
         return self._tokenizer
@@ -141,7 +107,7 @@ class Dispatcher:
     def admit(self, key: str, model: str = "") -> None:
         try:
             self._check_open()
-            self._queue.admit(key)
+            self.queue.admit(key)
         except MantaError as refusal:
             self.metrics.failed.add(1, refusal.code)
             raise
@@ -149,26 +115,14 @@ class Dispatcher:
     def generate(self, request: GenerationRequest) -> InflightRequest:
         try:
             self._check_open()
-            if not self._queue.ready():
-                self.wake()
-                self.waking.check(self._limits.wait_seconds)
-            if len(self.requests) >= self._limits.in_flight:
-                message = f"this router has {len(self.requests)} requests in flight already"
-                raise Overloaded(message, retry_after=self._queue.seconds())
-            now = self._queue.check(request)
+            roomy = self.queue.check(request)
         except MantaError as refusal:
             self.metrics.failed.add(1, refusal.code)
             raise
-        inflight = InflightRequest(
-            request,
-            self._placement.numbers(request.params.n),
-            self.metrics,
-            self._ended,
-            self._placement.take_off,
-            self._placement.bring_back,
-        )
+        numbers = self.assignment.numbers(request.params.n)
+        inflight = InflightRequest(request, numbers, self.metrics, self.assignment, self.requests)
         self.requests.add(inflight)
-        self._queue.enter(inflight, now=now)
+        self.queue.enter(inflight, roomy)
         return inflight
 
     async def recall(
@@ -177,18 +131,18 @@ class Dispatcher:
         streams: Sequence[str],
         enough: Callable[[list[RecalledChoice]], bool],
     ) -> list[RecalledChoice]:
-        return await recall(self._replica_calls, self._clients.everywhere, streams, enough)
+        return await recall(self.replicas.calls, self.replicas.everywhere, streams, enough)
 
     def state(self) -> BackendState:
         return BackendState(
             replicas={
                 client.replica: client.state.stats
-                for client in self._clients.values()
+                for client in self.replicas.values()
                 if client.connection
             },
             in_flight=len(self.requests),
-            queued=self._queue.choices,
-            queued_tokens=self._queue.tokens,
+            queued=self.queue.choices,
+            queued_tokens=self.queue.tokens,
             draining=self._draining,
         )
 
@@ -196,28 +150,35 @@ class Dispatcher:
         """Count what requests hold here; nothing of it may outlive its request."""
         return {
             "requests": len(self.requests),
-            "waiting": len(self._displaced) + self._queue.choices,
-            "choices": sum(len(client.choices) for client in self._clients.everywhere()),
+            "waiting": len(self.assignment.displaced) + self.queue.choices,
+            "choices": sum(len(client.choices) for client in self.replicas.everywhere()),
         }
 
     def live(self) -> dict[str, Any]:
         """Return what is known of the model at this moment; see live/model_view.py."""
-        return view_of_model(self._clients, self._fleet, self._queue, self.requests, self._events)
+        return view_of_model(self.replicas, self.queue, self.requests, self._events.log)
+
+    def load(self) -> dict[str, int | float]:
+        """Return what arrives and what waits, for scaling/policy.py."""
+        return {
+            **self.requests.arrival_rates(),
+            "in_flight": len(self.requests),
+            "queued": self.queue.choices
+            + len(self.assignment.displaced)
+            + self._adapter_calls.waiting,
+            "queued_tokens": self.queue.tokens,
+        }
 
     def ready(self) -> bool:
         """Whether requests are taken: a model that sleeps takes them, too."""
-        return not self._draining and (self._queue.ready() or self.waking.wakes_for_requests)
+        return not self._draining and (self.queue.ready() or self.waking.wakes_for_requests)
 
     def status(self) -> str:
         """Return the model's status: ready, sleeping (the next request wakes it) or starting."""
-        if available := self._fleet.available():
-            return "sleeping" if all(each.stats.asleep for each in available) else "ready"
+        if available := self.replicas.fleet.available():
+            asleep = all(replica.stats.asleep for replica in available)
+            return "sleeping" if asleep else "ready"
         return "sleeping" if self.waking.sleeping else "starting"
-
-    def wake(self) -> None:
-        """Have a replica started, if the model sleeps."""
-        if self.waking.wake():
-            self.metrics.wakes.add()
 
     def _check_open(self) -> None:
         if self._draining:
@@ -227,9 +188,9 @@ class Dispatcher:
 
     def set_replicas(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the running replicas, id -> what each replica published."""
-        self._clients.replace(replicas)
-        self.waking.replicas(len(self._clients))
-        self._give_up_waiting()
+        self.replicas.replace(replicas, self._events)
+        self.waking.replicas(len(self.replicas))
+        self.queue.replicas_changed()
 
     def refuse_new(self) -> None:
         """Refuse new requests; those in flight go on."""
@@ -238,13 +199,7 @@ class Dispatcher:
     def leave(self, reason: MantaError) -> None:
         """Stop serving the model. Requests go on at the replicas that are left. Without a replica
         the waiting requests fail with this error."""
-        self._leaving = reason
-        self._give_up_waiting()
-
-    def _give_up_waiting(self) -> None:
-        if self._leaving is not None and not self._queue.ready():
-            self._displaced.fail_all(self._leaving)
-            self._queue.fail_all(self._leaving)
+        self.queue.leave(reason)
 
     def close(self, reason: MantaError | None = None) -> None:
         """Fail the requests in flight, for this reason or because the service is stopping, and
@@ -252,35 +207,6 @@ class Dispatcher:
         self.refuse_new()
         self.waking.close()
         self.adapters.close()
-        self._stale.close()
+        self._events.close()
         self.requests.fail_all(reason)
-        self._clients.close()
-
-    def _ended(self, inflight: InflightRequest) -> None:
-        self.requests.ended(inflight)
-        self._queue.ended(inflight)
-
-    # -- from the replicas
-
-    def _on_open(self, client: ReplicaClient) -> None:
-        logger.info("replica %s is connected", client.replica)
-        self.metrics.channels.add()
-        self._events.add("joined", client.replica)
-        self.waking.opened(client.endpoint.start_seconds)
-        self.adapters.replica_came()
-        self._cards.learn(client.endpoint)
-        self.on_models()
-        self._placement.place_displaced()
-        self._queue.fill()
-
-    def _on_frame(self, client: ReplicaClient, frame: StepFrame, now: float) -> None:
-        self._delivery.take(client, frame, now)
-        self._queue.news(client.state)
-        self._give_up_waiting()
-
-    def _on_lost(self, client: ReplicaClient, lost: list[InflightChoice], reason: str) -> None:
-        self._events.add("lost", client.replica, f"{reason}; {len(lost)} choices move")
-        self._replica_calls.lost(client)
-        self._clients.closing.discard(client)
-        self._losses.lost(client, lost, reason)
-        self._give_up_waiting()
+        self.replicas.close()

@@ -9,7 +9,7 @@ is the one that would have come without the loss.
 
 import asyncio
 import time
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -110,47 +110,58 @@ class InflightChoice:
         )
 
 
-class InflightRequest:
-    """A request in flight; implements `deployments.backend.Generation`.
+class ChoiceAssignment(Protocol):
+    """The part of `assignment.Assignment` that a request uses."""
 
-    on_end(inflight) is called once, when no choice is left. on_abort(choices) takes unfinished
-    choices off their replicas. on_resume(choices) brings choices back that were taken off because
-    the client did not read.
-    """
+    def take_off(self, choices: list[InflightChoice]) -> None:
+        """Take unfinished choices off their replicas."""
+
+    def bring_back(self, choices: list[InflightChoice]) -> None:
+        """Send choices that were taken off because the client did not read."""
+
+
+class EndedRequests(Protocol):
+    """The part of `requests_in_flight.RequestsInFlight` that a request uses."""
+
+    def ended(self, inflight: "InflightRequest") -> None:
+        """Note that no choice is left. Called once."""
+
+
+class InflightRequest:
+    """A request in flight; implements `deployments.backend.Generation`."""
 
     def __init__(
         self,
         request: GenerationRequest,
         first_id: int,
         metrics: RouterMetrics,
-        on_end: Callable[["InflightRequest"], None],
-        on_abort: Callable[[list[InflightChoice]], None],
-        on_resume: Callable[[list[InflightChoice]], None] = lambda _: None,
+        assignment: ChoiceAssignment,
+        requests: EndedRequests,
     ) -> None:
         self.request = request
         self.arrived = time.monotonic()
         self.choices = [
             InflightChoice(self, index, first_id + index) for index in range(request.params.n)
         ]
+        self._open = len(self.choices)
         for choice, tokens in zip(self.choices, request.emitted, strict=False):
             # A resumed stream: another router has sent these tokens.
             choice.done = tokens is None
             choice.emitted = list(tokens or ())
             choice.weights = request.weights
+            self._open -= choice.done
         self.trace = RequestTrace(request, self.arrived)
         self.timers: list[asyncio.TimerHandle] = []
         self.placed = 0.0  # monotonic seconds of the last Submit
         self.replicas: list[str] = []  # where it has been
         self.migrations = 0
         self._queue_s = 0.0
-        self._open = sum(not choice.done for choice in self.choices)
         self._metrics = metrics
         metrics.prompt_tokens.add(len(request.token_ids))
         if not request.params.pooled:
             metrics.prompt_size.observe(len(request.token_ids))
-        self._on_end = on_end
-        self._on_abort = on_abort
-        self._on_resume = on_resume
+        self._assignment = assignment
+        self._requests = requests
         k = request.params.logprobs
         delta_bytes = DELTA_BYTES + (0 if k is None else LOGPROB_BYTES * (k + 1))
         self._most_unread = UNREAD_BYTES // delta_bytes
@@ -189,7 +200,7 @@ class InflightRequest:
 
     def abort(self, choice: int | None = None) -> None:
         wanted = self.choices if choice is None else self.choices[choice : choice + 1]
-        stopped = [one for one in wanted if not one.done]
+        stopped = [candidate for candidate in wanted if not candidate.done]
         if stopped:
             self._metrics.finished.add(len(stopped), "abort")
             self.trace.finish += ["abort"] * len(stopped)
@@ -259,20 +270,20 @@ class InflightRequest:
         loop = asyncio.get_running_loop()
         self._paused = loop.call_later(READER_SECONDS, self.fail, error)
         self.timers.append(self._paused)
-        self._on_abort([choice for choice in self.choices if not choice.done])
+        self._assignment.take_off([choice for choice in self.choices if not choice.done])
 
     def _resume(self) -> None:
         assert self._paused is not None
         self._paused.cancel()
         self.timers.remove(self._paused)
         self._paused = None
-        self._on_resume([choice for choice in self.choices if not choice.done])
+        self._assignment.bring_back([choice for choice in self.choices if not choice.done])
 
     def _end(self, stopped: list[InflightChoice]) -> None:
         for choice in stopped:
             choice.done = True
         self._open -= len(stopped)
-        self._on_abort(stopped)
+        self._assignment.take_off(stopped)
         if not self._open:
             self._finish(time.monotonic())
             self._wake()
@@ -284,7 +295,7 @@ class InflightRequest:
             self._metrics.request.observe(now - self.arrived)
         error = "" if self._error is None else self._error.code
         self.trace.ends(self.output_tokens, error, now)
-        self._on_end(self)
+        self._requests.ended(self)
 
     def _wake(self) -> None:
         if self._waiter is not None:

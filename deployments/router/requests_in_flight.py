@@ -1,13 +1,16 @@
-"""RequestsInFlight: the requests of a dispatcher that have not ended, and the traces of the last
-ones that have."""
+"""RequestsInFlight: the requests of a dispatcher that have not ended, the traces of the last ones
+that have, and how fast new ones arrive."""
 
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from deployments.observe.metrics import RouterMetrics
 from deployments.router.inflight import InflightRequest
 from deployments.router.request_trace import RequestTraces, log_trace
+from deployments.routing.fleet import OUTPUT_GUESS
+from deployments.scaling.policy import CounterRates
 from engine.errors import MantaError, Overloaded
 
 
@@ -18,8 +21,10 @@ class RequestsInFlight(Collection[InflightRequest]):
     on_end: functions that are called with each prompt that has ended.
     """
 
-    def __init__(self, router: str) -> None:
+    def __init__(self, router: str, metrics: RouterMetrics) -> None:
         self._router = router
+        self._metrics = metrics
+        self._rates = CounterRates(time.monotonic())
         self._requests: dict[InflightRequest, None] = {}
         self.traces = RequestTraces()
         self.on_end: list[Callable[[InflightRequest], None]] = []
@@ -51,8 +56,8 @@ class RequestsInFlight(Collection[InflightRequest]):
         self._requests.pop(inflight, None)
         self.traces.add(inflight.trace)
         log_trace(inflight.trace)
-        for tell in self.on_end:
-            tell(inflight)
+        for listener in self.on_end:
+            listener(inflight)
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
         """Return what became of the requests with this id; see request_trace.py."""
@@ -68,14 +73,28 @@ class RequestsInFlight(Collection[InflightRequest]):
 
         owner: digest of the key that asks; None may end any.
         """
-        found = [
+        requests = [
             inflight
             for inflight in self._requests
             if inflight.trace.id == id and owner in (None, inflight.trace.owner)
         ]
-        for inflight in found:
+        for inflight in requests:
             inflight.fail(MantaError("the request was stopped", code="cancelled"))
-        return len(found)
+        return len(requests)
+
+    def arrival_rates(self) -> dict[str, float]:
+        """Return tokens/s since the last call: of prompts without cached tokens, and of outputs by
+        the mean length so far."""
+        metrics = self._metrics
+        ended = sum(metrics.output_size.counts)
+        output = metrics.output_size.sum / ended if ended else OUTPUT_GUESS
+        rates = self._rates.update(
+            time.monotonic(),
+            prompt=sum(metrics.prompt_tokens.values.values())
+            - sum(metrics.cached_tokens.values.values()),
+            requests=sum(metrics.prompt_size.counts),
+        )
+        return {"prompt_rate": rates["prompt"], "output_rate": rates["requests"] * output}
 
     def fail_all(self, reason: MantaError | None = None) -> None:
         """Fail all requests, whose time to end is over.

@@ -1,8 +1,9 @@
 """Fleet: what a router knows of its replicas, in columns, so that a decision is a few operations on
 arrays however many replicas there are. Pure: times are arguments.
 
-A replica's column is refreshed when a frame of it arrives or a request is sent there. Its first
-three fields give the seconds that a request would add, linear in what the request needs:
+A replica's column follows from its ReplicaState, and is derived anew by the first decision after a
+change of that state. Its first three fields give the seconds that a request would add, linear in
+what the request needs:
 
     fixed + uncached prompt tokens x token + output tokens x decode
 
@@ -10,7 +11,7 @@ What is known of one replica comes from its ReplicaState. This module adds what 
 replicas together: the columns, and which replicas hold which prefix and which adapter.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -35,9 +36,10 @@ _WAKE_SECONDS = 1.0  # of an engine that sleeps, until one was measured
 
 
 class Fleet:
-    """The replicas in service, by name. `terms`, `room` and so on are for routing.route; the rest
-    is for the router. Changes of a ReplicaState in a fleet go through the fleet, so that its
-    columns follow; a ReplicaState that was removed changes alone."""
+    """The replicas in service, by name.
+
+    `terms`, `room` and the other columns are for routing.route. They are right after `refresh`.
+    """
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
         self.index = PrefixIndex() if index is None else index
@@ -48,19 +50,21 @@ class Fleet:
         self.adapter_seconds = _ADAPTER_SECONDS
         # column -> adapters, the next to be evicted last
         self._held: dict[int, tuple[str, ...]] = {}
+        self._changed: set[ReplicaState] = set()  # whose columns are out of date
+        self._stats: dict[int, EngineStats] = {}  # column -> those that the caches were taken from
         self._resize(16)
 
     def _resize(self, capacity: int) -> None:
-        kept = len(self.columns)
+        count = len(self.columns)
         old = getattr(self, "_table", None)
         self._table: Fields = np.zeros((9, capacity))
         self._table[FIXED] = self._table[_DUE] = np.inf
         self.hashes: NDArray[np.uint64] = np.zeros(capacity, np.uint64)
         if old is not None:
-            self._table[:, :kept] = old[:, :kept]
+            self._table[:, :count] = old[:, :count]
         for replica in self.replicas.values():
             self.hashes[replica.column] = _hash(replica.name)
-        self._view(kept)
+        self._view(count)
 
     def _view(self, count: int) -> None:
         table = self._table[:, :count]
@@ -91,7 +95,7 @@ class Fleet:
                 self._resize(2 * column)
             self.columns.append(None)
             self._view(len(self.columns))
-        peers = [one.steps.cost for one in self.replicas.values() if one.pool == pool]
+        peers = [peer.steps.cost for peer in self.replicas.values() if peer.pool == pool]
         replica = ReplicaState(
             name,
             pool,
@@ -99,12 +103,14 @@ class Fleet:
             adapter_slots=adapter_slots,
             prefix_caching=prefix_caching,
             cost=StepCost.mean(peers),
+            changed=self._changed,
         )
         replica.column = column
         self.columns[column] = replica
         self.replicas[name] = replica
         self.hashes[column] = _hash(name)
-        self._refresh(replica)
+        self._stats[column] = replica.stats
+        self._changed.add(replica)
         return replica
 
     def remove(self, replica: ReplicaState) -> None:
@@ -113,49 +119,21 @@ class Fleet:
         column = replica.column
         if column < 0:
             return
-        self._forget_caches(replica)
-        replica.open = False
+        self.forget_caches(replica)
+        replica.retire()
         replica.column = -1
-        del self.replicas[replica.name]
+        del self.replicas[replica.name], self._stats[column]
         self.columns[column] = None
         self._table[FIXED, column] = self._table[_DUE, column] = np.inf
 
     def available(self) -> list[ReplicaState]:
-        return [one for one in self.replicas.values() if one.available]
+        return [replica for replica in self.replicas.values() if replica.available]
 
-    # -- news
+    def routers(self) -> int:
+        """Return how many routers the replicas have, by their own word; 1 before any has said."""
+        return max((replica.stats.routers for replica in self.replicas.values()), default=1)
 
-    def opened(self, replica: ReplicaState, now: float) -> None:
-        """Note that the replica's connection is up.
-
-        now: seconds of the clock that the other calls use.
-        """
-        sharing = max((one.stats.routers for one in self.replicas.values()), default=1)
-        replica.opened(sharing, now)
-        self._refresh(replica)
-
-    def lost(self, replica: ReplicaState) -> None:
-        """Note that the connection broke: requests have moved, and the caches count as empty."""
-        self._forget_caches(replica)
-        replica.lost()
-        self._refresh(replica)
-
-    def observe(
-        self, replica: ReplicaState, stats: EngineStats, taken: Iterable[int], now: float
-    ) -> None:
-        """Note a replica's frame.
-
-        taken: choices that its stats count for the first time.
-        """
-        last = replica.stats
-        replica.observe(stats, taken, now)
-        if replica.column < 0:
-            return
-        if stats.total_blocks != last.total_blocks:
-            self.index.capacity += _share(stats) - _share(last)
-        if stats.adapters or replica.column in self._held:
-            self._see_adapters(replica)
-        self._refresh(replica)
+    # -- caches
 
     def send(
         self,
@@ -181,17 +159,6 @@ class Fleet:
                 self._hold(replica, (request.adapter, *held)[:slots])
         if request.prefix_hashes and replica.prefix_caching:
             self.index.add(request.prefix_hashes, replica.column)
-        self._refresh(replica)
-
-    def begun(self, replica: ReplicaState, choice: int) -> None:
-        """Note that the first tokens of a choice have come."""
-        if replica.begun(choice):
-            self._refresh(replica)
-
-    def unbook(self, replica: ReplicaState, choice: int) -> None:
-        """Note that a choice is no longer at its replica: it ended, moved or was taken back."""
-        if replica.unbook(choice):
-            self._refresh(replica)
 
     def add_prefix(self, replica: ReplicaState, prefix_hashes: Sequence[bytes]) -> None:
         """Note that another router has sent a prompt with these prefix hashes to the replica."""
@@ -207,16 +174,27 @@ class Fleet:
         last."""
         return self._held.get(replica.column, ())
 
-    def _see_adapters(self, replica: ReplicaState) -> None:
-        known, sent = replica.stats.adapters, replica.sent_adapters
-        coming = [one for one in self.adapters_of(replica) if one in sent and one not in known]
-        self._hold(replica, (*coming, *known))
-
-    def _forget_caches(self, replica: ReplicaState) -> None:
-        if replica.column >= 0:
-            self.index.capacity -= _share(replica.stats)
+    def forget_caches(self, replica: ReplicaState) -> None:
+        """Note that the replica's caches are gone, or must count as empty."""
+        column = replica.column
+        if column >= 0:
+            self.index.capacity -= _share(self._stats[column])
+            self._stats[column] = EngineStats()
             self._hold(replica, ())
-            self.index.forget(replica.column)
+            self.index.forget(column)
+
+    def _see_caches(self, replica: ReplicaState) -> None:
+        """Follow what the replica's newest stats say of its memory and its adapters."""
+        stats, column = replica.stats, replica.column
+        last, self._stats[column] = self._stats[column], stats
+        if stats.total_blocks != last.total_blocks:
+            self.index.capacity += _share(stats) - _share(last)
+        known = stats.adapters
+        held = self._held.get(column, ())
+        if known or held:
+            sent = replica.sent_adapters
+            coming = [name for name in held if name in sent and name not in known]
+            self._hold(replica, (*coming, *known))
 
     # -- columns
 
@@ -232,11 +210,18 @@ class Fleet:
         if not adapters:
             self._held.pop(column, None)
 
-    def _refresh(self, replica: ReplicaState) -> None:
+    def refresh(self) -> None:
+        """Derive the columns of replicas whose states have changed."""
+        while self._changed:
+            replica = self._changed.pop()
+            if replica.column >= 0:
+                if replica.stats is not self._stats[replica.column]:
+                    self._see_caches(replica)
+                self._derive(replica)
+
+    def _derive(self, replica: ReplicaState) -> None:
         """Derive a replica's column from its state."""
         stats, column, table = replica.stats, replica.column, self._table
-        if column < 0:
-            return
         cost = replica.steps.cost
         running = stats.running
         # The other routers see the same stats and choose alike, unseen until the next frame.

@@ -24,6 +24,8 @@ _LIMIT = 2**19  # (hash, holder) pairs: 33 million tokens, 80 to 120 MB
 def hash_prefix(token_ids: Sequence[int], adapter: str = "", salt: str = "") -> list[bytes]:
     """The hashes of a prompt; the last token is in none, because it is always computed."""
     prefix_hashes: list[bytes] = []
+    if len(token_ids) <= STRIDE:
+        return prefix_hashes
     root = root_hash("", adapter, salt)
     extend_hashes(prefix_hashes, root, token_ids, STRIDE, (len(token_ids) - 1) // STRIDE)
     return [prefix_hash[:HASH_BYTES] for prefix_hash in prefix_hashes]

@@ -55,7 +55,9 @@ class ReplicaState:
     step_tokens: tokens of a step of its engine, at most.
     adapter_slots: adapters on its device; 0: not reported.
     cost: what its steps are taken to cost until they were measured.
+    changed: the fleet's set of states whose columns are out of date; this state adds itself.
     column: column in the fleet's table; -1: in none.
+    available: whether requests may be sent to the replica.
     """
 
     def __init__(
@@ -67,14 +69,15 @@ class ReplicaState:
         adapter_slots: int = 0,
         prefix_caching: bool = True,
         cost: StepCost | None = None,
+        changed: "set[ReplicaState] | None" = None,
     ) -> None:
         self.name = name
         self.pool = pool
         self.column = -1
+        self.available = False
         self.step_tokens = step_tokens
         self.adapter_slots = adapter_slots
         self.prefix_caching = prefix_caching
-        self.open = False  # connected, and in service
         self.seen = 0.0  # when the last frame came
         self.stats = EngineStats()  # as published
         self.steps = StepCostModel(cost or StepCost.mean(()))
@@ -85,19 +88,17 @@ class ReplicaState:
         self._ours: set[int] = set()  # choices there that are this router's
         self._unbegun: dict[int, str] = {}  # of these, those without a token -> adapter
         self.first_seconds = 0.0  # from sending a choice to its first token; newer ones count more
+        self._open = False  # connected, and in service
         self._sharing = 0  # routers that a new replica will have soon
         self._opened = 0.0
+        self._changed: set[ReplicaState] = set() if changed is None else changed
         self._room: int | None = None  # until something changes
+        self._free_rows = 0.0  # counted with the room
         self._part = FadingRate()  # this router's choices among all there, while it is full
         self._prompts = FadingRate()  # while a prompt waits
         self._work = FadingRate()  # prompts (computed or found) and outputs, while it is full
 
     # -- the connection
-
-    @property
-    def available(self) -> bool:
-        """Whether requests may be sent to the replica."""
-        return self.open and not self.stats.draining
 
     def opened(self, sharing: int, now: float) -> None:
         """Note that the connection is new.
@@ -105,13 +106,24 @@ class ReplicaState:
         sharing: number of routers at the other replicas. These will connect here too, but the first
             to do so is told that it is the only one.
         """
-        self.open = True
+        self._open, self.available = True, not self.stats.draining
         self._sharing, self._opened = sharing, now
+        self._touch()
+
+    def retire(self) -> None:
+        """Note that nothing new may be sent to the replica."""
+        self._open = self.available = False
+        self._touch()
+
+    def _touch(self) -> None:
+        """Forget what was derived from this state."""
+        self._room = None
+        self._changed.add(self)
 
     def lost(self) -> None:
         """Note that the connection is gone, and the requests with it. Measurements stay."""
-        self.open = False
-        self._room = None
+        self._open = self.available = False
+        self._touch()
         self.stats = EngineStats()
         self.booked_tokens = self.uncached_tokens = 0
         self._booked.clear()
@@ -137,43 +149,39 @@ class ReplicaState:
         uncached: number of these tokens to be computed.
         """
         self._room = None
+        self._changed.add(self)
         self._booked[choice] = tokens, uncached
         self._ours.add(choice)
         self._unbegun[choice] = adapter
         self.booked_tokens += tokens
         self.uncached_tokens += uncached
 
-    def settle(self, choices: Iterable[int]) -> bool:
-        """Drop the bookings of choices that the stats count now, or that are gone. Returns whether
-        any was booked. Idempotent."""
-        found = False
+    def settle(self, choices: Iterable[int]) -> None:
+        """Drop the bookings of choices that the stats count now, or that are gone. Idempotent."""
+        settled = False
         for choice in choices:
             booking = self._booked.pop(choice, None)
             if booking is not None:
                 self.booked_tokens -= booking[0]
                 self.uncached_tokens -= booking[1]
-                found = True
-        if found:
-            self._room = None
-        return found
+                settled = True
+        if settled:
+            self._touch()
 
-    def begun(self, choice: int) -> bool:
-        """Note that the choice's first tokens have come. Returns whether the choice was booked
-        until now."""
-        if choice in self._unbegun:
-            self._room = None
-            del self._unbegun[choice]
-        return self.settle((choice,))
+    def begun(self, choice: int) -> None:
+        """Note that the choice's first tokens have come."""
+        if self._unbegun.pop(choice, None) is not None:
+            self._touch()
+        self.settle((choice,))
 
     def measure_first(self, seconds: float) -> None:
         """Note the time from sending a choice to its first token."""
         self.first_seconds += _FIRST * (seconds - self.first_seconds)
 
-    def unbook(self, choice: int) -> bool:
-        """Note that the choice is no longer there. Returns whether it was booked until now.
-        Idempotent."""
+    def unbook(self, choice: int) -> None:
+        """Note that the choice ended, moved or was taken back. Idempotent."""
         self._ours.discard(choice)
-        return self.begun(choice)
+        self.begun(choice)
 
     @property
     def sent_adapters(self) -> set[str]:
@@ -189,9 +197,11 @@ class ReplicaState:
         now: seconds of the clock that `opened` uses.
         """
         self._room = None
+        self._changed.add(self)
         self.seen = now
         self.steps.observe_frame(stats)
         last, self.stats = self.stats, stats
+        self.available = self._open and not stats.draining
         if now > self._opened + _ALL_HERE:
             self._sharing = 0
         asked = stats.prefix_queries - last.prefix_queries
@@ -208,9 +218,9 @@ class ReplicaState:
         if last.waiting_tokens:
             self._prompts.observe(computed, seconds)
         if last.waiting or last.waiting_tokens or 0 < last.rows <= last.running:
-            found = stats.prefix_hits - last.prefix_hits
+            cached = stats.prefix_hits - last.prefix_hits
             sampled = stats.output_tokens - last.output_tokens
-            self._work.observe(computed + found + sampled, seconds)
+            self._work.observe(computed + cached + sampled, seconds)
             part = min(1.0, len(self._ours) / (last.running + last.waiting))
             self._part.observe(part * seconds, seconds)
 
@@ -234,28 +244,44 @@ class ReplicaState:
         the rows, too, so each router gets its turn.
         """
         if self._room is None:
-            self._room = self._count_room()
+            self._room, self._free_rows = self._count_room()
         return self._room
 
-    def _count_room(self) -> int:
-        stats, routers = self.stats, self.routers
+    def free_rows(self) -> float:
+        """Return this router's share of the rows that no choice has or waits for, 0 while memory is
+        short. Negative: its choices that wait there for a row. The other routers fill their shares
+        meanwhile, unseen until the next frame."""
+        if self._room is None:
+            self._room, self._free_rows = self._count_room()
+        return self._free_rows
+
+    def _count_room(self) -> tuple[int, float]:
+        """Return the room and the free rows."""
+        stats, routers, booked = self.stats, self.routers, len(self._booked)
         tokens = stats.waiting_tokens + self.booked_tokens
+        rows_left = stats.rows - stats.running - stats.waiting
+        # Where choices wait for memory, a free row is of no use.
+        short = stats.total_blocks > 0 and tokens > stats.free_blocks * stats.block_size
+        if short:
+            free_rows: float = 0
+        elif not stats.rows:
+            free_rows = math.inf
+        else:
+            free_rows = -(-rows_left // routers) - booked
         if stats.waiting_tokens + routers * self.booked_tokens > self._prompts_ahead():
-            return 0
-        booked = len(self._booked)
+            return 0, free_rows
         spare = max(1, max(2, int(stats.rows * _SPARE)) // routers)
         if not stats.rows:
-            return spare
-        free = stats.rows - stats.running - stats.waiting
-        if tokens > self._free_tokens:  # choices wait for memory, not for a row
-            free = -stats.waiting
+            return spare, free_rows
+        free = -stats.waiting if short else rows_left
         if free > 0:
             # What was sent since the frame counts against this router's share, not against all
             # rows. Otherwise a router takes half of what is left each time, and two routers take
             # all rows each.
-            return spare - (-free // routers) - booked
+            return spare - (-free // routers) - booked, free_rows
         over, waiting = booked - free, stats.waiting + booked
-        return spare - min(over, over * len(self._unbegun) // max(1, waiting))
+        room = spare - min(over, over * len(self._unbegun) // max(1, waiting))
+        return room, free_rows
 
     def _prompts_ahead(self) -> float:
         """Return how many prompt tokens may wait at the replica."""
@@ -264,23 +290,6 @@ class ReplicaState:
             return _AHEAD_UNKNOWN * self.step_tokens
         seconds = max(_AHEAD_SECONDS, _AHEAD_STEPS * self.stats.step_seconds)
         return max(_AHEAD_LEAST * self.step_tokens, rate * seconds)
-
-    def free_rows(self) -> float:
-        """Return this router's share of the rows that no choice has or waits for, 0 while memory is
-        short. Negative: its choices that wait there for a row. The other routers fill their shares
-        meanwhile, unseen until the next frame."""
-        stats = self.stats
-        if stats.waiting_tokens + self.booked_tokens > self._free_tokens:
-            return 0
-        if not stats.rows:
-            return math.inf
-        free = stats.rows - stats.running - stats.waiting
-        return -(-free // self.routers) - len(self._booked)
-
-    @property
-    def _free_tokens(self) -> int:
-        stats = self.stats
-        return stats.free_blocks * stats.block_size if stats.total_blocks else 2**62
 
     def rate(self) -> float:
         """Return the tokens/s, of prompts and outputs, that the replica gives this router when it

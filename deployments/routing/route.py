@@ -52,6 +52,7 @@ def route(
     avoid: a replica to take only if there is no other, such as the one that has just failed this
     request.
     """
+    fleet.refresh()
     terms = fleet.terms
     if not terms.shape[1]:
         return None

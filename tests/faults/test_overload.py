@@ -102,9 +102,9 @@ async def test_thousands_of_disconnects_leave_nothing():
         assert two.dispatcher.held() == {"requests": 0, "waiting": 0, "choices": 0}
         assert app.in_flight == 0 and holdings() == before
         assert memory() - mib < 20
-        queue = two.dispatcher._queue
+        queue = two.dispatcher.queue
         assert (queue.choices, queue.tokens, queue._queue.keys, queue._tickets) == (0, 0, 0, {})
-        for client in two.dispatcher._clients.values():
+        for client in two.dispatcher.replicas.values():
             state = client.state
             assert not state.held and not state._unbegun and not state.booked
         for engine in two.engines.values():

@@ -4,14 +4,17 @@ FairQueue with a clock and replicas."""
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection
 from dataclasses import replace
+from random import Random
 
 from deployments.backend import GenerationRequest
 from deployments.router.admission.fair_queue import Capacity, FairQueue, OutputEstimate, Ticket
 from deployments.router.admission.limits import DispatchLimits
-from deployments.router.admission.waking import UNKNOWN
+from deployments.router.admission.waking import Waking
+from deployments.router.assignment import Assignment
 from deployments.router.inflight import InflightRequest
+from deployments.router.models.model_cards import ModelCards
+from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import Fleet
 from deployments.routing.replica_state import ReplicaState
 from engine.errors import MantaError, Overloaded
@@ -20,77 +23,99 @@ _CAPACITY_SECONDS = 0.05  # how long a sum over the replicas' figures is good fo
 
 
 class RequestQueue:
-    """fleet: the router's replicas. requests: all in flight. max_len: tokens of the longest one.
-    send(inflight, replicas): gives a request to one of these replicas, which have room. retry: the
-    seconds after which to come back while none is ready."""
+    """The requests of one router that wait for a replica with room.
+
+    fleet: the router's replicas.
+    requests: all in flight; the queue hears of their ends.
+    assignment: where requests go when a replica has room.
+    waking: wakes the model if it sleeps.
+    """
 
     def __init__(
         self,
         limits: DispatchLimits,
         fleet: Fleet,
-        requests: Collection[InflightRequest],
-        random: Callable[[], float],
-        max_len: Callable[[], int],
-        send: Callable[[InflightRequest, list[ReplicaState]], None],
-        retry: Callable[[], float] = lambda: UNKNOWN,
+        requests: RequestsInFlight,
+        cards: ModelCards,
+        assignment: Assignment,
+        waking: Waking,
+        random: Random,
     ) -> None:
         self._limits = limits
         self._fleet = fleet
         self._requests = requests
-        self._max_len = max_len
-        self._send = send
-        self._retry = retry
-        self._queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random)
+        self._cards = cards
+        self._assignment = assignment
+        self._waking = waking
+        self._queue: FairQueue[InflightRequest] = FairQueue(limits.admission, random.random)
         self._tickets: dict[InflightRequest, Ticket[InflightRequest]] = {}
         self._estimate = OutputEstimate()
         self._capacity = (0.0, Capacity())  # good until, capacity
         self._rate = math.inf  # tokens/s of the replicas, when it was last known
+        self._leaving: MantaError | None = None  # why, where no replica will come any more
+        requests.on_end.append(self.ended)
 
     @property
     def choices(self) -> int:
-        """Choices that wait."""
+        """The number of choices that wait."""
         return self._queue.sequences
 
     @property
     def tokens(self) -> int:
-        """Work of the requests that wait."""
+        """The work of the requests that wait, in tokens."""
         return int(self._queue.tokens)
 
     def seconds(self) -> float:
-        """How long it will take until they have gone to replicas."""
+        """Return the seconds until the waiting requests will have gone to replicas."""
         return self._queue.tokens / self._capacity_at(time.monotonic()).rate
 
     def ready(self) -> bool:
-        return any(one.available for one in self._fleet.replicas.values())
+        """Whether a replica can be sent requests."""
+        return any(replica.available for replica in self._fleet.replicas.values())
 
     def longest(self, count: int) -> list[tuple[str, int, float]]:
-        """The keys with the most work waiting: the key, its requests and their tokens."""
+        """Return the keys with the most work waiting: the key, its requests and their tokens."""
         return self._queue.longest(count)
 
     # -- in
 
     def admit(self, key: str) -> None:
-        """Raises Overloaded if an average request of this key would be refused."""
-        if self._queue:
-            self._check(key, 0, self._queue.tokens / len(self._queue), None)
-        elif self.ready() and not self._free():
+        """Raise Overloaded if an average request of this key would be refused."""
+        queue = self._queue
+        if queue.sequences:
+            self._check(key, 0, queue.tokens / len(queue), None)
+            return
+        ready, _, free = self._survey()
+        if ready and not free:
             self._check(key, 0, 0.0, None)
 
-    def check(self, request: GenerationRequest) -> bool:
-        """Whether a replica has room for it now; if not, it may wait. Raises MantaError."""
-        if not self._queue and self._free():
-            return True
-        roomy = [] if self._queue else self._roomy()
-        if self.choices >= self._limits.waiting and not self.ready():
-            message = "no replica is ready and too many requests wait for one"
-            raise Overloaded(message, code="no_replica", retry_after=self._retry())
-        self._check(request.key, request.priority, self._work(request), request.deadline)
-        return bool(roomy)  # it waits there rather than here, for the next row
+    def check(self, request: GenerationRequest) -> list[ReplicaState]:
+        """Return the replicas that the request may be sent to now; without one, it may wait.
 
-    def enter(self, inflight: InflightRequest, *, now: bool) -> None:
-        """Send the request now, or let it wait, as `check` has said."""
-        if now:
-            self._send(inflight, self._roomy())
+        Raises MantaError where it may do neither.
+        """
+        limits = self._limits
+        ready, roomy, free = self._survey()
+        if not ready:
+            self._waking.wake()
+            self._waking.check(limits.wait_seconds)
+        if len(self._requests) >= limits.in_flight:
+            message = f"this router has {len(self._requests)} requests in flight already"
+            raise Overloaded(message, retry_after=self.seconds())
+        if self._queue.sequences:
+            roomy = []
+        elif free:
+            return roomy
+        if not ready and self.choices >= limits.waiting:
+            message = "no replica is ready and too many requests wait for one"
+            raise Overloaded(message, code="no_replica", retry_after=self._waking.seconds())
+        self._check(request.key, request.priority, self._work(request), request.deadline)
+        return roomy  # the request waits there rather than here, for the next row
+
+    def enter(self, inflight: InflightRequest, roomy: list[ReplicaState]) -> None:
+        """Send the request to one of these replicas, or let it wait, as `check` has said."""
+        if roomy:
+            self._assignment.begin(inflight, roomy)
             return
         request = inflight.request
         self._tickets[inflight] = self._queue.push(
@@ -111,7 +136,7 @@ class RequestQueue:
                 inflight.fail(Overloaded(f"no replica had room for it within {seconds}"))
             else:
                 message = f"no replica became ready within {seconds}"
-                error = Overloaded(message, code="no_replica", retry_after=self._retry())
+                error = Overloaded(message, code="no_replica", retry_after=self._waking.seconds())
                 inflight.fail(error)
 
     # -- out
@@ -119,23 +144,36 @@ class RequestQueue:
     def fill(self) -> None:
         """Send waiting requests while a replica has room."""
         queue = self._queue
-        while queue.head() is not None and (roomy := self._roomy()):
+        while queue.head() is not None and (roomy := self._survey()[1]):
             inflight = queue.pop()
             del self._tickets[inflight]
-            self._send(inflight, roomy)
+            self._assignment.begin(inflight, roomy)
 
     def fail_all(self, error: MantaError) -> None:
-        """No replica will come for those that wait."""
+        """Fail the requests that wait: no replica will come for them."""
         for inflight in list(self._tickets):
             inflight.fail(error)
 
-    def news(self, replica: ReplicaState) -> None:
-        """A frame of this replica has come: it may have room."""
-        if self._queue and replica.room() > 0:
+    def leave(self, reason: MantaError) -> None:
+        """Fail the requests that wait as soon as no replica is left: none will come any more."""
+        self._leaving = reason
+        self.replicas_changed()
+
+    def replicas_changed(self) -> None:
+        """Note that a replica may have gone."""
+        if self._leaving is not None and not self.ready():
+            self._assignment.displaced.fail_all(self._leaving)
+            self.fail_all(self._leaving)
+
+    def hear_frame(self, replica: ReplicaState) -> None:
+        """Note that a frame of this replica has come: it may have room."""
+        if self._queue.sequences and replica.room() > 0:
             self.fill()
+        if self._leaving is not None:
+            self.replicas_changed()
 
     def ended(self, inflight: InflightRequest) -> None:
-        """A request has ended, wherever it was."""
+        """Note that a request has ended, wherever it was."""
         ticket = self._tickets.pop(inflight, None)
         if ticket is not None:
             self._queue.remove(ticket)
@@ -149,21 +187,28 @@ class RequestQueue:
 
     # -- measures
 
-    def _roomy(self) -> list[ReplicaState]:
-        return [one for one in self._fleet.replicas.values() if one.available and one.room() > 0]
-
-    def _free(self) -> bool:
-        """Whether a replica with room has a row for one more choice."""
-        replicas = self._fleet.replicas.values()
-        return any(one.available and one.room() > 0 and one.free_rows() > 0 for one in replicas)
+    def _survey(self) -> tuple[bool, list[ReplicaState], bool]:
+        """Return whether a replica is available, those with room, and whether one of these has a
+        row for one more choice."""
+        ready = free = False
+        roomy = []
+        for replica in self._fleet.replicas.values():
+            if replica.available:
+                ready = True
+                if replica.room() > 0:
+                    roomy.append(replica)
+                    free = free or replica.free_rows() > 0
+        return ready, roomy, free
 
     def _limit(self, request: GenerationRequest) -> int:
-        """Output tokens that a choice can have at most."""
+        """Return how many output tokens a choice can have at most."""
         limit = request.params.max_tokens
-        return self._max_len() - len(request.token_ids) if limit is None else limit
+        if limit is None:
+            return self._cards.base.max_model_len - len(request.token_ids)
+        return limit
 
     def _work(self, request: GenerationRequest) -> float:
-        """Tokens that the request is likely to take."""
+        """Return the tokens that the request is likely to take."""
         output = self._estimate.expected(self._limit(request))
         return len(request.token_ids) + request.params.n * output
 
@@ -186,12 +231,12 @@ class RequestQueue:
             capacity = Capacity.over(
                 [
                     Capacity(
-                        rate=one.rate(),
-                        rows=one.rows,
-                        free=one.free_rows(),
-                        first_seconds=one.first_seconds,
+                        rate=replica.rate(),
+                        rows=replica.rows,
+                        free=replica.free_rows(),
+                        first_seconds=replica.first_seconds,
                     )
-                    for one in known
+                    for replica in known
                 ],
                 self._endings(),
             )
@@ -205,14 +250,15 @@ class RequestQueue:
         return capacity
 
     def _endings(self) -> list[float]:
-        """Seconds until each choice at a replica is expected to end, ascending."""
+        """Return the seconds until each choice at a replica is expected to end, ascending."""
+        self._fleet.refresh()
         replicas, step = self._fleet.replicas, self._fleet.step
-        found = []
+        endings = []
         for request in self._requests:
             limit = self._limit(request.request)
             for choice in request.choices:
                 replica = None if choice.done else replicas.get(choice.place)
                 if replica is not None:
                     left = self._estimate.left(limit, len(choice.emitted))
-                    found.append(left * float(step[replica.column]))
-        return sorted(found)
+                    endings.append(left * float(step[replica.column]))
+        return sorted(endings)

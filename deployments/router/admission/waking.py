@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 
+from deployments.observe.metrics import RouterMetrics
 from engine.errors import Overloaded
 
 logger = logging.getLogger("manta.router")
@@ -30,6 +31,7 @@ class Waking:
         start_seconds: float | None = None,
         ask: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self.metrics = RouterMetrics()  # of the dispatcher that uses it
         self._model = model
         self._guess = start_seconds
         self._ask = ask
@@ -76,6 +78,7 @@ class Waking:
         if not self.sleeping or self._ask is None:
             return False
         logger.info("%s sleeps, and is woken by a request", self._model)
+        self.metrics.wakes.add()
         self._asked = time.monotonic()
         self._task = asyncio.ensure_future(self._ask())
         return True

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.failover.displaced import DisplacedChoices
+from deployments.router.assignment import Assignment
 from deployments.router.inflight import InflightChoice, InflightRequest
 from deployments.router.poison import by_itself
 from deployments.router.replicas.replica_client import ReplicaClient
@@ -18,27 +18,29 @@ _SUSPECT_PAUSE = 0.25  # seconds: as long as news of replicas that died together
 
 
 class ReplicaLosses:
-    """allowed: replicas, killed from outside, that a request may lose in a row without a token from
-    any. requests: those in flight. place(choices): sends choices of one request to a replica."""
+    """The decision what becomes of choices whose replica is lost.
+
+    allowed: replicas, killed from outside, that a request may lose in a row without a token from
+        any.
+    requests: those in flight.
+    """
 
     def __init__(
         self,
         allowed: int,
         requests: Collection[InflightRequest],
-        displaced: DisplacedChoices,
+        assignment: Assignment,
         metrics: RouterMetrics,
-        place: Callable[[list[InflightChoice]], None],
     ) -> None:
         self._allowed = allowed
         self._requests = requests
-        self._displaced = displaced
+        self._assignment = assignment
         self._metrics = metrics
-        self._place = place
 
     def given_back(self, client: ReplicaClient, choice: InflightChoice) -> None:
         """The replica is to stop, and the choice goes on elsewhere. No request is blamed."""
         self._moves(client, choice, "it is to stop")
-        self._place([choice])
+        self._assignment.assign([choice])
 
     def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
         """The connection to the replica broke. choices: those that were there."""
@@ -60,17 +62,18 @@ class ReplicaLosses:
             if choice.suspicion.losses:
                 # This choice may be the cause. Choices that are not go first, to be ahead of the
                 # next death; and all news of replicas that died at once can arrive meanwhile.
-                self._place_later([choice], _SUSPECT_PAUSE)
+                self._assign_later([choice], _SUSPECT_PAUSE)
             else:
                 moving.setdefault(choice.inflight, []).append(choice)
         if client.failed is not None and by_itself(client.failed):
-            for choice in (one for inflight in self._requests for one in inflight.choices):
-                choice.suspicion.acquit(client.failed.deaths)
+            for inflight in self._requests:
+                for choice in inflight.choices:
+                    choice.suspicion.acquit(client.failed.deaths)
         for together in moving.values():
             # Together: a poison request with n > 1 must not be on probation at two replicas.
             left = [choice for choice in together if not choice.done]
             if left:
-                self._place(left)
+                self._assignment.assign(left)
 
     def _give_up(self, client: ReplicaClient, choice: InflightChoice) -> bool:
         """Whether the request has cost too many replicas; then it has failed."""
@@ -90,12 +93,13 @@ class ReplicaLosses:
         choice.inflight.migrations += 1
         choice.inflight.trace.moves(client.replica, why, time.monotonic())
 
-    def _place_later(self, choices: list[InflightChoice], seconds: float) -> None:
-        """Let these choices wait for so long before they are placed."""
+    def _assign_later(self, choices: list[InflightChoice], seconds: float) -> None:
+        """Let these choices wait for so long before they are sent."""
+        displaced = self._assignment.displaced
 
-        def place() -> None:
-            if left := [choice for choice in choices if self._displaced.take(choice)]:
-                self._place(left)
+        def assign() -> None:
+            if left := [choice for choice in choices if displaced.remove(choice)]:
+                self._assignment.assign(left)
 
-        self._displaced.put(choices)
-        asyncio.get_running_loop().call_later(seconds, place)
+        displaced.put(choices)
+        asyncio.get_running_loop().call_later(seconds, assign)

@@ -8,7 +8,7 @@ nothing.
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 from deployments.router.admission.request_queue import RequestQueue
 from deployments.router.inflight import InflightRequest
 from deployments.router.replicas.replica_client import ReplicaClient
+from deployments.router.replicas.replicas import Replicas
 from deployments.router.request_trace import RequestTrace
 from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import DECODE, FIXED, TOKEN, Fleet
@@ -28,7 +29,7 @@ _EVENTS = 50
 _QUEUES = 32
 
 
-class ReplicaEvents:
+class EventLog:
     """The last replicas that came and went. There are few of these, so all are noted."""
 
     def __init__(self) -> None:
@@ -38,24 +39,25 @@ class ReplicaEvents:
         """kind: "joined" or "lost"."""
         self._last.append((time.monotonic(), kind, replica, why))
 
-    def told(self) -> Iterator[tuple[float, dict[str, Any]]]:
+    def entries(self) -> Iterator[tuple[float, dict[str, Any]]]:
         for at, kind, replica, why in self._last:
             yield at, {"kind": kind, "replica": replica, "request": None, "why": why}
 
 
 def view_of_model(
-    clients: Mapping[str, ReplicaClient],
-    fleet: Fleet,
+    replicas: Replicas,
     queue: RequestQueue,
     requests: RequestsInFlight,
-    events: ReplicaEvents,
+    events: EventLog,
 ) -> dict[str, Any]:
     """Moments are seconds ago, and spans are milliseconds: two routers' clocks differ. null is not
     known, or not yet."""
     now = time.monotonic()
+    fleet = replicas.fleet
+    fleet.refresh()
     newest = [inflight.trace for inflight in islice(reversed(requests), _NEWEST)]
     known = list(chain(newest, requests.traces.last(_NEWEST)))
-    moved = chain(events.told(), *(_moves(trace) for trace in known))
+    moved = chain(events.entries(), *(_moves(trace) for trace in known))
     return {
         "in_flight": len(requests),
         "queued": queue.choices,
@@ -64,8 +66,8 @@ def view_of_model(
             {"key": key, "requests": waiting, "tokens": int(tokens)}
             for key, waiting, tokens in queue.longest(_QUEUES)
         ],
-        "replicas": [_replica(client, fleet, now) for client in clients.values()],
-        "requests": [_request(one, now) for one in islice(requests, _REQUESTS)],
+        "replicas": [_replica(client, fleet, now) for client in replicas.values()],
+        "requests": [_request(inflight, now) for inflight in islice(requests, _REQUESTS)],
         "choices": _last(chain.from_iterable(map(_choices, known)), _CHOICES, now),
         "events": _last(moved, _EVENTS, now),
     }

@@ -42,7 +42,8 @@ class RouterChanges:
             await asyncio.to_thread(self._change.put, name, section)
             await self._keeper.look()
             if name in self._front.dispatchers:
-                self._front.dispatchers[name].wake()  # whether it can start is to be seen now
+                # Whether the model can start is to be seen now.
+                self._front.dispatchers[name].waking.wake()
 
     async def remove(self, name: str) -> None:
         async with self._turn:

@@ -44,8 +44,8 @@ class ModelFront:
     def put(self, model: str, dispatcher: Dispatcher, seconds: float) -> None:
         """Serve the model by this dispatcher from now on. Answers of the dispatcher that it
         replaces may go on for so many seconds."""
-        dispatcher.requests.on_end = self.on_end
-        dispatcher.on_models = self._rebuild
+        dispatcher.requests.on_end.append(self._ended)
+        dispatcher.cards.on_change = self._rebuild
         if not self.several:
             self.metrics = dispatcher.metrics
         before = self.dispatchers.get(model)
@@ -56,6 +56,10 @@ class ModelFront:
             message = f"{model} was changed, and the time that this request had is over"
             self._retire(before, seconds, Overloaded(message, code="draining", retry_after=5))
         self._rebuild()
+
+    def _ended(self, inflight: InflightRequest) -> None:
+        for listener in self.on_end:
+            listener(inflight)
 
     def take_out(self, model: str, seconds: float) -> None:
         """Stop serving the model to new requests; those in flight may go on for so many seconds."""
@@ -193,7 +197,7 @@ class ModelFront:
         applications scale by what their engines say."""
         if self.several:
             return {}
-        return next((one.load.stats() for one in self.dispatchers.values()), {})
+        return next((one.load() for one in self.dispatchers.values()), {})
 
     def refuse_new(self) -> None:
         """Refuse new requests; those in flight go on."""

@@ -1,10 +1,22 @@
-"""ReplicaCalls: requests to replicas over their channels, answered by ticket."""
+"""ReplicaCalls: requests to replicas over their channels, answered by ticket.
+
+`recall` asks with them for the tokens of a stream whose router or edge has died.
+"""
 
 import asyncio
 import itertools
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from deployments.router.replicas.replica_client import ReplicaClient
+from deployments.backend import RecalledChoice
+from deployments.transport.channel import Recall, Recalled
+
+if TYPE_CHECKING:
+    from deployments.router.replicas.replica_client import ReplicaClient
+
+RECALL_SECONDS = 2.0  # for all replicas: a new router has to connect first; longer is not worth it
+_POLL = 0.02  # seconds between looks for replicas that were not there yet
 
 
 class Ticketed(Protocol):
@@ -16,18 +28,18 @@ class ReplicaCalls:
 
     def __init__(self) -> None:
         self._tickets = itertools.count(1)
-        self._asked: dict[int, tuple[ReplicaClient, asyncio.Future[Any]]] = {}
+        self._waiting: dict[int, tuple[ReplicaClient, asyncio.Future[Any]]] = {}
 
     def ticket(self) -> int:
-        """A new ticket."""
+        """Return a new ticket."""
         return next(self._tickets)
 
-    async def ask(self, client: ReplicaClient, message: Ticketed, seconds: float) -> Any:
-        """The answer; None if the replica was lost or has not answered in time."""
+    async def ask(self, client: "ReplicaClient", message: Ticketed, seconds: float) -> Any:
+        """Return the answer; None if the replica was lost or has not answered in time."""
         if client.connection is None:
             return None
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked[message.ticket] = (client, future)
+        self._waiting[message.ticket] = (client, future)
         client.connection.send(message)
         try:
             async with asyncio.timeout(seconds):
@@ -35,17 +47,65 @@ class ReplicaCalls:
         except TimeoutError:
             return None
         finally:
-            self._asked.pop(message.ticket, None)
+            self._waiting.pop(message.ticket, None)
 
     def answered(self, answer: Ticketed) -> None:
-        asked = self._asked.pop(answer.ticket, None)
-        if asked is not None and not asked[1].done():
-            asked[1].set_result(answer)
+        """Give the answer to the call that has its ticket, if that still waits."""
+        call = self._waiting.pop(answer.ticket, None)
+        if call is not None and not call[1].done():
+            call[1].set_result(answer)
 
-    def lost(self, client: ReplicaClient) -> None:
-        """The connection to this replica is gone."""
-        for ticket, (where, future) in list(self._asked.items()):
-            if where is client:
-                del self._asked[ticket]
+    def lost(self, client: "ReplicaClient") -> None:
+        """End the calls to a replica whose connection is gone."""
+        for ticket, (asked, future) in list(self._waiting.items()):
+            if asked is client:
+                del self._waiting[ticket]
                 if not future.done():
                     future.set_result(None)
+
+
+async def recall(
+    calls: ReplicaCalls,
+    clients: Callable[[], Iterable["ReplicaClient"]],
+    streams: Sequence[str],
+    enough: Callable[[list[RecalledChoice]], bool],
+) -> list[RecalledChoice]:
+    """Ask all replicas for these streams, those too that connect meanwhile. Ends when `enough` says
+    so, when all have answered, or after RECALL_SECONDS."""
+    choices: list[RecalledChoice] = []
+    asked: dict[ReplicaClient, asyncio.Task[None]] = {}
+
+    async def ask(client: "ReplicaClient") -> None:
+        answer = await calls.ask(client, Recall(calls.ticket(), list(streams)), RECALL_SECONDS)
+        if isinstance(answer, Recalled):
+            choices.extend(
+                RecalledChoice(
+                    record.stream,
+                    record.choice,
+                    record.token_ids,
+                    record.finish,
+                    record.stop_token,
+                    client.endpoint.weights,
+                )
+                for record in answer.records
+            )
+
+    end = time.monotonic() + RECALL_SECONDS
+    try:
+        while time.monotonic() < end:
+            known = list(clients())
+            for client in known:
+                if client not in asked and client.connection is not None:
+                    asked[client] = asyncio.create_task(ask(client))
+            open_ = [task for task in asked.values() if not task.done()]
+            all_answered = known and not open_ and all(client in asked for client in known)
+            if enough(choices) or all_answered:
+                break
+            if open_:
+                await asyncio.wait(open_, timeout=_POLL, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(_POLL)
+    finally:
+        for task in asked.values():
+            task.cancel()
+    return choices

@@ -4,15 +4,16 @@ needs to know of the replica."""
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from deployments.router.inflight import InflightChoice
+from deployments.router.replicas.replica_calls import ReplicaCalls
 from deployments.routing.fleet import Fleet
 from deployments.routing.prefix_index import unpack_hashes
-from deployments.transport.channel import ChannelLimits, FromReplica, Recalled, RouterEnd
-from engine.messages import AdapterAnswer, Failed, StepFrame
+from deployments.transport.channel import ChannelLimits, FromReplica, RouterEnd
+from engine.messages import Failed, StepFrame
 
 logger = logging.getLogger("manta.router")
 
@@ -59,23 +60,39 @@ class ReplicaEndpoint:
         )
 
 
+class ReplicaListener(Protocol):
+    """The object that hears of what happens at the replicas, on the event loop."""
+
+    def opened(self, client: "ReplicaClient") -> None:
+        """The replica can take requests."""
+
+    def frame(self, client: "ReplicaClient", frame: StepFrame, now: float) -> None:
+        """A step's deltas and stats have come. now: monotonic seconds."""
+
+    def lost(self, client: "ReplicaClient", choices: list[InflightChoice], reason: str) -> None:
+        """The connection broke. choices: those that were at the replica."""
+
+
 class ReplicaClient:
-    """on_open(client), on_frame(client, frame, now), on_answer(message), on_lost(client, choices,
-    reason) are called on the loop. now: monotonic seconds. state: what is known of the replica; it
-    is in `fleet` until this client is retired."""
+    """A connection to one replica, made anew until the client is retired.
+
+    listener: what hears of the replica.
+    fleet: where the replica's state is until this client is retired.
+    calls: calls to replicas, which get the replica's answers.
+    router: name of the router, for the replica's logs.
+    state: what is known of the replica.
+    """
 
     def __init__(
         self,
         replica: str,
         endpoint: ReplicaEndpoint,
+        listener: ReplicaListener,
         *,
+        fleet: Fleet,
+        calls: ReplicaCalls,
         limits: ChannelLimits,
         router: str,
-        fleet: Fleet,
-        on_open: Callable[["ReplicaClient"], None],
-        on_frame: Callable[["ReplicaClient", StepFrame, float], None],
-        on_answer: Callable[[AdapterAnswer | Recalled], None],
-        on_lost: Callable[["ReplicaClient", list[InflightChoice], str], None],
     ) -> None:
         self.replica = replica
         self.endpoint = endpoint
@@ -86,10 +103,8 @@ class ReplicaClient:
         self.retired = False  # Serve no longer counts the replica: send nothing new
         self._limits = limits
         self._router = router
-        self._on_open = on_open
-        self._on_frame = on_frame
-        self._on_answer = on_answer
-        self._on_lost = on_lost
+        self._listener = listener
+        self._calls = calls
         self._fleet = fleet
         self.state = fleet.add(
             replica,
@@ -105,21 +120,21 @@ class ReplicaClient:
         """Note what it says of the replica, and pass on what it says of requests."""
         if isinstance(message, StepFrame):
             now = time.monotonic()
-            self._fleet.observe(self.state, message.stats, message.taken, now)
+            self.state.observe(message.stats, message.taken, now)
             if message.prefix_hashes:
                 self._fleet.add_prefix(self.state, unpack_hashes(message.prefix_hashes))
-            self._on_frame(self, message, now)
+            self._listener.frame(self, message, now)
         elif isinstance(message, Failed):
             assert self.connection is not None
             self.failed = message
             self.connection.close(f"{message.code}: {message.message}")
         else:
-            self._on_answer(message)
+            self._calls.answered(message)
 
     def forget(self, choice: InflightChoice) -> None:
         """The choice ended or moved. A retired client closes with its last choice."""
         self.choices.pop(choice.id, None)
-        self._fleet.unbook(self.state, choice.id)
+        self.state.unbook(choice.id)
         if self.retired and not self.choices:
             self.close("no longer in service")
 
@@ -175,18 +190,20 @@ class ReplicaClient:
     def _opened(self, connection: RouterEnd) -> None:
         self.connection = connection
         self.failed = None
-        self._fleet.opened(self.state, time.monotonic())
-        self._on_open(self)
+        self.state.opened(self._fleet.routers(), time.monotonic())
+        self._listener.opened(self)
 
     def _closed(self, connection: RouterEnd, reason: str) -> None:
         was_open = connection is self.connection
         self.silent = connection.silent
         self.connection = None
-        self._fleet.lost(self.state)
+        self.state.lost()
+        self._fleet.forget_caches(self.state)
         lost = list(self.choices.values())
         self.choices.clear()
         self._ended.set()
         if was_open or lost:
-            self._on_lost(self, lost, reason)
+            self._calls.lost(self)
+            self._listener.lost(self, lost, reason)
         else:
             logger.warning("replica %s: %s", self.replica, reason)

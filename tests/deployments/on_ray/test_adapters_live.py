@@ -496,7 +496,7 @@ def test_two_replicas_hold_more_adapters_than_one(
     folders = [roots / "made" / f"{number}-0" for number in range(2 * SLOTS - 4)]
     seen = {}
     for policy, choose in (("adapters", route), ("load", by_load)):
-        monkeypatch.setattr("deployments.router.placement.route", choose)
+        monkeypatch.setattr("deployments.router.assignment.route", choose)
         seen[policy] = asyncio.run(traffic(live, policy, folders, 120))
         record_property(f"by {policy}", seen[policy])
     record_property("adapters", len(folders))

@@ -439,16 +439,14 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
         client = ReplicaClient(
             "r0",
             ReplicaEndpoint("127.0.0.1", 1, "00", 10**6, 1000, (2,), 2048),
+            dispatcher._events,
+            fleet=dispatcher.replicas.fleet,
+            calls=dispatcher.replicas.calls,
             limits=FAST,
             router="r",
-            fleet=dispatcher._fleet,
-            on_open=lambda _: None,
-            on_frame=dispatcher._on_frame,
-            on_answer=lambda _: None,
-            on_lost=lambda *_: None,
         )
         client.retired = True
-        dispatcher._clients["r0"] = client
+        dispatcher.replicas["r0"] = client
         params = SamplingParams(max_tokens=10**5)
         all_inflight = [
             dispatcher.generate(GenerationRequest("q", "m", [1], params, seed=1))

@@ -250,7 +250,7 @@ def test_many_changes_under_load(tmp_path):
                 for number in range(120):
                     await change(dice.choice(names[:12]))
                     if number % 30 == 15:
-                        victim = next(iter(fleet.dispatcher._clients))
+                        victim = next(iter(fleet.dispatcher.replicas))
                         fleet.engines[victim].die()
                         await fleet.add(f"later{number}")
                         del fleet.replica_servers[victim]
@@ -284,7 +284,7 @@ def test_many_changes_under_load(tmp_path):
                 assert len(good) > 250 and len(set(good)) > 30, Counter(good)
                 for each in (router, other):
                     assert each.held() == {"requests": 0, "waiting": 0, "choices": 0}
-                    assert not each._replica_calls._asked and not each._stale._ended
+                    assert not each.replicas.calls._waiting and not each._events._stale._ended
                 assert not any(
                     replica_server.in_flight for replica_server in fleet.replica_servers.values()
                 )

@@ -14,14 +14,14 @@ from deployments.backend import GenerationRequest, ModelCard
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.admission.limits import DispatchLimits
 from deployments.router.admission.request_queue import RequestQueue
-from deployments.router.failover.displaced import DisplacedChoices
+from deployments.router.admission.waking import Waking
+from deployments.router.assignment import Assignment
+from deployments.router.dispatcher import Dispatcher
 from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.inflight import InflightRequest
-from deployments.router.load import RouterLoad
-from deployments.router.model_cards import ModelCards
-from deployments.router.placement import Placement
+from deployments.router.models.model_cards import ModelCards
 from deployments.router.replicas.replica_client import ReplicaEndpoint
-from deployments.router.replicas.replica_clients import ReplicaClients
+from deployments.router.replicas.replicas import Replicas
 from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import Fleet
 from deployments.routing.step_cost import StepCost
@@ -45,12 +45,12 @@ class FakeReplicaClient:
         self.failed: Failed | None = None
         self.silent = self.retired = False
         self._fleet = fleet
-        fleet.opened(self.state, 0.0)
-        fleet.observe(self.state, EngineStats(rows=8), (), 0.0)
+        self.state.opened(1, 0.0)
+        self.state.observe(EngineStats(rows=8), (), 0.0)
 
     def forget(self, choice: Any) -> None:
         self.choices.pop(choice.id, None)
-        self._fleet.unbook(self.state, choice.id)
+        self.state.unbook(choice.id)
 
     def retire(self) -> None:
         self.retired = True
@@ -59,7 +59,8 @@ class FakeReplicaClient:
     def lose(self) -> list[Any]:
         """As when its connection breaks: the choices that were there."""
         self.connection = None
-        self._fleet.lost(self.state)
+        self.state.lost()
+        self._fleet.forget_caches(self.state)
         lost = list(self.choices.values())
         self.choices.clear()
         return lost
@@ -78,40 +79,42 @@ def published(**more: Any) -> dict[str, Any]:
     }
 
 
+class FakeReplicas(Replicas):
+    """Replicas without connections."""
+
+    def _connect(self, name: str, endpoint: ReplicaEndpoint, _: Any) -> Any:
+        return FakeReplicaClient(self.fleet, name, endpoint)
+
+
 class Parts:
-    def __init__(self, vocabulary: str = "", wait: float = 5.0, **replicas: dict[str, Any]) -> None:
-        self.fleet = Fleet()
-        self.clients = ReplicaClients(
-            lambda name, told: FakeReplicaClient(self.fleet, name, told), vocabulary
-        )  # type: ignore[arg-type, return-value]
-        self.displaced = DisplacedChoices(wait)
+    def __init__(self, vocabulary: str = "", wait: float = 5.0, **published: Any) -> None:
         self.metrics = RouterMetrics()
-        self.all_inflight = RequestsInFlight("router-1")
-        self.placement = Placement(
-            self.clients, self.fleet, self.displaced, self.metrics, Random(1), lambda: 4096
+        self.replicas = FakeReplicas(DispatchLimits().channel, "router-1", vocabulary)
+        self.fleet = self.replicas.fleet
+        self.all_inflight = RequestsInFlight("router-1", self.metrics)
+        self.cards = ModelCards(CARD)
+        self.assignment = Assignment(
+            self.replicas, self.cards, Waking(), self.metrics, Random(1), wait
         )
-        self.losses = ReplicaLosses(
-            1, self.all_inflight, self.displaced, self.metrics, self.placement.place
-        )
-        self.clients.replace(replicas)
+        self.displaced = self.assignment.displaced
+        self.losses = ReplicaLosses(1, self.all_inflight, self.assignment, self.metrics)
+        self.publish(**published)
+
+    def publish(self, **published: Any) -> None:
+        self.replicas.replace(published, SimpleNamespace())  # type: ignore[arg-type]
 
     def inflight(self, n: int = 1, id: str = "q", **more: Any) -> InflightRequest:
         params = SamplingParams(n=n, max_tokens=9)
         request = GenerationRequest(id, "m", [5] * 10, params, seed=1, **more)
-        place = self.placement
+        numbers = self.assignment.numbers(n)
         inflight = InflightRequest(
-            request,
-            place.numbers(n),
-            self.metrics,
-            self.all_inflight.ended,
-            place.take_off,
-            place.bring_back,
+            request, numbers, self.metrics, self.assignment, self.all_inflight
         )
         self.all_inflight.add(inflight)
         return inflight
 
     def submits(self, name: str) -> list[int]:
-        return [one.request.id for one in self.clients[name].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
+        return [one.request.id for one in self.replicas[name].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
 
 
 async def test_choices_of_a_request_go_together_and_are_booked_until_they_are_taken_off():
@@ -119,16 +122,16 @@ async def test_choices_of_a_request_go_together_and_are_booked_until_they_are_ta
     the request whose client has left."""
     parts = Parts(a=published(), b=published())
     inflight = parts.inflight(n=3)
-    parts.placement.place(inflight.choices)
+    parts.assignment.assign(inflight.choices)
     (name,) = {choice.place for choice in inflight.choices}
-    state = parts.clients[name].state
+    state = parts.replicas[name].state
     assert parts.submits(name) == [1, 2, 3] and state.booked == state.held == 3
     inflight.abort(1)
-    assert parts.clients[name].sent[-1] == Abort([2]) and state.booked == 2
+    assert parts.replicas[name].sent[-1] == Abort([2]) and state.booked == 2
     inflight.abort()
-    assert parts.clients[name].sent[-1] == Abort([1, 3])
+    assert parts.replicas[name].sent[-1] == Abort([1, 3])
     assert (state.booked, state.held, state.booked_tokens, len(parts.displaced)) == (0, 0, 0, 0)
-    assert parts.placement.numbers(1) == 4, "a number that was used is not used again"
+    assert parts.assignment.numbers(1) == 4, "a number that was used is not used again"
 
 
 async def test_what_has_begun_goes_to_the_same_weights_or_waits_for_them():
@@ -136,15 +139,15 @@ async def test_what_has_begun_goes_to_the_same_weights_or_waits_for_them():
     parts = Parts(a=published(weights="old"), b=published(weights="new"))
     inflight = parts.inflight()
     (choice,) = inflight.choices
-    parts.placement.place([choice], ["a"])
+    parts.assignment.assign([choice], ["a"])
     choice.emitted = [7, 8]
-    lost = parts.clients["a"].lose()  # type: ignore[attr-defined]
-    parts.losses.lost(parts.clients["a"], lost, "test")
+    lost = parts.replicas["a"].lose()  # type: ignore[attr-defined]
+    parts.losses.lost(parts.replicas["a"], lost, "test")
     assert not parts.submits("b") and len(parts.displaced) == 1
-    parts.clients.replace({"b": published(weights="new"), "c": published(weights="old")})
-    parts.placement.place_displaced()
+    parts.publish(b=published(weights="new"), c=published(weights="old"))
+    parts.assignment.assign_displaced()
     assert choice.place == "c" and not parts.displaced
-    (sent,) = [one for one in parts.clients["c"].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
+    (sent,) = [one for one in parts.replicas["c"].sent if isinstance(one, Submit)]  # type: ignore[attr-defined]
     assert sent.request.token_ids == [5] * 10 + [7, 8]
     assert inflight.migrations == 1 and inflight.replicas == ["a", "c"]
     inflight.abort()
@@ -155,14 +158,14 @@ async def test_a_loss_moves_at_once_who_is_not_to_blame_and_gives_up_who_lost_to
     parts = Parts(a=published(), b=published(), c=published())
     given, new = parts.inflight(), parts.inflight()
     for inflight in (given, new):
-        parts.placement.place(inflight.choices, ["a"])
+        parts.assignment.assign(inflight.choices, ["a"])
     given.choices[0].emitted = [7] * 9  # more than what clears it
-    parts.losses.lost(parts.clients["a"], parts.clients["a"].lose(), "test")  # type: ignore[attr-defined]
+    parts.losses.lost(parts.replicas["a"], parts.replicas["a"].lose(), "test")  # type: ignore[attr-defined]
     assert given.choices[0].place in "bc" and len(parts.displaced) == 1, "who gave nothing waits"
     await asyncio.sleep(0.3)
     second = new.choices[0].place
     assert second in "bc" and not parts.displaced
-    parts.losses.lost(parts.clients[second], parts.clients[second].lose(), "test")  # type: ignore[attr-defined]
+    parts.losses.lost(parts.replicas[second], parts.replicas[second].lose(), "test")  # type: ignore[attr-defined]
     with pytest.raises(MantaError):
         await new.next()
     assert given in parts.all_inflight and new not in parts.all_inflight
@@ -174,7 +177,7 @@ async def test_what_nobody_can_take_fails_after_its_time_and_is_forgotten():
     parts = Parts(wait=0.05)
     late, gone = parts.inflight(n=2), parts.inflight()
     for inflight in (late, gone):
-        parts.placement.place(inflight.choices)
+        parts.assignment.assign(inflight.choices)
     assert len(parts.displaced) == 3
     gone.abort()
     assert len(parts.displaced) == 2
@@ -187,13 +190,13 @@ def test_links_keep_what_left_until_its_choices_have_ended_and_leave_other_token
     """A replica that scales down and takes its streams with it; or an update in which old routers
     read the new model's tokens with the old tokenizer."""
     parts = Parts("mine", a=published(), b=published(tokenizer="other"))
-    assert set(parts.clients) == {"a"}
-    client = parts.clients["a"]
+    assert set(parts.replicas) == {"a"}
+    client = parts.replicas["a"]
     client.choices[1] = SimpleNamespace(id=1, place="a")  # type: ignore[assignment]
-    parts.clients.replace({})
-    assert not parts.clients and parts.clients.closing == {client} and client.retired
-    assert parts.clients.holding(client.choices[1]) is client
-    assert parts.clients.holding(SimpleNamespace(id=2, place="a")) is None  # type: ignore[arg-type]
+    parts.publish()
+    assert not parts.replicas and parts.replicas.closing == {client} and client.retired
+    assert parts.replicas.holding(client.choices[1]) is client
+    assert parts.replicas.holding(SimpleNamespace(id=2, place="a")) is None  # type: ignore[arg-type]
     assert not parts.fleet.replicas
 
 
@@ -216,24 +219,24 @@ async def test_the_request_queue_refuses_before_a_text_is_tokenised_when_no_row_
     """With nothing waiting, each refused request was parsed and tokenised first; and it was sent to
     wait in an engine whose whole batch went on for a minute."""
     parts = Parts(a=published())
-    state = parts.clients["a"].state
-    sent: list[InflightRequest] = []
+    state = parts.replicas["a"].state
     queue = RequestQueue(
         DispatchLimits(),
         parts.fleet,
         parts.all_inflight,
-        Random(1).random,
-        lambda: 4096,
-        lambda inflight, roomy: sent.append(inflight),
+        parts.cards,
+        parts.assignment,
+        Waking(),
+        Random(1),
     )
     queue.admit("a key")  # a row is free
     running = [parts.inflight() for _ in range(8)]
     for one in running:
-        parts.placement.place(one.choices)
+        parts.assignment.assign(one.choices)
     state.steps.cost = StepCost(10.0, 0.0, 0.0)  # each has nine tokens to come
     stats = EngineStats(rows=8, running=8, routers=1)
     taken = [choice.id for one in running for choice in one.choices]
-    parts.fleet.observe(state, stats, taken, 0.0)
+    state.observe(stats, taken, 0.0)
     assert state.room() > 0, "choices may wait there"
     with pytest.raises(Overloaded) as refused:
         queue.admit("a key")
@@ -279,30 +282,39 @@ async def test_a_request_fails_at_its_deadline():
     assert not parts.all_inflight
 
 
-async def test_load_counts_what_arrives_and_what_waits(monkeypatch):
-    """Cached tokens that are scaled for; choices between two replicas, or adapters' requests, that
-    nobody counts."""
-    parts, clock = Parts(), [100.0]
-    monkeypatch.setattr("deployments.router.load.time.monotonic", lambda: clock[0])
-    queue, calls = SimpleNamespace(choices=3, tokens=700), SimpleNamespace(waiting=2)
-    load = RouterLoad(parts.metrics, parts.all_inflight, queue, [1], calls)
+async def test_load_counts_what_arrives(monkeypatch):
+    """Cached tokens that are scaled for."""
+    clock = [100.0]
+    monkeypatch.setattr("deployments.router.requests_in_flight.time.monotonic", lambda: clock[0])
+    parts = Parts()
+    requests = parts.all_inflight
     clock[0] += 1.0
-    assert load.stats()["prompt_rate"] == 0.0, "before there was a call to compare with"
+    assert requests.arrival_rates()["prompt_rate"] == 0.0, "before there was a call to compare with"
     inflight = parts.inflight()
     parts.metrics.prompt_tokens.add(990)  # beside those of this one
     parts.metrics.cached_tokens.add(400)
     for _ in range(3):
         parts.metrics.prompt_size.observe(250)
     clock[0] += 2.0
-    assert load.stats() == {
-        "prompt_rate": 300.0,
-        "output_rate": 2 * 128.0,  # no request has ended: its output is guessed
-        "in_flight": 1,
-        "queued": 3 + 1 + 2,
-        "queued_tokens": 700,
-    }
+    # No request has ended: its output is guessed.
+    assert requests.arrival_rates() == {"prompt_rate": 300.0, "output_rate": 2 * 128.0}
     parts.metrics.output_size.observe(50)
     parts.metrics.prompt_size.observe(250)
     clock[0] += 1.0
-    assert load.stats()["output_rate"] == 50.0
+    assert requests.arrival_rates()["output_rate"] == 50.0
     inflight.abort()
+
+
+async def test_load_counts_everything_that_waits():
+    """Choices between two replicas, or adapters' requests, that nobody counts."""
+    dispatcher = Dispatcher(CARD, None, DispatchLimits(), "router")  # type: ignore[arg-type]
+    params = SamplingParams(n=2, max_tokens=9)
+    waiting = dispatcher.generate(GenerationRequest("q", "m", [5] * 10, params, seed=1))
+    displaced = InflightRequest(
+        waiting.request, 7, dispatcher.metrics, dispatcher.assignment, dispatcher.requests
+    )
+    dispatcher.assignment.assign(displaced.choices)
+    dispatcher._adapter_calls.waiting = 3
+    load = dispatcher.load()
+    assert (load["in_flight"], load["queued"]) == (1, 2 + 2 + 3) and load["queued_tokens"] > 10
+    dispatcher.close()

@@ -29,6 +29,18 @@ from tests.deployments.router.fleet import FAST, PROMPT, Fleet, read, text, unti
 WHOLE = {0: text(len(PROMPT), 50)}
 
 
+class Anybody:
+    """An assignment and a list of requests that note nothing."""
+
+    def take_off(self, _):
+        pass
+
+    def ended(self, _):
+        pass
+
+    bring_back = take_off
+
+
 def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 20))
 
@@ -57,7 +69,7 @@ def test_a_row_is_not_given_twice_during_a_long_step():
             await read(fleet.generate(max_tokens=5))  # steps are known to be quick
             fleet.engines["r0"].pace = 0.8
             all_inflight = [fleet.generate() for _ in range(16)]
-            state = fleet.dispatcher._clients["r0"].state
+            state = fleet.dispatcher.replicas["r0"].state
             for _ in range(7):
                 await asyncio.sleep(0.1)
                 assert state.booked == 10 and state.room() <= 0
@@ -175,7 +187,7 @@ def test_a_request_that_moves_is_the_same_request():
             kind = type(getattr(request, name))
             setattr(request, name, kind(7))
         request.adapter = AdapterRecord(name="legal", path="/legal", revision="abc")
-        inflight = InflightRequest(request, 40, RouterMetrics(), lambda _: None, lambda _: None)
+        inflight = InflightRequest(request, 40, RouterMetrics(), Anybody(), Anybody())
         choice = inflight.choices[1]
         inflight.take(choice, Delta(41, [8, 9]), 1.0)
         moved = choice.as_request()
@@ -266,12 +278,12 @@ def test_each_wait_for_a_replica_has_its_own_time():
                 await fleet.replica_servers[lost].stop()
                 await until(lambda: not fleet.dispatcher.ready())
                 await asyncio.sleep(0.7)
-                assert fleet.dispatcher._displaced
+                assert fleet.dispatcher.assignment.displaced
                 await fleet.add(new)
                 fleet.publish(new)
             before = len(emitted)
             await until(lambda: len(emitted) > before)
-            assert not fleet.dispatcher._displaced
+            assert not fleet.dispatcher.assignment.displaced
             inflight.abort()
 
     run(case())
@@ -318,7 +330,7 @@ def test_abort_frees_the_replica_and_ends_the_stream():
             await until(lambda: not fleet.engines["r0"].core.has_work())
             assert fleet.load() == {"r0": 0}
             assert fleet.dispatcher.state().in_flight == 0
-            assert not fleet.dispatcher._clients["r0"].choices
+            assert not fleet.dispatcher.replicas["r0"].choices
             assert fleet.dispatcher.metrics.finished.values[("abort",)] == 2
 
     run(case())
@@ -354,7 +366,7 @@ def test_silence_is_no_death_to_blame_a_request_for(times: int):
             for engine in fleet.engines.values():
                 engine.stuck = True
             inflight = fleet.generate()
-            choice, clients = inflight.choices[0], fleet.dispatcher._clients
+            choice, clients = inflight.choices[0], fleet.dispatcher.replicas
             for _ in range(times):
                 await until(lambda: choice.done or choice.id in clients[choice.place].choices)
                 connection = clients[choice.place].connection
@@ -477,7 +489,7 @@ def test_a_draining_replica_gets_nothing_new_and_hands_over_what_does_not_end():
             long = [fleet.generate(max_tokens=1000) for _ in range(4)]
             await until(lambda: min(fleet.load().values()) == 2)
             drain = asyncio.create_task(fleet.replica_servers["r0"].drain(0.3))
-            await until(lambda: fleet.dispatcher._clients["r0"].state.stats.draining)
+            await until(lambda: fleet.dispatcher.replicas["r0"].state.stats.draining)
             seen = len(fleet.engines["r0"].requests)
             short = [fleet.generate() for _ in range(6)]
             assert await asyncio.gather(*map(read, short)) == [WHOLE] * 6
@@ -502,7 +514,7 @@ def test_a_replica_that_serve_takes_out_finishes_and_is_left():
             assert await asyncio.gather(*map(read, all_inflight)) == [WHOLE] * 4
             await until(lambda: fleet.replica_servers["r0"].num_routers == 0)
             assert fleet.dispatcher.metrics.migrations.values[()] == 0
-            assert not fleet.dispatcher._clients.closing
+            assert not fleet.dispatcher.replicas.closing
 
     run(case())
 
@@ -558,8 +570,8 @@ def test_random_requests_aborts_and_losses_leave_nothing_behind():
             await asyncio.gather(*tasks)
             await until(lambda: fleet.load() == dict.fromkeys(fleet.replica_servers, 0))
             await until(lambda: not any(e.core.has_work() for e in fleet.engines.values()))
-            assert not fleet.dispatcher.requests and not fleet.dispatcher._displaced
-            assert not any(client.choices for client in fleet.dispatcher._clients.values())
+            assert not fleet.dispatcher.requests and not fleet.dispatcher.assignment.displaced
+            assert not any(client.choices for client in fleet.dispatcher.replicas.values())
             loop = asyncio.get_running_loop()
             timers = [t for t in getattr(loop, "_scheduled", []) if not t.cancelled()]
             assert len(timers) < 20, "timers of requests that ended"
@@ -573,7 +585,7 @@ def test_channel_limits_are_the_configured_ones():
     async def case():
         limits = DispatchLimits(channel=ChannelLimits(heartbeat=0.05, timeout=0.2))
         async with Fleet(1, limits=limits) as fleet:
-            connection = fleet.dispatcher._clients["r0"].connection
+            connection = fleet.dispatcher.replicas["r0"].connection
             assert connection is not None and connection._limits.heartbeat == 0.05
 
     run(case())

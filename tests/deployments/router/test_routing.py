@@ -37,13 +37,14 @@ def fleet(**replicas: EngineStats) -> Fleet:
     made = Fleet()
     for name, figures in replicas.items():
         made.add(name, "gpu", step_tokens=512, adapter_slots=2).steps.cost = FAST
-        made.opened(made.replicas[name], 0.0)
+        made.replicas[name].opened(1, 0.0)
         see(made, name, figures)
     return made
 
 
 def see(made: Fleet, name: str, figures: EngineStats, now: float = 0.0, taken=()) -> None:
-    made.observe(made.replicas[name], figures, taken, now)
+    made.replicas[name].observe(figures, taken, now)
+    made.refresh()
 
 
 _choices = count(1)
@@ -53,6 +54,7 @@ def sent(made: Fleet, decision: RoutingDecision, work: RoutingRequest, now: floa
     """The choice's number."""
     choice = next(_choices)
     made.send(made.replicas[decision.replica], [choice], decision, work, now)
+    made.refresh()
     return choice
 
 
@@ -118,9 +120,11 @@ def test_what_is_taken_back_before_it_was_counted_counts_no_more():
     decision = route(WORK, made, Random(0), 0.0)
     made.send(one, [1, 2], decision, RoutingRequest(100, 64, 2), 0.0)
     assert (one.booked, one.booked_tokens, one.uncached_tokens) == (2, 200, 100)
+    made.refresh()
     assert made.terms[0, one.column] > fixed
-    made.unbook(one, 1)
-    made.unbook(one, 2)
+    one.unbook(1)
+    one.unbook(2)
+    made.refresh()
     assert made.terms[0, one.column] == fixed
 
 
@@ -198,7 +202,7 @@ def test_an_adapter_stays_where_it_is_and_pushes_out_who_is_wanted_least():
     assert made.adapters_of(one) == ("new", "x")
     see(made, "a", stats(adapters=["x", "y"]), 0.001)  # not there yet, but on its way
     assert "new" in made.adapters_of(one)
-    made.unbook(one, choice)
+    one.unbook(choice)
     see(made, "a", stats(adapters=["x", "y"]), 1.0)
     assert made.adapters_of(one) == ("x", "y")
 
@@ -211,7 +215,8 @@ def test_unavailable_avoided_and_other_replicas():
     assert choose(made, among=["a"], avoid="a") == {"a": 100}
     see(made, "a", stats(draining=True), 0.0)
     assert choose(made) == {"b": 100}
-    made.lost(made.replicas["b"])
+    made.replicas["b"].lost()
+    made.forget_caches(made.replicas["b"])
     assert choose(made) == {None: 100}
     assert route(WORK, Fleet(), Random(0), 0.0) is None
 
@@ -224,11 +229,11 @@ def test_a_replica_that_left_leaves_nothing():
     assert len(made.index) == 0 and not made.holders["x"]
     assert choose(made) == {None: 100}
     made.add("b", "gpu", step_tokens=512)
-    made.opened(made.replicas["b"], 0.0)
+    made.replicas["b"].opened(1, 0.0)
     assert route(prompt(1), made, Random(0), 0.0).cached == 0
     for n in range(40):  # and rows are added beyond the first table
         made.add(f"more{n}", "gpu", step_tokens=512)
-        made.opened(made.replicas[f"more{n}"], 0.0)
+        made.replicas[f"more{n}"].opened(1, 0.0)
     assert len(choose(made)) > 10
 
 

@@ -72,10 +72,10 @@ def test_what_comes_after_the_farewell_is_given_back():
 
     async def case():
         async with Fleet(2) as fleet:
-            client = fleet.dispatcher._clients["r0"]
+            client = fleet.dispatcher.replicas["r0"]
             fleet.replica_servers["r0"].hand_over()
             client.state.stats.draining = False  # the news has not come yet
-            fleet.dispatcher._fleet.opened(client.state, 0.0)
+            client.state.opened(1, 0.0)
             all_inflight = [fleet.generate() for _ in range(8)]
             read_all = asyncio.gather(*map(read, all_inflight))
             assert await read_all == [{0: text(len(PROMPT), 50)}] * 8
@@ -116,7 +116,7 @@ def test_replicas_with_another_tokenizer_are_left_to_their_routers():
     async def case():
         async with Fleet(0) as fleet:
             dispatcher = fleet.dispatcher
-            dispatcher._clients._vocabulary = "mine"
+            dispatcher.replicas.vocabulary = "mine"
             await fleet.add("r0")
             dispatcher.set_replicas({"r0": told(fleet, "r0", tokenizer="other")})
             waiting = fleet.generate()
@@ -134,7 +134,7 @@ def test_new_replicas_of_unknown_speed_keep_the_queue():
 
     async def case():
         async with Fleet(1, rows=2) as fleet:
-            queue = fleet.dispatcher._queue
+            queue = fleet.dispatcher.queue
             all_inflight = [fleet.generate(max_tokens=1000) for _ in range(4)]
             await until(lambda: queue.seconds() >= 0 and queue._rate < float("inf"))
             await fleet.add("r1")

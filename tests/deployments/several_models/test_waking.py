@@ -136,7 +136,7 @@ async def test_what_lost_its_replica_and_adapters_wake_too() -> None:
     await asyncio.sleep(0)
     one.waking.close()
     await asyncio.sleep(0)
-    one._displaced.put(lost.choices)
+    one.assignment.displaced.put(lost.choices)
     await asyncio.sleep(0)
     one.waking.close()
     await asyncio.sleep(0)

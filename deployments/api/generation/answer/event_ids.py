@@ -3,7 +3,7 @@
 An id is opaque to clients. Inside: version, second and number of the stream, a fingerprint of what
 was asked, and for each choice how many tokens have been shown, their checksum and how far it is;
 then a MAC over all of this, the request's body and its key. The tokens are not in it: replicas
-keep those of streams that ended a moment ago (failover/recall.py), and where none does they are
+keep those of streams that ended a moment ago (replica_calls.py), and where none does they are
 computed again from the seed and compared with the checksum. So an id has some 60 characters,
 however long the answer is.
 """

@@ -1,6 +1,6 @@
 """ModelCards: the names that a router serves: the model's and its adapters'."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from deployments.adapters.record_store import AdapterRecord
@@ -9,10 +9,15 @@ from deployments.router.replicas.replica_client import ReplicaEndpoint
 
 
 class ModelCards:
-    """card: of the model, as configured. What replicas can really do is learnt from them."""
+    """The cards of a model and its adapters, by name.
+
+    card: of the model, as configured. What replicas can really do is learnt from them.
+    on_change(): called when cards have changed.
+    """
 
     def __init__(self, card: ModelCard) -> None:
         self.base = card
+        self.on_change: Callable[[], None] = lambda: None
         self.by_name: dict[str, ModelCard] = {card.id: card}
         self._records: Mapping[str, AdapterRecord] = {}
         self._known = False  # a replica has told what it can do
@@ -30,6 +35,7 @@ class ModelCards:
         self.set_adapters(self._records)
 
     def set_adapters(self, records: Mapping[str, AdapterRecord]) -> None:
+        """Set the adapters that are served, by name."""
         card = self.base
         self._records = records
         self.by_name = {card.id: card}
@@ -42,3 +48,4 @@ class ModelCards:
                 parent=card.id,
                 created=record.version // 10**9 or card.created,
             )
+        self.on_change()

@@ -1,0 +1,160 @@
+"""The adapters of a router's model: calls to replicas about them, and requests whose adapter was
+replaced while they were on their way."""
+
+import asyncio
+import time
+from random import Random
+
+from deployments.adapters.paths import without_paths
+from deployments.adapters.record_store import AdapterRecord
+from deployments.adapters.registry import AdapterRegistry
+from deployments.router.admission.waking import Waking
+from deployments.router.assignment import Assignment
+from deployments.router.inflight import InflightChoice, InflightRequest
+from deployments.router.replicas.replica_client import ReplicaClient
+from deployments.router.replicas.replicas import Replicas
+from deployments.routing.decision import RoutingRequest
+from deployments.routing.route import route
+from deployments.transport.channel import AdapterVersion
+from engine.errors import AdapterError, MantaError, Overloaded
+from engine.messages import AdapterAnswer, AdapterInfo, AddAdapter, Delta
+
+LOAD_SECONDS = 120.0  # for a large adapter from a slow store
+ANNOUNCE_SECONDS = 2.0  # for replicas to answer; one that is silent for longer is dead anyway
+_POLL = 0.05  # seconds between looks for a replica
+_LOSSES = 2  # replicas that may be lost over one adapter
+_STALE = ("adapter_changed", "adapter_not_found")
+_PAUSE = 0.3  # seconds: the replica may know of a change before the record store does
+
+
+class AdapterCalls:
+    """A router's calls to replicas about adapters.
+
+    wait_seconds: how long a call waits for a replica to be ready.
+    waking: wakes the model if it sleeps.
+    waiting: calls that wait for a replica to be ready.
+    """
+
+    def __init__(
+        self, replicas: Replicas, random: Random, wait_seconds: float, waking: Waking
+    ) -> None:
+        self.waiting = 0
+        self._replicas = replicas
+        self._random = random
+        self._wait_seconds = wait_seconds
+        self._waking = waking
+
+    async def load(self, record: AdapterRecord) -> AdapterInfo:
+        """Have an adapter read and checked, and made known, at the replica that its requests would
+        go to.
+
+        Raises AdapterError; Overloaded if there is no replica.
+        """
+        for _ in range(_LOSSES):
+            client = await self._find(record.name)
+            order = AddAdapter(self._replicas.calls.ticket(), record.name, record.path)
+            answer = await self._replicas.calls.ask(client, order, LOAD_SECONDS)
+            if answer is None:
+                continue
+            assert isinstance(answer, AdapterAnswer)
+            if answer.info is None:
+                raise AdapterError(answer.message, code=answer.code)
+            return answer.info
+        raise Overloaded("the replicas that read the adapter did not answer", code="no_replica")
+
+    async def announce(self, record: AdapterRecord, *, gone: bool = False) -> None:
+        """Tell every replica which revision the name means now. Returns when they know."""
+        revision = "" if gone else record.revision
+        calls = self._replicas.calls
+
+        async def announce(client: ReplicaClient) -> None:
+            message = AdapterVersion(calls.ticket(), record.name, record.version, revision)
+            await calls.ask(client, message, ANNOUNCE_SECONDS)
+
+        clients = [client for client in self._replicas.values() if client.connection is not None]
+        await asyncio.gather(*map(announce, clients))
+
+    async def _find(self, adapter: str) -> ReplicaClient:
+        """Return the replica that requests with this adapter would go to, once there is one."""
+        deadline = time.monotonic() + self._wait_seconds
+        request = RoutingRequest(1, 1, adapter=adapter)
+        self.waiting += 1
+        try:
+            while True:
+                now = time.monotonic()
+                decision = route(request, self._replicas.fleet, self._random, now)
+                client = None if decision is None else self._replicas.get(decision.replica)
+                if client is not None and client.connection is not None:
+                    return client
+                self._waking.wake()
+                if now > deadline:
+                    raise Overloaded(
+                        f"no replica became ready within {self._wait_seconds:g} s",
+                        code="no_replica",
+                        retry_after=5,
+                    )
+                await asyncio.sleep(_POLL)
+        finally:
+            self.waiting -= 1
+
+
+class StaleAdapters:
+    """The requests that were sent with an adapter's old revision, because their router had not
+    heard of the new one. They have no token yet, so they begin again with the new revision."""
+
+    def __init__(self, adapters: AdapterRegistry, assignment: Assignment) -> None:
+        self._adapters = adapters
+        self._assignment = assignment
+        self._ended: dict[InflightRequest, list[tuple[InflightChoice, Delta]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def hold_back(self, choice: InflightChoice, delta: Delta) -> bool:
+        """Hold the end of a choice back if a new revision may explain it, and return whether it is
+        held back. If not, its error may be shown to the client."""
+        inflight, request = choice.inflight, choice.inflight.request
+        if request.adapter is None:
+            return False
+        ended = self._ended.get(inflight)
+        if ended is not None:
+            ended.append((choice, delta))
+            return True
+        code = delta.error.partition(":")[0]
+        if code not in _STALE or inflight.begun or not request.adapter.version:
+            delta.error = without_paths(delta.error, request.adapter.path, request.model)
+            return False
+        self._ended[inflight] = [(choice, delta)]
+        task = asyncio.get_running_loop().create_task(self._begin_again(inflight))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _begin_again(self, inflight: InflightRequest) -> None:
+        request = inflight.request
+        pinned = request.adapter
+        assert pinned is not None
+        try:
+            for pause in (0.0, _PAUSE):
+                await asyncio.sleep(pause)
+                await self._adapters.refresh()
+                record = await self._adapters.pin(pinned.name)
+                if record.key != pinned.key or record.version > pinned.version:
+                    break
+        except MantaError as error:
+            del self._ended[inflight]
+            inflight.fail(error)
+            return
+        ended = self._ended.pop(inflight)
+        if record.key == pinned.key and record.version <= pinned.version:
+            for choice, delta in ended:
+                if not choice.done:
+                    delta.error = without_paths(delta.error, pinned.path, request.model)
+                    inflight.take(choice, delta, time.monotonic())
+            return
+        request.adapter = record
+        choices = [choice for choice in inflight.choices if not choice.done]
+        if choices:
+            self._assignment.assign_again(choices)

@@ -1,0 +1,226 @@
+"""Assignment: sends choices to replicas and takes them off again; choices that no replica can take
+wait here for one. New requests wait in the request queue instead (admission/request_queue.py)."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from random import Random
+
+from deployments.observe.metrics import RouterMetrics
+from deployments.router.admission.waking import Waking
+from deployments.router.inflight import InflightChoice, InflightRequest
+from deployments.router.models.model_cards import ModelCards
+from deployments.router.replicas.replica_client import ReplicaClient
+from deployments.router.replicas.replicas import Replicas
+from deployments.routing.decision import RoutingDecision, RoutingRequest
+from deployments.routing.prefix_index import hash_prefix, pack_hashes
+from deployments.routing.replica_state import ReplicaState
+from deployments.routing.route import route
+from deployments.transport.channel import AdapterRef, Submit
+from engine.errors import MantaError, Overloaded
+from engine.messages import Abort
+
+
+class DisplacedChoices:
+    """The choices that lost their replica while no other can take them.
+
+    seconds: how long a choice waits at most; then its request fails.
+    waking: wakes the model when a choice begins to wait.
+    """
+
+    def __init__(self, seconds: float, waking: Waking) -> None:
+        self._seconds = seconds
+        self._waking = waking
+        self._choices: dict[int, tuple[InflightChoice, asyncio.TimerHandle]] = {}  # by id
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def put(self, choices: list[InflightChoice]) -> None:
+        """Let choices wait."""
+        loop = asyncio.get_running_loop()
+        error = Overloaded(
+            f"no replica became ready within {self._seconds:g} s", code="no_replica", retry_after=5
+        )
+        for choice in choices:
+            timer = loop.call_later(self._seconds, choice.inflight.fail, error)
+            self._choices[choice.id] = (choice, timer)
+        self._waking.wake()
+
+    def remove(self, choice: InflightChoice) -> bool:
+        """Let the choice wait no longer, and return whether it did."""
+        _, timer = self._choices.pop(choice.id, (None, None))
+        if timer is not None:
+            timer.cancel()
+        return timer is not None
+
+    def fail_all(self, error: MantaError) -> None:
+        """Fail the requests of all that wait: no replica will come for them."""
+        for choices in self.pop_all():
+            choices[0].inflight.fail(error)
+
+    def pop_all(self) -> list[list[InflightChoice]]:
+        """Take all choices out, those of one request together."""
+        waiting = [choice for choice, _ in self._choices.values()]
+        for choice in waiting:
+            self.remove(choice)
+        groups = itertools.groupby(waiting, lambda choice: choice.inflight)
+        return [list(group) for _, group in groups]
+
+
+class Assignment:
+    """The assignment of choices to replicas.
+
+    Choices are known by numbers; no number is used twice on a connection.
+
+    wait_seconds: how long a displaced choice waits for a replica at most.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        cards: ModelCards,
+        waking: Waking,
+        metrics: RouterMetrics,
+        random: Random,
+        wait_seconds: float,
+    ) -> None:
+        self.displaced = DisplacedChoices(wait_seconds, waking)
+        self._next = 1
+        self._replicas = replicas
+        self._cards = cards
+        self._metrics = metrics
+        self._random = random
+
+    def numbers(self, count: int) -> int:
+        """Return the first of so many new numbers in a row."""
+        first, self._next = self._next, self._next + count
+        return first
+
+    def begin(self, inflight: InflightRequest, roomy: Sequence[ReplicaState]) -> None:
+        """Send a new request to one of the replicas that have room."""
+        self._metrics.queue.observe(time.monotonic() - inflight.arrived)
+        names = None
+        if len(roomy) < len(self._replicas):
+            names = [replica.name for replica in roomy]
+        self.assign([choice for choice in inflight.choices if not choice.done], names)
+
+    def assign(self, choices: list[InflightChoice], among: Sequence[str] | None = None) -> None:
+        """Send choices of one request to one replica. Without a replica they wait.
+
+        among: names of the replicas that they may go to; None: any.
+        """
+        first = choices[0]
+        inflight = first.inflight
+        wanted = self._routing_request(choices)
+        now = time.monotonic()
+        names = self._allowed(choices, among)
+        fleet = self._replicas.fleet
+        decision = route(wanted, fleet, self._random, now, among=names, avoid=first.place)
+        if decision is None:
+            self.displaced.put(choices)
+            return
+        client = self._replicas[decision.replica]
+        self._metrics.routed.add(1, decision.reason)
+        fleet.send(client.state, [choice.id for choice in choices], decision, wanted, now)
+        inflight.placed = now
+        inflight.replicas.append(decision.replica)
+        inflight.trace.sent(decision, now, len(first.emitted))
+        self._submit(choices, client, decision, wanted)
+
+    def assign_displaced(self) -> None:
+        """Send the displaced choices: there may be a replica for them now."""
+        for choices in self.displaced.pop_all():
+            self.assign(choices)
+
+    def take_off(self, choices: list[InflightChoice]) -> None:
+        """Take choices off their replicas: they are not wanted there any more."""
+        by_client: dict[ReplicaClient, list[int]] = {}
+        for choice in choices:
+            self.displaced.remove(choice)
+            client = self._replicas.holding(choice)
+            if client is not None:
+                by_client.setdefault(client, []).append(choice.id)
+                client.forget(choice)
+        for client, ids in by_client.items():
+            if client.connection is not None:
+                client.connection.send(Abort(ids))
+
+    def bring_back(self, choices: list[InflightChoice]) -> None:
+        """Send choices that were taken off. They get new numbers, because the replica may not have
+        ended the old ones yet."""
+        for choice in choices:
+            choice.id = self.numbers(1)
+        self.assign(choices)
+
+    def assign_again(self, choices: list[InflightChoice]) -> None:
+        """Send choices anew, because the adapter that they ask for has changed."""
+        self.take_off(choices)
+        self.bring_back(choices)
+
+    def _routing_request(self, choices: list[InflightChoice]) -> RoutingRequest:
+        request, emitted = choices[0].inflight.request, choices[0].emitted
+        limit = request.params.max_tokens
+        adapter = request.adapter
+        tokens = request.token_ids + emitted
+        return RoutingRequest(
+            len(tokens),
+            self._cards.base.max_model_len if limit is None else limit,
+            len(choices),
+            # Nothing is kept of a text that becomes an embedding.
+            []
+            if request.params.pooled
+            else hash_prefix(tokens, request.adapter_key, request.cache_salt),
+            "" if adapter is None else adapter.name,  # as replicas call it
+        )
+
+    def _allowed(
+        self, choices: list[InflightChoice], among: Sequence[str] | None
+    ) -> Sequence[str] | None:
+        """Return the replicas that the choices may go to; None: any. Emitted tokens go on with the
+        same weights only."""
+        for choice in choices:
+            if choice.emitted and choice.weights:
+                return [
+                    name
+                    for name in (tuple(self._replicas) if among is None else among)
+                    if self._replicas[name].endpoint.weights == choice.weights
+                ]
+            if choice.emitted:
+                break
+        return among
+
+    def _submit(
+        self,
+        choices: list[InflightChoice],
+        client: ReplicaClient,
+        decision: RoutingDecision,
+        wanted: RoutingRequest,
+    ) -> None:
+        inflight = choices[0].inflight
+        request = inflight.request
+        prefix_hashes = pack_hashes(wanted.prefix_hashes)
+        adapter: AdapterRef | None = None
+        if (record := request.adapter) is not None:
+            version = 0 if inflight.begun else record.version
+            adapter = AdapterRef(record.name, record.revision, record.path, version)
+        for choice in choices:
+            suspicion = choice.suspicion
+            if len(choice.emitted) > choice.begun:  # the last replica has given tokens
+                suspicion.passed = False
+            choice.place = decision.replica
+            choice.weights = client.endpoint.weights
+            choice.begun = len(choice.emitted)
+            client.choices[choice.id] = choice
+            assert client.connection is not None
+            client.connection.send(
+                Submit(
+                    choice.as_request(),
+                    prefix_hashes=prefix_hashes,
+                    adapter=adapter,
+                    start=suspicion.start,
+                    deaths=suspicion.deaths,
+                    stream=request.stream,
+                )
+            )

@@ -1,0 +1,112 @@
+"""ReplicaEvents: what a router does when a replica is ready, sends a frame, or is lost."""
+
+import logging
+import time
+
+from deployments.adapters.registry import AdapterRegistry
+from deployments.observe.metrics import RouterMetrics
+from deployments.router.adapters import StaleAdapters
+from deployments.router.admission.request_queue import RequestQueue
+from deployments.router.admission.waking import Waking
+from deployments.router.assignment import Assignment
+from deployments.router.failover.losses import ReplicaLosses
+from deployments.router.inflight import InflightChoice
+from deployments.router.live.model_view import EventLog
+from deployments.router.models.model_cards import ModelCards
+from deployments.router.replicas.replica_client import ReplicaClient
+from deployments.router.replicas.replicas import Replicas
+from engine.messages import StepFrame
+
+logger = logging.getLogger("manta.router")
+
+
+class ReplicaEvents:
+    """The listener of all replicas of one model (`replica_client.ReplicaListener`).
+
+    Some ends in a frame are not for the client, and are kept back: of a replica that is to stop, of
+    an adapter that was replaced, of a probation that was passed.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        cards: ModelCards,
+        adapters: AdapterRegistry,
+        assignment: Assignment,
+        losses: ReplicaLosses,
+        queue: RequestQueue,
+        waking: Waking,
+        metrics: RouterMetrics,
+    ) -> None:
+        self.log = EventLog()
+        self._replicas = replicas
+        self._cards = cards
+        self._adapters = adapters
+        self._assignment = assignment
+        self._losses = losses
+        self._queue = queue
+        self._waking = waking
+        self._metrics = metrics
+        self._stale = StaleAdapters(adapters, assignment)
+
+    def close(self) -> None:
+        """Stop waiting for news of adapters."""
+        self._stale.close()
+
+    def opened(self, client: ReplicaClient) -> None:
+        """Learn what the new replica can do, and send it what waits for one."""
+        logger.info("replica %s is connected", client.replica)
+        self._metrics.channels.add()
+        self.log.add("joined", client.replica)
+        self._waking.opened(client.endpoint.start_seconds)
+        self._adapters.replica_came()
+        self._cards.learn(client.endpoint)
+        self._assignment.assign_displaced()
+        self._queue.fill()
+
+    def lost(self, client: ReplicaClient, choices: list[InflightChoice], reason: str) -> None:
+        """Let the choices of a lost replica go on elsewhere, or fail them."""
+        self.log.add("lost", client.replica, f"{reason}; {len(choices)} choices move")
+        self._replicas.closing.discard(client)
+        self._losses.lost(client, choices, reason)
+        self._queue.replicas_changed()
+
+    def frame(self, client: ReplicaClient, frame: StepFrame, now: float) -> None:
+        """Hand the deltas of a frame to their requests. now: monotonic seconds."""
+        choices, state = client.choices, client.state
+        for delta in frame.deltas:
+            choice = choices.get(delta.id)
+            if choice is None:
+                continue  # aborted while the delta was on its way
+            if delta.cached >= 0:  # the choice's first delta
+                state.begun(delta.id)
+                if delta.adapter_us > 0:
+                    self._replicas.fleet.adapter_loaded(delta.adapter_us / 1e6)
+                elif not choice.begun:
+                    state.measure_first(now - choice.inflight.placed)
+            if delta.finish:
+                client.forget(choice)
+                if delta.finish == "error" and delta.error.startswith("draining"):
+                    self._losses.given_back(client, choice)
+                    continue
+                if choice.passes(delta, client.endpoint.max_model_len):
+                    delta.finish = ""
+                    choice.inflight.take(choice, delta, now)
+                    self._end_probation(client, choice)
+                    continue
+            if delta.finish == "error" and self._stale.hold_back(choice, delta):
+                continue
+            choice.inflight.take(choice, delta, now)
+        self._queue.hear_frame(state)
+
+    def _end_probation(self, client: ReplicaClient, choice: InflightChoice) -> None:
+        """Let a choice that has passed its probation go on when the other suspects there have had
+        theirs. It stays at this replica, which has its KV cache and, with n > 1, the other
+        choices."""
+        choice.begun = len(choice.emitted)
+        choice.place = ""
+        choice.suspicion.passes()
+        choice.inflight.trace.moves(client.replica, "its engine lives", time.monotonic())
+        if not choice.inflight.paused:
+            among = [client.replica] if client.state.available else None
+            self._assignment.assign([choice], among)

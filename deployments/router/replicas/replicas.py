@@ -1,0 +1,91 @@
+"""Replicas: what a router has of the replicas of its model: the connections, what routing knows of
+them, and the calls to them."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deployments.router.inflight import InflightChoice
+from deployments.router.replicas.replica_calls import ReplicaCalls
+from deployments.router.replicas.replica_client import (
+    ReplicaClient,
+    ReplicaEndpoint,
+    ReplicaListener,
+)
+from deployments.routing.fleet import Fleet
+from deployments.transport.channel import ChannelLimits
+
+logger = logging.getLogger("manta.router")
+
+
+class Replicas(dict[str, ReplicaClient]):
+    """The clients of the replicas in service, by the replica's name.
+
+    router: name of the router, for the replicas' logs.
+    vocabulary: identity of the router's tokenizer; "": not known.
+    closing: retired clients with choices left.
+    """
+
+    def __init__(self, limits: ChannelLimits, router: str, vocabulary: str = "") -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.calls = ReplicaCalls()
+        self.closing: set[ReplicaClient] = set()
+        self.vocabulary = vocabulary
+        self._limits = limits
+        self._router = router
+
+    def everywhere(self) -> Iterator[ReplicaClient]:
+        """Yield all clients, retired ones too."""
+        yield from self.values()
+        yield from self.closing
+
+    def holding(self, choice: InflightChoice) -> ReplicaClient | None:
+        """Return the client that has the choice; None if no client has it."""
+        client = self.get(choice.place)
+        if client is not None and choice.id in client.choices:
+            return client
+        return next((client for client in self.closing if choice.id in client.choices), None)
+
+    def replace(
+        self, published: Mapping[str, Mapping[str, Any]], listener: ReplicaListener
+    ) -> None:
+        """Set the running replicas. During an update, replicas with another tokenizer are left to
+        the routers that have that tokenizer too.
+
+        published: name -> what the replica has published.
+        listener: what hears of new replicas.
+        """
+        if self.vocabulary:
+            mine = ("", self.vocabulary)
+            published = {
+                name: endpoint
+                for name, endpoint in published.items()
+                if endpoint.get("tokenizer", "") in mine
+            }
+        for name in self.keys() - published.keys():
+            client = self.pop(name)
+            logger.info("replica %s has left, %d choices there", name, len(client.choices))
+            if client.choices:
+                self.closing.add(client)
+            client.retire()
+        for name in published.keys() - self.keys():
+            self[name] = self._connect(name, ReplicaEndpoint.parse(published[name]), listener)
+
+    def _connect(
+        self, name: str, endpoint: ReplicaEndpoint, listener: ReplicaListener
+    ) -> ReplicaClient:
+        return ReplicaClient(
+            name,
+            endpoint,
+            listener,
+            fleet=self.fleet,
+            calls=self.calls,
+            limits=self._limits,
+            router=self._router,
+        )
+
+    def close(self) -> None:
+        """Close all connections."""
+        for client in list(self.everywhere()):
+            client.close("the router is shutting down")
