@@ -10,12 +10,18 @@ from typing import Protocol
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.checkpoints.facts import ModelFacts
+from engine.errors import Overloaded
 from engine.messages import Delta, EngineStats
 from engine.pooling import Pooling
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
 DRAINING = "the service is about to stop"
+
+
+def draining() -> Overloaded:
+    """Return the error of a request that comes while the service stops."""
+    return Overloaded(DRAINING, code="draining", retry_after=5)
 
 
 @dataclass(frozen=True, slots=True)

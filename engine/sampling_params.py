@@ -116,8 +116,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         self._check_types()
-        for name in RANGES:
-            _check_range(name, getattr(self, name))
+        for name, default in _BOUNDED:
+            value = getattr(self, name)
+            if value is not default and value is not None:
+                _check_range(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -212,6 +214,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 _HINTS = get_type_hints(SamplingParams)
 _FIELDS = [(f.name, _HINTS[f.name], f.default) for f in msgspec.structs.fields(SamplingParams)]
+_BOUNDED = [(name, default) for name, _, default in _FIELDS if name in RANGES]
 _MOST = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
@@ -221,9 +224,7 @@ _MOST = {
 }
 
 
-def _check_range(name: str, value: float | None) -> None:
-    if value is None:
-        return
+def _check_range(name: str, value: float) -> None:
     low, high = RANGES[name]
     if isinstance(low, int):
         _range(name, value, low, high)

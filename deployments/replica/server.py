@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
@@ -49,8 +49,6 @@ _ROUTER_MASK = (1 << _ROUTER_BITS) - 1
 _IDLE_NEWS = 0.05  # seconds: a router without tokens in a step still gets the stats this often
 _FAREWELL = 0.2  # seconds for the last frames to be sent before the connections are closed
 _MAX_PREFIX_BYTES = 4096  # of prefix hashes in a frame: those of eight long prompts
-
-T = TypeVar("T")
 
 
 class ReplicaEngine(Protocol):
@@ -184,7 +182,7 @@ class ReplicaServer:
         for router in list(self._routers.values()):
             if router.live and self.failed is None:
                 ids = sorted(router.live)
-                self._tell(self._engine.abort, self._take_back(router, ids))
+                self._abort(self._take_back(router, ids))
                 router.live.clear()
                 router.tell(self.stats, [_given_back(id & _ROUTER_MASK) for id in ids])
         self._suspects.advance()
@@ -328,7 +326,7 @@ class ReplicaServer:
         base = connection.index << _ROUTER_BITS
         if isinstance(message, Abort):
             ids = [base | (id & _ROUTER_MASK) for id in message.ids]
-            self._tell(self._engine.abort, self._take_back(connection, ids))
+            self._abort(self._take_back(connection, ids))
             self._suspects.advance()
             return
         if isinstance(message, AddAdapter | AdapterVersion):
@@ -370,7 +368,7 @@ class ReplicaServer:
         if submitted.message.adapter is not None:
             self._adapters.submit(submitted)
         else:
-            self._start(submitted.request)
+            self._start(submitted.message.request)
 
     def _take_back(self, connection: ReplicaEnd, ids: list[int]) -> list[int]:
         """Drop requests that are no longer wanted, and return the ids of those requests that the
@@ -381,9 +379,13 @@ class ReplicaServer:
         return self._adapters.take_back(connection, ids)
 
     def _start(self, request: EngineRequest) -> None:
-        told = self._tell(self._engine.submit, request)
+        try:
+            self._engine.submit(request)
+        except EngineDead as error:
+            self._hear_death(error)
+            return
         suspect = self._suspects.suspect
-        if told and suspect is not None and suspect.request is request:
+        if suspect is not None and suspect.request is request:
             self._suspects.given = True
 
     def _refuse_held(self, submitted: SubmittedRequest, message: str) -> None:
@@ -409,20 +411,21 @@ class ReplicaServer:
         for id in connection.live:
             self._memory.end(id, self._loop.time())
         if connection.live and self.failed is None:
-            self._tell(self._engine.abort, list(connection.live))
+            self._abort(list(connection.live))
             connection.live.clear()
             self._suspects.advance()
 
-    def _tell(self, call: Callable[[T], None], argument: T) -> bool:
-        """Pass an argument to the engine, and return whether the engine could be told."""
+    def _abort(self, ids: list[int]) -> None:
         try:
-            call(argument)
+            self._engine.abort(ids)
         except EngineDead as error:
-            if not self._engine.alive:
-                self.on_death(error)
-            # Otherwise its client will soon report the cause, after the engine's last frames.
-            return False
-        return True
+            self._hear_death(error)
+
+    def _hear_death(self, error: EngineDead) -> None:
+        """Note that the engine took nothing any more."""
+        if not self._engine.alive:
+            self.on_death(error)
+        # Otherwise its client will soon report the cause, after the engine's last frames.
 
     def _announce(self) -> None:
         self.stats.draining = True

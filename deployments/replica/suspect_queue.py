@@ -54,8 +54,10 @@ class SuspectQueue:
                 self._later(_SUSPECTS_FIRST, self._all_here)
             self._passed.append(submitted)
             self.advance()
-        else:
+        elif submitted.message.deaths:
             self._run(submitted)
+        else:
+            self._start(submitted)
 
     def _all_here(self) -> None:
         self._expected -= 1

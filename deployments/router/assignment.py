@@ -182,11 +182,9 @@ class Assignment:
         same weights only."""
         for choice in choices:
             if choice.emitted and choice.weights:
-                return [
-                    name
-                    for name in (tuple(self._replicas) if among is None else among)
-                    if self._replicas[name].endpoint.weights == choice.weights
-                ]
+                names = list(self._replicas) if among is None else among
+                endpoints = {name: self._replicas[name].endpoint for name in names}
+                return [name for name in names if endpoints[name].weights == choice.weights]
             if choice.emitted:
                 break
         return among
@@ -200,7 +198,7 @@ class Assignment:
     ) -> None:
         inflight = choices[0].inflight
         request = inflight.request
-        prefix_hashes = pack_hashes(wanted.prefix_hashes)
+        prefix_hashes = pack_hashes(wanted.prefix_hashes) if wanted.prefix_hashes else b""
         adapter: AdapterRef | None = None
         if (record := request.adapter) is not None:
             version = 0 if inflight.begun else record.version

@@ -18,7 +18,13 @@ from typing import Any
 
 from deployments.adapters.record_store import AdapterRecordStore
 from deployments.adapters.registry import AdapterRegistry, AdapterSettings
-from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard, RecalledChoice
+from deployments.backend import (
+    BackendState,
+    GenerationRequest,
+    ModelCard,
+    RecalledChoice,
+    draining,
+)
 from deployments.checkpoints.resolve import ModelIdentity
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.adapters import AdapterCalls
@@ -34,7 +40,7 @@ from deployments.router.replica_events import ReplicaEvents
 from deployments.router.replicas.replica_calls import recall
 from deployments.router.replicas.replicas import Replicas
 from deployments.router.requests_in_flight import RequestsInFlight
-from engine.errors import MantaError, Overloaded
+from engine.errors import MantaError
 from engine.text.tokenizer import Tokenizer
 
 
@@ -106,7 +112,8 @@ class Dispatcher:
 
     def admit(self, key: str, model: str = "") -> None:
         try:
-            self._check_open()
+            if self._draining:
+                raise draining()
             self.queue.admit(key)
         except MantaError as refusal:
             self.metrics.failed.add(1, refusal.code)
@@ -114,7 +121,8 @@ class Dispatcher:
 
     def generate(self, request: GenerationRequest) -> InflightRequest:
         try:
-            self._check_open()
+            if self._draining:
+                raise draining()
             roomy = self.queue.check(request)
         except MantaError as refusal:
             self.metrics.failed.add(1, refusal.code)
@@ -179,10 +187,6 @@ class Dispatcher:
             asleep = all(replica.stats.asleep for replica in available)
             return "sleeping" if asleep else "ready"
         return "sleeping" if self.waking.sleeping else "starting"
-
-    def _check_open(self) -> None:
-        if self._draining:
-            raise Overloaded(DRAINING, code="draining", retry_after=5)
 
     # -- for the router
 

@@ -183,18 +183,11 @@ class Fleet:
             self._hold(replica, ())
             self.index.forget(column)
 
-    def _see_caches(self, replica: ReplicaState) -> None:
-        """Follow what the replica's newest stats say of its memory and its adapters."""
-        stats, column = replica.stats, replica.column
-        last, self._stats[column] = self._stats[column], stats
-        if stats.total_blocks != last.total_blocks:
-            self.index.capacity += _share(stats) - _share(last)
-        known = stats.adapters
-        held = self._held.get(column, ())
-        if known or held:
-            sent = replica.sent_adapters
-            coming = [name for name in held if name in sent and name not in known]
-            self._hold(replica, (*coming, *known))
+    def _see_adapters(self, replica: ReplicaState) -> None:
+        known, sent = replica.stats.adapters, replica.sent_adapters
+        held = self._held.get(replica.column, ())
+        coming = [name for name in held if name in sent and name not in known]
+        self._hold(replica, (*coming, *known))
 
     # -- columns
 
@@ -214,9 +207,14 @@ class Fleet:
         """Derive the columns of replicas whose states have changed."""
         while self._changed:
             replica = self._changed.pop()
-            if replica.column >= 0:
-                if replica.stats is not self._stats[replica.column]:
-                    self._see_caches(replica)
+            column = replica.column
+            if column >= 0:
+                stats, last = replica.stats, self._stats[column]
+                self._stats[column] = stats
+                if stats.total_blocks != last.total_blocks:
+                    self.index.capacity += _share(stats) - _share(last)
+                if stats is not last and (stats.adapters or column in self._held):
+                    self._see_adapters(replica)
                 self._derive(replica)
 
     def _derive(self, replica: ReplicaState) -> None:

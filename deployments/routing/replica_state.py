@@ -257,7 +257,8 @@ class ReplicaState:
 
     def _count_room(self) -> tuple[int, float]:
         """Return the room and the free rows."""
-        stats, routers, booked = self.stats, self.routers, len(self._booked)
+        stats, booked = self.stats, len(self._booked)
+        routers = max(1, stats.routers, self._sharing)
         tokens = stats.waiting_tokens + self.booked_tokens
         rows_left = stats.rows - stats.running - stats.waiting
         # Where choices wait for memory, a free row is of no use.
@@ -268,7 +269,8 @@ class ReplicaState:
             free_rows = math.inf
         else:
             free_rows = -(-rows_left // routers) - booked
-        if stats.waiting_tokens + routers * self.booked_tokens > self._prompts_ahead():
+        backlog = stats.waiting_tokens + routers * self.booked_tokens
+        if backlog and backlog > self._prompts_ahead():
             return 0, free_rows
         spare = max(1, max(2, int(stats.rows * _SPARE)) // routers)
         if not stats.rows:

@@ -99,8 +99,10 @@ def route(
     equal = (cost <= bound).nonzero()[0]
     column, reason = _choose(request, fleet, random, cost, equal, cached, has)
     saved = 0 if cached is None else int(cached[column])
+    chosen = fleet.columns[column]
+    assert chosen is not None
     return RoutingDecision(
-        _name(fleet, column),
+        chosen.name,
         reason,
         float(cost[column] - output * terms[DECODE, column]),
         saved,
@@ -161,12 +163,6 @@ def _columns(holders: int, count: int) -> NDArray[np.bool_] | int:
         return holders.bit_length() - 1
     data = np.frombuffer(holders.to_bytes((count + 7) // 8, "little"), np.uint8)
     return np.unpackbits(data, count=count, bitorder="little").view(np.bool_)
-
-
-def _name(fleet: Fleet, column: int) -> str:
-    replica = fleet.columns[column]
-    assert replica is not None
-    return replica.name
 
 
 @lru_cache(4096)

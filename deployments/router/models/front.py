@@ -10,7 +10,13 @@ from typing import Any
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.adapters.registry import AdapterRegistry
-from deployments.backend import DRAINING, BackendState, GenerationRequest, ModelCard, RecalledChoice
+from deployments.backend import (
+    BackendState,
+    GenerationRequest,
+    ModelCard,
+    RecalledChoice,
+    draining,
+)
 from deployments.observe.metrics import MetricFamily, RouterMetrics, families, of_model
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
@@ -117,10 +123,11 @@ class ModelFront:
         if owner is not None:
             owner.admit(key, model)
         elif self._draining:
-            raise Overloaded(DRAINING, code="draining", retry_after=5)
+            raise draining()
 
     def generate(self, request: GenerationRequest) -> InflightRequest:
-        return self._owner(request.model).generate(request)
+        owner = self._owners.get(request.model) or self._owner(request.model)
+        return owner.generate(request)
 
     async def recall(
         self,
