@@ -17,7 +17,8 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from deployments import catalog, neighbours, parts
+from deployments import model_applications
+from deployments.cluster_store import forget_app
 from deployments.config.adapters import AdaptersConfig
 from deployments.config.keys import read_api_keys
 from deployments.config.load import (
@@ -33,8 +34,14 @@ from deployments.config.load import (
     parse_part,
 )
 from deployments.config.models import ScalingConfig
-from deployments.edge import behind_haproxy, cluster_environment, proxy
-from deployments.parts import (
+from deployments.router.deployment import Router, RouterSettings
+from deployments.router.keys.key_files import KeySettings
+from deployments.router.models.model_loader import ChangeModels
+from deployments.router.models.model_settings import ServedModel
+from deployments.router.rpc.settings import GrpcSettings
+from deployments.scaling import policy as autoscaling
+from deployments.serve import coexistence, model_deployments
+from deployments.serve.model_deployments import (
     NodeCapacity,
     Prepare,
     deployment,
@@ -45,13 +52,7 @@ from deployments.parts import (
     served_model,
     served_models,
 )
-from deployments.router.deployment import Router, RouterSettings
-from deployments.router.keys.key_files import KeySettings
-from deployments.router.models.changes import ChangeModels
-from deployments.router.models.served import ServedModel
-from deployments.router.rpc.settings import GrpcSettings
-from deployments.scaling import policy as autoscaling
-from deployments.store import forget_app
+from deployments.serve.proxy import behind_haproxy, cluster_environment, proxy
 from engine.errors import ConfigError, InvalidRequest
 
 __all__ = [
@@ -134,7 +135,7 @@ def build_routers(config: Any) -> Application:
 def build_engines(config: Any) -> Application:
     """Return the application of one model's engines, beside others. config: Serve's arguments."""
     engines = engine_deployments(_of_arguments(config), NodeCapacity.here())
-    return deployment(ModelApplication).options(name=catalog.MODEL).bind(*engines)
+    return deployment(ModelApplication).options(name=model_applications.MODEL).bind(*engines)
 
 
 class ModelApplication:
@@ -146,7 +147,7 @@ class ModelApplication:
     def __init__(self, *engines: Any) -> None: ...
 
     def reconfigure(self, user_config: Any) -> None:
-        """Do nothing: Serve wants this method beside a user_config; see catalog.py."""
+        """Do nothing: Serve wants this method beside a user_config; see model_applications.py."""
 
 
 def _of_arguments(config: Any) -> MantaConfig:
@@ -160,7 +161,7 @@ def _routers(
 ) -> Application:
     """Return the application of the routers.
 
-    models: the served models; None where they come and go (catalog.py)
+    models: the served models; None where they come and go (model_applications.py)
     """
     http = config.http
     key_files = {
@@ -178,10 +179,10 @@ def _routers(
         # A stream cannot move to another router, because the connection is this one's. In an update
         # the new ones start first, and the old ones stay while something streams; if the engines
         # leave too, that ends soon.
-        max_surge_percent=parts.SURGE,
-        graceful_shutdown_wait_loop_s=parts.DRAIN_POLL,
-        graceful_shutdown_timeout_s=config.http.max_stream_seconds + parts.KILL_MARGIN,
-        **parts.logs(config),
+        max_surge_percent=model_deployments.SURGE,
+        graceful_shutdown_wait_loop_s=model_deployments.DRAIN_POLL,
+        graceful_shutdown_timeout_s=config.http.max_stream_seconds + model_deployments.KILL_MARGIN,
+        **model_deployments.logs(config),
     )
     return router.bind(
         RouterSettings(
@@ -219,7 +220,7 @@ def _changes(base: MantaConfig) -> ChangeModels:
     """Return the ChangeModels of an endpoint. base: the configuration without its models."""
     app = base.app_name
     return ChangeModels(
-        partial(put_model, base), partial(drop_model, app), partial(catalog.trouble, app)
+        partial(put_model, base), partial(drop_model, app), partial(model_applications.trouble, app)
     )
 
 
@@ -248,16 +249,16 @@ def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
         check_model_files(config)
     except ConfigError as error:
         raise ConfigError(f"{error.param}: {error.message}", param=error.param) from None
-    with neighbours.turn():
-        there = catalog.applications()
-        known = catalog.entries(base.app_name, there)
-        catalog.check_names(config, known)
+    with coexistence.deploying():
+        there = model_applications.applications()
+        known = model_applications.entries(base.app_name, there)
+        model_applications.check_names(config, known)
         own = known.get(name)
         added = own is None or own.added
         others = [one.config for one in known.values() if one is not own]
-        machine = parts.beside(others, config, NodeCapacity.here())
+        machine = model_deployments.beside(others, config, NodeCapacity.here())
         apply({"applications": [model_application(config, machine, added=added)]}, there)
-    catalog.note_change(base.app_name)
+    model_applications.note_change(base.app_name)
 
 
 def drop_model(app: str, name: str) -> None:
@@ -268,14 +269,14 @@ def drop_model(app: str, name: str) -> None:
 
     Raises MantaError (model_not_found).
     """
-    with neighbours.turn():
-        there = catalog.applications()
-        found = catalog.entries(app, there).get(name)
+    with coexistence.deploying():
+        there = model_applications.applications()
+        found = model_applications.entries(app, there).get(name)
         if found is None:
             raise InvalidRequest(f"no model is called {name!r}", code="model_not_found")
         apply({"applications": []}, {key: one for key, one in there.items() if key != found.app})
     forget_app(found.app)
-    catalog.note_change(app)
+    model_applications.note_change(app)
 
 
 def _grpc(config: MantaConfig) -> GrpcSettings | None:
@@ -308,7 +309,7 @@ def serve_config(
     if config.models:
         applications = [_routers_application(config)]
         each = config.each()
-        shares = parts.shares(list(each.values()), machine)
+        shares = model_deployments.shares(list(each.values()), machine)
         applications += map(model_application, each.values(), shares)
     else:
         applications = [_application(config, machine)]
@@ -344,7 +345,7 @@ def _application(config: MantaConfig, machine: NodeCapacity) -> dict[str, Any]:
     return {
         "name": config.app_name,
         "route_prefix": config.route_prefix,
-        "import_path": neighbours.ONE_MODEL,
+        "import_path": coexistence.ONE_MODEL,
         "args": {"config": _arguments(config, resolved)},
         "deployments": [*_counts(resolved), {"name": "router", **counts}],
         **policy,
@@ -357,7 +358,7 @@ def _routers_application(config: MantaConfig) -> dict[str, Any]:
     return {
         "name": config.app_name,
         "route_prefix": config.route_prefix,
-        "import_path": neighbours.SEVERAL_MODELS,
+        "import_path": coexistence.SEVERAL_MODELS,
         "args": {"config": counted.model_dump(exclude_defaults=True)},
         "deployments": [{"name": "router", "num_replicas": config.router.replicas}],
     }
@@ -397,15 +398,15 @@ def model_application(
     )
     told = {"config": whole.model_dump(exclude_defaults=True), "added": added}
     return {
-        "name": catalog.model_app(config.app_name, config.name()),
+        "name": model_applications.model_app(config.app_name, config.name()),
         "route_prefix": None,
-        "import_path": catalog.ENGINES,
+        "import_path": model_applications.ENGINES,
         "args": {"config": _arguments(engines, resolved)},
         "deployments": [
             *_counts(resolved),
             # Serve takes no fixed number of 0. Nothing asks this one, so none is ever started.
             {
-                "name": catalog.MODEL,
+                "name": model_applications.MODEL,
                 "autoscaling_config": autoscaling.counts(0, 1),
                 "user_config": told,
             },
@@ -416,7 +417,7 @@ def model_application(
 
 def _resolved(config: MantaConfig, machine: NodeCapacity) -> dict[str, PoolConfig]:
     resolved = pools(config, machine)
-    parts.check_gpus(config, resolved, machine)
+    model_deployments.check_gpus(config, resolved, machine)
     open_cores = config.pools.get("cpu", PoolConfig()).num_cpus is None
     if "cpu" in resolved and open_cores and not machine.alone:
         logger.warning(
@@ -478,25 +479,25 @@ def deploy(schema: Mapping[str, Any]) -> None:
     changed. Other applications of the cluster stay as they are. Needs a connection to Ray.
 
     Raises ConfigError if an application cannot stand beside what is there; see
-    `neighbours.check_beside`.
+    `coexistence.check_beside`.
     """
     from ray.serve.context import _get_global_client
 
     serve.start(proxy_location=schema["proxy_location"], http_options=schema["http_options"])
     client = _get_global_client()
     assert client is not None  # it was started in the line above
-    neighbours.check_port(schema["http_options"]["port"], client.http_config.port)
-    with neighbours.turn():
-        there = catalog.applications()
-        neighbours.check(schema["applications"], there)
-        left = neighbours.left_out(schema["applications"], there)
+    coexistence.check_port(schema["http_options"]["port"], client.http_config.port)
+    with coexistence.deploying():
+        there = model_applications.applications()
+        coexistence.check(schema["applications"], there)
+        left = coexistence.left_out(schema["applications"], there)
         apply(schema, {name: app for name, app in there.items() if name not in left})
 
 
 def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     """Make Serve's applications those of the schema, and the others of `there`.
 
-    Called within `neighbours.turn`.
+    Called within `coexistence.deploying`.
     """
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
@@ -505,11 +506,11 @@ def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     kept = {name: app for name, app in there.items() if name not in ours}
     wanted = ServeDeploySchema.model_validate(schema)
     wanted.applications += kept.values()
-    known = catalog.statuses()
+    known = model_applications.statuses()
     now = time.time()
-    neighbours.note_others(now, {name: known[name].deployed_at for name in kept})
+    coexistence.note_others(now, {name: known[name].deployed_at for name in kept})
     client: Any = _get_global_client()
     ray.get(client._controller.apply_config.remote(wanted, deployment_time=now))
     for app in schema["applications"]:
-        if app["import_path"] == neighbours.SEVERAL_MODELS:
-            catalog.note_change(app["name"])
+        if app["import_path"] == coexistence.SEVERAL_MODELS:
+            model_applications.note_change(app["name"])

@@ -25,7 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.api.fields.generation import CHAT, COMPLETION
 from deployments.api.generation.fields import check_names
 from deployments.api.http.errors import ApiError
-from deployments.resuming import ResumableStream
+from deployments.resumable_stream import ResumableStream
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed
 from engine.library.prompts import as_list, is_token_id
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from typing import Any
 
-from deployments.resuming import PATIENCE, ResumableStream
+from deployments.resumable_stream import PATIENCE, ResumableStream
 
 _STREAMS = ("/completions", "/responses", "/messages")
 _NOWHERE = b'"code":"not_found"'  # a model that is not there has another code

@@ -121,7 +121,7 @@ def search(
             repeats=repeats or (1 if sweep is not None else 3),
             open_loop=not whole,
             lenient=lenient,
-            on_trial=_tell(unit),
+            on_trial=_trial_printer(unit),
         )
         if sweep is not None:
             found = searching.sweep(trials, loads)
@@ -214,13 +214,13 @@ def _run_once(
     return once
 
 
-def _tell(unit: str) -> "Callable[[Trial], None]":
-    def tell(trial: "Trial") -> None:
+def _trial_printer(unit: str) -> "Callable[[Trial], None]":
+    def show(trial: "Trial") -> None:
         word = "saturated" if trial.saturated else trial.state
         served = f"served {trial.served_per_s:.4g}/s, {trial.tokens_per_s:.4g} tokens/s"
         print(f"{trial.load:g} {unit}, run {trial.repeats}: {word}; {served}", flush=True)
 
-    return tell
+    return show
 
 
 def _write_page(folder: Path, out: Path | None) -> Path:

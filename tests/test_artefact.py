@@ -85,7 +85,11 @@ assert load_config(CONFIG, {}).model == "default"
     for command in (
         [sys.executable, "-c", code, str(installed)],
         [sys.executable, "-c", "import engine.evaluation.prompts as p; assert p.SHIPPED.exists()"],
-        [sys.executable, "-c", "import deployments.router.rpc.schema as s; s.PROTO.read_text()"],
+        [
+            sys.executable,
+            "-c",
+            "import deployments.router.rpc.proto_file as p; p.PROTO.read_text()",
+        ],
         [str(installed / "bin" / "manta"), "--help"],
         [
             str(installed / "bin" / "manta"),

@@ -20,8 +20,8 @@ from deployments.backend import GenerationRequest, ModelCard
 from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
 from deployments.router.admission.fair_queue import AdmissionLimits
-from deployments.router.admission.limits import DispatchLimits
 from deployments.router.dispatcher import Dispatcher
+from deployments.router.models.model_settings import DispatchLimits
 from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig
 from engine.errors import Overloaded

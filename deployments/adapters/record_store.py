@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from deployments.store import prefix, store
+from deployments.cluster_store import prefix, store
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):

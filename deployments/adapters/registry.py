@@ -40,7 +40,7 @@ from engine.messages import AdapterInfo
 
 logger = logging.getLogger("manta.router")
 
-LOOK_SECONDS = 1.0  # between looks into the watched folder
+POLL_SECONDS = 1.0  # between looks into the watched folder
 FAILED_SECONDS = 5.0  # how long a failure to read an adapter is remembered
 
 
@@ -105,7 +105,7 @@ class AdapterRegistry:
         routers are noticed with each `refresh`."""
         await self.refresh()
         if self._settings.watch is not None:
-            await self._look(self._settings.watch, first=True)
+            await self._poll(self._settings.watch, first=True)
             self._task = asyncio.get_running_loop().create_task(self._watch(self._settings.watch))
 
     def close(self) -> None:
@@ -252,10 +252,10 @@ class AdapterRegistry:
 
     async def _watch(self, folder: str) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            await self._look(folder)
+            await asyncio.sleep(POLL_SECONDS)
+            await self._poll(folder)
 
-    async def _look(self, watched: str, *, first: bool = False) -> None:
+    async def _poll(self, watched: str, *, first: bool = False) -> None:
         try:
             await self._scan(watched, first)
         except (OSError, MantaError) as error:  # of the folder, or of the record store
@@ -296,13 +296,13 @@ class AdapterRegistry:
 
         fresh: whether to write only if no other router has written the name meanwhile.
         """
-        with _told():
+        with _report_failure():
             if await asyncio.to_thread(self._record_store.put, record, fresh):
                 self._written[record.name] = record
                 self._rebuild()
 
     async def _delete(self, name: str) -> None:
-        with _told():
+        with _report_failure():
             await asyncio.to_thread(self._record_store.delete, name)
             self._written.pop(name, None)
             self._rebuild()
@@ -365,7 +365,7 @@ def _with(record: AdapterRecord, info: AdapterInfo, version: int) -> AdapterReco
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _report_failure() -> Iterator[None]:
     """Turn the OSError of an unavailable record store into Overloaded: the fault is the server's,
     not the caller's."""
     try:

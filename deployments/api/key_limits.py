@@ -6,8 +6,8 @@ when it has ended, and may leave the bucket in debt, which time pays first. A bu
 has ended: prompts and outputs of requests that ran.
 
 Routers do not ask each other before they admit. Each tells what it has counted
-(router/keys/sharing.py), so a key may take so much more as it can in the second until the others
-have heard.
+(router/keys/key_service.py), so a key may take so much more as it can in the second until the
+others have heard.
 """
 
 import math

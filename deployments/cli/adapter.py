@@ -6,7 +6,7 @@ from urllib.parse import quote, urlencode
 
 import typer
 
-from deployments.cli.running import HERE, AdminKey, Url, ask
+from deployments.cli.server_requests import HERE, AdminKey, Url, ask
 
 app = typer.Typer(name="adapter", help="List, add and remove adapters of a running server.")
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from deployments.environment import api_key
 from deployments.error_text import reason
-from deployments.resuming import ResumableStream
+from deployments.resumable_stream import ResumableStream
 from engine.errors import ConfigError, MantaError
 
 _CONNECT = 5.0  # seconds

@@ -42,7 +42,7 @@ from engine.parallel.nodes import read_nodes
 from engine.shards import weight_files
 
 if TYPE_CHECKING:  # with Ray, which may not be installed
-    from deployments.room import RayNode
+    from deployments.cluster_capacity import RayNode
 
 _LEAST_MEMORY = 3 * GIB  # Ray, Serve, two routers and the default model
 _LEAST_FILES = 4096  # a socket a client and some for each Ray process
@@ -160,7 +160,7 @@ def pool_checks(
     """
     if config is None or importlib.util.find_spec("ray") is None:
         return
-    from deployments.room import pool_faults, this_machine
+    from deployments.cluster_capacity import pool_faults, this_machine
 
     for name, error in pool_faults(config, this_machine() if nodes is None else nodes):
         label = f"model {name}" if config.models and name != "models" else "pools"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from deployments.cli.adapter import app as adapter
-from deployments.cli.models.served import app as models
+from deployments.cli.models.endpoint_models import app as models
 from deployments.cli.serving.time_limit import leave
 from engine.config.quant_formats import Convertible
 from loadtest.cli import app as loadtest

@@ -28,7 +28,7 @@ from engine.errors import ConfigError
 from engine.shards import read_headers
 
 _POLL = 0.2  # seconds
-_LOOK = 5.0  # seconds between two looks at the cluster's nodes
+_POLL_SECONDS = 5.0  # seconds between two looks at the cluster's nodes
 _BEAT = 2.0  # seconds between two looks at the application
 _READY_SECONDS = 30.0  # from Serve's "running" to the first good answer of /ready
 
@@ -86,7 +86,7 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
     """Do the driver's work: start or join Ray, deploy, and stay. Raises MantaError; RayLostError
     when Ray is gone."""
     if cluster.own:
-        from deployments.room import check_pools, this_machine
+        from deployments.cluster_capacity import check_pools, this_machine
 
         check_pools(config, this_machine())
         # Here rather than in the replicas, whose progress is not shown. They find it cached.
@@ -100,17 +100,17 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
                     if not dummy:  # by a replica that cannot load them it is told after a minute
                         read_headers(found)
     driver.ignore(signal.SIGINT)
-    driver.tell(model=True)
+    driver.report(model=True)
     with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
         cluster.start(config, folder)
     driver.ignore(signal.SIGTERM)  # Ray has put a handler of its own in its place
-    driver.tell(ray=True)
+    driver.report(ray=True)
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     try:
         _deploy(driver, cluster, config)
-        driver.tell(serving=_url(config), about=_about(config))
+        driver.report(serving=_url(config), about=_about(config))
         _stay(driver, config.app_name)
     except (RayError, RayServeException) as error:
         raise RayLostError(f"Ray has ended: {reason(error)}") from error
@@ -137,8 +137,8 @@ def _deploy(driver: Driver, cluster: Cluster, config: MantaConfig) -> None:
 def _check_room(config: MantaConfig, cluster: Cluster) -> str:
     """Describe the pools that wait for nodes; "" if all may find a place. Raises ConfigError where
     nothing starts nodes."""
-    from deployments.parts import NodeCapacity
-    from deployments.room import check_pools, cluster_nodes
+    from deployments.cluster_capacity import check_pools, cluster_nodes
+    from deployments.serve.model_deployments import NodeCapacity
 
     try:
         check_pools(config, cluster_nodes())
@@ -159,12 +159,12 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
     from ray import serve
     from ray.serve._private.common import ReplicaState
 
-    from deployments.catalog import MODEL, why_failed, why_waiting
+    from deployments.model_applications import MODEL, why_failed, why_waiting
 
     waits, look = "", 0.0
     while True:
         if time.monotonic() > look:
-            waits, look = check_room(), time.monotonic() + _LOOK
+            waits, look = check_room(), time.monotonic() + _POLL_SECONDS
         app = serve.status().applications.get(app_name)
         if app is not None:
             if app.status == "RUNNING":
@@ -305,5 +305,5 @@ def _stay(driver: Driver, app_name: str) -> None:
     while not driver.stopping:
         if app_name not in serve.status().applications:
             raise ServeError(f"application {app_name!r} was deleted")
-        driver.tell(beat=True)
+        driver.report(beat=True)
         time.sleep(_BEAT)

@@ -18,16 +18,16 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from deployments.catalog import model_app
 from deployments.cli.console import out
 from deployments.cli.serving.cluster import Cluster
 from deployments.cli.serving.joining import ClusterError, join, rays_here
 from deployments.cli.serving.time_limit import within
 from deployments.environment import send_auth_token
+from deployments.model_applications import model_app
 from deployments.observe.metrics import RouterMetrics, quantile
 from deployments.scaling.policy import ENGINE_PREFIX, ROUTER, scaling_decisions
 
-_LOOK = 1.0  # seconds between the two looks of --once and --json
+_POLL_SECONDS = 1.0  # seconds between the two looks of --once and --json
 _ANSWER = 5.0  # seconds for the routers to answer
 _LOOKS = 9.0  # seconds for all that a look asks
 _WIDTH = 110  # columns where the terminal does not say how many it has
@@ -62,7 +62,7 @@ def run(app: str | None, address: str | None, *, as_json: bool, once: bool, ever
     if as_json and len(names := sorted({one.app for one in before.values()})) > 1:
         raise ClusterError(f"--json tells of one application; name one of {', '.join(names)}")
     if as_json or once or not out.is_terminal:
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
         found = [summarise(now, before.get(name)) for name, now in _looks(app).items()]
         if as_json:
             for one in found:
@@ -107,7 +107,7 @@ def _looks(app: str | None) -> dict[str, StatusSnapshot]:
     ClusterError, also when Ray does not answer any more."""
     try:
         names = [app] if app is not None else within(_LOOKS, applications)
-        found = {name: within(_LOOKS, partial(look, name)) for name in names}
+        found = {name: within(_LOOKS, partial(poll, name)) for name in names}
         return {
             f"{one.app} {model}".strip(): part
             for one in found.values()
@@ -133,7 +133,7 @@ def applications() -> list[str]:
     return ours
 
 
-def look(app: str) -> StatusSnapshot:
+def poll(app: str) -> StatusSnapshot:
     """Ask Serve and all routers. Needs a connection to Ray."""
     from ray import serve
     from ray.exceptions import RayError
@@ -294,7 +294,7 @@ def _metrics(now: Sequence[Told], before: Sequence[Told]) -> dict[str, Any]:
     """Add up what routers have counted since the earlier look. A router that is not in that look
     counts since its start."""
     last = {router["name"]: router["metrics"] for router in before}
-    total = _SHAPES.told()
+    total = _SHAPES.to_json()
     for router in now:
         old = last.get(router["name"], {})
         for name, value in router["metrics"].items():

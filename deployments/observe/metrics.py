@@ -4,8 +4,8 @@ Names follow the field's (vLLM's), with the prefix `manta_`. Times are seconds. 
 closed sets: the served models, the replica's id and the names in the keys files, never from a
 request.
 
-`families` lists a router's metrics, figures.py puts those of all routers together, and `render`
-writes them as Prometheus' text. ray_exporter.py gives them to Ray's exporter.
+`families` lists a router's metrics, application_metrics.py puts those of all routers together, and
+`render` writes them as Prometheus' text. ray_exporter.py gives them to Ray's exporter.
 """
 
 from bisect import bisect_left
@@ -182,7 +182,7 @@ class RouterMetrics:
         for metric in counted:
             yield MetricFamily(metric.name, metric.kind, metric.help, list(metric.samples()))
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the counts that `manta status` reads: sums since the start, by label where there
         is one, and the counts of the histograms' buckets."""
         found: dict[str, Any] = {}

@@ -96,7 +96,7 @@ class Span:
         dotted = {name.replace("__", "."): value for name, value in attributes.items()}
         return Span(name, context, start, max(start, end), attributes=dotted)
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the span in OTLP's JSON encoding."""
         found: dict[str, Any] = {
             "traceId": self.context.trace,
@@ -187,7 +187,7 @@ class SpanExporter:
 
     def _post(self, batch: list[Span]) -> str:
         """Send a batch of spans, and return why that failed; "" if it did not."""
-        scope = {"scope": self._scope, "spans": [span.told() for span in batch]}
+        scope = {"scope": self._scope, "spans": [span.to_json() for span in batch]}
         body = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         try:
             request = urllib.request.Request(self._url, msgspec.json.encode(body), self._headers)

@@ -98,7 +98,7 @@ class ScalingExport:
             for name in (SCALING_MINIMUM, SCALING_MAXIMUM, SCALING_CALM, SCALING_IDLE)
         ]
 
-    def tell(
+    def report(
         self,
         targets: Mapping[str, int],
         causes: Mapping[str, str],

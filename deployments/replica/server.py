@@ -143,7 +143,7 @@ class ReplicaServer:
         self.stats = ready.stats or self.stats
         self._server = await self._loop.create_server(self._accept, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
-        self._look()
+        self._check_engine()
         if self._sleep is not None:
             self._sleep.begin()
         return ready
@@ -184,7 +184,7 @@ class ReplicaServer:
                 ids = sorted(router.live)
                 self._abort(self._take_back(router, ids))
                 router.live.clear()
-                router.tell(self.stats, [_given_back(id & _ROUTER_MASK) for id in ids])
+                router.send_frame(self.stats, [_given_back(id & _ROUTER_MASK) for id in ids])
         self._suspects.advance()
 
     def refuse_new(self) -> None:
@@ -211,16 +211,16 @@ class ReplicaServer:
         if not self._engine.alive:
             raise EngineDead("the engine process is gone")
 
-    def _look(self) -> None:
+    def _check_engine(self) -> None:
         """Ask the watchdog, once a tick, whether the engine is stuck."""
         engine, stats = self._engine, self.stats
         held = 0 if self._sleep is None else self._sleep.held
         busy = bool(stats.running or stats.waiting or self.in_flight > held)
-        wrong = self._watchdog.look(engine.pulses, engine.pulse, stats.step, busy=busy)
+        wrong = self._watchdog.check(engine.pulses, engine.pulse, stats.step, busy=busy)
         if wrong:
             self.on_death(EngineDead(wrong, code="engine_stalled"))
         if self.failed is None:
-            self._watchdog_timer = self._loop.call_later(self._stall.tick, self._look)
+            self._watchdog_timer = self._loop.call_later(self._stall.tick, self._check_engine)
 
     # -- from the engine
 
@@ -260,7 +260,7 @@ class ReplicaServer:
                     if delta.finish:
                         router.live.discard(id)
             if mine or idle or router.since_sent(now) > _IDLE_NEWS:
-                router.tell(stats, mine)
+                router.send_frame(stats, mine)
             return
         by_router: dict[int, list[Delta]] = {}
         for delta in frame.deltas:
@@ -276,7 +276,7 @@ class ReplicaServer:
         for index, router in list(routers.items()):
             deltas = by_router.get(index)
             if deltas or idle or router.since_sent(now) > _IDLE_NEWS:
-                router.tell(stats, deltas or [])
+                router.send_frame(stats, deltas or [])
 
     def on_death(self, error: MantaError) -> None:
         """Note that the engine cannot go on: tell the routers, which move their requests, and
@@ -318,7 +318,7 @@ class ReplicaServer:
         connection.index = next(self._indices)
         self._routers[connection.index] = connection
         logger.info("router %s is connected from %s", connection.router, connection.peer)
-        connection.tell(self.stats, [])
+        connection.send_frame(self.stats, [])
 
     def _received(self, connection: ReplicaEnd, message: FromRouter) -> None:
         if self.failed is not None:
@@ -338,7 +338,7 @@ class ReplicaServer:
             return
         request = message.request
         if self._leaving:
-            connection.tell(self.stats, [_given_back(request.id)])
+            connection.send_frame(self.stats, [_given_back(request.id)])
             return
         id = base | request.id
         if not 0 <= request.id <= _ROUTER_MASK or id in connection.live:
@@ -397,7 +397,7 @@ class ReplicaServer:
         self._memory.end(id, self._loop.time())
         text = f"{error.code}: {error.message}"
         delta = Delta(id & _ROUTER_MASK, [], "error", error=text)
-        connection.tell(self.stats, [delta])
+        connection.send_frame(self.stats, [delta])
         self._suspects.advance()
 
     def _closed(self, connection: ReplicaEnd, reason: str) -> None:
@@ -430,7 +430,7 @@ class ReplicaServer:
     def _announce(self) -> None:
         self.stats.draining = True
         for router in list(self._routers.values()):
-            router.tell(self.stats, [])
+            router.send_frame(self.stats, [])
 
 
 def _given_back(id: int) -> Delta:

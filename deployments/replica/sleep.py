@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from deployments.environment import visible_devices
 from deployments.replica.adapters import SubmittedRequest
-from deployments.replica.device_turn import DeviceTurn
+from deployments.replica.device_lease import DeviceLease
 from engine.errors import EngineDead
 from engine.messages import StepFrame
 
 logger = logging.getLogger("manta.replica")
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _YIELD_SECONDS = 0.5  # without work, before the device is given to one that waits for it
 _TURN_SECONDS = 10.0  # with work, before no more is begun
 
@@ -54,7 +54,7 @@ class ReplicaSleep:
         self._start = start
         self._refuse = refuse
         self._busy = busy
-        self._turn = DeviceTurn(visible_devices()) if settings.takes_turns else None
+        self._turn = DeviceLease(visible_devices()) if settings.takes_turns else None
         self._open = False  # requests go on
         self._held: list[tuple[float, SubmittedRequest]] = []  # since when
         self._asked = asyncio.Event()
@@ -131,7 +131,7 @@ class ReplicaSleep:
         """Returns with nothing at the engine, and requests held from then on."""
         wanted_since: float | None = None
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
             now = time.monotonic()
             if self._busy() > self.held:
                 self._used = now

@@ -36,7 +36,7 @@ class Watchdog:
         self._cpu_seconds = 0.0
         self._silent = self._hung = self._still = 0  # ticks
 
-    def look(self, pulses: int, pulse: Pulse, step: int, *, busy: bool) -> str:
+    def check(self, pulses: int, pulse: Pulse, step: int, *, busy: bool) -> str:
         """What is wrong, "" if nothing is. pulses: signs of life so far; pulse: the last of them.
         step: the last step that ended. busy: the engine has work."""
         limits = self._limits

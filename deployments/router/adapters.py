@@ -8,7 +8,7 @@ from random import Random
 from deployments.adapters.paths import without_paths
 from deployments.adapters.record_store import AdapterRecord
 from deployments.adapters.registry import AdapterRegistry
-from deployments.router.admission.waking import Waking
+from deployments.router.admission.scale_from_zero import Waking
 from deployments.router.assignment import Assignment
 from deployments.router.inflight import InflightChoice, InflightRequest
 from deployments.router.replicas.replica_client import ReplicaClient

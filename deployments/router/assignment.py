@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.admission.waking import Waking
+from deployments.router.admission.scale_from_zero import Waking
 from deployments.router.inflight import InflightChoice, InflightRequest
 from deployments.router.models.model_cards import ModelCards
 from deployments.router.replicas.replica_client import ReplicaClient

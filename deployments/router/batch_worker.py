@@ -32,7 +32,7 @@ from deployments.router.serve.handle_call import AsgiApp, post
 
 logger = logging.getLogger("manta.router")
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 SAVE_SECONDS = 1.0  # between two words of the counts
 SWEEP_SECONDS = 3600.0
 AGAIN_SECONDS = 30.0  # after a failure of the work itself
@@ -103,7 +103,7 @@ class BatchWorker:
     async def _watch(self) -> None:
         try:
             while True:
-                pause = LOOK_SECONDS
+                pause = POLL_SECONDS
                 try:
                     if self.take_lock():
                         await self._sweep()
@@ -145,7 +145,7 @@ class BatchWorker:
                     return
                 await asyncio.wait(
                     self._batches.values(),
-                    timeout=LOOK_SECONDS,
+                    timeout=POLL_SECONDS,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 self._reap()
@@ -191,7 +191,7 @@ class _Run:
         self._worker = worker
         self._folder = worker.folder
         self._entry = entry
-        self._told = entry.told
+        self._batch = entry.told
         self._counts = entry.told["request_counts"]
         self._files: dict[str, IO[bytes]] = {}
         self._saved = 0.0
@@ -200,14 +200,14 @@ class _Run:
 
     async def all(self) -> None:
         try:
-            if self._told["status"] == "validating":
+            if self._batch["status"] == "validating":
                 total, errors = await asyncio.to_thread(self._validate)
                 self._counts["total"] = total
                 if errors:
                     await self._fails(errors)
                     return
                 await self._becomes("in_progress")
-            if self._told["status"] == "in_progress":
+            if self._batch["status"] == "in_progress":
                 await self._answer_all()
         except FileNotFoundError:
             if self._input.exists():
@@ -218,25 +218,25 @@ class _Run:
 
     @property
     def _input(self) -> Path:
-        return self._folder.data(self._told["input_file_id"])
+        return self._folder.data(self._batch["input_file_id"])
 
     def _part(self, kind: str) -> Path:
-        return self._folder.part(self._told["id"], kind)
+        return self._folder.part(self._batch["id"], kind)
 
     async def _becomes(self, status: str) -> None:
-        self._told["status"] = status
-        self._told[f"{status}_at"] = int(time.time())
+        self._batch["status"] = status
+        self._batch[f"{status}_at"] = int(time.time())
         await asyncio.to_thread(self._folder.save, self._entry)
 
     async def give_up(self) -> None:
         """End a batch whose work has failed too often: publish its answers, and ask no more."""
         message = f"the work on this batch failed {MAX_TRIES} times; the router's log says why"
         error = {"code": "internal_error", "message": message, "line": None, "param": None}
-        self._told["errors"] = {"object": "list", "data": [error]}
+        self._batch["errors"] = {"object": "list", "data": [error]}
         await self._publish("failed")
 
     async def _fails(self, errors: list[dict[str, Any]]) -> None:
-        self._told["errors"] = {"object": "list", "data": errors}
+        self._batch["errors"] = {"object": "list", "data": errors}
         await self._becomes("failed")
 
     def _validate(self) -> tuple[int, list[dict[str, Any]]]:
@@ -258,7 +258,7 @@ class _Run:
             if isinstance(line, ApiError):
                 wrong("invalid_json_line", line.message, number)
             else:
-                _check_line(line, self._told["endpoint"], seen, number, wrong)
+                _check_line(line, self._batch["endpoint"], seen, number, wrong)
         if not total and not errors:
             wrong("empty_file", "the input file has no request", None, "input_file_id")
         return total, errors
@@ -297,9 +297,9 @@ class _Run:
     def _stopped(self) -> str | None:
         """Return why no request is sent any more, "cancelled" or "expired"; None while requests are
         sent."""
-        if self._folder.cancelled_at(self._told["id"]) is not None:
+        if self._folder.cancelled_at(self._batch["id"]) is not None:
             return "cancelled"
-        return "expired" if time.time() >= self._told["expires_at"] else None
+        return "expired" if time.time() >= self._batch["expires_at"] else None
 
     async def _answer_all(self) -> None:
         lines = self._open_lines()
@@ -325,12 +325,12 @@ class _Run:
         if stopped is not None:
             await asyncio.to_thread(self._tell_rest, *_REST[stopped])
             if stopped == "expired":
-                self._told["expired_at"] = int(time.time())
+                self._batch["expired_at"] = int(time.time())
         await self._becomes("finalizing")
 
     async def _some(self) -> None:
         done, self._running = await asyncio.wait(
-            self._running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            self._running, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         for task in done:
             task.result()
@@ -343,13 +343,13 @@ class _Run:
         id = f"batch_req_{secrets.token_hex(12)}"
         while True:
             async with self._worker.slots:
-                left = max(1.0, self._told["expires_at"] - time.time())
+                left = max(1.0, self._batch["expires_at"] - time.time())
                 try:
                     status, headers, answer = await self._worker.ask(
                         self._entry.owner, line["url"], line["body"], id, left
                     )
                 except Exception:  # it would come again with each try of the batch
-                    logger.exception("batch %s: the request %s failed", self._told["id"], id)
+                    logger.exception("batch %s: the request %s failed", self._batch["id"], id)
                     status, headers, answer = 500, {}, internal().body()
             wait = _wait_of(status, headers)
             if wait is None or wait > left:
@@ -358,7 +358,7 @@ class _Run:
             await asyncio.sleep(min(wait, 60.0) * (1 + secrets.randbelow(256) / 1024))
         response = {"status_code": status, "request_id": id, "body": msgspec.Raw(answer or b"{}")}
         kind = "output" if status == 200 else "errors"
-        self._write(kind, _told_line(id, line["custom_id"], response, None))
+        self._write(kind, _answer_line(id, line["custom_id"], response, None))
         self._counts["completed" if status == 200 else "failed"] += 1
 
     def _write(self, kind: str, line: bytes) -> None:
@@ -377,13 +377,13 @@ class _Run:
         ) as file:
             for line in self._open_lines():
                 id = f"batch_req_{secrets.token_hex(12)}"
-                file.write(_told_line(id, line["custom_id"], None, error))
+                file.write(_answer_line(id, line["custom_id"], None, error))
                 self._counts["failed"] += 1
 
     async def _publish(self, ended: str = "completed") -> None:
         """Publish the written lines as files and end the batch. The files' ids are saved first, so
         that it goes on after a crash."""
-        told = self._told
+        told = self._batch
         told["cancelling_at"] = self._folder.cancelled_at(told["id"])
         for kind, field, _ in _PARTS:
             path = self._part(kind)
@@ -422,7 +422,7 @@ def _wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
     return 1.0
 
 
-def _told_line(
+def _answer_line(
     id: str, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None
 ) -> bytes:
     told = {"id": id, "custom_id": custom_id, "response": response, "error": error}

@@ -21,8 +21,9 @@ from ray.serve.handle import DeploymentHandle
 from deployments.api.app import build_asgi
 from deployments.api.batches.folder import BatchFolder, BatchSettings
 from deployments.api.options import ApiOptions
+from deployments.cluster_store import event_secret
 from deployments.environment import installed_version
-from deployments.observe.figures import ApplicationMetrics
+from deployments.observe.application_metrics import ApplicationMetrics
 from deployments.observe.logs import log_through_serve
 from deployments.observe.otlp import SpanExporter, TracingSettings
 from deployments.observe.ray_exporter import ServeExport
@@ -30,20 +31,22 @@ from deployments.observe.tasks import tasks
 from deployments.router.batch_worker import BatchWorker, asker
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
-from deployments.router.keys.keeper import KeyKeeper
 from deployments.router.keys.key_files import KeySettings
-from deployments.router.keys.sharing import SharedCounts
+from deployments.router.keys.key_service import KeyService, SharedCounts
 from deployments.router.keys.usage_log import UsageLog
-from deployments.router.live.application_view import ApplicationView
-from deployments.router.models.changes import ChangeModels, RouterChanges
-from deployments.router.models.front import ModelFront
-from deployments.router.models.keeper import FindModels, ModelKeeper
-from deployments.router.models.served import ServedModel
+from deployments.router.live_view import ApplicationView
+from deployments.router.models.model_front import ModelFront
+from deployments.router.models.model_loader import (
+    ChangeModels,
+    FindModels,
+    ModelLoader,
+    RouterChanges,
+)
+from deployments.router.models.model_settings import ServedModel
+from deployments.router.request_trace import context_of, spans_of
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.router.serve import handle_call
-from deployments.router.serve.peers import PeerRouters
-from deployments.router.spans import context_of, spans_of
-from deployments.store import event_secret
+from deployments.router.serve.all_routers import AllRouters
 
 if TYPE_CHECKING:
     from deployments.router.rpc.server import GrpcServer
@@ -125,8 +128,8 @@ class Router:
             secret = secrets.token_bytes(32)
         name = f"router-{secrets.token_hex(4)}"
         front = self._front = ModelFront(name, several=settings.models is None)
-        self._peers = PeerRouters(context.deployment, app)
-        self._models = ModelKeeper(front, app, settings.stream_seconds)
+        self._peers = AllRouters(context.deployment, app)
+        self._models = ModelLoader(front, app, settings.stream_seconds)
         for model in settings.models or ():
             await self._models.serve(model, self._engines)
         await self._models.follow(settings.find_models)
@@ -139,7 +142,7 @@ class Router:
             partial(self._peers.ask, _FIGURES_SECONDS, "figures"),
         )
         live = ApplicationView(front.live, partial(self._peers.ask, _FIGURES_SECONDS, "live"))
-        keeper = self._keeper = KeyKeeper(
+        key_service = self._key_service = KeyService(
             settings.keys,
             UsageLog(Path(settings.usage_file), settings.usage_bytes, settings.usage_files)
             if settings.usage_file
@@ -147,8 +150,8 @@ class Router:
             SharedCounts(app, name),
             front.metrics,
         )
-        if not keeper.idle:
-            front.on_end.append(keeper.ended)
+        if not key_service.idle:
+            front.on_end.append(key_service.ended)
         if settings.tracing is not None:
             self._spans = SpanExporter(settings.tracing, name, installed_version())
             self._spans.start()
@@ -178,14 +181,14 @@ class Router:
         # A caller with a handle is inside the cluster: no key.
         self._trusted = build_asgi(front, options)
         # Serve itself puts the request's id, or a new one, into request and answer.
-        keys = await keeper.start()
-        options = replace(options, tell_request_id=False, limits=keeper.limits, **keys)
+        keys = await key_service.start()
+        options = replace(options, tell_request_id=False, limits=key_service.limits, **keys)
         http = self._http = build_asgi(front, options)
 
         def keys_changed(fields: dict[str, Any]) -> None:
             http.options = replace(http.options, **fields)
 
-        keeper.on_change = keys_changed
+        key_service.on_change = keys_changed
         if settings.batches is not None:
             folder = await asyncio.to_thread(BatchFolder, settings.batches)
             http.options = replace(http.options, batches=folder)
@@ -252,7 +255,7 @@ class Router:
         several = (
             {
                 "models": {
-                    name: {**_told(one, name), "status": one.status()}
+                    name: {**_state_json(one, name), "status": one.status()}
                     for name, one in self._front.dispatchers.items()
                 }
             }
@@ -260,7 +263,7 @@ class Router:
             else {}
         )
         return {
-            **_told(self._front, self._front.only),
+            **_state_json(self._front, self._front.only),
             "pid": os.getpid(),
             "tasks": tasks(),
             "held": {
@@ -272,8 +275,8 @@ class Router:
         }
 
     async def figures(self) -> bytes:
-        """Return this router's metrics for another router's /metrics; see observe/figures.py."""
-        return self._application_metrics.tell()
+        """Return this router's metrics for another router's /metrics."""
+        return self._application_metrics.report()
 
     async def explain(self, request_id: str, owner: str | None = None) -> list[dict[str, Any]]:
         """Return what this router knows of a request, lately ended or in flight: one dict a prompt;
@@ -292,7 +295,7 @@ class Router:
         return [part for answer in answers for part in answer]
 
     async def live(self) -> dict[str, Any]:
-        """Return what this router knows at this moment; see live/model_view.py."""
+        """Return what this router knows at this moment; see live_view.py."""
         return self._front.live()
 
     async def stop(self, request_id: str, owner: str | None = None) -> int:
@@ -318,14 +321,14 @@ class Router:
             await self._spans.close()
         if hasattr(self, "_front"):
             self._export.stop()
-            if hasattr(self, "_keeper"):
-                self._keeper.close()
+            if hasattr(self, "_key_service"):
+                self._key_service.close()
             if self._worker is not None:
                 self._worker.close()
             self._front.close()
 
 
-def _told(what: ModelFront | Dispatcher, model: str) -> dict[str, Any]:
+def _state_json(what: ModelFront | Dispatcher, model: str) -> dict[str, Any]:
     """Return the load, replicas and counts of one model, or of all."""
     state = what.state()
     return {
@@ -335,7 +338,7 @@ def _told(what: ModelFront | Dispatcher, model: str) -> dict[str, Any]:
         "queued": state.queued,
         "queued_tokens": state.queued_tokens,
         "replicas": {name: msgspec.structs.asdict(stats) for name, stats in state.replicas.items()},
-        "metrics": what.metrics.told(),
+        "metrics": what.metrics.to_json(),
     }
 
 

@@ -28,15 +28,15 @@ from deployments.backend import (
 from deployments.checkpoints.resolve import ModelIdentity
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.adapters import AdapterCalls
-from deployments.router.admission.limits import DispatchLimits
 from deployments.router.admission.request_queue import RequestQueue
-from deployments.router.admission.waking import Waking
+from deployments.router.admission.scale_from_zero import Waking
 from deployments.router.assignment import Assignment
-from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.inflight import InflightRequest
-from deployments.router.live.model_view import view_of_model
+from deployments.router.live_view import view_of_model
 from deployments.router.models.model_cards import ModelCards
+from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.replica_events import ReplicaEvents
+from deployments.router.replica_losses import ReplicaLosses
 from deployments.router.replicas.replica_calls import recall
 from deployments.router.replicas.replicas import Replicas
 from deployments.router.requests_in_flight import RequestsInFlight
@@ -163,7 +163,7 @@ class Dispatcher:
         }
 
     def live(self) -> dict[str, Any]:
-        """Return what is known of the model at this moment; see live/model_view.py."""
+        """Return what is known of the model at this moment; see live_view.py."""
         return view_of_model(self.replicas, self.queue, self.requests, self._events.log)
 
     def load(self) -> dict[str, int | float]:

@@ -7,12 +7,12 @@ from deployments.adapters.registry import AdapterRegistry
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.adapters import StaleAdapters
 from deployments.router.admission.request_queue import RequestQueue
-from deployments.router.admission.waking import Waking
+from deployments.router.admission.scale_from_zero import Waking
 from deployments.router.assignment import Assignment
-from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.inflight import InflightChoice
-from deployments.router.live.model_view import EventLog
+from deployments.router.live_view import EventLog
 from deployments.router.models.model_cards import ModelCards
+from deployments.router.replica_losses import ReplicaLosses
 from deployments.router.replicas.replica_client import ReplicaClient
 from deployments.router.replicas.replicas import Replicas
 from engine.messages import StepFrame

@@ -1,5 +1,5 @@
-"""The trace of a request: kept by the router that had it, for GET /v1/requests/{id}. Pure: times
-are arguments.
+"""The trace of a request: kept by the router that had it, for GET /v1/requests/{id}, and told as
+spans to an OpenTelemetry collector. Pure: times are arguments.
 
 A RequestTrace begins with the request. It is written to when the request is sent to a replica, has
 its first token, moves or ends, and never for a token. It holds no token and no text, so thousands
@@ -14,6 +14,14 @@ from itertools import islice
 from typing import Any
 
 from deployments.backend import GenerationRequest
+from deployments.observe.otlp import (
+    SERVER,
+    Span,
+    TraceContext,
+    TracingSettings,
+    new_context,
+    read_context,
+)
 from deployments.routing.decision import RoutingDecision
 from engine.messages import Delta
 
@@ -154,7 +162,7 @@ class RequestTrace:
             found.append((at, until, decision, emitted, why))
         return found
 
-    def tell(self, router: str, now: float) -> dict[str, Any]:
+    def to_json(self, router: str, now: float) -> dict[str, Any]:
         """Return the trace as JSON. Times are milliseconds, of an unfinished request so far; null =
         not reached."""
         end = self.ended or now
@@ -265,6 +273,70 @@ def log_trace(trace: RequestTrace) -> None:
     }
     text = " ".join(f"{name}={value}" for name, value in fields.items())
     logger.log(level, "%s: %s", trace.state, text, extra={"request_id": trace.id, **fields})
+
+
+def context_of(traceparent: str, tracestate: str, settings: TracingSettings) -> TraceContext | None:
+    """The caller's trace, or a new one; None: it is not sampled. A caller's decision holds."""
+    context = read_context(traceparent, tracestate) or new_context(settings.sample)
+    return context if context.sampled else None
+
+
+def spans_of(trace: RequestTrace, context: TraceContext, router: str) -> list[Span]:
+    """The request's span first. Names and attributes beginning with gen_ai are OpenTelemetry's
+    conventions for generative models."""
+    shift = trace.received_at - trace.arrived  # from monotonic to Unix seconds
+    end = trace.ended + shift
+    root = Span(
+        "manta.request",
+        context,
+        trace.received_at,
+        end,
+        kind=SERVER,
+        attributes={
+            "gen_ai.request.model": trace.model,
+            "gen_ai.request.choice.count": trace.choices,
+            "gen_ai.usage.input_tokens": trace.prompt_tokens,
+            "gen_ai.usage.output_tokens": trace.output_tokens,
+            "gen_ai.response.finish_reasons": list(trace.finish),
+            "manta.request_id": trace.id,
+            "manta.router": router,
+            "manta.cached_tokens": trace.cached,
+        },
+        error=trace.error,
+    )
+    if trace.max_tokens is not None:
+        root.attributes["gen_ai.request.max_tokens"] = trace.max_tokens
+    if trace.first:
+        root.attributes["gen_ai.server.time_to_first_token"] = trace.first - trace.arrived
+    placed = trace.placed + shift if trace.placed else end
+    found = [root, root.child("router.queue", trace.received_at, placed)]
+    visits = trace.visits()
+    began = max((i for i, (at, *_) in enumerate(visits) if at <= trace.first), default=-1)
+    for i, (at, until, decision, emitted, why) in enumerate(visits):
+        visit = root.child("replica", at + shift, until + shift)
+        visit.attributes = {
+            "manta.replica": decision.replica,
+            "manta.route.reason": decision.reason,
+            "manta.route.expected_seconds": decision.seconds,
+            "manta.route.expected_cached_tokens": decision.cached,
+            "manta.emitted_tokens": emitted,
+        }
+        visit.error = why
+        found.append(visit)
+        if trace.first and i == began:
+            started = min(max(trace.started, at), trace.first) + shift
+            first = trace.first + shift
+            found.append(visit.child("engine.queue", at + shift, started))
+            found.append(
+                visit.child(
+                    "engine.prefill",
+                    started,
+                    first,
+                    manta__tokens=trace.prompt_tokens - trace.cached,
+                )
+            )
+            found.append(visit.child("engine.decode", first, max(until + shift, first)))
+    return found
 
 
 def _ms(seconds: float | None) -> float | None:

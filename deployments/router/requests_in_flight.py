@@ -66,7 +66,8 @@ class RequestsInFlight(Collection[InflightRequest]):
             inflight.trace.output_tokens = inflight.output_tokens
         unfinished = [inflight.trace for inflight in asked]
         now = time.monotonic()
-        return [trace.tell(self._router, now) for trace in self.traces.find(id, owner, unfinished)]
+        traces = self.traces.find(id, owner, unfinished)
+        return [trace.to_json(self._router, now) for trace in traces]
 
     def stop(self, id: str, owner: str | None) -> int:
         """End the requests with this id, and return how many prompts these were.

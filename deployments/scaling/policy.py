@@ -6,7 +6,7 @@ only loop, so they decide once a second.
 takes such a policy from a config file only. `PoolPolicy` is for one deployment, which is what
 `serve.run` has, so it weighs no pool against another. Where routers do not report, it knows what
 the pool's own engines say, and the calls of routers that wait for a replica: these wake a pool from
-zero (router/admission/waking.py).
+zero (router/admission/scale_from_zero.py).
 
 A change of a policy's arguments restarts every replica, because Serve derives its code version from
 them. Limits are therefore read from Serve's own options.
@@ -182,7 +182,7 @@ class PoolsPolicy:
         cooldowns = (self._objective.calm_seconds, self._objective.idle_seconds)
         _export(app, plan, limits, cooldowns)
         if last is None or plan.targets != last.targets:
-            _tell(app, plan, limits, cooldowns, now)
+            _report(app, plan, limits, cooldowns, now)
         return plan
 
     def _measured(self, name: str, context: ServeContext) -> PoolModel:
@@ -275,10 +275,10 @@ def _export(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns) -
     from deployments.observe.ray_exporter import scaling_export  # not by value: one for the process
 
     causes = {name: reason.cause for name, reason in plan.reasons.items()}
-    scaling_export(app).tell(plan.targets, causes, limits, cooldowns)
+    scaling_export(app).report(plan.targets, causes, limits, cooldowns)
 
 
-def _tell(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
+def _report(app: str, plan: ScalingPlan, limits: Limits, cooldowns: Cooldowns, now: float) -> None:
     """Report to the controller's log and, for `scaling_decisions`, in a record a pool: pools with
     a policy each decide one by one."""
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put

@@ -342,7 +342,7 @@ class ReplicaEnd(ChannelConnection):
         self._on_made(self)
         self.send(Hello(VERSION, self._nonce))
 
-    def tell(self, stats: EngineStats, deltas: list[Delta]) -> None:
+    def send_frame(self, stats: EngineStats, deltas: list[Delta]) -> None:
         """Send a frame with the replica's newest stats, and what else this router has to know."""
         taken, self.taken = self.taken, []
         prefix_hashes = bytes(self.prefix_hashes)
@@ -372,7 +372,7 @@ class ReplicaEnd(ChannelConnection):
         self._on_open(self)
 
     def _beat(self) -> None:
-        self.tell(self._stats(), [])
+        self.send_frame(self._stats(), [])
 
 
 class RouterEnd(ChannelConnection):

@@ -55,13 +55,13 @@ class UnauthenticatedConnections:
         self._refused += 1
         self._last = f"{connection.peer}: {reason}"
         if self._timer is None:
-            self._tell()
+            self._report()
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._timer = None
         if not self._refused:
             return
@@ -70,4 +70,4 @@ class UnauthenticatedConnections:
         else:
             logger.warning("refused %d connections, the last %s", self._refused, self._last)
         self._refused = 0
-        self._timer = asyncio.get_running_loop().call_later(_LINE_SECONDS, self._tell)
+        self._timer = asyncio.get_running_loop().call_later(_LINE_SECONDS, self._report)

@@ -215,7 +215,7 @@ class RequestAttempt:
             self._error = self._error or ("bad_answer", None, f"in the stream: {error}")
             return
         if part.error is not None:
-            self._error = self._error or ("stream_error", *_told(part.error))
+            self._error = self._error or ("stream_error", *_code_and_message(part.error))
             return
         self._take(part, now)
 
@@ -226,7 +226,7 @@ class RequestAttempt:
             self._error = "bad_answer", None, str(error)
             return
         if part.error is not None:
-            self._error = ("bad_answer", *_told(part.error))
+            self._error = ("bad_answer", *_code_and_message(part.error))
         elif not part.choices:
             self._error = "bad_answer", None, "an answer without choices"
         else:
@@ -262,7 +262,7 @@ class RequestAttempt:
     def _refused(self) -> None:
         status = self.status
         try:
-            told = _told(_decode(self._body).error)
+            told = _code_and_message(_decode(self._body).error)
         except (msgspec.DecodeError, UnicodeDecodeError):
             told = None, self._body[:200].decode("utf-8", "replace")
         if status in (429, 503):
@@ -338,7 +338,7 @@ def _other(message: _Message) -> bool:
     return bool(message.reasoning_content or message.reasoning or message.tool_calls)
 
 
-def _told(error: Any) -> tuple[str | None, str | None]:
+def _code_and_message(error: Any) -> tuple[str | None, str | None]:
     """(code, message) of an error object in any of the shapes that servers use."""
     if not isinstance(error, dict):
         return None, None if error is None else str(error)

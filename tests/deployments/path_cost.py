@@ -87,10 +87,10 @@ async def _router(models: dict[str, dict[str, Any]]) -> dict[str, Any]:
     from deployments.api.options import ApiOptions
     from deployments.backend import ModelCard
     from deployments.observe.metrics import render
-    from deployments.router.admission.limits import DispatchLimits
     from deployments.router.dispatcher import Dispatcher
-    from deployments.router.live.application_view import ApplicationView
-    from deployments.router.models.front import ModelFront
+    from deployments.router.live_view import ApplicationView
+    from deployments.router.models.model_front import ModelFront
+    from deployments.router.models.model_settings import DispatchLimits
     from tests.deployments.fake_backend import tiny_tokenizer
 
     front = ModelFront("router", several=len(models) > 1)

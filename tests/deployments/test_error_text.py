@@ -2,8 +2,8 @@
 
 import pytest
 
-from deployments.catalog import why_failed
 from deployments.error_text import error_line, plain, reason
+from deployments.model_applications import why_failed
 
 ACTOR = """The actor died because of an error raised in its creation task, \x1b[36mray::Server()\x1b[39m (pid=7)
   At least one of the input arguments for this task could not be computed:

@@ -18,8 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.router.rpc.proto_file import read_proto
-from deployments.router.rpc.schema import HEALTH, INFERENCE, PROTO, message, methods
+from deployments.router.rpc.proto_file import HEALTH, INFERENCE, PROTO, message, methods, read_proto
 from deployments.router.rpc.server import GrpcServer
 from deployments.router.rpc.settings import GrpcSettings
 from engine.errors import Overloaded

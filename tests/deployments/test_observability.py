@@ -237,7 +237,7 @@ def test_scaling_decisions_are_counted(made: dict[str, FakeMetric]) -> None:
         ({"gpu": 3, "cpu": 1}, {"gpu": "backlog", "cpu": "overflow"}),
         ({"gpu": 2, "cpu": 0}, {"gpu": "calm", "cpu": "handover"}),
     ):
-        export.tell(targets, causes, limits, (120.0, 300.0))
+        export.report(targets, causes, limits, (120.0, 300.0))
     assert made["manta_scaling_target_replicas"].values == {
         ("manta", "gpu"): 2,
         ("manta", "cpu"): 0,
@@ -260,7 +260,7 @@ def test_pools_with_a_policy_each_are_counted(made: dict[str, FakeMetric]) -> No
     export = ScalingExport("manta")
     for target in (1, 2, 3):
         for pool in ("gpu", "cpu"):
-            export.tell({pool: target}, {pool: "work"}, {pool: (1, 4)}, (120.0, 300.0))
+            export.report({pool: target}, {pool: "work"}, {pool: (1, 4)}, (120.0, 300.0))
     assert made["manta_scaling_decisions"].values == {
         ("manta", "gpu", "up", "work"): 2,
         ("manta", "cpu", "up", "work"): 2,
@@ -277,7 +277,7 @@ def router(name: str, metrics: RouterMetrics, **replicas: EngineStats) -> dict[s
         f"engine-{k.replace('_', '/')}": msgspec.structs.asdict(v) for k, v in replicas.items()
     }
     load = {"in_flight": 4, "queued": 1, "queued_tokens": 700}
-    told = {"name": name, "model": "m", **load, "replicas": stats, "metrics": metrics.told()}
+    told = {"name": name, "model": "m", **load, "replicas": stats, "metrics": metrics.to_json()}
     return json.loads(json.dumps(told))
 
 
@@ -362,8 +362,8 @@ def test_status_without_a_name_shows_every_application(
     }
     monkeypatch.setattr(status, "_join", lambda _: None)
     monkeypatch.setattr(status, "applications", lambda: list(there))
-    monkeypatch.setattr(status, "look", there.__getitem__)
-    monkeypatch.setattr(status, "_LOOK", 0.0)
+    monkeypatch.setattr(status, "poll", there.__getitem__)
+    monkeypatch.setattr(status, "_POLL_SECONDS", 0.0)
     assert status.run(None, None, as_json=False, once=True, every=1.0) == 0
     shown = capsys.readouterr().out
     assert 0 <= shown.find("one RUNNING") < shown.find("two RUNNING")

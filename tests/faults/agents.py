@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report.result_file import write
-from deployments.resuming import ResumableStream
+from deployments.resumable_stream import ResumableStream
 from engine.text.tokenizer import Tokenizer
 from tests.deployments.api.tools.tool_templates import HERMES
 from tests.deployments.on_ray.serve_cluster import ray_and_serve

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deployments.app import assemble, deploy, serve_config
-from deployments.catalog import model_app
 from deployments.config.load import parse_config
+from deployments.model_applications import model_app
 from deployments.replica.deployment import ReplicaSettings
 from engine.config.engine_config import EngineConfig
 from loadtest.chaos.server_processes import ServerInstance, ServerProcess, instance_at

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc.aio
 import pytest
 
-from deployments.router.rpc.schema import INFERENCE, message, methods
+from deployments.router.rpc.proto_file import INFERENCE, message, methods
 from tests.deployments.on_ray.serve_cluster import Cluster, free_port
 from tests.faults.agents import SEEN, SETTINGS, USER, Run, agent_model, kill_once, learn
 from tests.faults.cluster import NAME, Broken, deployed

@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from deployments.router.admission.limits import DispatchLimits
+from deployments.router.models.model_settings import DispatchLimits
 from tests.deployments.router.fleet import FAST, PROMPT, Fleet, read, text
 
 TOKENS = 24

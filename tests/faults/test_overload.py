@@ -13,7 +13,7 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.router.admission.fair_queue import AdmissionLimits
-from deployments.router.admission.limits import DispatchLimits
+from deployments.router.models.model_settings import DispatchLimits
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.router.fleet import FAST, Fleet, until

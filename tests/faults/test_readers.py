@@ -16,8 +16,8 @@ import uvicorn
 from deployments.api.app import Api, build_asgi
 from deployments.api.http.uvicorn_hooks import HttpProtocol
 from deployments.api.options import ApiOptions
-from deployments.router.admission.limits import DispatchLimits
 from deployments.router.inflight import UNREAD_BYTES
+from deployments.router.models.model_settings import DispatchLimits
 from engine.errors import MantaError
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.router.fleet import FAST, Fleet, read, until

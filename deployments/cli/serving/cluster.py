@@ -7,13 +7,12 @@ import shutil
 import sys
 from typing import Any
 
-from deployments.catalog import is_model_of
 from deployments.cli.serving.joining import ClusterError, job_config, join, running_here
 from deployments.cli.serving.processes import adopt_orphans, descendants, kill, reap
 from deployments.cli.serving.ray_folder import ray_folder
 from deployments.cli.serving.time_limit import within
+from deployments.cluster_store import forget_app
 from deployments.config.load import MantaConfig
-from deployments.edge import behind_haproxy
 from deployments.environment import (
     make_auth_token,
     no_ray_metrics,
@@ -22,9 +21,10 @@ from deployments.environment import (
 )
 from deployments.error_text import reason
 from deployments.haproxy.environment import edge_folder
-from deployments.neighbours import deployed_at
+from deployments.model_applications import is_model_of
 from deployments.packages import SOURCE
-from deployments.store import forget_app
+from deployments.serve.coexistence import deployed_at
+from deployments.serve.proxy import behind_haproxy
 from engine.private_folder import MAX_PATH, private_folder
 
 _ANSWER = 5.0  # seconds for Serve's controller to answer

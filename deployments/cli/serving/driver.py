@@ -56,7 +56,7 @@ class Driver:
         self._serve = serve
         self._close = close
 
-    def tell(self, **message: Any) -> None:
+    def report(self, **message: Any) -> None:
         self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def ignore(self, *numbers: signal.Signals) -> None:
@@ -84,9 +84,9 @@ class Driver:
         except KeyboardInterrupt:
             code = 130
         except RayLostError as error:
-            self.tell(lost=error.message)
+            self.report(lost=error.message)
         except MantaError as error:
-            self.tell(failed=error.message, code=2 if isinstance(error, ConfigError) else 1)
+            self.report(failed=error.message, code=2 if isinstance(error, ConfigError) else 1)
         except BaseException:
             if not self.stopping:
                 traceback.print_exc()

@@ -9,8 +9,8 @@ from deployments.cli.ports import why_not_bindable
 from deployments.cli.serving.cluster import serving_folder
 from deployments.cli.serving.ray_folder import ray_folder
 from deployments.config.load import MantaConfig
-from deployments.edge import behind_haproxy, check_edge
 from deployments.packages import why_mixed
+from deployments.serve.proxy import behind_haproxy, check_edge
 from engine.errors import ConfigError
 
 

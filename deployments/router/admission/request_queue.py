@@ -9,11 +9,11 @@ from random import Random
 
 from deployments.backend import GenerationRequest
 from deployments.router.admission.fair_queue import Capacity, FairQueue, OutputEstimate, Ticket
-from deployments.router.admission.limits import DispatchLimits
-from deployments.router.admission.waking import Waking
+from deployments.router.admission.scale_from_zero import Waking
 from deployments.router.assignment import Assignment
 from deployments.router.inflight import InflightRequest
 from deployments.router.models.model_cards import ModelCards
+from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import Fleet
 from deployments.routing.replica_state import ReplicaState

@@ -32,7 +32,7 @@ class KeyFiles:
         self._files = {name: Path(path) for name, path in settings.files.items()}
         self._seen: dict[str, tuple[int, ...] | None] = dict.fromkeys(self._files)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read the files that have changed. Whether the keys have. A file that is gone or has a
         fault leaves the keys as they were: a slip of the pen must not lock all users out."""
         changed = False

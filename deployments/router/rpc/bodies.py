@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from deployments.api.http.errors import invalid, wrong_type
-from deployments.router.rpc.schema import message
+from deployments.router.rpc.proto_file import message
 
 Answer, ModelList = message("Answer"), message("ModelList")
 

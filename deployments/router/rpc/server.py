@@ -32,7 +32,7 @@ from deployments.api.http.errors import (
 )
 from deployments.api.http.exchange import HttpExchange, request_id
 from deployments.router.rpc.bodies import answer_of, body_of, models_of
-from deployments.router.rpc.schema import HEALTH, INFERENCE, POOL, message, methods
+from deployments.router.rpc.proto_file import HEALTH, INFERENCE, POOL, message, methods
 from deployments.router.rpc.settings import GrpcSettings
 from deployments.router.serve.handle_call import AsgiApp, AsgiCall
 
@@ -149,7 +149,7 @@ class _Keys(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return handler
 
         async def refuse(_: Any, context: Any) -> None:
-            await _abort(context, told.status, _told(told))
+            await _abort(context, told.status, _error_json(told))
 
         async def refuse_stream(requests: Any, context: Any) -> AsyncIterator[Any]:
             await refuse(requests, context)
@@ -162,7 +162,7 @@ class _Keys(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-def _told(error: ApiError) -> dict[str, Any]:
+def _error_json(error: ApiError) -> dict[str, Any]:
     return {
         "message": error.message,
         "type": error.kind,
@@ -246,7 +246,7 @@ class _Inference:
         try:
             return body_of(request, self._model())
         except ApiError as error:
-            await _abort(context, error.status, _told(error))
+            await _abort(context, error.status, _error_json(error))
             raise
 
     async def _begin(self, path: str, body: dict[str, Any] | None, context: Any) -> AsgiCall:

@@ -347,7 +347,7 @@ def test_a_batch_has_the_limits_of_its_key(tmp_path: Path) -> None:
 
 def test_openais_client_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A field that its models do not take; a route that is elsewhere."""
-    monkeypatch.setattr("deployments.router.batch_worker.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("deployments.router.batch_worker.POLL_SECONDS", 0.1)
     api = api_of(tmp_path)
     card = replace(api.backend.cards[MODEL], pooling=POOLING, vector_size=VECTOR)
     api.backend.cards[MODEL] = card

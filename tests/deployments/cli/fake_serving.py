@@ -38,7 +38,7 @@ def main(folder: str, told: str) -> int:
     def serve(driver: Driver, _: str) -> None:
         _spawn("plain")
         for what, told in _STEPS if until else ():
-            driver.tell(**told)
+            driver.report(**told)
             if what == "model":
                 driver.ignore(signal.SIGINT)
                 for program in programs:
@@ -48,7 +48,7 @@ def main(folder: str, told: str) -> int:
                 break
         print("there", flush=True)
         while until == "beat":
-            driver.tell(beat=True)
+            driver.report(beat=True)
             time.sleep(0.1)
         threading.Event().wait()
 

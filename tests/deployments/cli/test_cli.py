@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 
-from deployments import edge
 from deployments.cli import chat, doctor, ports, serve
 from deployments.cli.main import cli
 from deployments.cli.plan import run as run_plan
@@ -33,6 +32,7 @@ from deployments.config.endpoint import TlsConfig
 from deployments.config.load import load_config, parse_config
 from deployments.environment import make_auth_token
 from deployments.plan.memory import GIB, GPUS, Hardware, plan
+from deployments.serve import proxy
 from engine import private_folder
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
@@ -539,11 +539,11 @@ def test_doctor_tries_what_serve_checks(
     if fault in ("noexec", "ray"):
         monkeypatch.setattr(private_folder, "why_unusable", unusable)
         monkeypatch.setattr(ray_folder, "_why_unusable", lambda f, own: unusable(f))
-        monkeypatch.setattr(edge, "find_haproxy", lambda: "/bin/haproxy")
+        monkeypatch.setattr(proxy, "find_haproxy", lambda: "/bin/haproxy")
     elif fault == "port":
         monkeypatch.setattr(start_checks, "why_not_bindable", lambda host, port: f"{port}; a test")
     else:
-        monkeypatch.setattr(edge, "find_haproxy", lambda: None)
+        monkeypatch.setattr(proxy, "find_haproxy", lambda: None)
         tls = TlsConfig.model_construct(certificate="a", key="b")
         config = config.model_copy(update={"http": config.http.model_copy(update={"tls": tls})})
     names = {"noexec": "edge", "ray": "ray folder", "port": "ports", "certificate": "edge"}

@@ -7,7 +7,7 @@ import ray
 from ray import serve
 
 from deployments.cli.serving.cluster import Cluster
-from deployments.neighbours import note_others
+from deployments.serve.coexistence import note_others
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_what_was_deployed_in_its_place_stays(
     def store(what: str, key: str, *value: bytes, **_: bool) -> bytes | None:
         return kept.get(key) if what == "get" else kept.update({key: value[0]})
 
-    monkeypatch.setattr("deployments.neighbours.store", store)
+    monkeypatch.setattr("deployments.serve.coexistence.store", store)
     cluster = Cluster("10.0.0.1:6379")
     cluster.note_deployment("manta")
     if since == "beside":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.catalog import why_failed, why_waiting
+from deployments.model_applications import why_failed, why_waiting
 
 REPLICA = """The deployment failed to start 1 times in a row. Error:
 RuntimeError: Traceback (most recent call last):

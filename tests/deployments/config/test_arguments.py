@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deployments import app
-from deployments.catalog import entries
 from deployments.config.load import MantaConfig, parse_config
-from deployments.parts import NodeCapacity
+from deployments.model_applications import entries
+from deployments.serve.model_deployments import NodeCapacity
 from engine.errors import ConfigError
 
 MACHINE = NodeCapacity(16.0, 4.0)
@@ -150,9 +150,9 @@ def test_a_model_can_be_added_where_answers_are_kept(monkeypatch: pytest.MonkeyP
     applied: list[Any] = []
     monkeypatch.setattr(NodeCapacity, "here", lambda: MACHINE)
     monkeypatch.setattr(app, "check_model_files", lambda *_: None)
-    monkeypatch.setattr(app.catalog, "applications", dict)
-    monkeypatch.setattr(app.catalog, "note_change", lambda *_: None)
-    monkeypatch.setattr(app.neighbours, "turn", lambda: pytest.MonkeyPatch.context())
+    monkeypatch.setattr(app.model_applications, "applications", dict)
+    monkeypatch.setattr(app.model_applications, "note_change", lambda *_: None)
+    monkeypatch.setattr(app.coexistence, "deploying", lambda: pytest.MonkeyPatch.context())
     monkeypatch.setattr(app, "apply", lambda schema, there: applied.append(schema))
     app.put_model(base, "b", {"model": "/m"})
     assert [one["name"] for one in applied[0]["applications"]] == ["manta.b"]

@@ -91,7 +91,7 @@ def test_a_replica_on_several_nodes_is_one_placement_group(tmp_path):
     """Bugs: GPUs of all ranks are asked for on one node; all stages are placed on one; what is on
     another node is placed without the pool's labels; a pool that has one stage of its own starts,
     and never gets ready."""
-    from deployments.parts import NodeCapacity, engine_deployments
+    from deployments.serve.model_deployments import NodeCapacity, engine_deployments
 
     engine = "engine: {tensor_parallel: 2, pipeline_parallel: 4, pipeline_nodes: 2}"
     pool = "{labels: {pool: pairs}, resources: {a: 0.5}}"

@@ -24,9 +24,9 @@ from deployments.cli import doctor
 from deployments.cli.plan import run as run_plan
 from deployments.cli.target import read_planned
 from deployments.config.load import parse_config
-from deployments.parts import served_model
 from deployments.plan.memory import Hardware
-from deployments.router.models import keeper
+from deployments.router.models import model_loader
+from deployments.serve.model_deployments import served_model
 from engine.architectures import GGUFS
 from engine.config.engine_config import EngineConfig
 from engine.config.model_config import ModelConfig
@@ -761,11 +761,11 @@ def test_sampling_defaults_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.Mo
     for given in (None, folder):
         tokenizer = load_tokenizer(ignored, given)
         assert tokenizer is not None and tokenizer.sampling_defaults == {}
-    monkeypatch.setattr(keeper, "first_served", lambda app, name, now: now)  # it asks Ray
+    monkeypatch.setattr(model_loader, "first_served", lambda app, name, now: now)  # it asks Ray
     for engine, known in (({"generation_config": "none"}, {}), ({}, recommended)):
         config = parse_config({"model": str(folder), "engine": engine}, {})
         model = served_model(config, 0)
-        _, tokenizer, _ = keeper._load(model, "app")
+        _, tokenizer, _ = model_loader._load(model, "app")
         assert len(tokenizer.sampling_defaults) == len(known)
 
 

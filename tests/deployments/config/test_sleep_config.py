@@ -6,8 +6,8 @@ import pytest
 
 from deployments.app import model_application
 from deployments.config.load import parse_config
-from deployments.parts import NodeCapacity, engine_deployments
 from deployments.replica.sleep import SleepSettings
+from deployments.serve.model_deployments import NodeCapacity, engine_deployments
 from engine.errors import ConfigError
 
 

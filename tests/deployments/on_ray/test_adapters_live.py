@@ -27,8 +27,8 @@ from safetensors.torch import save_file
 
 from deployments.adapters.registry import AdapterSettings
 from deployments.backend import ModelCard
-from deployments.router.admission.limits import DispatchLimits
 from deployments.router.dispatcher import Dispatcher
+from deployments.router.models.model_settings import DispatchLimits
 from deployments.routing.decision import RoutingDecision, RoutingRequest
 from deployments.routing.fleet import Fleet
 from deployments.routing.route import route

@@ -72,7 +72,9 @@ def test_a_guess_of_a_clusters_cores_is_told(nodes, cores, told, monkeypatch, ca
     monkeypatch.setattr("ray.is_initialized", lambda: nodes is not None)
     alive = [{"NodeID": "", "Alive": True, "Resources": {"CPU": n}} for n in nodes or ()]
     monkeypatch.setattr("ray.nodes", lambda: alive)
-    monkeypatch.setattr("deployments.parts.store", lambda *_: None)  # nothing is reported yet
+    monkeypatch.setattr(
+        "deployments.serve.model_deployments.store", lambda *_: None
+    )  # nothing is reported yet
     serve_config(parse_config({"pools": {"cpu": {"num_cpus": cores}}}, {}))
     assert ("pools.cpu.num_cpus" in caplog.text) == told
 
@@ -260,9 +262,9 @@ def test_an_update_waits_for_longer_streams(cluster, fake, tmp_path, monkeypatch
     that took longer were cut."""
     from ray import serve
 
-    from deployments import parts
+    from deployments.serve import model_deployments
 
-    monkeypatch.setattr(parts, "KILL_MARGIN", 1.0)
+    monkeypatch.setattr(model_deployments, "KILL_MARGIN", 1.0)
     model = str(tiny_model(tmp_path / "tiny"))
 
     def deploy(drain_seconds: float) -> None:
@@ -375,7 +377,7 @@ def test_the_default_model_by_config_file_again_and_beside_another(
     assert status.applications() == ["beside", "real"]
     engine = serve.get_deployment_handle("engine-cpu", "beside")
     os.kill(engine.stats.remote().result()["engine_pid"], signal.SIGKILL)
-    assert status.look("beside").routers[0]["model"] == "tiny"
+    assert status.poll("beside").routers[0]["model"] == "tiny"
     after = cluster.post("/v1/chat/completions", **body)
     assert after["choices"][0]["message"]["content"] == whole
     other = cluster.post("/v1/completions", model="tiny", prompt="a")["error"]

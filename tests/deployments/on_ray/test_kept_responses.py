@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from deployments.app import deploy, serve_config
-from deployments.catalog import model_app
 from deployments.config.load import parse_config
+from deployments.model_applications import model_app
 from tests.deployments.on_ray.live import settled
 from tests.deployments.on_ray.serve_cluster import Cluster, tiny_model
 

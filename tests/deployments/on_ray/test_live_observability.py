@@ -210,10 +210,10 @@ def test_a_callers_trace_goes_on(cluster: Cluster, spans: Collector) -> None:
 
 def test_status_of_a_running_application(cluster: Cluster) -> None:
     """A page that is right only for what the tests made up."""
-    before = status.look(APP)
+    before = status.poll(APP)
     for number in range(3):
         ask(cluster, f"counted-{number}")
-    found = status.summarise(status.look(APP), before)
+    found = status.summarise(status.poll(APP), before)
     assert (found["status"], found["model"]) == ("RUNNING", "tiny")
     assert found["pools"]["cpu"]["running"] == 2 and len(found["replicas"]) == 2
     assert len(found["routers"]) == 2 and found["silent_routers"] == 0
@@ -221,7 +221,7 @@ def test_status_of_a_running_application(cluster: Cluster) -> None:
     assert found["latency_ms"]["first_token"]["p50"] > 0
     status.page(json.loads(json.dumps(found)))
     with pytest.raises(status.ClusterError, match=APP):
-        status.look("other")
+        status.poll("other")
 
 
 def test_metrics_are_of_all_routers_whichever_answers(cluster: Cluster) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.router.models.front import ModelFront
+from deployments.router.models.model_front import ModelFront
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.router.fleet import Fleet
 

@@ -244,7 +244,7 @@ def test_strangers_do_not_fill_the_log(caplog):
             writer.write(frame(Proof(bytes(32), bytes(32), "x")))
             await reader.read()
             writer.close()
-        replica_server._unauthenticated._tell()  # as after ten seconds
+        replica_server._unauthenticated._report()  # as after ten seconds
         await replica_server.stop()
 
     with caplog.at_level(logging.INFO, "manta.replica"):
@@ -389,8 +389,8 @@ def test_cost_of_a_delta_in_a_frame_of_64(record_property):
 
     async def case():
         from deployments.backend import GenerationRequest, ModelCard
-        from deployments.router.admission.limits import DispatchLimits
         from deployments.router.dispatcher import Dispatcher
+        from deployments.router.models.model_settings import DispatchLimits
         from deployments.router.replicas.replica_client import ReplicaClient, ReplicaEndpoint
 
         rounds, size = 300, 64

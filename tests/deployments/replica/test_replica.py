@@ -9,7 +9,7 @@ import pytest
 
 from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
-from deployments.router.admission.limits import DispatchLimits
+from deployments.router.models.model_settings import DispatchLimits
 from deployments.transport.channel import RouterEnd, Submit
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead

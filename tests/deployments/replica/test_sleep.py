@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deployments.replica import sleep as replica_sleep
-from deployments.replica.device_turn import DeviceTurn
+from deployments.replica.device_lease import DeviceLease
 from deployments.replica.server import ReplicaServer
 from deployments.replica.sleep import SleepSettings
 from deployments.replica.watchdog import StallLimits
@@ -21,7 +21,7 @@ QUICK = SleepSettings(idle_seconds=0.2, wait_seconds=5.0)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(replica_sleep, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(replica_sleep, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(replica_sleep, "_YIELD_SECONDS", 0.05)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
@@ -50,12 +50,12 @@ class Replica:
         assert self.router.tokens(id) == text(10, max_tokens)
 
 
-async def beside_another(settings: SleepSettings) -> tuple[Replica, DeviceTurn]:
+async def beside_another(settings: SleepSettings) -> tuple[Replica, DeviceLease]:
     """A replica that sleeps while another one has the device and a request waits, and that one's
     turn."""
     replica = await Replica().start(settings)
     await until(lambda: replica.asleep)
-    other = DeviceTurn("")
+    other = DeviceLease("")
     assert await other.take(1.0)
     replica.router.submit(1)
     return replica, other
@@ -184,7 +184,7 @@ def test_an_engine_that_dies_in_its_sleep_is_told_and_leaves_the_device() -> Non
         with pytest.raises(MantaError):
             replica.server.check_health()
         await replica.server.stop()
-        other = DeviceTurn("")
+        other = DeviceLease("")
         assert await other.take(0.0)
         other.close()
 
@@ -233,9 +233,9 @@ def test_a_killed_holder_leaves_the_turn(tmp_path: Path) -> None:
     async def case() -> None:
         code = (
             "import asyncio, sys, pathlib\n"
-            "from deployments.replica.device_turn import DeviceTurn\n"
+            "from deployments.replica.device_lease import DeviceLease\n"
             "async def main():\n"
-            f"    turn = DeviceTurn('0', pathlib.Path({str(tmp_path)!r}))\n"
+            f"    turn = DeviceLease('0', pathlib.Path({str(tmp_path)!r}))\n"
             "    print(await turn.take(1.0), flush=True)\n"
             "    await asyncio.sleep(60)\n"
             "asyncio.run(main())\n"
@@ -245,7 +245,7 @@ def test_a_killed_holder_leaves_the_turn(tmp_path: Path) -> None:
             sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
         )
         assert holder.stdout is not None and await holder.stdout.readline() == b"True\n"
-        turn = DeviceTurn("0", tmp_path)
+        turn = DeviceLease("0", tmp_path)
         assert not await turn.take(0.1)
         holder.kill()
         await holder.wait()

@@ -16,7 +16,7 @@ from deployments.observe.otlp import (
     TracingSettings,
     read_context,
 )
-from deployments.router.spans import context_of, spans_of
+from deployments.router.request_trace import context_of, spans_of
 from deployments.routing.decision import RoutingDecision
 from engine.messages import Delta
 from tests.deployments.api.asgi import COMPLETION, Client
@@ -87,7 +87,7 @@ def test_a_moved_request_has_its_times_in_router_replicas_and_engine() -> None:
     assert last.attributes["manta.emitted_tokens"] == 5
     parents = {span.context.parent for span in rest}
     assert parents == {root.id, first.id} and {span.context.trace for span in rest} == {TRACE}
-    told = root.told()
+    told = root.to_json()
     assert told["startTimeUnixNano"] == "1000000000000" and told["parentSpanId"] == PARENT
     assert attributes(told)["manta.router"] == "router-1" and "status" not in told
 
@@ -97,8 +97,8 @@ def test_a_request_that_never_ran() -> None:
     one = trace()
     one.ends(0, "no_replica", 130.0)
     root, queue = spans_of(one, TraceContext(TRACE), "r")
-    assert root.told()["status"] == {"code": 2, "message": "no_replica"}
-    assert queue.end == root.end and "parentSpanId" not in root.told()
+    assert root.to_json()["status"] == {"code": 2, "message": "no_replica"}
+    assert queue.end == root.end and "parentSpanId" not in root.to_json()
 
 
 def test_headers_reach_the_backend() -> None:

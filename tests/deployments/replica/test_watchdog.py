@@ -28,7 +28,7 @@ class Engine:
         self.pulses += pulse
         self.step += step
         self.cpu += cpu
-        return self.watch.look(self.pulses, Pulse(doing, self.cpu), self.step, busy=busy)
+        return self.watch.check(self.pulses, Pulse(doing, self.cpu), self.step, busy=busy)
 
     def until_stuck(self, **how: object) -> float:
         for number in range(1, 200):

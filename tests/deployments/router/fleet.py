@@ -13,9 +13,9 @@ from deployments.adapters.registry import AdapterSettings
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.replica.server import ReplicaServer
 from deployments.replica.watchdog import StallLimits
-from deployments.router.admission.limits import DispatchLimits
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
+from deployments.router.models.model_settings import DispatchLimits
 from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig
 from engine.errors import AdapterError, EngineDead, MantaError

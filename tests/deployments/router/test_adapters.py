@@ -13,7 +13,7 @@ from zlib import crc32
 
 import pytest
 
-from deployments import store as shared
+from deployments import cluster_store as shared
 from deployments.adapters.paths import allowed_path, scan, without_paths
 from deployments.adapters.record_store import LocalRecordStore, RayRecordStore, mark_of_all
 from deployments.adapters.registry import AdapterSettings
@@ -258,7 +258,7 @@ def test_many_changes_under_load(tmp_path):
                             each.set_replicas(fleet.published())
 
             async def look(router: Dispatcher) -> None:
-                """As ModelKeeper does for all models of a router."""
+                """As ModelLoader does for all models of a router."""
                 while True:
                     await asyncio.sleep(0.02)
                     await router.adapters.refresh()
@@ -368,7 +368,7 @@ def test_an_abort_while_its_adapter_is_on_the_way(tmp_path):
 def test_the_watched_folder(tmp_path, monkeypatch):
     """A folder that is served before it is whole, whose replacement needs a restart, or a link that
     leads out of it."""
-    monkeypatch.setattr("deployments.adapters.registry.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("deployments.adapters.registry.POLL_SECONDS", 0.02)
 
     async def case():
         watch = tmp_path / "watch"

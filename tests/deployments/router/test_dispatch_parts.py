@@ -12,14 +12,14 @@ import pytest
 from deployments.adapters.record_store import AdapterRecord
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.admission.limits import DispatchLimits
 from deployments.router.admission.request_queue import RequestQueue
-from deployments.router.admission.waking import Waking
+from deployments.router.admission.scale_from_zero import Waking
 from deployments.router.assignment import Assignment
 from deployments.router.dispatcher import Dispatcher
-from deployments.router.failover.losses import ReplicaLosses
 from deployments.router.inflight import InflightRequest
 from deployments.router.models.model_cards import ModelCards
+from deployments.router.models.model_settings import DispatchLimits
+from deployments.router.replica_losses import ReplicaLosses
 from deployments.router.replicas.replica_client import ReplicaEndpoint
 from deployments.router.replicas.replicas import Replicas
 from deployments.router.requests_in_flight import RequestsInFlight

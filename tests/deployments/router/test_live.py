@@ -10,8 +10,8 @@ import msgspec
 from deployments.api.app import build_asgi
 from deployments.api.caller import KeyRule
 from deployments.api.options import ApiOptions
-from deployments.router.live.application_view import ApplicationView
-from deployments.router.models.front import ModelFront
+from deployments.router.live_view import ApplicationView
+from deployments.router.models.model_front import ModelFront
 from engine.errors import Overloaded
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import FakeBackend

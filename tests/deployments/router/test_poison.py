@@ -9,9 +9,9 @@ from deployments.replica.adapters import SubmittedRequest
 from deployments.replica.server import ReplicaServer
 from deployments.replica.suspect_queue import SuspectQueue
 from deployments.replica.watchdog import StallLimits
-from deployments.router.admission.limits import DispatchLimits
 from deployments.router.dispatcher import Dispatcher
 from deployments.router.inflight import InflightRequest
+from deployments.router.models.model_settings import DispatchLimits
 from deployments.router.poison import LONG_PROBATION, PROBATION, PROOF, Suspicion
 from deployments.transport.channel import Submit
 from engine.config.engine_config import EngineConfig

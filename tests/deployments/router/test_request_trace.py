@@ -35,7 +35,7 @@ def trace(id: str = "a", owner: str = "", arrived: float = 100.0, **more: Any) -
 def test_a_request_is_told_step_by_step() -> None:
     """Times that do not add up, or are given as zero before they are known."""
     one = trace(adapter=AdapterRecord(name="legal", path="/legal", revision="abc"))
-    told = one.tell("router-1", 100.5)
+    told = one.to_json("router-1", 100.5)
     assert told["state"] == "waiting" and told["timing_ms"]["queue"] == 500.0
     assert told["timing_ms"]["first_token"] is told["timing_ms"]["decode"] is None
     assert told["adapter"] == {"name": "legal", "revision": "abc", "loaded": False, "load_ms": None}
@@ -46,7 +46,7 @@ def test_a_request_is_told_step_by_step() -> None:
     one.sent(RoutingDecision("cpu/2", "only", 1.0), 102.5, 5)
     one.finish += ["stop", "length"]
     one.ends(13, "", 104.0)
-    told = one.tell("router-1", 999.0)
+    told = one.to_json("router-1", 999.0)
     assert told["state"] == "finished" and told["output_tokens"] == 13
     assert told["timing_ms"] == {
         "queue": 1000.0,
@@ -76,7 +76,7 @@ def test_memory_is_bounded() -> None:
     for number in range(1000):
         one.sent(RoutingDecision("r", "load", 0.1), number, 0)
         one.moves("r", "lost", number)
-    told = one.tell("", 1.0)
+    told = one.to_json("", 1.0)
     assert len(told["route"]) == len(told["moves"]) == 32
     held = [getattr(one, name) for name in RequestTrace.__slots__]
     assert sum(map(sys.getsizeof, held)) < 4096

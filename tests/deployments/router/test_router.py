@@ -14,9 +14,9 @@ from deployments.api.http.errors import from_backend
 from deployments.api.options import ApiOptions
 from deployments.backend import GenerationRequest
 from deployments.observe.metrics import RouterMetrics
-from deployments.router.admission.limits import DispatchLimits
 from deployments.router.inflight import InflightRequest
-from deployments.router.models.front import ModelFront
+from deployments.router.models.model_front import ModelFront
+from deployments.router.models.model_settings import DispatchLimits
 from deployments.transport.channel import ChannelLimits
 from engine.errors import MantaError, Overloaded
 from engine.messages import Delta, EngineRequest

@@ -16,9 +16,9 @@ from deployments.api.key_limits import KeyCount
 from deployments.cli.main import cli
 from deployments.config.keys import ApiKey, key_digest, read_api_keys
 from deployments.observe.metrics import RouterMetrics, render
-from deployments.router.keys import sharing
-from deployments.router.keys.keeper import KeyKeeper
+from deployments.router.keys import key_service
 from deployments.router.keys.key_files import KeyFiles, KeySettings
+from deployments.router.keys.key_service import KeyService
 from deployments.router.keys.usage_log import UsageLine, UsageLog
 
 ONE = ApiKey(key_digest("one"))
@@ -67,9 +67,9 @@ def test_keys_change_with_their_file_and_survive_its_faults(tmp_path: Path, capl
     that locks everybody out."""
     path = keys_file(tmp_path)
     files = KeyFiles(KeySettings((ONE,), (), {"api_keys_file": str(path)}))
-    assert not files.look()
+    assert not files.poll()
     keys_file(tmp_path, "one\ntwo name=team requests=5\n")
-    assert files.look() and not files.look()
+    assert files.poll() and not files.poll()
     options = files.options()
     two = bytes.fromhex(key_digest("two"))
     assert options["api_keys"] == {bytes.fromhex(ONE.digest), two}
@@ -77,12 +77,12 @@ def test_keys_change_with_their_file_and_survive_its_faults(tmp_path: Path, capl
     assert files.names()[key_digest("two")[:32]] == "team"
     for fault in ("one rquests=5\n", ""):
         keys_file(tmp_path, fault)
-        assert not files.look() and files.options() == options
+        assert not files.poll() and files.options() == options
     path.unlink()
-    assert not files.look() and files.options() == options
+    assert not files.poll() and files.options() == options
     assert len([record for record in caplog.records if "stay as they were" in record.message]) == 3
     keys_file(tmp_path)
-    assert files.look() and len(files.options()["api_keys"]) == 1
+    assert files.poll() and len(files.options()["api_keys"]) == 1
 
 
 def test_the_usage_file_turns_over_and_loses_no_line(tmp_path: Path) -> None:
@@ -134,14 +134,14 @@ class FakeStore:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     fake = FakeStore()
-    monkeypatch.setattr(sharing, "store", fake)
+    monkeypatch.setattr(key_service, "store", fake)
     return fake
 
 
-def keeper(tmp_path: Path, name: str, path: Path, log: bool = True) -> KeyKeeper:
+def keeper(tmp_path: Path, name: str, path: Path, log: bool = True) -> KeyService:
     settings = KeySettings((ONE,), (), {"api_keys_file": str(path)})
     usage = UsageLog(tmp_path / "usage.jsonl", 2**20, 2) if log else None
-    return KeyKeeper(settings, usage, sharing.SharedCounts("app", name), RouterMetrics())
+    return KeyService(settings, usage, key_service.SharedCounts("app", name), RouterMetrics())
 
 
 def test_what_ended_is_in_metrics_and_file_and_counts_for_all_routers(
@@ -164,14 +164,14 @@ def test_what_ended_is_in_metrics_and_file_and_counts_for_all_routers(
         first.ended(ended(owner))
         first.ended(ended(owner, emitted=[[1, 2, 3]]))  # one new token
         first.ended(ended(""))
-        await first.look()
+        await first.poll()
         await second.start()
         second.limits.take(key, time.monotonic(), time.time())  # 15 of 20
         second.ended(ended(owner, output=2))  # 20
         with pytest.raises(ApiError, match="20 of 20"):
             second.limits.take(key, time.monotonic(), time.time())
-        await second.look()
-        await first.look()
+        await second.poll()
+        await first.poll()
         with pytest.raises(ApiError, match="20 of 20"):
             first.limits.take(key, time.monotonic(), time.time())
         text = render((family for family in _families(first) if "key_" in family.name), "served")
@@ -188,7 +188,7 @@ def test_what_ended_is_in_metrics_and_file_and_counts_for_all_routers(
     assert told == [("team", 3, 4), ("team", 0, 1), ("", 3, 4), ("team", 3, 2)]
 
 
-def _families(keeper: KeyKeeper) -> Any:
+def _families(keeper: KeyService) -> Any:
     from deployments.backend import BackendState
     from deployments.observe.metrics import families
 
@@ -197,9 +197,11 @@ def _families(keeper: KeyKeeper) -> Any:
 
 def test_counts_of_ended_periods_are_forgotten(store: FakeStore) -> None:
     """A store that grows with each router that has ever been."""
-    shared = sharing.SharedCounts("app", "r1")
+    shared = key_service.SharedCounts("app", "r1")
     for router, period in (("old", "2026-10"), ("new", "2026-11")):
-        sharing.SharedCounts("app", router).exchange({"k": KeyCount(1, 2, period, 3)}, (period,))
+        key_service.SharedCounts("app", router).exchange(
+            {"k": KeyCount(1, 2, period, 3)}, (period,)
+        )
     assert len(shared.exchange({}, ("2026-11-23", "2026-11"))) == 1
     assert not [name for name in store.values if name.endswith("old")]
 

@@ -11,7 +11,7 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
-from deployments.router.models.front import ModelFront
+from deployments.router.models.model_front import ModelFront
 from tests.deployments.api.asgi import Client
 from tests.deployments.fake_backend import tiny_tokenizer
 from tests.deployments.router.fleet import Fleet, LocalEngine

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deployments.cli.chat import ServerError, read_key
-from deployments.cli.models import served
+from deployments.cli.models import endpoint_models
 from deployments.config.keys import key_digest
 from engine.errors import ConfigError
 
@@ -30,17 +30,17 @@ def test_add_waits_for_routers_that_have_not_heard_of_the_model(
             raise found
         return dict(found)
 
-    monkeypatch.setattr(served, "ask", ask)
-    monkeypatch.setattr(served, "_POLL", 0.0)
-    served.add("two", "org/two")
+    monkeypatch.setattr(endpoint_models, "ask", ask)
+    monkeypatch.setattr(endpoint_models, "_POLL", 0.0)
+    endpoint_models.add("two", "org/two")
     assert capsys.readouterr().out == "two is ready\n" and not answers
     answers.append(ServerError("does not exist", status=404))
-    monkeypatch.setattr(served, "_KNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(endpoint_models, "_KNOWN_SECONDS", 0.0)
     with pytest.raises(ServerError, match="does not exist"):
-        served.add("two", "org/two")
+        endpoint_models.add("two", "org/two")
     answers.append(ServerError("no key", status=401))
     with pytest.raises(ServerError, match="no key"):
-        served.add("two", "org/two")
+        endpoint_models.add("two", "org/two")
 
 
 def test_the_servers_own_keys_file_is_no_key(tmp_path: Path) -> None:

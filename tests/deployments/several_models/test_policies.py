@@ -5,8 +5,8 @@ from typing import Any
 
 from deployments.app import serve_config
 from deployments.config.load import parse_config
-from deployments.parts import NodeCapacity, pools
 from deployments.scaling.policy import replica_options
+from deployments.serve.model_deployments import NodeCapacity, pools
 
 
 def made(function: str, kwargs: dict[str, Any]) -> object:

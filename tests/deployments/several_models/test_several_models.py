@@ -20,18 +20,18 @@ from deployments.adapters.record_store import (
 from deployments.api.app import build_asgi
 from deployments.app import build, deploy, put_model, serve_config
 from deployments.backend import GenerationRequest, ModelCard
-from deployments.catalog import entries, model_app, statuses, trouble
 from deployments.cli import status
-from deployments.cli.models import served
+from deployments.cli.models import endpoint_models
 from deployments.cli.target import engine_config
 from deployments.config.load import load_config, parse_config
-from deployments.neighbours import check, left_out
+from deployments.model_applications import entries, model_app, statuses, trouble
 from deployments.observe.metrics import render
-from deployments.parts import served_models
-from deployments.router.admission.limits import DispatchLimits
 from deployments.router.dispatcher import Dispatcher
-from deployments.router.models import keeper
-from deployments.router.models.front import ModelFront
+from deployments.router.models import model_loader
+from deployments.router.models.model_front import ModelFront
+from deployments.router.models.model_settings import DispatchLimits
+from deployments.serve.coexistence import check, left_out
+from deployments.serve.model_deployments import served_models
 from engine.errors import AdapterError, ConfigError, InvalidRequest, MantaError, Overloaded
 from engine.sampling_params import SamplingParams
 from tests.deployments.api.asgi import Client
@@ -285,15 +285,15 @@ async def test_models_that_nobody_asks_share_one_look(monkeypatch: pytest.Monkey
 
     for name, fake in (("get", get), ("put", put), ("list", listed)):
         monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", fake)
-    monkeypatch.setattr(keeper, "_LOOK", 0.01)
+    monkeypatch.setattr(model_loader, "_POLL_SECONDS", 0.01)
     front = ModelFront("router", several=True)
-    looks = keeper.ModelKeeper(front, APP, 1.0)
+    looks = model_loader.ModelLoader(front, APP, 1.0)
     for name in ("a", "b", "c"):
         store = RayRecordStore(model_app(APP, name), APP)
         card = ModelCard(name, 8192, 250, (2,), 0)
         one = Dispatcher(card, tiny_tokenizer(), DispatchLimits(), "router", record_store=store)
         front.put(name, one, 1.0)
-        looks._connected[name] = keeper._Connected(cast(Any, None), one, ())
+        looks._connected[name] = model_loader._Connected(cast(Any, None), one, ())
     await looks.follow(None)
     while len(asked) < 4:  # the first look is at all that there is
         await asyncio.sleep(0.01)
@@ -499,31 +499,35 @@ def test_models_come_and_go_over_http(
         return str(section)
 
     with pytest.raises(MantaError, match="API key"):
-        served.add("three", written(""), url=url, key=None)
+        endpoint_models.add("three", written(""), url=url, key=None)
     for wrong, said in (
         ("replcas: 2", "replcas: .*did you mean replicas"),
         ("aliases: [claude-*]", "'claude-\\*' is a name of the model 'one'"),
         ("engine: {max_num_seqs: -1}", "engine.max_num_seqs: max_num_seqs must not be"),
     ):
         with pytest.raises(MantaError, match=said):
-            served.add("three", written(wrong), url=url, key=admins)
+            endpoint_models.add("three", written(wrong), url=url, key=admins)
     with pytest.raises(MantaError, match="no model is called 'three'"):
-        served.remove("three", url=url, key=admins)
+        endpoint_models.remove("three", url=url, key=admins)
     one, two = several.engines("one")["pid"], several.engines("two")["pid"]
     with Stream(several, "one"):
-        served.add("three", written("aliases: [drei]"), url=url, key=admins)
+        endpoint_models.add("three", written("aliases: [drei]"), url=url, key=admins)
         assert several.text("three") and several.ready("drei")
         deploy(serve_config(several.config))  # the file knows nothing of it
-        served.show(url=url, key=admins)
+        endpoint_models.show(url=url, key=admins)
         shown = capsys.readouterr().out
         assert re.search(r"^one +ready +256 tokens +claude-\*$", shown, re.M)
         assert re.search(r"^three +ready +256 tokens +drei$", shown, re.M)
-        served.remove("three", url=url, key=admins)
+        endpoint_models.remove("three", url=url, key=admins)
         assert several.names() == ["one", "two"] and not several.ready("three")
-        served.add("four", written("engine: {quantization: gguf}"), wait=False, url=url, key=admins)
+        endpoint_models.add(
+            "four", written("engine: {quantization: gguf}"), wait=False, url=url, key=admins
+        )
         with pytest.raises(MantaError, match=r"four does not start: .*gguf"):
-            served.add("four", written("engine: {quantization: gguf}"), url=url, key=admins)
-        served.remove("four", url=url, key=admins)
+            endpoint_models.add(
+                "four", written("engine: {quantization: gguf}"), url=url, key=admins
+            )
+        endpoint_models.remove("four", url=url, key=admins)
     assert (several.engines("one")["pid"], several.engines("two")["pid"]) == (one, two)
 
 

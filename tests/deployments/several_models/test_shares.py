@@ -9,11 +9,19 @@ from typing import Any, cast
 
 import pytest
 
-from deployments import app, catalog, neighbours, room
+from deployments import app, cluster_capacity, model_applications
 from deployments.cli import doctor, serve
+from deployments.cluster_capacity import RayNode, check_pools, pool_faults
 from deployments.config.load import parse_config
-from deployments.parts import NodeCapacity, _only_ids, beside, check_gpus, pools, shares
-from deployments.room import RayNode, check_pools, pool_faults
+from deployments.serve import coexistence
+from deployments.serve.model_deployments import (
+    NodeCapacity,
+    _only_ids,
+    beside,
+    check_gpus,
+    pools,
+    shares,
+)
 from engine.errors import ConfigError
 
 IDS = ("node_a", "node_b", "node_c")
@@ -140,7 +148,7 @@ def test_serve_waits_only_for_nodes_that_may_come(
     """Bug: 400 s of silence for replicas that no node can take; or a cluster that would have
     started a node is not given the time."""
     config = parse_config({"replicas": 3}, {})
-    monkeypatch.setattr(room, "cluster_nodes", lambda: [replace(node(2), here=False)])
+    monkeypatch.setattr(cluster_capacity, "cluster_nodes", lambda: [replace(node(2), here=False)])
     monkeypatch.setattr(NodeCapacity, "here", lambda: NodeCapacity(2, 0, grows=grows))
     cluster = cast(Any, SimpleNamespace(own=own))
     if grows:
@@ -150,7 +158,7 @@ def test_serve_waits_only_for_nodes_that_may_come(
     else:
         with pytest.raises(ConfigError, match="lower replicas to 2"):
             serve._check_room(config, cluster)
-    monkeypatch.setattr(room, "cluster_nodes", lambda: [node(3)])
+    monkeypatch.setattr(cluster_capacity, "cluster_nodes", lambda: [node(3)])
     assert serve._check_room(config, cluster) == ""
 
 
@@ -226,9 +234,9 @@ def test_adding_a_model_reads_no_keys(monkeypatch: pytest.MonkeyPatch, tmp_path:
         applied.extend(one["name"] for one in schema["applications"])
 
     monkeypatch.setattr(app, "apply", apply)
-    monkeypatch.setattr(neighbours, "turn", nullcontext)
-    monkeypatch.setattr(catalog, "applications", dict)
-    monkeypatch.setattr(catalog, "note_change", applied.append)
+    monkeypatch.setattr(coexistence, "deploying", nullcontext)
+    monkeypatch.setattr(model_applications, "applications", dict)
+    monkeypatch.setattr(model_applications, "note_change", applied.append)
     app.put_model(base, "b", {"pools": {"cpu": {"num_cpus": 1}}})
     assert applied == ["manta.b", "manta"]
     with pytest.raises(ConfigError, match=r"^model: .*no such folder") as caught:

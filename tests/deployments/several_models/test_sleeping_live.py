@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.app import deploy, serve_config
-from deployments.cli.status import look
+from deployments.cli.status import poll
 from tests.deployments.on_ray.serve_cluster import Cluster, tiny_model
 from tests.deployments.several_models.endpoint import (
     ADMIN,
@@ -93,7 +93,7 @@ def test_a_sleeping_model_is_woken_by_a_request_and_the_other_notices_nothing(
     with Stream(several, "one"):
         expected = several.text("two")
         wait(lambda: status(several, "two") == "sleeping")
-        page = look(APP).models["two"]
+        page = poll(APP).models["two"]
         assert page.status == "SLEEPING" and page.scaling is not None
         assert page.scaling["targets"] == {"cpu": 0}
         code, seconds, answer = try_once(several, "two")
@@ -128,7 +128,7 @@ def test_weights_in_host_memory_bring_a_model_back_at_once(several: Several) -> 
         engine = several.engines("two")["engine_pid"]
         for wakes in (1, 2):
             wait(lambda: status(several, "two") == "sleeping")
-            wait(lambda: look(APP).models["two"].status == "SLEEPING")
+            wait(lambda: poll(APP).models["two"].status == "SLEEPING")
             began = time.monotonic()
             assert several.text("two") == expected
             assert time.monotonic() - began < 5.0, "on a busy machine; a start takes longer"

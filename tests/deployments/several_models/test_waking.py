@@ -7,12 +7,12 @@ import pytest
 
 from deployments.backend import GenerationRequest, ModelCard
 from deployments.config.load import parse_config
-from deployments.parts import served_model
-from deployments.router.admission import waking as waking_module
-from deployments.router.admission.limits import DispatchLimits
-from deployments.router.admission.waking import UNKNOWN, Waking
+from deployments.router.admission import scale_from_zero as waking_module
+from deployments.router.admission.scale_from_zero import UNKNOWN, Waking
 from deployments.router.dispatcher import Dispatcher
-from deployments.router.models.front import ModelFront
+from deployments.router.models.model_front import ModelFront
+from deployments.router.models.model_settings import DispatchLimits
+from deployments.serve.model_deployments import served_model
 from engine.errors import Overloaded
 from engine.sampling_params import SamplingParams
 from tests.deployments.fake_backend import tiny_tokenizer

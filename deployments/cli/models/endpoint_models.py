@@ -8,7 +8,7 @@ from urllib.parse import quote
 import typer
 
 from deployments.cli.console import StatusLine
-from deployments.cli.running import HERE, AdminKey, Url, ask
+from deployments.cli.server_requests import HERE, AdminKey, Url, ask
 
 app = typer.Typer(name="models", help="List, add, change and remove models of a running server.")
 
@@ -55,7 +55,7 @@ def add(
     began = time.monotonic()
     with StatusLine(f"Starting {name}") as status:
         while True:
-            told = _told(name, url, key, time.monotonic() - began)
+            told = _outcome(name, url, key, time.monotonic() - began)
             if told.get("status") == "ready":
                 break
             if told.get("status") == "failed":
@@ -73,7 +73,7 @@ def remove(name: _Name, url: Url = HERE, key: AdminKey = None) -> None:
     print(f"{name} is removed")
 
 
-def _told(name: str, url: str, key: Path | None, seconds: float) -> dict[str, Any]:
+def _outcome(name: str, url: str, key: Path | None, seconds: float) -> dict[str, Any]:
     """What a router says of a model that one of them was given so many seconds ago: another may
     answer, which does not know of it yet. Raises ServerError."""
     from deployments.cli.chat import ServerError

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from deployments.backend import BackendState
-from deployments.observe.figures import ApplicationMetrics, SingleFlight
+from deployments.observe.application_metrics import ApplicationMetrics, SingleFlight
 from deployments.observe.metrics import RouterMetrics, families
-from deployments.router.serve import peers
-from deployments.router.serve.peers import PeerRouters
+from deployments.router.serve import all_routers
+from deployments.router.serve.all_routers import AllRouters
 from engine.messages import EngineStats
 from tests.deployments.on_ray.live import parse_metrics
 
@@ -35,7 +35,7 @@ class Router:
 
     async def others(self) -> list[bytes]:
         await asyncio.sleep(0)
-        return [one.figures.tell() for one in self.fleet.values() if not one.silent]
+        return [one.figures.report() for one in self.fleet.values() if not one.silent]
 
 
 def routers(count: int) -> dict[str, Router]:
@@ -194,11 +194,11 @@ def test_a_silent_router_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatc
         async def _fetch_replica_results_async(self) -> list[Result]:
             return [Result(good), Result(silent), Result(broken), Result(good)]
 
-    monkeypatch.setattr(peers.serve, "get_deployment_handle", lambda *names: Handle())
+    monkeypatch.setattr(all_routers.serve, "get_deployment_handle", lambda *names: Handle())
 
     async def ask() -> tuple[list[str], float]:
         began = asyncio.get_running_loop().time()
-        answers = await PeerRouters("router", "app").ask(0.1, "figures", 1)
+        answers = await AllRouters("router", "app").ask(0.1, "figures", 1)
         await asyncio.sleep(0)
         return answers, asyncio.get_running_loop().time() - began
 

@@ -14,18 +14,17 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
-from deployments import catalog
+from deployments import model_applications
 from deployments.adapters.registry import AdapterSettings
 from deployments.checkpoints.resolve import keeps_blocks, resolve_model
+from deployments.cluster_store import store
 from deployments.config.load import MantaConfig, PoolConfig
 from deployments.environment import gpus_here
 from deployments.replica.deployment import EngineReplica, ReplicaSettings
 from deployments.replica.sleep import SleepSettings
 from deployments.router.admission.fair_queue import AdmissionLimits
-from deployments.router.admission.limits import DispatchLimits
-from deployments.router.models.served import ServedModel
+from deployments.router.models.model_settings import DispatchLimits, ServedModel
 from deployments.scaling import policy as autoscaling
-from deployments.store import store
 from deployments.transport.channel import ChannelLimits
 from engine.config.engine_config import EngineConfig, ranks_said
 from engine.errors import ConfigError
@@ -180,10 +179,8 @@ def _wake_seconds(config: MantaConfig) -> float | None:
 
 def served_models(app: str) -> dict[str, ServedModel]:
     """Return the models behind `app` now. Needs a connection to Ray, and blocks."""
-    return {
-        name: served_model(found.config, 0, found.app)
-        for name, found in catalog.entries(app, catalog.applications()).items()
-    }
+    entries = model_applications.entries(app, model_applications.applications())
+    return {name: served_model(found.config, 0, found.app) for name, found in entries.items()}
 
 
 # -- pools

@@ -11,8 +11,8 @@ from ray._private.utils import get_num_cpus
 
 from deployments.config.load import MantaConfig, PoolConfig
 from deployments.environment import gpus_here
-from deployments.parts import NodeCapacity, check_gpus, pools, shares
 from deployments.scaling.policy import scales
+from deployments.serve.model_deployments import NodeCapacity, check_gpus, pools, shares
 from engine.errors import ConfigError
 
 _WORDS = {"CPU": "core", "GPU": "GPU"}

@@ -1,4 +1,4 @@
-"""ModelKeeper: loads the models that a router serves, connects it to their replicas, and looks for
+"""ModelLoader: loads the models that a router serves, connects it to their replicas, and looks for
 what other routers have changed: adapters, and models where these come and go. One look is for all
 models, so that one which nobody asks costs a router nothing."""
 
@@ -16,18 +16,18 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from deployments import catalog
+from deployments import model_applications
 from deployments.adapters.record_store import RayRecordStore, mark_of_all
 from deployments.backend import ModelCard
 from deployments.checkpoints.facts import read_facts
 from deployments.checkpoints.resolve import ModelIdentity
+from deployments.cluster_store import first_served
 from deployments.environment import installed_version
-from deployments.router.admission.waking import Waking
+from deployments.router.admission.scale_from_zero import Waking
 from deployments.router.dispatcher import Dispatcher
-from deployments.router.models.front import ModelFront
-from deployments.router.models.served import ServedModel
+from deployments.router.models.model_front import ModelFront
+from deployments.router.models.model_settings import ServedModel
 from deployments.router.serve import discovery
-from deployments.store import first_served
 from engine.config.model_config import ModelConfig
 from engine.errors import MantaError
 from engine.pooled_checkpoint import read_pooling
@@ -35,8 +35,8 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("manta.router")
 
-_LOOK = 1.0  # seconds between looks at whether something was changed by our own commands
-_LOOK_AT_ALL = 10.0  # the same at what Serve and the store have, whoever changed it
+_POLL_SECONDS = 1.0  # seconds between looks at whether something was changed by our own commands
+_FULL_POLL_SECONDS = 10.0  # the same at what Serve and the store have, whoever changed it
 
 FindModels = Callable[[str], dict[str, ServedModel]]
 Engines = Sequence["DeploymentHandle[Any]"]
@@ -62,7 +62,7 @@ class _Connected:
         self.dispatcher.set_replicas(everything)
 
 
-class ModelKeeper:
+class ModelLoader:
     """The models of one router and their replicas. All methods belong to the event loop.
 
     app: application of the router.
@@ -76,13 +76,13 @@ class ModelKeeper:
         self._connected: dict[str, _Connected] = {}
         self._failed: dict[str, ServedModel] = {}  # which could not be loaded
         self._mark = b""
-        self._looked = 0.0
+        self._polled = 0.0
         self._adapters_mark = b""
         self._refreshed = 0.0
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()  # no other reference keeps them alive
         self._find: FindModels | None = None
-        self._looking = asyncio.Lock()
+        self._polling = asyncio.Lock()
 
     async def serve(self, model: ServedModel, engines: Engines) -> None:
         """Load a model and serve it from now on, in place of what has its name. engines: handles of
@@ -127,7 +127,7 @@ class ModelKeeper:
         """Look for changes from now on. find: gives the models to serve, and blocks; None: those
         that are served stay."""
         self._find = find
-        await self.look()
+        await self.poll()
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     def close(self) -> None:
@@ -140,16 +140,16 @@ class ModelKeeper:
     async def _watch(self) -> None:
         told = True
         while True:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_SECONDS)
             try:
                 adapters, models = await asyncio.to_thread(self._marks)
                 now = time.monotonic()
-                if adapters != self._adapters_mark or now - self._refreshed > _LOOK_AT_ALL:
+                if adapters != self._adapters_mark or now - self._refreshed > _FULL_POLL_SECONDS:
                     self._adapters_mark, self._refreshed = adapters, now
                     served = self._connected.values()
                     await asyncio.gather(*(one.dispatcher.adapters.refresh() for one in served))
-                if models != self._mark or now - self._looked > _LOOK_AT_ALL:
-                    await self.look()
+                if models != self._mark or now - self._polled > _FULL_POLL_SECONDS:
+                    await self.poll()
                 told = True
             except (OSError, RayError, RayServeException) as error:
                 if told:
@@ -160,19 +160,19 @@ class ModelKeeper:
 
     def _marks(self) -> tuple[bytes, bytes]:
         """Return the marks of the adapters and of the models, which change with them. Blocks."""
-        models = self._mark if self._find is None else catalog.mark(self._app)
+        models = self._mark if self._find is None else model_applications.mark(self._app)
         return mark_of_all(self._app), models
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Serve the models that there are now. Raises OSError, and what Ray does."""
-        async with self._looking:
+        async with self._polling:
             if self._find is not None:
-                await self._look(self._find)
-            self._looked = time.monotonic()
+                await self._poll(self._find)
+            self._polled = time.monotonic()
 
-    async def _look(self, find: FindModels) -> None:
+    async def _poll(self, find: FindModels) -> None:
         # The mark first: a change while the models are read makes the next look find another one.
-        mark = await asyncio.to_thread(catalog.mark, self._app)
+        mark = await asyncio.to_thread(model_applications.mark, self._app)
         wanted = await asyncio.to_thread(find, self._app)
         for name in self._connected.keys() - wanted.keys():
             logger.info("the model %s is not served any more", name)
@@ -215,7 +215,7 @@ class ModelKeeper:
 
         async def end() -> None:
             while connected.dispatcher.requests:
-                await asyncio.sleep(_LOOK)
+                await asyncio.sleep(_POLL_SECONDS)
             for unsubscribe in connected.unsubscribe:
                 unsubscribe()
             for handle in connected.handles:
@@ -225,6 +225,47 @@ class ModelKeeper:
         task = asyncio.get_running_loop().create_task(end())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeModels:
+    """What changes Serve's list; all block. put(name, section): add a model, or change it.
+    remove(name). trouble(name): as of ModelChanges. They raise MantaError."""
+
+    put: Callable[[str, Mapping[str, Any]], None]
+    remove: Callable[[str], None]
+    trouble: Callable[[str], dict[str, str]]
+
+
+class RouterChanges:
+    """One change after the other; this router knows of a change when it has answered, the others
+    within a second."""
+
+    def __init__(self, change: ChangeModels, front: ModelFront, loader: ModelLoader) -> None:
+        self._change, self._front, self._loader = change, front, loader
+        self._changing = asyncio.Lock()
+
+    def status(self, model: str) -> str:
+        dispatcher = self._front.dispatchers.get(model)
+        if dispatcher is None:
+            return "starting"
+        return dispatcher.status()
+
+    async def trouble(self, model: str) -> dict[str, str]:
+        return await asyncio.to_thread(self._change.trouble, model)
+
+    async def put(self, name: str, section: Mapping[str, Any]) -> None:
+        async with self._changing:
+            await asyncio.to_thread(self._change.put, name, section)
+            await self._loader.poll()
+            if name in self._front.dispatchers:
+                # Whether the model can start is to be seen now.
+                self._front.dispatchers[name].waking.wake()
+
+    async def remove(self, name: str) -> None:
+        async with self._changing:
+            await asyncio.to_thread(self._change.remove, name)
+            await self._loader.poll()
 
 
 async def _ask(engines: Engines) -> None:

@@ -1,4 +1,4 @@
-"""DeviceTurn: replicas that share a device by turns. One is awake on it, the others sleep.
+"""DeviceLease: replicas that share a device by turns. One is awake on it, the others sleep.
 
 A lock of a file is the turn, so that it is free as soon as its holder has ended, however that came.
 A second file's lock is held by those that wait, so that the holder sees that somebody does.
@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.02
 _BEHIND_SECONDS = 0.1
 
 
-class DeviceTurn:
+class DeviceLease:
     """One replica's turn on a device. Raises OSError where the machine's temporary folder cannot be
     written.
 

@@ -191,7 +191,7 @@ class ModelFront:
         return [part for one in self._all() for part in one.requests.explain(id, owner)]
 
     def live(self) -> dict[str, Any]:
-        """Return what this router knows at this moment, by model; see live/model_view.py."""
+        """Return what this router knows at this moment, by model; see live_view.py."""
         models = [{"model": model, **one.live()} for model, one in self.dispatchers.items()]
         return {"router": self.name, "models": models}
 

@@ -56,11 +56,11 @@ class ApplicationMetrics:
         self._replicas: dict[str, dict[str, float]] = {}
         self.text = SingleFlight(self._gather)
 
-    def tell(self) -> bytes:
+    def report(self) -> bytes:
         """Return this router's report for another router, encoded."""
-        return msgspec.msgpack.encode(self._told())
+        return msgspec.msgpack.encode(self._own_report())
 
-    def _told(self) -> RouterReport:
+    def _own_report(self) -> RouterReport:
         heard = {name: _read(stats) for name, stats in self._heard().items()}
         # Readings of a replica that has left are dropped.
         self._replicas = {
@@ -71,7 +71,7 @@ class ApplicationMetrics:
 
     async def _gather(self) -> str:
         answers = [msgspec.msgpack.decode(raw, type=RouterReport) for raw in await self._others()]
-        own = self._told()  # after the others', so that it is the newest
+        own = self._own_report()  # after the others', so that it is the newest
         told = [own, *(one for one in answers if one.router != self._router)]
         replicas: dict[str, dict[str, float]] = {}
         for one in told:

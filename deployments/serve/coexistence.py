@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from deployments import catalog
+from deployments import model_applications
+from deployments.cluster_store import prefix, store
 from deployments.config.load import parse_config
 from deployments.config.models import MantaConfig
-from deployments.store import prefix, store
 from engine.errors import ConfigError, MantaError
 
 ONE_MODEL = "deployments.app:build"  # import paths of applications that answer requests
 SEVERAL_MODELS = "deployments.app:build_routers"
-_TURN = "manta-deploying"  # the process that deploys now, in Ray's store
+_DEPLOYING = "manta-deploying"  # the process that deploys now, in Ray's store
 _STALE = 30.0  # seconds after which one that deploys is taken for dead; it needs a few
 _WAIT = 60.0  # seconds that one waits for its turn
 _POLL = 0.1
@@ -37,7 +37,7 @@ def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
         if config is None:
             continue
         running = configs.get(app["name"])
-        before = catalog.as_dict(there[app["name"]])["import_path"] if running else None
+        before = model_applications.as_dict(there[app["name"]])["import_path"] if running else None
         if before not in (None, app["import_path"]):
             one, several = "one model", "several models (`models`)"
             now, wants = (one, several) if before == ONE_MODEL else (several, one)
@@ -59,8 +59,8 @@ def left_out(wanted: Sequence[Any], there: Mapping[str, Any]) -> set[str]:
         name
         for name, app in there.items()
         if name not in ours
-        and any(catalog.is_model_of(app_name, name) for app_name in several)
-        and (found := catalog.entry(app)) is not None
+        and any(model_applications.is_model_of(app_name, name) for app_name in several)
+        and (found := model_applications.entry(app)) is not None
         and not found.added
     }
 
@@ -115,7 +115,7 @@ def check_port(port: int, endpoint: int) -> None:
 def config_of(application: Any) -> MantaConfig | None:
     """The configuration in an application of Serve's schema; None: it is not one of ours that
     answers requests, or of a release with other keys."""
-    application = catalog.as_dict(application)
+    application = model_applications.as_dict(application)
     given = application.get("args", {}).get("config")
     ours = application.get("import_path") in (ONE_MODEL, SEVERAL_MODELS)
     if not ours or not isinstance(given, Mapping):
@@ -129,23 +129,23 @@ def config_of(application: Any) -> MantaConfig | None:
 
 
 @contextmanager
-def turn() -> Iterator[None]:
+def deploying() -> Iterator[None]:
     """Two that deploy at once would each delete what the other has added. Raises MantaError after
     a minute, and OSError if Ray's store does not answer."""
     mine = json.dumps(time.time()).encode()
     deadline = time.monotonic() + _WAIT
-    while store("put", _TURN, mine, overwrite=False):  # it was there already
-        held = store("get", _TURN)
+    while store("put", _DEPLOYING, mine, overwrite=False):  # it was there already
+        held = store("get", _DEPLOYING)
         if held is not None and time.time() - json.loads(held) > _STALE:
-            store("del", _TURN)
+            store("del", _DEPLOYING)
         elif time.monotonic() > deadline:
             raise MantaError("other applications are being deployed on this cluster; try again")
         time.sleep(_POLL)
     try:
         yield
     finally:
-        if store("get", _TURN) == mine:
-            store("del", _TURN)
+        if store("get", _DEPLOYING) == mine:
+            store("del", _DEPLOYING)
 
 
 # -- when an application itself was deployed

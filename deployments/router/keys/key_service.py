@@ -1,27 +1,78 @@
-"""KeyKeeper: a router's work for keys and usage beside its requests. It reads the keys files again,
-shares counts with the other routers, and writes the usage file. One look a second, in a thread."""
+"""KeyService: a router's work for keys and usage beside its requests.
+
+Once a second, in a thread, it reads changed keys files, shares counts with the other routers and
+writes the usage file.
+"""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from deployments.api.key_limits import KeyLimits, period_of
+import msgspec
+
+from deployments.api.key_limits import KeyCount, KeyLimits, period_of
+from deployments.cluster_store import prefix, store
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.inflight import InflightRequest
 from deployments.router.keys.key_files import KeyFiles, KeySettings
-from deployments.router.keys.sharing import SharedCounts
 from deployments.router.keys.usage_log import UsageLine, UsageLog
 
 logger = logging.getLogger("manta.router")
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 _SHARE_SECONDS = 60.0  # after the last request of a key with limits
 
+_Counts = dict[str, KeyCount]
 
-class KeyKeeper:
+
+class SharedCounts:
+    """The counts of keys with limits that the routers of an application share.
+
+    They are in Ray's own key-value store, so that a key's limit is one for all routers, and nothing
+    is forgotten when a router ends. Methods block, and raise OSError if the store cannot be had.
+    """
+
+    def __init__(self, app: str, router: str) -> None:
+        self._folder = f"{prefix(app)}keys/"
+        self._own = self._folder + router
+        self._put = b""
+
+    def base(self, spent: dict[str, dict[str, int]]) -> None:
+        """spent: of UsageLog, from before this application. The first router's word stays: a later
+        one would count the application's own work twice."""
+        for place, length in (("before-day", 10), ("before-month", 7)):
+            counts = {
+                key: KeyCount(0, 0, period, tokens)
+                for key, totals in spent.items()
+                for period, tokens in totals.items()
+                if len(period) == length
+            }
+            store("put", self._folder + place, msgspec.msgpack.encode(counts), overwrite=False)
+
+    def exchange(self, counts: _Counts, periods: Collection[str]) -> dict[str, _Counts]:
+        """Tell the own counts; all the others'. periods: the current ones; a router that
+        has counted nothing in them is forgotten."""
+        data = msgspec.msgpack.encode(counts)
+        if data != self._put:
+            store("put", self._own, data)
+            self._put = data
+        found: dict[str, _Counts] = {}
+        for raw in store("list", self._folder):
+            key = raw.decode() if isinstance(raw, bytes) else raw
+            if key == self._own or (value := store("get", key)) is None:
+                continue
+            told = msgspec.msgpack.decode(value, type=_Counts)
+            if not told or any(count.period in periods for count in told.values()):
+                found[key] = told
+            else:
+                store("del", key)
+        return found
+
+
+class KeyService:
     """The keys and usage of one router.
 
     on_change(options): called with the fields of ApiOptions that follow from changed keys.
@@ -41,7 +92,7 @@ class KeyKeeper:
         self._log = log
         self._shared = shared
         self._metrics = metrics
-        self._told = True  # whether the store answered the last time
+        self._shared_ok = True  # whether the store answered the last time
         self._task: asyncio.Task[None] | None = None
         self._names = self._files.names()
 
@@ -99,7 +150,7 @@ class KeyKeeper:
             )
 
     def _first(self) -> None:
-        self._files.look()
+        self._files.poll()
         if self._shared is None:
             return
         with contextlib.suppress(OSError):
@@ -109,15 +160,15 @@ class KeyKeeper:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             try:
-                await self.look()
+                await self.poll()
             except Exception:
                 logger.exception("the look at keys and usage failed")
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Read changed keys, write the usage file and share counts with the other routers."""
-        if await asyncio.to_thread(self._files.look):
+        if await asyncio.to_thread(self._files.poll):
             self._names = self._files.names()
             self.on_change(self._files.options())
         if self._log is not None:
@@ -128,11 +179,11 @@ class KeyKeeper:
             try:
                 heard = await asyncio.to_thread(self._shared.exchange, dict(counts), _periods())
             except OSError as error:
-                if self._told:
+                if self._shared_ok:
                     logger.warning("limits of keys count at this router only: %s", error)
-                self._told = False
+                self._shared_ok = False
             else:
-                self._told = True
+                self._shared_ok = True
                 self.limits.hear(heard, time.time())
 
 

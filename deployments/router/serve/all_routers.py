@@ -1,4 +1,4 @@
-"""PeerRouters: calls to all routers of an application, through Serve."""
+"""AllRouters: calls to all routers of an application, through Serve."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from ray.serve.exceptions import RayServeException
 logger = logging.getLogger("manta.router")
 
 
-class PeerRouters:
+class AllRouters:
     """The calls of one router to all routers of its application, itself included."""
 
     def __init__(self, deployment: str, app: str) -> None:

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from deployments import neighbours
 from deployments.config.load import MantaConfig, parse_config
-from deployments.neighbours import check_beside, check_port, config_of, deployed_at, note_others
+from deployments.serve import coexistence
+from deployments.serve.coexistence import (
+    check_beside,
+    check_port,
+    config_of,
+    deployed_at,
+    note_others,
+)
 from engine.errors import ConfigError, MantaError
 
 
@@ -88,8 +94,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
                 kept[key] = value
             return there
 
-    monkeypatch.setattr(neighbours, "store", store)
-    monkeypatch.setattr(neighbours, "_POLL", 0.001)
+    monkeypatch.setattr(coexistence, "store", store)
+    monkeypatch.setattr(coexistence, "_POLL", 0.001)
     return kept
 
 
@@ -99,7 +105,7 @@ def test_deployments_take_turns(kept: dict[str, bytes]) -> None:
 
     def one() -> None:
         nonlocal inside
-        with neighbours.turn():
+        with coexistence.deploying():
             inside += 1
             most.append(inside)
             threading.Event().wait(0.005)
@@ -115,12 +121,12 @@ def test_deployments_take_turns(kept: dict[str, bytes]) -> None:
 
 def test_a_turn_of_the_dead_ends(kept: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """A deployment that was killed in its turn would keep all others out for good."""
-    with neighbours.turn():
-        monkeypatch.setattr(neighbours, "_WAIT", 0.01)
-        with pytest.raises(MantaError, match="other applications"), neighbours.turn():
+    with coexistence.deploying():
+        monkeypatch.setattr(coexistence, "_WAIT", 0.01)
+        with pytest.raises(MantaError, match="other applications"), coexistence.deploying():
             pass
-        monkeypatch.setattr(neighbours, "_STALE", 0.0)
-        with neighbours.turn():
+        monkeypatch.setattr(coexistence, "_STALE", 0.0)
+        with coexistence.deploying():
             taken = dict(kept)
             assert taken
         assert not kept

@@ -1,4 +1,4 @@
-"""view_of_model: what one router knows of one model, as JSON for GET /v1/live.
+"""The live view: what routers know of their models at this moment, as JSON for GET /v1/live.
 
 Everything is read from what routing, queue and traces have anyway, when somebody asks, and in
 bounded time however much is in flight. Nothing is written down for it, so it costs requests
@@ -8,12 +8,13 @@ nothing.
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
 import msgspec
 
+from deployments.observe.application_metrics import SingleFlight
 from deployments.router.admission.request_queue import RequestQueue
 from deployments.router.inflight import InflightRequest
 from deployments.router.replicas.replica_client import ReplicaClient
@@ -21,6 +22,27 @@ from deployments.router.replicas.replicas import Replicas
 from deployments.router.request_trace import RequestTrace
 from deployments.router.requests_in_flight import RequestsInFlight
 from deployments.routing.fleet import DECODE, FIXED, TOKEN, Fleet
+
+
+class ApplicationView:
+    """own: this router's view. others: asks all routers for theirs; those that do not answer are
+    missing. However many look, there is one question to the others at a time."""
+
+    def __init__(
+        self,
+        own: Callable[[], dict[str, Any]],
+        others: Callable[[], Awaitable[list[dict[str, Any]]]],
+    ) -> None:
+        self._own = own
+        self._others = others
+        self.routers = SingleFlight(self._gather)
+
+    async def _gather(self) -> list[dict[str, Any]]:
+        """One for each router, by name."""
+        told = {view["router"]: view for view in await self._others()}
+        own = self._own()
+        return sorted([*(told | {own["router"]: own}).values()], key=lambda view: view["router"])
+
 
 _REQUESTS = 256  # in flight, the oldest: those that run
 _NEWEST = 64  # of these in flight, and of those that have ended, choices and moves are told

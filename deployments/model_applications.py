@@ -16,10 +16,10 @@ from functools import lru_cache
 from typing import Any
 
 from deployments.api.served_model import same_pattern
+from deployments.cluster_store import prefix, store
 from deployments.config.load import parse_part
 from deployments.config.models import MantaConfig
 from deployments.error_text import error_line, plain
-from deployments.store import prefix, store
 from engine.errors import ConfigError
 
 ENGINES = "deployments.app:build_engines"  # import path of a model's application
