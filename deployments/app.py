@@ -152,8 +152,8 @@ class ModelApplication:
 
 def _of_arguments(config: Any) -> MantaConfig:
     """Return the configuration in Serve's arguments, a part of one that was checked as a whole."""
-    found = config["config"] if isinstance(config, Mapping) and "config" in config else config
-    return parse_part(found)
+    section = config["config"] if isinstance(config, Mapping) and "config" in config else config
+    return parse_part(section)
 
 
 def _routers(
@@ -255,7 +255,7 @@ def put_model(base: MantaConfig, name: str, section: Mapping[str, Any]) -> None:
         model_applications.check_names(config, known)
         own = known.get(name)
         added = own is None or own.added
-        others = [one.config for one in known.values() if one is not own]
+        others = [entry.config for entry in known.values() if entry is not own]
         machine = model_deployments.beside(others, config, NodeCapacity.here())
         apply({"applications": [model_application(config, machine, added=added)]}, there)
     model_applications.note_change(base.app_name)
@@ -271,11 +271,14 @@ def drop_model(app: str, name: str) -> None:
     """
     with coexistence.deploying():
         there = model_applications.applications()
-        found = model_applications.entries(app, there).get(name)
-        if found is None:
+        entry = model_applications.entries(app, there).get(name)
+        if entry is None:
             raise InvalidRequest(f"no model is called {name!r}", code="model_not_found")
-        apply({"applications": []}, {key: one for key, one in there.items() if key != found.app})
-    forget_app(found.app)
+        apply(
+            {"applications": []},
+            {key: application for key, application in there.items() if key != entry.app},
+        )
+    forget_app(entry.app)
     model_applications.note_change(app)
 
 
@@ -308,9 +311,9 @@ def serve_config(
         machine = replace(machine, grows=False)
     if config.models:
         applications = [_routers_application(config)]
-        each = config.each()
-        shares = model_deployments.shares(list(each.values()), machine)
-        applications += map(model_application, each.values(), shares)
+        parts = config.each()
+        shares = model_deployments.shares(list(parts.values()), machine)
+        applications += map(model_application, parts.values(), shares)
     else:
         applications = [_application(config, machine)]
     http_options: dict[str, Any] = {
@@ -396,7 +399,7 @@ def model_application(
             ),
         }
     )
-    told = {"config": whole.model_dump(exclude_defaults=True), "added": added}
+    stored = {"config": whole.model_dump(exclude_defaults=True), "added": added}
     return {
         "name": model_applications.model_app(config.app_name, config.name()),
         "route_prefix": None,
@@ -408,7 +411,7 @@ def model_application(
             {
                 "name": model_applications.MODEL,
                 "autoscaling_config": autoscaling.counts(0, 1),
-                "user_config": told,
+                "user_config": stored,
             },
         ],
         **_policy(config, resolved),
@@ -503,12 +506,12 @@ def apply(schema: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     ours = {app["name"] for app in schema["applications"]}
-    kept = {name: app for name, app in there.items() if name not in ours}
+    others = {name: app for name, app in there.items() if name not in ours}
     wanted = ServeDeploySchema.model_validate(schema)
-    wanted.applications += kept.values()
+    wanted.applications += others.values()
     known = model_applications.statuses()
     now = time.time()
-    coexistence.note_others(now, {name: known[name].deployed_at for name in kept})
+    coexistence.note_others(now, {name: known[name].deployed_at for name in others})
     client: Any = _get_global_client()
     ray.get(client._controller.apply_config.remote(wanted, deployment_time=now))
     for app in schema["applications"]:

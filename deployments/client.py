@@ -230,8 +230,8 @@ class _RouterRetry:
         refuses is tried again only if a stream has begun.
         """
         if isinstance(error, Overloaded):
-            told = {"retry-after": str(error.retry_after)}
-            pause = self._resuming.pause(503, told) if self.last else None
+            headers = {"retry-after": str(error.retry_after)}
+            pause = self._resuming.pause(503, headers) if self.last else None
         else:
             pause = None if isinstance(error, RayTaskError) else self._resuming.pause()
         if pause is not None:
@@ -249,19 +249,19 @@ _HANDLES: "WeakKeyDictionary[DeploymentHandle[Any], DeploymentHandle[Any]]" = We
 def _find(app_name: str) -> "DeploymentHandle[Any]":
     """Return the handle of an application. Raises MantaError (code app_not_found)."""
     try:
-        found = serve.get_app_handle(app_name)
+        app_handle = serve.get_app_handle(app_name)
     except RayServeException as error:
         raise MantaError(
             f"no Serve application {app_name!r} here: {error}", code="app_not_found"
         ) from error
-    handle = _HANDLES.get(found)
+    handle = _HANDLES.get(app_handle)
     if handle is None:
-        handle = DeploymentHandle(found.deployment_name, found.app_name)
+        handle = DeploymentHandle(app_handle.deployment_name, app_handle.app_name)
         # The tasks and actors of a cluster have its environment (app.py: cluster_environment), with
         # which a handle runs on the caller's event loop: there may be none, or it may be gone with
         # the next asyncio.run. There is no public way to say this, up to Ray 2.60.
         handle._init(_run_router_in_separate_loop=True)
-        _HANDLES[found] = handle
+        _HANDLES[app_handle] = handle
     return handle
 
 
@@ -272,14 +272,16 @@ def _body(model: str, prompt: Prompt, fields: dict[str, Any]) -> dict[str, Any]:
     """
     prompt = as_list(prompt)
     if isinstance(prompt, str):
-        given: dict[str, Any] = {"prompt": prompt}
+        prompt_field: dict[str, Any] = {"prompt": prompt}
     elif not isinstance(prompt, Sequence):
         raise InvalidRequest("a prompt is a text, token ids or messages", param="prompt")
     elif prompt and isinstance(prompt[0], Mapping):
-        given = {"messages": list(prompt)}
+        prompt_field = {"messages": list(prompt)}
     else:
-        given = {"prompt": [one if isinstance(one, int) else _plain(one) for one in prompt]}
-    body = {**({"model": model} if model else {}), **given, **fields}
+        prompt_field = {
+            "prompt": [item if isinstance(item, int) else _plain(item) for item in prompt]
+        }
+    body = {**({"model": model} if model else {}), **prompt_field, **fields}
     try:
         check_names(body, (CHAT if "messages" in body else COMPLETION).known, strict=True)
     except ApiError as error:

@@ -55,7 +55,7 @@ class _Demand:
         if any(node.labels.get(key) != value for key, value in self.labels.items()):
             return 0
         wanted = [(node.resources.get(name, 0), self.each[name]) for name in names]
-        return min((math.floor(has / one + 1e-6) for has, one in wanted), default=math.inf)
+        return min((math.floor(has / amount + 1e-6) for has, amount in wanted), default=math.inf)
 
 
 def this_machine() -> list[RayNode]:
@@ -83,13 +83,15 @@ def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple
     machine = NodeCapacity(
         most["CPU"], most["GPU"], len(nodes) == 1 and most["CPU"] > 0, grows=False
     )
-    each = config.each()
+    parts = config.each()
     together: list[_Demand] = []
-    for (name, one), share in zip(each.items(), shares(list(each.values()), machine), strict=True):
+    for (name, part), share in zip(
+        parts.items(), shares(list(parts.values()), machine), strict=True
+    ):
         try:
-            resolved = pools(one, share)
-            check_gpus(one, resolved, share)
-            wanted = [_demand(one, kind, pool, resolved) for kind, pool in resolved.items()]
+            resolved = pools(part, share)
+            check_gpus(part, resolved, share)
+            wanted = [_demand(part, kind, pool, resolved) for kind, pool in resolved.items()]
             for demand in wanted:
                 _check(demand, nodes)
         except ConfigError as error:
@@ -97,7 +99,7 @@ def pool_faults(config: MantaConfig, nodes: Sequence[RayNode]) -> Iterator[tuple
             return
         together += wanted
     if fault := _fault_of_all(config, together, nodes):
-        yield _ALL if config.models else next(iter(each)), fault
+        yield _ALL if config.models else next(iter(parts)), fault
 
 
 def check_pools(config: MantaConfig, nodes: Sequence[RayNode]) -> None:
@@ -115,13 +117,13 @@ def _demand(
     least = pool.min_replicas if scales(pool) else pool.replicas
     # The only pool has to come up for the first request.
     count = max(least, 1) if len(resolved) == 1 else least
-    each = {"CPU": pool.num_cpus or 0.0, "GPU": pool.num_gpus or 0.0, **pool.resources}
+    resources = {"CPU": pool.num_cpus or 0.0, "GPU": pool.num_gpus or 0.0, **pool.resources}
     return _Demand(
         pool=f"pools.{kind}",
         least=least,
         count=count,
         nodes=config.divisions(pool)[-1],
-        each={name: amount for name, amount in each.items() if amount > 0},
+        each={name: amount for name, amount in resources.items() if amount > 0},
         # Ray's operators, such as !value and in(a, b), are left to Ray.
         labels={k: v for k, v in pool.labels.items() if not set(v) & set("!(,")},
         counted=counted if named else "replicas",
@@ -173,12 +175,12 @@ def _fault_of_all(
     """Return the error of pools that fit one by one, but not together; None if they fit."""
     for name in dict.fromkeys(name for demand in demands for name in demand.each):
         routers = config.router.replicas * config.router.num_cpus if name == "CPU" else 0.0
-        engines = sum(one.least * one.nodes * one.each.get(name, 0.0) for one in demands)
+        engines = sum(other.least * other.nodes * other.each.get(name, 0.0) for other in demands)
         there = sum(node.resources.get(name, 0.0) for node in nodes)
         if engines + routers <= there + 1e-6:
             continue
         key = "models" if config.models else "pools"
-        count = sum(one.least for one in demands)
+        count = sum(other.least for other in demands)
         text = (
             f"{key}: {_replicas(count)} reserve{'s' * (count == 1)} {_amount(engines, name)} in all"
         )

@@ -49,5 +49,5 @@ def event_secret(app: str) -> bytes:
 def _first(key: str, value: bytes) -> bytes:
     """Return the value that the first router has put under a key."""
     store("put", key, value, overwrite=False)
-    found: bytes = store("get", key) or value
-    return found
+    stored: bytes = store("get", key) or value
+    return stored

@@ -71,12 +71,12 @@ def entry(application: Any) -> CatalogEntry | None:
         return None
     for deployment in application.get("deployments", ()):
         if deployment.get("name") == MODEL:
-            told = deployment.get("user_config") or {}
+            user_config = deployment.get("user_config") or {}
             try:
-                config = _config(json.dumps(told["config"]))
+                config = _config(json.dumps(user_config["config"]))
             except (ConfigError, KeyError, TypeError):
                 return None
-            return CatalogEntry(str(application["name"]), config, bool(told.get("added")))
+            return CatalogEntry(str(application["name"]), config, bool(user_config.get("added")))
     return None
 
 
@@ -94,13 +94,13 @@ def entries(app: str, applications: Mapping[str, Any]) -> dict[str, CatalogEntry
 
     applications: Serve's schemas of the applications that are there, by name
     """
-    found = [
-        one
+    entries = [
+        model
         for name, application in applications.items()
-        if is_model_of(app, name) and (one := entry(application)) is not None
+        if is_model_of(app, name) and (model := entry(application)) is not None
     ]
-    found.sort(key=lambda one: (one.added, one.app))
-    return {one.config.name(): one for one in found}
+    entries.sort(key=lambda one: (one.added, one.app))
+    return {model.config.name(): model for model in entries}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +128,12 @@ def statuses() -> dict[str, ApplicationStatus]:
 
     client: Any = _get_global_client()
     return {
-        told.name: ApplicationStatus(
-            told.app_status.status.value,
-            (*(one.message for one in told.deployment_statuses), told.app_status.message),
-            told.app_status.deployment_timestamp,
+        report.name: ApplicationStatus(
+            report.app_status.status.value,
+            (*(status.message for status in report.deployment_statuses), report.app_status.message),
+            report.app_status.deployment_timestamp,
         )
-        for told in client.list_serve_statuses()
+        for report in client.list_serve_statuses()
     }
 
 
@@ -173,13 +173,13 @@ def trouble(app: str, name: str) -> dict[str, str]:
     `message` says why, and `status` is failed unless the model only waits for room. Serve may still
     try. Needs a connection to Ray, and blocks.
     """
-    found = statuses().get(model_app(app, name))
-    if found is None:
+    application = statuses().get(model_app(app, name))
+    if application is None:
         return {}
-    told = why_failed(found.messages)
-    if found.status in ("DEPLOY_FAILED", "UNHEALTHY") or "Error: " in told:
-        return {"status": "failed", "message": told}
-    waits = why_waiting(found.messages) if found.status == "DEPLOYING" else ""
+    reasons = why_failed(application.messages)
+    if application.status in ("DEPLOY_FAILED", "UNHEALTHY") or "Error: " in reasons:
+        return {"status": "failed", "message": reasons}
+    waits = why_waiting(application.messages) if application.status == "DEPLOYING" else ""
     return {"message": waits} if waits else {}
 
 
@@ -193,8 +193,8 @@ def why_waiting(messages: Sequence[str]) -> str:
     messages: as of why_failed
     """
     for message in messages:
-        if found := _NO_ROOM.search(message):
-            needs = re.findall(r"[\"'](\w+)[\"']: ([0-9.]+)", found[1])
+        if match := _NO_ROOM.search(message):
+            needs = re.findall(r"[\"'](\w+)[\"']: ([0-9.]+)", match[1])
             named = ", ".join(f"{float(count):g} {name}" for name, count in needs)
             on_gpus = any(name == "GPU" for name, _ in needs)
             keys = "pools.gpu.num_gpus, or num_cpus" if on_gpus else "pools.cpu.num_cpus"
@@ -212,8 +212,8 @@ def why_failed(messages: Sequence[str]) -> str:
     messages: the messages of an application, its own the last
     """
     for message in messages:
-        if found := error_line(message):
-            return found
+        if line := error_line(message):
+            return line
     whole = plain(messages[-1]).strip()
     return whole.splitlines()[-1] if whole else "no reason given"
 
@@ -223,8 +223,8 @@ def why_failed(messages: Sequence[str]) -> str:
 
 def mark(app: str) -> bytes:
     """Return the mark, which changes with each change of the models. Blocks; raises OSError."""
-    found: bytes = store("get", f"{prefix(app)}models/mark") or b""
-    return found
+    mark_bytes: bytes = store("get", f"{prefix(app)}models/mark") or b""
+    return mark_bytes
 
 
 def note_change(app: str) -> None:

@@ -191,15 +191,15 @@ class _Completion:
         await self._transport.close(self._response)
 
     def _again(self) -> Any:
-        given = self._request
-        headers = given.headers.copy()
+        request = self._request
+        headers = request.headers.copy()
         headers.update(self._resuming.headers)
-        return type(given)(
-            given.method,
-            given.url,
+        return type(request)(
+            request.method,
+            request.url,
             headers=headers,
             content=self._body,
-            extensions=given.extensions,
+            extensions=request.extensions,
         )
 
     def _refused(self, response: Any) -> float | None:

@@ -49,12 +49,19 @@ def why_mixed(path: list[str] | None = None) -> str:
         file = SOURCE / package / "__init__.py"
         others = [*metadata.distributions(name=package, path=where)]
         if ours is not None and _overwritten(ours, file):
-            others = [one for one in metadata.distributions(path=where) if one.name != _NAME]
-        elif not any(_brings(one, file) for one in others):
+            others = [
+                distribution
+                for distribution in metadata.distributions(path=where)
+                if distribution.name != _NAME
+            ]
+        elif not any(_brings(distribution, file) for distribution in others):
             continue
-        named = [one for one in others if _brings(one, file)]
-        whose = " and ".join(f"{one.name} {one.version}" for one in named) or "something else"
-        remove = " ".join(one.name for one in named) or "that"
+        named = [distribution for distribution in others if _brings(distribution, file)]
+        whose = (
+            " and ".join(f"{distribution.name} {distribution.version}" for distribution in named)
+            or "something else"
+        )
+        remove = " ".join(distribution.name for distribution in named) or "that"
         return (
             f"Manta's package {package!r} and that of {whose} lie in the same folder "
             f"{file.parent}, and one has overwritten files of the other; uninstall {remove} "

@@ -101,10 +101,10 @@ class ResumableStream:
             return None
         wait, self._wait = self._wait, min(2 * self._wait, _LONGEST_WAIT)
         try:
-            told = float(headers.get("retry-after", 0))
+            seconds = float(headers.get("retry-after", 0))
         except ValueError:
-            told = 0.0
-        return max(wait * random.uniform(0.5, 1.0), min(told, _LONGEST_TOLD))
+            seconds = 0.0
+        return max(wait * random.uniform(0.5, 1.0), min(seconds, _LONGEST_TOLD))
 
 
 def _is_error(data: bytes) -> bool:

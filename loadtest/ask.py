@@ -53,8 +53,8 @@ async def get(target: Target, path: str) -> tuple[int, bytes]:
     except socket.gaierror as error:
         raise RunError(f"{url}: {error.strerror}") from None
     except OSError as error:
-        told = os.strerror(error.errno) if error.errno else str(error)
-        raise RunError(f"{url}: {told}") from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise RunError(f"{url}: {reason}") from None
     try:
         head = request_head(address, "GET", path, headers | target.headers)
         connection.send(head + b"\r\n", answer)

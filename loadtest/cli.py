@@ -107,8 +107,8 @@ def run(
         compared = result.summary.verified_ok + result.summary.verified_different
         unverified = verify is not None and not compared
         if unverified:
-            told = "REFUSED: no answer was compared: the reference has none of these questions"
-            console.print(told, markup=False)
+            verdict = "REFUSED: no answer was compared: the reference has none of these questions"
+            console.print(verdict, markup=False)
         outcomes = asserts.evaluate(wanted, result.summary)
         show_outcomes(outcomes, console)
         console.print(f"results: {folder}, to look at: {folder / 'report.html'}", markup=False)

@@ -45,11 +45,11 @@ def compare(
         from loadtest.report.comparison import comparison_page
 
         conditions = [c for text in fail_if or [] for c in parse_conditions(text)]
-        found = compared(read_side(a), read_side(b), seed=seed)
-        _show(found)
+        comparison = compared(read_side(a), read_side(b), seed=seed)
+        _show(comparison)
         if html is not None:
-            _save(html, comparison_page(found))
-        met = [condition.text for condition in conditions if condition.met(found)]
+            _save(html, comparison_page(comparison))
+        met = [condition.text for condition in conditions if condition.met(comparison)]
         if met:
             raise RunError(f"--fail-if: {', '.join(met)}")
 
@@ -124,21 +124,21 @@ def search(
             on_trial=_trial_printer(unit),
         )
         if sweep is not None:
-            found = searching.sweep(trials, loads)
+            search = searching.sweep(trials, loads)
         else:
-            found = searching.highest(
+            search = searching.highest(
                 trials, start=start, top=top, tolerance=tolerance, whole=whole
             )
         print(_write_page(folder, None))
-        if found.slo:
-            best = "none" if found.best is None else f"{found.best:g} {unit}"
-            print(f"highest load that keeps the SLO: {best} ({found.ended})")
-            unclear = sum(trial.state == "unclear" for trial in found.trials)
+        if search.slo:
+            best = "none" if search.best is None else f"{search.best:g} {unit}"
+            print(f"highest load that keeps the SLO: {best} ({search.ended})")
+            unclear = sum(trial.state == "unclear" for trial in search.trials)
             if unclear:
-                print(f"unclear: {unclear} of {len(found.trials)} trials; longer ones decide")
-        if found.knee is not None:
-            print(f"knee: {found.knee:g} {unit}")
-        if found.slo and found.best is None:
+                print(f"unclear: {unclear} of {len(search.trials)} trials; longer ones decide")
+        if search.knee is not None:
+            print(f"knee: {search.knee:g} {unit}")
+        if search.slo and search.best is None:
             raise typer.Exit(1)
 
 

@@ -274,14 +274,14 @@ class ConnectionPool:
             loop = asyncio.get_running_loop()
             name = address.name if address.tls else None
             if slow_pause is None:
-                _, made = await loop.create_connection(
+                _, connection = await loop.create_connection(
                     lambda: HttpConnection(self),
                     address.host,
                     address.port,
                     ssl=address.tls,
                     server_hostname=name,
                 )
-                return made
+                return connection
             # A small receive buffer, so that the server notices when we do not read.
             family, kind, proto, _, where = (
                 await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -291,7 +291,7 @@ class ConnectionPool:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             try:
                 await loop.sock_connect(sock, where)
-                _, made = await loop.create_connection(
+                _, connection = await loop.create_connection(
                     lambda: HttpConnection(self, slow_pause),
                     sock=sock,
                     ssl=address.tls,
@@ -300,7 +300,7 @@ class ConnectionPool:
             except BaseException:
                 sock.close()
                 raise
-            return made
+            return connection
 
     def close(self) -> None:
         while self._idle:

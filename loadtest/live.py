@@ -210,8 +210,8 @@ def _remarks(summary: Summary) -> Iterator[str]:
 def show_outcomes(outcomes: Sequence[AssertionResult], console: Console) -> None:
     for assertion, value, holds in outcomes:
         if value is None:
-            told = "there is no such figure"
+            value_text = "there is no such figure"
         else:
-            told = ms(value) if assertion.name in TIMES else f"{value:g}"
+            value_text = ms(value) if assertion.name in TIMES else f"{value:g}"
         word = "holds" if holds else "FAILS"
-        console.print(f"{word}: {assertion.text} ({told})", markup=False)
+        console.print(f"{word}: {assertion.text} ({value_text})", markup=False)

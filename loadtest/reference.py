@@ -48,14 +48,14 @@ def _specs(plan: PhasePlan) -> Iterator[tuple[int, RequestSpec]]:
 
 async def _make(scenario: Scenario, out: Path, console: Console) -> tuple[int, int, bool]:
     model = scenario.target.model or await first_model(scenario.target)
-    found: dict[str, Reference] = {}
+    references: dict[str, Reference] = {}
     asked: set[str] = set()
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
 
     def keep(spec: RequestSpec, record: RequestRecord, answer: ReceivedAnswer) -> None:
         if record.ok:
-            found[spec.key()] = reference_of(spec.key(), record, answer)
+            references[spec.key()] = reference_of(spec.key(), record, answer)
 
     client = LoadClient(scenario.target, lambda record: None, keep=keep)
     with Bars(console=console, disable=not console.is_terminal) as bars:
@@ -73,5 +73,5 @@ async def _make(scenario: Scenario, out: Path, console: Console) -> tuple[int, i
         raise ScenarioError(
             "no question has one right answer: sampling needs temperature 0 or a seed"
         )
-    write_references(list(found.values()), out)
-    return len(asked), len(found), stop.is_set()
+    write_references(list(references.values()), out)
+    return len(asked), len(references), stop.is_set()

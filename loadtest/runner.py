@@ -136,7 +136,7 @@ async def run_async(task: Task, options: RunOptions | None = None) -> RunResult:
                 worker.go(began.origin)
             await _until_done(workers, options, began, stop)
             paths = [await connection.file("records") for connection in connections]
-            kept = [await connection.file("kept") for connection in connections]
+            files = [await connection.file("kept") for connection in connections]
         finally:
             await asyncio.gather(*(connection.end() for connection in connections))
             for proxy in proxies:
@@ -146,7 +146,7 @@ async def run_async(task: Task, options: RunOptions | None = None) -> RunResult:
             key=lambda record: (record.intended_s, record.index),
         )
         if options.keep is not None:
-            _write(options.keep, b"".join(path.read_bytes() for path in kept if path is not None))
+            _write(options.keep, b"".join(path.read_bytes() for path in files if path is not None))
     info = _info(task, scenario, model, connections, started_at)
     return RunResult(
         _summary(scenario, plans, records, info, workers, began, stop), records, stop.is_set()

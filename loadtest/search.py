@@ -96,22 +96,22 @@ class Search(msgspec.Struct, kw_only=True):
 
 def parse_slo(text: str) -> list[Limit]:
     """`p99_ttft<500ms, p95_e2e<10s, error_rate<1%`. Raises ScenarioError."""
-    found = []
+    trials = []
     for part in (part.strip() for part in text.split(",")):
         if match := _ERRORS.fullmatch(part):
-            found.append(Limit(part, "errors", 1 - float(match[1]) / 100))
+            trials.append(Limit(part, "errors", 1 - float(match[1]) / 100))
         elif (match := _LIMIT.fullmatch(part)) and match[2] in _METRICS:
             digits = match[1]
             share = int(digits) / 10 ** len(digits)
             if not 0 < share < 1:
                 raise ScenarioError(f"--slo: {part!r}: no such percentile")
-            found.append(Limit(part, match[2], share, float(match[3]) * _UNITS[match[4]]))
+            trials.append(Limit(part, match[2], share, float(match[3]) * _UNITS[match[4]]))
         else:
             raise ScenarioError(
                 f"--slo: cannot read {part!r}; write p99_ttft<500ms, p95_tpot<50ms (also itl, "
                 "e2e) or error_rate<1%"
             )
-    return found
+    return trials
 
 
 def count(records: Sequence[RequestRecord], limit: Limit) -> Count:
@@ -145,8 +145,8 @@ def judge(counts: dict[str, Count], slo: Sequence[Limit]) -> State:
     """The verdict of all limits together."""
     state: State = "kept"
     for limit in slo:
-        found = counts[limit.text]
-        low, high = wilson(round(found.good), found.total)
+        count = counts[limit.text]
+        low, high = wilson(round(count.good), count.total)
         if high < limit.share:
             return "broken"
         if low < limit.share:
@@ -323,9 +323,9 @@ def sweep(trials: Trials, loads: Sequence[float]) -> Search:
         if trials.at(load).saturated:
             search.ended = f"saturated at {load:g} {search.unit}"
             break
-    kept = [t.load for t in search.trials if t.kept] if search.slo else []
+    kept_loads = [t.load for t in search.trials if t.kept] if search.slo else []
     broken = [t.load for t in search.trials if not t.kept] if search.slo else []
-    search.best, search.first_broken = max(kept, default=None), min(broken, default=None)
+    search.best, search.first_broken = max(kept_loads, default=None), min(broken, default=None)
     search.knee = knee(search.trials)
     trials.save()
     return search
@@ -346,23 +346,23 @@ def resume(folder: Path, fresh: Search) -> Search:
     path = folder / STATE
     if not path.exists():
         return fresh
-    found = read_search(folder)
-    if found.key != fresh.key:
+    search = read_search(folder)
+    if search.key != fresh.key:
         raise ScenarioError(f"{path}: a search of another scenario or SLO; choose another --out")
-    found.ended = ""
-    return found
+    search.ended = ""
+    return search
 
 
 def read_search(folder: Path) -> Search:
     """Raises ScenarioError."""
     path = folder / STATE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Search)
+        search = msgspec.json.decode(path.read_bytes(), type=Search)
     except (OSError, msgspec.MsgspecError) as error:
         raise ScenarioError(f"{path}: cannot read it: {error}") from error
-    if found.schema != SCHEMA:
-        raise ScenarioError(f"{path}: schema {found.schema!r}, this version reads {SCHEMA!r}")
-    return found
+    if search.schema != SCHEMA:
+        raise ScenarioError(f"{path}: schema {search.schema!r}, this version reads {SCHEMA!r}")
+    return search
 
 
 def loads_of(text: str) -> list[float]:

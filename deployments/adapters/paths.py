@@ -24,8 +24,8 @@ _ANY = r"(?:[a-z][a-z0-9+.-]*:/)?(?:/[^\s/:;,'\"]+)+/?"
 def without_paths(message: str, path: str, name: str) -> str:
     """An engine's message about the adapter at `path`, for a client that must not learn the
     machine's folders. A file of the adapter keeps its own name."""
-    told = message.replace(path, name) if path else message
-    return re.sub(f"(?<!{re.escape(name)}){_ANY}", name, told)
+    text = message.replace(path, name) if path else message
+    return re.sub(f"(?<!{re.escape(name)}){_ANY}", name, text)
 
 
 def is_url(path: str) -> bool:
@@ -95,7 +95,7 @@ def scan(folder: str) -> dict[str, AdapterFolder]:
     """The adapters in a watched folder, by name: its subfolders that have a configuration and are
     no links out of it. Reads none of their files. Raises OSError if the folder cannot be read.
     """
-    found: dict[str, AdapterFolder] = {}
+    folders: dict[str, AdapterFolder] = {}
     root = os.path.realpath(folder)
     with os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries)
@@ -108,11 +108,11 @@ def scan(folder: str) -> dict[str, AdapterFolder]:
         if not os.path.lexists(os.path.join(real, CONFIG_FILE)):
             continue
         try:
-            found[name] = AdapterFolder(real, stamp(Path(real)))
+            folders[name] = AdapterFolder(real, stamp(Path(real)))
         except AdapterError:
             # Listed all the same: a request for it learns what is wrong with it.
-            found[name] = AdapterFolder(real, "broken")
-    return found
+            folders[name] = AdapterFolder(real, "broken")
+    return folders
 
 
 def _within(path: str, root: str) -> bool:

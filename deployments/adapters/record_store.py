@@ -90,8 +90,8 @@ class LocalRecordStore:
 def mark_of_all(app: str) -> bytes:
     """A mark that changes with each change of the adapters of any model behind a router's
     application. Blocks; raises OSError."""
-    found: bytes = store("get", _mark(app)) or b""
-    return found
+    marks: bytes = store("get", _mark(app)) or b""
+    return marks
 
 
 def _mark(app: str) -> str:

@@ -153,9 +153,9 @@ class AdapterRegistry:
                 await asyncio.to_thread(still_allowed, record.path, self._roots())
             info = await self._replicas.load(record)
         except AdapterError as error:
-            told = AdapterError(without_paths(error.message, record.path, name), code=error.code)
-            self._failed[name] = (now + FAILED_SECONDS, record, told)
-            raise told from error
+            failure = AdapterError(without_paths(error.message, record.path, name), code=error.code)
+            self._failed[name] = (now + FAILED_SECONDS, record, failure)
+            raise failure from error
         self._failed.pop(name, None)
         before = self._written.get(name)
         pinned = _with(record, info, newer(before, time.time_ns()))
@@ -259,18 +259,20 @@ class AdapterRegistry:
         try:
             await self._scan(watched, first)
         except (OSError, MantaError) as error:  # of the folder, or of the record store
-            told = getattr(error, "strerror", None) or error
-            logger.warning("adapters: %s: %s", watched, told)
+            reason = getattr(error, "strerror", None) or error
+            logger.warning("adapters: %s: %s", watched, reason)
 
     async def _scan(self, watched: str, first: bool) -> None:
-        found = await asyncio.to_thread(scan, watched)
+        scanned = await asyncio.to_thread(scan, watched)
         # What was the same twice is not being written to.
         steady = {
-            name: one for name, one in found.items() if first or self._scanned.get(name) == one
+            name: adapter
+            for name, adapter in scanned.items()
+            if first or self._scanned.get(name) == adapter
         }
-        kept = {name: one for name, one in self._folder.items() if name in found}
-        self._scanned = found
-        if self._folder != (folder := {**kept, **steady}):
+        remaining = {name: adapter for name, adapter in self._folder.items() if name in scanned}
+        self._scanned = scanned
+        if self._folder != (folder := {**remaining, **steady}):
             self._folder = folder
             self._rebuild()
             await self._forget_gone()
@@ -282,8 +284,8 @@ class AdapterRegistry:
                 async with self._lock:
                     await self._delete(name)
                 version = newer(record, time.time_ns())
-                told: AdapterRecord = msgspec.structs.replace(record, version=version)
-                await self._replicas.announce(told, gone=True)
+                written: AdapterRecord = msgspec.structs.replace(record, version=version)
+                await self._replicas.announce(written, gone=True)
 
     async def _read(self) -> None:
         changed = await asyncio.to_thread(self._record_store.changed, self._mark)
@@ -314,8 +316,8 @@ class AdapterRegistry:
     def _declared(self) -> dict[str, AdapterRecord]:
         """The adapters of the configuration and, for other names, of the watched folder."""
         declared = {
-            name: AdapterRecord(name=name, path=found.path, source="folder", stamp=found.stamp)
-            for name, found in self._folder.items()
+            name: AdapterRecord(name=name, path=adapter.path, source="folder", stamp=adapter.stamp)
+            for name, adapter in self._folder.items()
             if name != self._settings.model
         }
         for name, path in self._settings.paths.items():

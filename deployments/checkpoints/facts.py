@@ -39,7 +39,7 @@ class ModelFacts:
 def read_facts(folder: Path, config: ModelConfig) -> ModelFacts:
     """Facts of the checkpoint in a folder. Nothing of a weight is read before it is asked for."""
     family = config.record.model_type or config.architecture
-    kept = config.quantized
+    quantized = config.quantized
     sizes = {
         "embedding_length": config.hidden_size,
         "block_count": config.num_layers,
@@ -51,11 +51,13 @@ def read_facts(folder: Path, config: ModelConfig) -> ModelFacts:
     return ModelFacts(
         family=family,
         generates=config.generates and not config.classifies,
-        quantization=_TYPES.get(config.dtype, config.dtype) if kept is None else _precision(kept),
-        format="gguf" if kept is not None and kept.method == "gguf" else "safetensors",
+        quantization=_TYPES.get(config.dtype, config.dtype)
+        if quantized is None
+        else _precision(quantized),
+        format="gguf" if quantized is not None and quantized.method == "gguf" else "safetensors",
         size_bytes=sum(path.stat().st_size for path in weight_files(folder)),
         sizes=sizes,
-        parameters=cache(partial(_count, folder, kept)),
+        parameters=cache(partial(_count, folder, quantized)),
     )
 
 

@@ -143,11 +143,11 @@ def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
     """The tensors of the folder, in the file's order. Raises ConfigError for a tensor too many, too
     few, or of another shape."""
     targets = file.layout.targets(file.record)
-    found: list[_Piece] = []
+    all_pieces: list[_Piece] = []
     seen: set[tuple[str, str | None]] = set()
     for name in file.names:
         layer, stem, expert, kind = _split(name)
-        if any(fnmatchcase(name, each) for each in _IN_CONFIG) or _beyond(layer, model):
+        if any(fnmatchcase(name, pattern) for pattern in _IN_CONFIG) or _beyond(layer, model):
             continue
         stem = f"{stem}_exps" if expert is not None and stem in _EXPERTS else stem
         ours = targets.get(f"{stem}.{kind}", "")
@@ -159,15 +159,15 @@ def _pieces(file: GGUFFile, model: ModelConfig) -> list[_Piece]:
         if expert is not None:
             ours = ours.replace("{e}", expert)
         if "{e}" in ours or "{h}" in ours:
-            each = [ours.replace("{e}", str(at)).replace("{h}", str(at)) for at in range(shape[0])]
-            pieces = [_Piece(one, name, stem, shape[1:], at) for at, one in enumerate(each)]
+            names = [ours.replace("{e}", str(at)).replace("{h}", str(at)) for at in range(shape[0])]
+            pieces = [_Piece(target, name, stem, shape[1:], at) for at, target in enumerate(names)]
         else:
             pieces = [_Piece(ours, name, stem, shape)]
         _check_shape(file, model, pieces[0], kind, len(pieces))
-        found += pieces
+        all_pieces += pieces
         seen.add((stem, layer))
     _check_all(file, model, targets, seen)
-    return found
+    return all_pieces
 
 
 def _beyond(layer: str | None, model: ModelConfig) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine.architectures import ARCHITECTURES, GGUFS, Architecture, Gguf
 from engine.errors import ConfigError
 
-_NAMES = tuple(dict.fromkeys(each.name for each in GGUFS))
+_NAMES = tuple(dict.fromkeys(layout.name for layout in GGUFS))
 
 
 class GGUFFile:
@@ -101,7 +101,7 @@ class GGUFFile:
                 "gguf-split --merge, and give the result"
             )
         self.layout: Gguf = next(
-            each for each in GGUFS if each.name == self.architecture and each.when(self)
+            layout for layout in GGUFS if layout.name == self.architecture and layout.when(self)
         )
         self.record: Architecture = ARCHITECTURES[self.layout.architecture]
 
@@ -125,7 +125,7 @@ class GGUFFile:
         nearest to, as in the checkpoint's config.json. Raises ConfigError where layers differ."""
         value = self.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list) and value and type(value[0]) is int:
-            if any(each != value[0] for each in value):
+            if any(item != value[0] for item in value):
                 raise self.error(
                     f"{self.architecture}.{key} differs by layer, which is not supported"
                 )
@@ -188,10 +188,10 @@ class GGUFFile:
 def _strings(data: NDArray[Any], start: int, count: int, order: str) -> tuple[list[str], int]:
     """`count` strings, each behind its length in 8 bytes, and where they end. order: of these
     bytes, as NumPy and struct write it."""
-    length, found = struct.Struct(f"{order}Q"), []
+    length, items = struct.Struct(f"{order}Q"), []
     with data.data as view:  # indexing the array makes another one
         for _ in range(count):
             end = start + 8 + length.unpack_from(view, start)[0]
-            found.append(str(view[start + 8 : end], "utf-8"))
+            items.append(str(view[start + 8 : end], "utf-8"))
             start = end
-    return found, start
+    return items, start

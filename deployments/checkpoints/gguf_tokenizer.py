@@ -224,14 +224,14 @@ def _merges(tokens: list[str], kinds: list[int], scores: list[float]) -> Iterato
         for at, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind == _NORMAL
     }
-    found = []
+    merges = []
     for token, at in index.items():
         for cut in range(1, len(token)):
             left, right = index.get(token[:cut]), index.get(token[cut:])
             if left is not None and right is not None:
-                found.append((-scores[at], at, left, right))
-    found.sort()
-    for _, _, left, right in found:
+                merges.append((-scores[at], at, left, right))
+    merges.sort()
+    for _, _, left, right in merges:
         yield [tokens[left], tokens[right]]
 
 

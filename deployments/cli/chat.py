@@ -177,10 +177,10 @@ class ChatServer:
                 said = _message(json.loads(answer))
             except ValueError:
                 said = "not an OpenAI-compatible answer"
-            told = {name.lower(): value for name, value in response.getheaders()}
+            fields = {name.lower(): value for name, value in response.getheaders()}
             way_out = "; --key FILE gives it" if response.status == 401 else ""
             message = f"{self._api}{path} answered {response.status}: {said}{way_out}"
-            raise ServerError(message, status=response.status, headers=told)
+            raise ServerError(message, status=response.status, headers=fields)
         return response
 
 

@@ -70,13 +70,13 @@ def run(spec: str | None = None) -> int:
     be served, if that is known. Raises ConfigError."""
     config, file = (named_config(), None) if spec is None else read_planned(spec)
     missing = 0
-    found = (
+    versions = (
         *checks(config),
         *model_checks(config, file),
         *pool_checks(config),
         *_model_files(spec, file),
     )
-    for check in found:
+    for check in versions:
         missing += check.state == "MISSING"
         style = _STYLES[check.state]
         label = f"[{style}]{check.state:<8}[/{style}]"
@@ -120,8 +120,8 @@ def model_checks(
     if config is None:
         return
     if config.models:
-        for name, one in config.each().items():
-            for check in model_checks(one, None, device):
+        for name, part in config.each().items():
+            for check in model_checks(part, None, device):
                 yield replace(check, name=f"model {name}")
         return
     folder = Path(config.model).expanduser() if file is None else file.parent
@@ -139,8 +139,8 @@ def model_checks(
             text += f"weights {result.weights / GIB:.2f} GiB, {next(keys_and_values(result), '')}, "
             text += f"{result.used / GIB:.2f} GiB in all"
             yield DoctorCheck("model", "ok", text)
-            for each in result.products:
-                yield DoctorCheck("weights", "ok", each)
+            for product in result.products:
+                yield DoctorCheck("weights", "ok", product)
     except ConfigError as error:
         way_out = "no device helps: take another checkpoint, or fetch it again if a file is cut"
         if isinstance(error, DoesNotFit) or error.param in _OF_A_DEVICE:
@@ -169,11 +169,11 @@ def pool_checks(
 
 def _start_checks(config: MantaConfig) -> Iterator[DoctorCheck]:
     """Run the checks that `manta serve` makes before its start."""
-    for each in START_CHECKS:
+    for check in START_CHECKS:
         try:
-            yield DoctorCheck(each.name, "ok", each.check(config))
+            yield DoctorCheck(check.name, "ok", check.check(config))
         except ConfigError as error:
-            yield _fault(each.name, error, each.state)
+            yield _fault(check.name, error, check.state)
 
 
 def _fault(name: str, error: ConfigError, state: str = "MISSING") -> DoctorCheck:
@@ -391,8 +391,8 @@ def _cache(model: str | None) -> Iterator[DoctorCheck]:
     yield DoctorCheck("model cache", "note" if way_out else "ok", text, way_out)
     if any(name.startswith("SmolLM2-135M-Instruct") for name in models):
         yield DoctorCheck("default model", "ok", "is in the cache")
-    elif found := installers():
-        text = f"is fetched at its first use (93 MB through {found[0].name})"
+    elif names := installers():
+        text = f"is fetched at its first use (93 MB through {names[0].name})"
         yield DoctorCheck("default model", "ok", text)
     elif installed_default() is None:
         state = "MISSING" if model in (None, "default") else "note"
@@ -402,9 +402,9 @@ def _cache(model: str | None) -> Iterator[DoctorCheck]:
 
 
 def _leftovers() -> DoctorCheck:
-    found = leftovers()
-    if found:
-        names = ", ".join(f"{one.name} ({pid})" for pid, one in found.items())
+    processes = leftovers()
+    if processes:
+        names = ", ".join(f"{process.name} ({pid})" for pid, process in processes.items())
         return DoctorCheck(
             "leftovers", "note", f"of a killed manta serve: {names}", "the next ends them"
         )

@@ -17,7 +17,7 @@ def run(file: Path, name: str, fields: list[str]) -> int:
     line = " ".join((digest, f"name={name}", *fields))
     parse_line(" ".join((digest, *fields, f"name={name}")), name, "key")  # words as they were given
     if file.exists():
-        known = [one for one in read_api_keys(file, str(file)) if one.rule.name == name]
+        known = [entry for entry in read_api_keys(file, str(file)) if entry.rule.name == name]
         if known:
             raise ConfigError(f"{file}: there is a key named {name} already", param=str(file))
         text = file.read_text("utf-8")

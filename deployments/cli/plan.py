@@ -39,8 +39,8 @@ def run(
     config, file = read_planned(spec, complete=False)
     priced = Prices.load(prices)
     device = device_of(gpu, memory)
-    for one in config.each().values():
-        _print(one, file, device, gpu, gpus, priced)
+    for part in config.each().values():
+        _print(part, file, device, gpu, gpus, priced)
     return 0
 
 
@@ -63,7 +63,7 @@ def _print(
             )
         file = folder / "config.json"
     model = ModelConfig.from_file(file)
-    found = dict(engines(config, device))
+    by_name = dict(engines(config, device))
     for number, (name, result) in enumerate(plans(config, file, device, gpus)):
         if not number:
             print(f"Model    {config.name()} ({parameters(result)})")
@@ -73,7 +73,7 @@ def _print(
         for label, value in _rows(result):
             print(f"  {label:<28} {value}")
         if device.kind == "cpu" and device.cores:
-            for label, value in _nodes(found[name]):
+            for label, value in _nodes(by_name[name]):
                 print(f"  {label:<28} {value}")
     for line in _costs(config, model, priced, gpu):
         print(line)
@@ -108,15 +108,15 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
     if not result.kv_per_token:
         return
     # On a CPU all ranks share the memory.
-    each = " on each GPU" if result.ranks > 1 and result.device.kind == "cuda" else ""
+    suffix = " on each GPU" if result.ranks > 1 and result.device.kind == "cuda" else ""
     taken = sum(size for _, _, size in result.kv_per_token)
-    yield f"{taken / 1024:,.1f} KiB of keys and values a token{each}"
+    yield f"{taken / 1024:,.1f} KiB of keys and values a token{suffix}"
     if len(result.kv_per_token) > 1 or result.kv_per_token[0][0] != Full().describe():
-        for kept, layers, size in result.kv_per_token:
-            yield f"  {size / 1024:,.1f} KiB in {layers} layers that keep {kept}"
+        for tokens, layers, size in result.kv_per_token:
+            yield f"  {size / 1024:,.1f} KiB in {layers} layers that keep {tokens}"
     layers, size = result.states
     if layers:
-        text = f"{size / (1 << 20):,.1f} MiB of states a running request{each}"
+        text = f"{size / (1 << 20):,.1f} MiB of states a running request{suffix}"
         yield f"{text}, in {layers} layers"
         if result.snapshots:
             yield (
@@ -130,16 +130,16 @@ def keys_and_values(result: EnginePlan) -> Iterator[str]:
 
 
 def parameters(result: EnginePlan) -> str:
-    found = f"{result.parameters / 1e6:,.0f} M parameters"
+    summary = f"{result.parameters / 1e6:,.0f} M parameters"
     if result.active_parameters == result.parameters:
-        return found
-    return f"{found}, of which a token meets {result.active_parameters / 1e6:,.0f} M"
+        return summary
+    return f"{summary}, of which a token meets {result.active_parameters / 1e6:,.0f} M"
 
 
 def as_loaded(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
     """The model as this engine would get it. model: in blocks, if it has any."""
-    kept = model.quantized
-    if kept is None or kept.method != "gguf" or keeps_blocks(asdict(engine)):
+    quantized = model.quantized
+    if quantized is None or quantized.method != "gguf" or keeps_blocks(asdict(engine)):
         return model
     return replace(model, quantized=None)
 
@@ -168,23 +168,23 @@ def _costs(
         except ConfigError as error:
             yield f"Pool     {kind}: {error.message}"
             continue
-        found = [
+        lines = [
             offer
             for offer in offers(kind, pool, loaded, engine, prices)
             if kind == "cpu" or wanted not in GPUS or offer.node.gpu == wanted
         ]
-        if not found:
+        if not lines:
             yield f"Pool     {kind}: fits on no node type of the price list"
             continue
-        yield f"Pool     {kind}: {_span(pool, found[0], prices.currency)}"
+        yield f"Pool     {kind}: {_span(pool, lines[0], prices.currency)}"
         yield (
             f"  {'node type':<16} {'device':<14} {'replicas':>8} {'node/h':>9} {'replica/h':>9} "
             f"{'KV tokens':>12} {'1 M output tokens':>18}"
         )
-        for offer in found[:_OFFERS]:
+        for offer in lines[:_OFFERS]:
             yield _offer(offer)
-        if len(found) > _OFFERS:
-            yield f"  and {len(found) - _OFFERS} dearer ones"
+        if len(lines) > _OFFERS:
+            yield f"  and {len(lines) - _OFFERS} dearer ones"
 
 
 def _span(pool: PoolConfig, offer: NodeOffer, currency: str) -> str:
@@ -230,14 +230,14 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
         return f"{value / GIB:9.2f} GiB"
 
     device = result.device
-    each = f", each of {result.ranks} for a replica" if result.ranks > 1 else ""
-    if device.kind == "cpu" and each:
-        each = f", {result.ranks} ranks a replica"
+    ranks = f", each of {result.ranks} for a replica" if result.ranks > 1 else ""
+    if device.kind == "cpu" and ranks:
+        ranks = f", {result.ranks} ranks a replica"
     if result.stages > 1:
-        each += f", in {result.stages} stages of layers"
+        ranks += f", in {result.stages} stages of layers"
     if result.nodes > 1:
-        each += f" on {result.nodes} nodes of {result.ranks_per_node}"
-    yield "device", f"{device.name}, {device.memory / GIB:.1f} GiB{each}"
+        ranks += f" on {result.nodes} nodes of {result.ranks_per_node}"
+    yield "device", f"{device.name}, {device.memory / GIB:.1f} GiB{ranks}"
     notes = {
         "weights": result.weights_kind,
         "request rows": f"{result.max_num_seqs} requests at once",
@@ -246,7 +246,7 @@ def _rows(result: EnginePlan) -> Iterator[tuple[str, str]]:
     for purpose, taken in result.memory.rows:
         yield purpose, f"{size(taken)}  {notes.get(purpose, '')}".rstrip()
         if purpose == "weights":
-            yield from (("", f"{'':>13}  {each}") for each in result.products)
+            yield from (("", f"{'':>13}  {product}") for product in result.products)
     yield (
         "KV cache",
         f"{size(result.kv_bytes)}  {result.num_blocks:,} blocks of {result.memory.block_size} "

@@ -19,7 +19,7 @@ class ListeningSocket:
 
 def listeners() -> list[ListeningSocket]:
     """All listening TCP sockets; empty where /proc does not tell."""
-    found = []
+    sockets = []
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
             lines = Path("/proc/net", name).read_text().splitlines()[1:]
@@ -29,8 +29,8 @@ def listeners() -> list[ListeningSocket]:
             fields = line.split()
             if fields[3] == _LISTEN:
                 address, port = fields[1].split(":")
-                found.append(ListeningSocket(_address(address, family), int(port, 16), fields[9]))
-    return found
+                sockets.append(ListeningSocket(_address(address, family), int(port, 16), fields[9]))
+    return sockets
 
 
 def holder(port: int) -> str | None:

@@ -55,9 +55,9 @@ def run(
     cluster = Cluster(address)
     if cluster.own:
         _end_leftovers()
-    for each in START_CHECKS:
-        if cluster.own or not each.own:
-            each.check(config)
+    for check in START_CHECKS:
+        if cluster.own or not check.own:
+            check.check(config)
 
     def serve(driver: Driver, folder: str) -> None:
         _serve(driver, cluster, config, folder)
@@ -71,8 +71,8 @@ def run(
 def _end_leftovers() -> None:
     """End the processes that a killed `manta serve` has left: they may hold the port, the GPU and
     memory."""
-    if found := leftovers():
-        names = ", ".join(f"{one.name} ({pid})" for pid, one in found.items())
+    if processes := leftovers():
+        names = ", ".join(f"{process.name} ({pid})" for pid, process in processes.items())
         err.print(f"Ending what a killed manta serve has left: {names}", markup=False)
         kill(leftovers)
 
@@ -91,14 +91,14 @@ def _serve(driver: Driver, cluster: Cluster, config: MantaConfig, folder: str) -
         check_pools(config, this_machine())
         # Here rather than in the replicas, whose progress is not shown. They find it cached.
         with model_progress() as progress:
-            for one in config.each().values():
-                dummy = one.engine.get("load_format") == "dummy"
-                for blocks in one.kept_blocks(gpus_here()):
-                    found = resolve_model(
-                        one.model, one.revision, progress, weights=not dummy, blocks=blocks
+            for part in config.each().values():
+                dummy = part.engine.get("load_format") == "dummy"
+                for blocks in part.kept_blocks(gpus_here()):
+                    model_folder = resolve_model(
+                        part.model, part.revision, progress, weights=not dummy, blocks=blocks
                     )
                     if not dummy:  # by a replica that cannot load them it is told after a minute
-                        read_headers(found)
+                        read_headers(model_folder)
     driver.ignore(signal.SIGINT)
     driver.report(model=True)
     with StatusLine("Starting Ray" if cluster.own else f"Joining Ray at {cluster.address}"):
@@ -181,8 +181,8 @@ def _wait_running(app_name: str, status: StatusLine, check_room: Callable[[], st
                 total = sum(deployment.replica_states.values())
                 counts.append(f"{name} {running}/{total}")
             why = waits or why_waiting(messages)
-            told = f"{', '.join(counts) or 'placing them'}{of}{f': {why}' if why else ''}"
-            status.update(f"Starting the replicas: {told}")
+            progress = f"{', '.join(counts) or 'placing them'}{of}{f': {why}' if why else ''}"
+            status.update(f"Starting the replicas: {progress}")
         time.sleep(_POLL)
 
 
@@ -231,7 +231,7 @@ def _starting(app_name: str) -> bool:
 
     app = serve.status().applications.get(app_name)
     deployments = app.deployments.values() if app is not None else ()
-    return any(one.replica_states.get(ReplicaState.STARTING, 0) for one in deployments)
+    return any(status.replica_states.get(ReplicaState.STARTING, 0) for status in deployments)
 
 
 def _reachable(config: MantaConfig) -> str:

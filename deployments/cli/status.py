@@ -59,24 +59,24 @@ def run(app: str | None, address: str | None, *, as_json: bool, once: bool, ever
     application; several of them as JSON."""
     _join(address)
     before = _looks(app)
-    if as_json and len(names := sorted({one.app for one in before.values()})) > 1:
+    if as_json and len(names := sorted({snapshot.app for snapshot in before.values()})) > 1:
         raise ClusterError(f"--json tells of one application; name one of {', '.join(names)}")
     if as_json or once or not out.is_terminal:
         time.sleep(_POLL_SECONDS)
-        found = [summarise(now, before.get(name)) for name, now in _looks(app).items()]
+        summaries = [summarise(now, before.get(name)) for name, now in _looks(app).items()]
         if as_json:
-            for one in found:
-                print(json.dumps(one, indent=2))
+            for snapshot in summaries:
+                print(json.dumps(snapshot, indent=2))
         else:
             width = out.width if out.is_terminal else _WIDTH
-            Console(highlight=False, width=width).print(pages(found))
+            Console(highlight=False, width=width).print(pages(summaries))
         return 0
     with Live(console=out, auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(every)
             looks = _looks(app)
-            found = [summarise(now, before.get(name)) for name, now in looks.items()]
-            live.update(pages(found), refresh=True)
+            summaries = [summarise(now, before.get(name)) for name, now in looks.items()]
+            live.update(pages(summaries), refresh=True)
             before = looks
 
 
@@ -107,11 +107,11 @@ def _looks(app: str | None) -> dict[str, StatusSnapshot]:
     ClusterError, also when Ray does not answer any more."""
     try:
         names = [app] if app is not None else within(_LOOKS, applications)
-        found = {name: within(_LOOKS, partial(poll, name)) for name in names}
+        snapshots = {name: within(_LOOKS, partial(poll, name)) for name in names}
         return {
-            f"{one.app} {model}".strip(): part
-            for one in found.values()
-            for model, part in (one.models or {"": one}).items()
+            f"{snapshot.app} {model}".strip(): part
+            for snapshot in snapshots.values()
+            for model, part in (snapshot.models or {"": snapshot}).items()
         }
     except TimeoutError as error:
         raise ClusterError(f"Ray has not answered for {_LOOKS:g} s") from error
@@ -124,9 +124,9 @@ def applications() -> list[str]:
     there = serve.status().applications
     ours = sorted(
         name
-        for name, found in there.items()
+        for name, application in there.items()
         # One that is being built has no deployments yet, and one of others has no router.
-        if ROUTER in found.deployments or not found.deployments
+        if ROUTER in application.deployments or not application.deployments
     )
     if not ours:
         raise ClusterError("no application runs on this cluster; `manta serve` starts one")
@@ -139,8 +139,8 @@ def poll(app: str) -> StatusSnapshot:
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
-    found = serve.status().applications.get(app)
-    if found is None:
+    application = serve.status().applications.get(app)
+    if application is None:
         known = ", ".join(serve.status().applications) or "none"
         raise ClusterError(f"no application is called {app!r}; there is: {known}")
     answers: list[Any] = []
@@ -153,12 +153,12 @@ def poll(app: str) -> StatusSnapshot:
     whole = StatusSnapshot(
         time.time(),
         app,
-        _word(found.status),
-        _counts(found),
+        _word(application.status),
+        _counts(application),
         sorted(routers, key=lambda router: str(router["name"])),
         scaling_decisions(app),
-        sum(found.deployments["router"].replica_states.values()) - len(routers)
-        if "router" in found.deployments
+        sum(application.deployments["router"].replica_states.values()) - len(routers)
+        if "router" in application.deployments
         else 0,
     )
     return replace(whole, models=_models(whole, serve.status().applications))
@@ -178,22 +178,22 @@ def _counts(application: Any) -> dict[str, dict[str, int]]:
 def _models(whole: StatusSnapshot, there: Mapping[str, Any]) -> dict[str, StatusSnapshot]:
     """A look at each of several models; {} where there is one. there: Serve's applications."""
     names = {name for router in whole.routers for name in router.get("models", {})}
-    found = {}
+    pages = {}
     for name in sorted(names):
         own = model_app(whole.app, name)
         application = there.get(own)
-        told = [router["models"][name] for router in whole.routers if name in router["models"]]
+        states = [router["models"][name] for router in whole.routers if name in router["models"]]
         status = "GONE" if application is None else _word(application.status)
-        if status == "RUNNING" and all(one.get("status") == "sleeping" for one in told):
+        if status == "RUNNING" and all(state.get("status") == "sleeping" for state in states):
             status = "SLEEPING"  # Serve finds that it has as many replicas as it should
-        found[name] = replace(
+        pages[name] = replace(
             whole,
             status=status,
             counts={} if application is None else _counts(application),
-            routers=told,
+            routers=states,
             scaling=scaling_decisions(own),
         )
-    return found
+    return pages
 
 
 def _word(state: Any) -> str:
@@ -282,12 +282,12 @@ _SHAPES = RouterMetrics()  # for names and buckets
 def _replicas(routers: Sequence[Told]) -> dict[str, Told]:
     """Return the stats of the replicas by name; of what several routers know of a replica, the
     newest."""
-    found: dict[str, Told] = {}
+    replicas: dict[str, Told] = {}
     for router in routers:
         for name, stats in router["replicas"].items():
-            if name not in found or stats["step"] > found[name]["step"]:
-                found[name] = stats
-    return found
+            if name not in replicas or stats["step"] > replicas[name]["step"]:
+                replicas[name] = stats
+    return replicas
 
 
 def _metrics(now: Sequence[Told], before: Sequence[Told]) -> dict[str, Any]:
@@ -337,8 +337,8 @@ def _share(part: float, whole: float) -> float | None:
 def _pool(
     name: str, counts: Mapping[str, int], replicas: Sequence[Told], scaling: Told | None
 ) -> dict[str, Any]:
-    mine = [one for one in replicas if one["pool"] == name]
-    rates = [one["output_tokens_per_second"] for one in mine]
+    mine = [replica for replica in replicas if replica["pool"] == name]
+    rates = [replica["output_tokens_per_second"] for replica in mine]
     return {
         "running": counts.get("RUNNING", 0),
         "starting": counts.get("STARTING", 0) + counts.get("UPDATING", 0),
@@ -347,9 +347,11 @@ def _pool(
         "reason": scaling["reasons"].get(name) if scaling is not None else None,
         "limits": scaling["limits"].get(name) if scaling is not None else None,
         "cooldowns": scaling["cooldowns"].get(name) if scaling is not None else None,
-        "requests": sum(one["running"] for one in mine),
-        "waiting": sum(one["waiting"] for one in mine),
-        "kv_used": round(sum(one["kv_used"] for one in mine) / len(mine), 3) if mine else None,
+        "requests": sum(replica["running"] for replica in mine),
+        "waiting": sum(replica["waiting"] for replica in mine),
+        "kv_used": round(sum(replica["kv_used"] for replica in mine) / len(mine), 3)
+        if mine
+        else None,
         "output_tokens_per_second": round(sum(rates), 1) if rates and None not in rates else None,
     }
 
@@ -357,8 +359,8 @@ def _pool(
 def pages(found: Sequence[Told]) -> RenderableType:
     """The summaries of all applications, one below the other."""
     parts: list[RenderableType] = []
-    for one in found:
-        parts += ([""] if parts else []) + [page(one)]
+    for summary in found:
+        parts += ([""] if parts else []) + [page(summary)]
     return Group(*parts)
 
 
@@ -398,18 +400,18 @@ def page(found: Told) -> RenderableType:
     replicas = _table(
         "replica", "rows", "wait", "prompt", "KV", "hits", "step ms", "tok/s", "preempt", "adapters"
     )
-    for one in found["replicas"]:
+    for replica in found["replicas"]:
         replicas.add_row(
-            escape(one["name"]) + (" draining" if one["draining"] else ""),
-            f"{one['running']}/{one['rows'] or '?'}",
-            _text(one["waiting"]),
-            _text(one["waiting_tokens"]),
-            _percent(one["kv_used"]),
-            _percent(one["prefix_hits"]),
-            _text(one["step_ms"]),
-            _text(one["output_tokens_per_second"]),
-            _text(one["preemptions"]),
-            _text(len(one["adapters"])),
+            escape(replica["name"]) + (" draining" if replica["draining"] else ""),
+            f"{replica['running']}/{replica['rows'] or '?'}",
+            _text(replica["waiting"]),
+            _text(replica["waiting_tokens"]),
+            _percent(replica["kv_used"]),
+            _percent(replica["prefix_hits"]),
+            _text(replica["step_ms"]),
+            _text(replica["output_tokens_per_second"]),
+            _text(replica["preemptions"]),
+            _text(len(replica["adapters"])),
         )
     routers = _table("router", "in flight", "queued", "tokens", "replicas")
     for router in found["routers"]:

@@ -38,10 +38,10 @@ class AdaptersConfig(BaseModel):
     @classmethod
     def _plain(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            given = list(value.values())
+            paths = list(value.values())
         else:
-            given = value if isinstance(value, list) else [value or "."]
-        for path in given:
+            paths = value if isinstance(value, list) else [value or "."]
+        for path in paths:
             if not path or len(path) > MAX_PATH or not path.isprintable():
                 raise ValueError(f"must be a folder or the URL of an object store: {path[:64]!r}")
         return value
@@ -87,9 +87,9 @@ def make_absolute(section: Any, found: Callable[[str], str]) -> None:
         if isinstance(value, str):
             section[key] = _absolute(value, found)
         elif isinstance(value, list):
-            section[key] = [_absolute(one, found) for one in value]
+            section[key] = [_absolute(path, found) for path in value]
         elif isinstance(value, dict):
-            section[key] = {name: _absolute(one, found) for name, one in value.items()}
+            section[key] = {name: _absolute(path, found) for name, path in value.items()}
 
 
 def _absolute(value: Any, found: Callable[[str], str]) -> Any:

@@ -62,8 +62,8 @@ def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[
         for what in (key.digest, key.rule.name):
             if what and seen.setdefault(what, number) != number:
                 # Without the key itself; names may be told.
-                told = f"the name {what}" if what == key.rule.name else "this key"
-                message = f"{path}:{number}: {told} is in line {seen[what]} already"
+                whose = f"the name {what}" if what == key.rule.name else "this key"
+                message = f"{path}:{number}: {whose} is in line {seen[what]} already"
                 raise ConfigError(message, param=param)
         keys.append(key)
     if not keys:
@@ -74,8 +74,8 @@ def read_api_keys(path: str | Path, param: str = "http.api_keys_file") -> tuple[
 def parse_line(line: str, where: str, param: str) -> ApiKey:
     """One key with its fields. Raises ConfigError, which never has the key in it."""
     key, *words = line.split()
-    found = _DIGEST.fullmatch(key)
-    if found is None and key.startswith("sha256:"):
+    match = _DIGEST.fullmatch(key)
+    if match is None and key.startswith("sha256:"):
         raise ConfigError(f"{where}: sha256: is followed by 64 hexadecimal digits", param=param)
     rule = KeyRule()
     for number, word in enumerate(words, 1):
@@ -90,7 +90,7 @@ def parse_line(line: str, where: str, param: str) -> ApiKey:
             message = f"{where}: {shown} is not understood{hint}; behind the key may stand {FIELDS}"
             raise ConfigError(message, param=param)
         rule = replace(rule, **changes)
-    return ApiKey(found[1] if found else key_digest(key), rule)
+    return ApiKey(match[1] if match else key_digest(key), rule)
 
 
 def _name(value: str) -> dict[str, Any] | None:
@@ -112,8 +112,8 @@ def _number(name: str, least: int | None) -> Callable[[str], dict[str, Any] | No
 
 
 def _budget(value: str) -> dict[str, Any] | None:
-    found = _BUDGET.fullmatch(value)
-    return None if found is None else {"budget": int(found[1]), "period": found[2]}
+    match = _BUDGET.fullmatch(value)
+    return None if match is None else {"budget": int(match[1]), "period": match[2]}
 
 
 _PARSERS: dict[str, Callable[[str], dict[str, Any] | None]] = {

@@ -78,8 +78,8 @@ def load_config(
     if parsed.data is None:  # cut short, or not the file that was meant
         message = f"{path}: there is nothing in it; the least is `model: default`"
         raise ConfigError(message, param=str(path))
-    given = str(path), path.parent, environment
-    return _build(parsed, *given, check_files=True, complete=complete)
+    arguments = str(path), path.parent, environment
+    return _build(parsed, *arguments, check_files=True, complete=complete)
 
 
 def parse_config(
@@ -174,9 +174,9 @@ def _check_files(config: MantaConfig, complete: bool) -> None:
 
     complete: as in `load_config`.
     """
-    for name, one in config.each().items():
+    for name, part in config.each().items():
         with _under(f"models.{name}." if config.models else ""):
-            check_model_files(one, complete)
+            check_model_files(part, complete)
     for name in ("api_keys_file", "admin_keys_file"):
         if (file := getattr(config.http, name)) is not None:
             read_api_keys(file, f"http.{name}")
@@ -246,9 +246,9 @@ def _found(value: str, folder: Path) -> str:
     if the file is in neither place."""
     if "\0" not in value:
         for base in (folder, Path.cwd()):
-            found = base / Path(value).expanduser()
-            if found.exists():
-                return str(found.resolve())
+            path = base / Path(value).expanduser()
+            if path.exists():
+                return str(path.resolve())
     return value
 
 
@@ -303,11 +303,11 @@ def _keys_elsewhere(loc: tuple[str | int, ...]) -> dict[str, list[str]]:
     roots: list[tuple[tuple[str, ...], type[BaseModel]]] = [((), MantaConfig)]
     if own:
         roots.append((own, ServedModelConfig))
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
 
     def add(path: tuple[str, ...], keys: Iterable[str]) -> None:
         for key in keys:
-            found.setdefault(key, []).append(".".join((*path, key)))
+            names.setdefault(key, []).append(".".join((*path, key)))
 
     def walk(path: tuple[str, ...], section: type[BaseModel]) -> None:
         add(path, section.model_fields)
@@ -332,7 +332,7 @@ def _keys_elsewhere(loc: tuple[str | int, ...]) -> dict[str, list[str]]:
         same = (a == str(b) for a, b in zip(place.split("."), loc, strict=False))
         return len(list(itertools.takewhile(bool, same)))
 
-    return {key: sorted(places, key=shared, reverse=True)[:2] for key, places in found.items()}
+    return {key: sorted(places, key=shared, reverse=True)[:2] for key, places in names.items()}
 
 
 def _lookup(data: Any, path: tuple[str | int, ...]) -> Any:

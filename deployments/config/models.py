@@ -397,7 +397,8 @@ class MantaConfig(Section):
                 self.of(name)
             except ValidationError as error:
                 errors += [
-                    {**one, "loc": ("models", name, *one["loc"])} for one in flatten(error.errors())
+                    {**fault, "loc": ("models", name, *fault["loc"])}
+                    for fault in flatten(error.errors())
                 ]
         if errors:
             raise PydanticCustomError("nested", "models", {"errors": errors})
@@ -444,7 +445,7 @@ class MantaConfig(Section):
         ranks, gpus, cores = self.node_ranks(pool), pool.num_gpus, pool.num_cpus
         said = ranks_said(tensor, pipeline, nodes) or "tensor_parallel 1"
         key = "pipeline_parallel" if pipeline > 1 else "tensor_parallel"
-        given = f"pools.{kind}.num_gpus is {gpus or 0:g} and {said}"
+        setting = f"pools.{kind}.num_gpus is {gpus or 0:g} and {said}"
         if kind == "cpu" and gpus:
             raise ValueError(
                 f"pools.cpu.num_gpus is {gpus:g}: a replica on the CPU uses no GPU, which would be "
@@ -452,11 +453,11 @@ class MantaConfig(Section):
             )
         if gpus is not None and gpus > ranks:
             raise ValueError(
-                f"{given}: an engine uses a GPU for each rank, and the others would be reserved "
+                f"{setting}: an engine uses a GPU for each rank, and the others would be reserved "
                 f"and idle. Set engine.{key}, or take more replicas of fewer GPUs each"
             )
         if kind == "gpu" and ranks > 1 and gpus is not None and gpus < ranks:
-            raise ValueError(f"{given}: each rank needs a GPU of its own. Leave num_gpus out")
+            raise ValueError(f"{setting}: each rank needs a GPU of its own. Leave num_gpus out")
         if kind == "cpu" and ranks > 1 and cores is not None and cores < ranks:
             raise ValueError(
                 f"pools.cpu.num_cpus is {cores:g} and {said}: each rank needs a "

@@ -135,16 +135,16 @@ class _HaproxyFile:
             lines.append(line)
 
     def section(self, title: str) -> "_HaproxySection":
-        found = [section for section in self._sections if section.title == title]
-        if len(found) != 1:
-            raise _changed(f"{len(found)} sections {title!r}")
-        return found[0]
+        sections = [section for section in self._sections if section.title == title]
+        if len(sections) != 1:
+            raise _changed(f"{len(sections)} sections {title!r}")
+        return sections[0]
 
     def check_listeners(self, known: int) -> None:
         """Each `bind` is one that was changed."""
-        found = sum(section.count("bind ") for section in self._sections)
-        if found != known:
-            raise _changed(f"{found} listeners, {known} of them known")
+        binds = sum(section.count("bind ") for section in self._sections)
+        if binds != known:
+            raise _changed(f"{binds} listeners, {known} of them known")
 
     def text(self) -> str:
         return "\n".join(section.text() for section in self._sections) + "\n"
@@ -179,14 +179,14 @@ class _HaproxySection:
         return "\n".join(self._lines)
 
     def _only(self, pattern: str) -> "tuple[int, re.Match[str]]":
-        found = [
+        lines = [
             (index, match)
             for index, line in enumerate(self._lines)
             if (match := re.fullmatch(pattern, line.strip()))
         ]
-        if len(found) != 1:
-            raise _changed(f"{len(found)} lines {pattern!r} in {self.title!r}")
-        return found[0]
+        if len(lines) != 1:
+            raise _changed(f"{len(lines)} lines {pattern!r} in {self.title!r}")
+        return lines[0]
 
 
 def _changed(what: Sequence[object] | str) -> TemplateChanged:

@@ -72,13 +72,13 @@ class ApplicationMetrics:
     async def _gather(self) -> str:
         answers = [msgspec.msgpack.decode(raw, type=RouterReport) for raw in await self._others()]
         own = self._own_report()  # after the others', so that it is the newest
-        told = [own, *(one for one in answers if one.router != self._router)]
+        reports = [own, *(report for report in answers if report.router != self._router)]
         replicas: dict[str, dict[str, float]] = {}
-        for one in told:
-            for name, figures in one.replicas.items():
+        for report in reports:
+            for name, figures in report.replicas.items():
                 replicas[name] = _newest(figures, replicas.get(name, figures))
         self._replicas |= {name: replicas[name] for name in own.replicas}
-        return render([*_labelled(told), *_by_replica(replicas)], self._model)
+        return render([*_labelled(reports), *_by_replica(replicas)], self._model)
 
 
 class SingleFlight(Generic[T]):
@@ -119,17 +119,17 @@ def _newest(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 def _labelled(told: Iterable[RouterReport]) -> Iterable[MetricFamily]:
     """The routers' families, each once, with all samples. During an update routers differ."""
-    found: dict[str, MetricFamily] = {}
-    for one in told:
-        for family in one.families:
-            into = found.setdefault(
+    by_name: dict[str, MetricFamily] = {}
+    for report in told:
+        for family in report.families:
+            into = by_name.setdefault(
                 family.name, MetricFamily(family.name, family.kind, family.help, [])
             )
             into.samples.extend(
-                (suffix, {"router": one.router, **labels}, value)
+                (suffix, {"router": report.router, **labels}, value)
                 for suffix, labels, value in family.samples
             )
-    return found.values()
+    return by_name.values()
 
 
 def _by_replica(replicas: Mapping[str, Mapping[str, float]]) -> Iterable[MetricFamily]:

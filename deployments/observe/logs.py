@@ -32,9 +32,9 @@ class _BufferBypass(logging.Handler):
         self.behind = behind
 
     def emit(self, record: logging.LogRecord) -> None:
-        given = getattr(record, "request_id", None)
+        request_id = getattr(record, "request_id", None)
         if self.behind.target is None or not self.behind.filter(record):
             return
-        if given is not None:  # Serve's id would be that of the task that happens to run
-            record.request_id = given
+        if request_id is not None:  # Serve's id would be that of the task that happens to run
+            record.request_id = request_id
         self.behind.target.handle(record)

@@ -185,15 +185,15 @@ class RouterMetrics:
     def to_json(self) -> dict[str, Any]:
         """Return the counts that `manta status` reads: sums since the start, by label where there
         is one, and the counts of the histograms' buckets."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, metric in vars(self).items():
             if isinstance(metric, Histogram):
-                found[name] = list(metric.counts)
+                values[name] = list(metric.counts)
             elif metric.labels:
-                found[name] = {"/".join(key): value for key, value in metric.values.items()}
+                values[name] = {"/".join(key): value for key, value in metric.values.items()}
             else:
-                found[name] = metric.values[()]
-        return found
+                values[name] = metric.values[()]
+        return values
 
 
 @dataclass(frozen=True, slots=True)

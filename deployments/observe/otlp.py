@@ -58,10 +58,10 @@ class TraceContext:
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
     """Parse a traceparent header; None if it is missing or not valid, and a new trace begins."""
-    found = _TRACEPARENT.fullmatch(traceparent)
-    if found is None:
+    match = _TRACEPARENT.fullmatch(traceparent)
+    if match is None:
         return None
-    version, trace, parent, flags, more = found.groups()
+    version, trace, parent, flags, more = match.groups()
     if version == "ff" or not trace.strip("0") or not parent.strip("0"):
         return None
     if version == "00" and more:
@@ -98,7 +98,7 @@ class Span:
 
     def to_json(self) -> dict[str, Any]:
         """Return the span in OTLP's JSON encoding."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "traceId": self.context.trace,
             "spanId": self.id,
             "name": self.name,
@@ -108,12 +108,12 @@ class Span:
             "attributes": _attributes(self.attributes),
         }
         if self.context.parent:
-            found["parentSpanId"] = self.context.parent
+            fields["parentSpanId"] = self.context.parent
         if self.context.state:
-            found["traceState"] = self.context.state
+            fields["traceState"] = self.context.state
         if self.error:
-            found["status"] = {"code": _ERROR, "message": self.error}
-        return found
+            fields["status"] = {"code": _ERROR, "message": self.error}
+        return fields
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def _value(value: Any) -> dict[str, Any]:
     if isinstance(value, float):
         return {"doubleValue": value}
     if isinstance(value, list):
-        return {"arrayValue": {"values": [_value(one) for one in value]}}
+        return {"arrayValue": {"values": [_value(item) for item in value]}}
     return {"stringValue": value}
 
 

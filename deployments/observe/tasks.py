@@ -7,8 +7,8 @@ from collections import Counter
 def tasks() -> dict[str, int]:
     """How many tasks there are of each coroutine function, by its qualified name. On a loop
     only."""
-    found = Counter(_name(task) for task in asyncio.all_tasks())
-    return dict(sorted(found.items()))
+    counts = Counter(_name(task) for task in asyncio.all_tasks())
+    return dict(sorted(counts.items()))
 
 
 def _name(task: "asyncio.Task[object]") -> str:

@@ -183,7 +183,7 @@ def plan(
     try:
         others = _CUDA_CONTEXT if cuda else _CPU_PROCESS
         host_bytes = lora_host_bytes(config, device.memory)
-        found = []
+        kinds = []
         # A GPU holds a rank's, the CPU all those of a node.
         for stage in range(0, resolved.stages, 1 if cuda else config.stages_per_node):
             part = _outline(resolved, stage)
@@ -191,8 +191,8 @@ def plan(
             memory = plan_memory(
                 resolved, part, device.name, device.memory, others, host_bytes=host_bytes
             )
-            found.append((memory, part))
-        memory, part = min(found, key=lambda each: each[0].num_blocks)
+            kinds.append((memory, part))
+        memory, part = min(kinds, key=lambda each: each[0].num_blocks)
         groups = part.kv if cuda else kv_groups(resolved.model)
     except ConfigError as error:
         if error.param == KEY:  # a matrix that its format cannot have, whatever the memory
@@ -256,7 +256,7 @@ def plan(
         stages=resolved.stages,
         nodes=config.pipeline_nodes,
         states=(len(groups.recurrent), groups.state_bytes),
-        snapshots=min((memory.snapshots for memory, part in found if part.kv.recurrent), default=0),
+        snapshots=min((memory.snapshots for memory, part in kinds if part.kv.recurrent), default=0),
         prefix_caching=config.prefix_caching,
     )
 

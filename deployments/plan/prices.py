@@ -125,7 +125,7 @@ def offers(
 ) -> list[NodeOffer]:
     """The node types that can hold a pool ("gpu" or "cpu"), the cheapest replica first."""
     measured = _throughputs(model, speeds)
-    found = []
+    options = []
     for node in prices.nodes:
         if (node.gpu is not None) != (kind == "gpu"):
             continue
@@ -138,8 +138,8 @@ def offers(
             # Measured with one device a replica.
             alone = fits.ranks == 1
             speed = measured.get((node.gpu or node.name, fits.dtype)) if alone else None
-            found.append(NodeOffer(node, fits, replicas, speed))
-    return sorted(found, key=lambda offer: (offer.replica_hour, offer.node.name))
+            options.append(NodeOffer(node, fits, replicas, speed))
+    return sorted(options, key=lambda offer: (offer.replica_hour, offer.node.name))
 
 
 def _replicas(kind: str, pool: PoolConfig, node: NodeType, fits: EnginePlan) -> int:
@@ -172,10 +172,10 @@ def _throughputs(model: ModelConfig, path: Path) -> dict[tuple[str, str], float]
         model.num_kv_heads,
         model.vocab_size,
     )
-    found = {}
+    prices = {}
     rows: Any = yaml_lines.parse(path.read_text("utf-8")).data
     for speed in map(_Speed.model_validate, rows["speeds"]):
         gpu = next((gpu for gpu in GPUS if gpu in speed.device.lower().split()), None)
         if gpu is not None and _MEASURED.get(speed.model) == sizes:
-            found[gpu, speed.dtype] = speed.tokens_per_second
-    return found
+            prices[gpu, speed.dtype] = speed.tokens_per_second
+    return prices

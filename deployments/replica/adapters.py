@@ -164,7 +164,7 @@ class ReplicaAdapters:
         """Add an adapter to the engine. Raises AdapterError; at once if the same adapter failed a
         moment ago."""
         now = time.monotonic()
-        self._failed = {key: one for key, one in self._failed.items() if one[0] > now}
+        self._failed = {key: failure for key, failure in self._failed.items() if failure[0] > now}
         failed = self._failed.get((path, revision))
         if failed is not None:
             raise failed[1]

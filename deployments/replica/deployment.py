@@ -72,8 +72,8 @@ class EngineReplica:
         identity = await asyncio.to_thread(ModelIdentity.of, config.model)
         self._others: OtherNodes | None = None
         if config.pipeline_nodes > 1:
-            given = partial(prepare, settings)
-            self._others = await OtherNodes.start(given, config, identity)
+            make_config = partial(prepare, settings)
+            self._others = await OtherNodes.start(make_config, config, identity)
         self._drained = False  # another node of this replica, which has handed over
         self._rates = CounterRates(time.monotonic())
         remote = None if self._others is None else self._others.remote
@@ -142,15 +142,17 @@ class EngineReplica:
         """
         own = node_id()
         ours = {own, *(() if self._others is None else self._others.node_ids)}
-        while not (found := ours & (deadlines := await asyncio.to_thread(_draining_nodes)).keys()):
+        while not (
+            draining := ours & (deadlines := await asyncio.to_thread(_draining_nodes)).keys()
+        ):
             await asyncio.sleep(_NOTICE_SECONDS)
         self._server.refuse_new()
-        soonest = min((deadlines[node] for node in found if deadlines[node]), default=0)
+        soonest = min((deadlines[node] for node in draining if deadlines[node]), default=0)
         left = soonest / 1000 - time.time()
         when = f" in {left:.0f} s" if soonest else ""
         logger.warning("a node of this replica is to be drained%s: no new requests", when)
         patience = max(0.0, left - _BEFORE_DEADLINE)
-        if own not in found:
+        if own not in draining:
             await self._server.drain(patience if soonest else self._drain_seconds)
             self._drained = True
         elif soonest:

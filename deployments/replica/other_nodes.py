@@ -95,9 +95,9 @@ class OtherNodes:
             actors.append(actor.remote())
         try:
             calls = [actor.start.remote(prepare, node, key) for node, actor in enumerate(actors, 1)]
-            found: list[HostedRanks] = await asyncio.gather(*calls)
-            for node, each in enumerate(found, 1):
-                _check_weights(config, identity, node, each)
+            hosts_ranks: list[HostedRanks] = await asyncio.gather(*calls)
+            for node, host in enumerate(hosts_ranks, 1):
+                _check_weights(config, identity, node, host)
         except RayTaskError as error:
             _end(actors)
             raise error.cause from None
@@ -107,8 +107,8 @@ class OtherNodes:
         except BaseException:
             _end(actors)
             raise
-        hosts = tuple((each.address, each.port) for each in found)
-        nodes = tuple(each.node_id for each in found)
+        hosts = tuple((host.address, host.port) for host in hosts_ranks)
+        nodes = tuple(host.node_id for host in hosts_ranks)
         return cls(actors, nodes, RemoteRanks(node_address(), hosts, key))
 
     def end(self) -> None:

@@ -266,13 +266,13 @@ class ReplicaServer:
         for delta in frame.deltas:
             id = delta.id
             index = id >> _ROUTER_BITS
-            found = routers.get(index)
-            if found is None:
+            owner = routers.get(index)
+            if owner is None:
                 continue  # the router has gone; its requests are being aborted
             delta.id = id & _ROUTER_MASK
             by_router.setdefault(index, []).append(delta)
             if delta.finish:
-                found.live.discard(id)
+                owner.live.discard(id)
         for index, router in list(routers.items()):
             deltas = by_router.get(index)
             if deltas or idle or router.since_sent(now) > _IDLE_NEWS:
@@ -293,7 +293,11 @@ class ReplicaServer:
         deaths = accused[0].message.deaths if len(accused) == 1 else []
         for router in list(self._routers.values()):
             router.live.clear()
-            ids = [one.request.id & _ROUTER_MASK for one in accused if one.connection is router]
+            ids = [
+                submitted.request.id & _ROUTER_MASK
+                for submitted in accused
+                if submitted.connection is router
+            ]
             suspects = ids if accused else None
             router.send(
                 msgspec.structs.replace(self.failed, suspects=suspects, deaths=deaths, doubt=doubt)

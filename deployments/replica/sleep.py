@@ -152,7 +152,7 @@ class ReplicaSleep:
         """Returns when somebody waits for the engine, and it may have the device."""
         while True:
             self._asked.clear()
-            self._held = [each for each in self._held if each[1].wanted]
+            self._held = [entry for entry in self._held if entry[1].wanted]
             if not self._held:
                 await self._asked.wait()
                 continue

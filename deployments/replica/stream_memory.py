@@ -40,9 +40,9 @@ class StreamMemory:
 
     def begin(self, request: EngineRequest, stream: str) -> None:
         emitted = request.token_ids[request.num_prompt_tokens :]
-        kept = _Kept(request.id, stream, request.choice, emitted)
-        self._live[request.id] = kept
-        self._streams.setdefault(stream, []).append(kept)
+        record = _Kept(request.id, stream, request.choice, emitted)
+        self._live[request.id] = record
+        self._streams.setdefault(stream, []).append(record)
 
     def take(self, deltas: list[Delta], now: float) -> None:
         """Note the tokens of a step. now: seconds, as in `find`."""
@@ -50,32 +50,36 @@ class StreamMemory:
         if not live:
             return
         for delta in deltas:
-            kept = live.get(delta.id)
-            if kept is not None:
-                kept.tokens.extend(delta.token_ids)
+            record = live.get(delta.id)
+            if record is not None:
+                record.tokens.extend(delta.token_ids)
                 if delta.finish:
                     if delta.finish in ("stop", "length"):
-                        kept.finish, kept.stop_token = delta.finish, delta.stop_token
+                        record.finish, record.stop_token = delta.finish, delta.stop_token
                     self.end(delta.id, now)
 
     def end(self, id: int, now: float) -> None:
         """The request has ended here or was taken back. Idempotent."""
-        kept = self._live.pop(id, None)
-        if kept is None:
+        record = self._live.pop(id, None)
+        if record is None:
             return
-        kept.ended = now
-        self._ended[id] = kept
-        self._tokens += len(kept.tokens) + _OF_EACH
+        record.ended = now
+        self._ended[id] = record
+        self._tokens += len(record.tokens) + _OF_EACH
         self._forget(now)
 
     def find(self, streams: list[str], now: float) -> list[StreamRecord]:
         self._forget(now)
         return [
             StreamRecord(
-                kept.stream, kept.choice, kept.tokens.tolist(), kept.finish, kept.stop_token
+                record.stream,
+                record.choice,
+                record.tokens.tolist(),
+                record.finish,
+                record.stop_token,
             )
             for stream in streams
-            for kept in self._streams.get(stream, ())
+            for record in self._streams.get(stream, ())
         ]
 
     def _forget(self, now: float) -> None:

@@ -69,8 +69,8 @@ class SuspectQueue:
         unwanted = waiting.intersection(ids)
         if unwanted:
             connection.live -= unwanted
-            self._suspects = [one for one in self._suspects if one.wanted]
-            self._passed = deque(one for one in self._passed if one.wanted)
+            self._suspects = [suspect for suspect in self._suspects if suspect.wanted]
+            self._passed = deque(suspect for suspect in self._passed if suspect.wanted)
 
     def accused(self) -> list[SubmittedRequest]:
         """The requests that the engine, which has just died, may have died of: the suspect on
@@ -88,7 +88,7 @@ class SuspectQueue:
 
     def _run(self, submitted: SubmittedRequest) -> None:
         if submitted.message.deaths:
-            self._company = [one for one in self._company if one.wanted]
+            self._company = [request for request in self._company if request.wanted]
             self._company.append(submitted)
         self._start(submitted)
 

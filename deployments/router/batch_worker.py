@@ -265,12 +265,12 @@ class _Run:
 
     def _done(self) -> set[str]:
         """Return the custom_ids that have an answer or a failure, and set the counts by them."""
-        found: set[str] = set()
+        done: set[str] = set()
         for kind, _, name in _PARTS:
             ids = [line["custom_id"] for line in whole_lines(self._part(kind))]
             self._counts[name] = len(ids)
-            found.update(ids)
-        return found
+            done.update(ids)
+        return done
 
     def _lines(self) -> Generator[tuple[int, dict[str, Any] | ApiError]]:
         """Yield the lines of the input that are not blank, by number, as the HTTP API would read
@@ -383,31 +383,31 @@ class _Run:
     async def _publish(self, ended: str = "completed") -> None:
         """Publish the written lines as files and end the batch. The files' ids are saved first, so
         that it goes on after a crash."""
-        told = self._batch
-        told["cancelling_at"] = self._folder.cancelled_at(told["id"])
+        batch = self._batch
+        batch["cancelling_at"] = self._folder.cancelled_at(batch["id"])
         for kind, field, _ in _PARTS:
             path = self._part(kind)
-            if told[field] is None and path.exists() and path.stat().st_size:
-                told[field] = new_file_id()
+            if batch[field] is None and path.exists() and path.stat().st_size:
+                batch[field] = new_file_id()
         await asyncio.to_thread(self._folder.save, self._entry)
         for kind, field, _ in _PARTS:
-            if told[field] is not None:
+            if batch[field] is not None:
                 await asyncio.to_thread(
                     self._folder.add_file,
                     self._part(kind),
-                    f"{told['id']}_{kind}.jsonl",
+                    f"{batch['id']}_{kind}.jsonl",
                     "batch_output",
                     self._entry.owner,
                     self._entry.keep,
-                    told[field],
+                    batch[field],
                 )
-        if told["expired_at"]:
+        if batch["expired_at"]:
             ended = "expired"
-        elif told["cancelling_at"] and ended == "completed":
+        elif batch["cancelling_at"] and ended == "completed":
             ended = "cancelled"
         await self._becomes(ended)
         self._part("cancel").unlink(missing_ok=True)
-        logger.info("batch %s: %s, %s", told["id"], ended, self._counts)
+        logger.info("batch %s: %s, %s", batch["id"], ended, self._counts)
 
 
 def _wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
@@ -425,8 +425,8 @@ def _wait_of(status: int, headers: dict[bytes, bytes]) -> float | None:
 def _answer_line(
     id: str, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None
 ) -> bytes:
-    told = {"id": id, "custom_id": custom_id, "response": response, "error": error}
-    return msgspec.json.encode(told) + b"\n"
+    line = {"id": id, "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line) + b"\n"
 
 
 def _input_is_gone() -> dict[str, Any]:

@@ -255,8 +255,8 @@ class Router:
         several = (
             {
                 "models": {
-                    name: {**_state_json(one, name), "status": one.status()}
-                    for name, one in self._front.dispatchers.items()
+                    name: {**_state_json(dispatcher, name), "status": dispatcher.status()}
+                    for name, dispatcher in self._front.dispatchers.items()
                 }
             }
             if self._front.several
@@ -288,8 +288,8 @@ class Router:
 
     async def _explain(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
         """Explain a request from whichever router had it: this one, or the others are asked."""
-        if found := self._front.explain(request_id, owner):
-            return found
+        if traces := self._front.explain(request_id, owner):
+            return traces
         async with self._peer_calls:
             answers = await self._peers.ask(_ASK_SECONDS, "explain", request_id, owner)
         return [part for answer in answers for part in answer]

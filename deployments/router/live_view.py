@@ -39,9 +39,9 @@ class ApplicationView:
 
     async def _gather(self) -> list[dict[str, Any]]:
         """One for each router, by name."""
-        told = {view["router"]: view for view in await self._others()}
+        views = {view["router"]: view for view in await self._others()}
         own = self._own()
-        return sorted([*(told | {own["router"]: own}).values()], key=lambda view: view["router"])
+        return sorted([*(views | {own["router"]: own}).values()], key=lambda view: view["router"])
 
 
 _REQUESTS = 256  # in flight, the oldest: those that run
@@ -100,7 +100,7 @@ def _last(
 ) -> list[dict[str, Any]]:
     """The newest, the newest one first."""
     newest = sorted(found, key=lambda pair: pair[0], reverse=True)[:count]
-    return [{"ago_s": round(now - at, 3), **told} for at, told in newest]
+    return [{"ago_s": round(now - at, 3), **entry} for at, entry in newest]
 
 
 def _replica(client: ReplicaClient, fleet: Fleet, now: float) -> dict[str, Any]:

@@ -153,14 +153,14 @@ class RequestTrace:
         before it, and why the replica was left ("" if it was not). A request whose choices move
         apart is at several replicas at once."""
         moves = list(self._moves)
-        found = []
+        visits = []
         for at, decision, emitted in self._placements:
             left = next((m for m in moves if m[0] >= at and m[1] == decision.replica), None)
             if left is not None:
                 moves.remove(left)
             until, why = (self.ended, "") if left is None else (left[0], left[2])
-            found.append((at, until, decision, emitted, why))
-        return found
+            visits.append((at, until, decision, emitted, why))
+        return visits
 
     def to_json(self, router: str, now: float) -> dict[str, Any]:
         """Return the trace as JSON. Times are milliseconds, of an unfinished request so far; null =
@@ -245,14 +245,14 @@ class RequestTraces:
 
         owner: digest of the key that asks; None may see every trace.
         """
-        found = [
+        traces_found = [
             trace
             for traces in (self._ended, unfinished)
             for trace in traces
             if trace.id == id and (owner is None or trace.owner == owner)
         ]
-        found.sort(key=lambda trace: trace.arrived)
-        return iter(found)
+        traces_found.sort(key=lambda trace: trace.arrived)
+        return iter(traces_found)
 
 
 def log_trace(trace: RequestTrace) -> None:
@@ -309,7 +309,7 @@ def spans_of(trace: RequestTrace, context: TraceContext, router: str) -> list[Sp
     if trace.first:
         root.attributes["gen_ai.server.time_to_first_token"] = trace.first - trace.arrived
     placed = trace.placed + shift if trace.placed else end
-    found = [root, root.child("router.queue", trace.received_at, placed)]
+    spans = [root, root.child("router.queue", trace.received_at, placed)]
     visits = trace.visits()
     began = max((i for i, (at, *_) in enumerate(visits) if at <= trace.first), default=-1)
     for i, (at, until, decision, emitted, why) in enumerate(visits):
@@ -322,12 +322,12 @@ def spans_of(trace: RequestTrace, context: TraceContext, router: str) -> list[Sp
             "manta.emitted_tokens": emitted,
         }
         visit.error = why
-        found.append(visit)
+        spans.append(visit)
         if trace.first and i == began:
             started = min(max(trace.started, at), trace.first) + shift
             first = trace.first + shift
-            found.append(visit.child("engine.queue", at + shift, started))
-            found.append(
+            spans.append(visit.child("engine.queue", at + shift, started))
+            spans.append(
                 visit.child(
                     "engine.prefill",
                     started,
@@ -335,8 +335,8 @@ def spans_of(trace: RequestTrace, context: TraceContext, router: str) -> list[Sp
                     manta__tokens=trace.prompt_tokens - trace.cached,
                 )
             )
-            found.append(visit.child("engine.decode", first, max(until + shift, first)))
-    return found
+            spans.append(visit.child("engine.decode", first, max(until + shift, first)))
+    return spans
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -59,21 +59,21 @@ class PrefixIndex:
 
     def match(self, prefix_hashes: Sequence[bytes], limit: int = 4) -> list[tuple[int, int]]:
         """[(holders, hashes held)], most hashes first; each holder once, at most `limit` pairs."""
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         get = self._holders.get
         at, held = 0, -1
         for prefix_hash in prefix_hashes:
             now = held & get(prefix_hash, 0)
             if now != held:
                 if at:
-                    found.append((held ^ now, at))
+                    matches.append((held ^ now, at))
                 held = now
                 if not held:
                     break
             at += 1
         if held > 0:
-            found.append((held, at))
-        return found[: -limit - 1 : -1]
+            matches.append((held, at))
+        return matches[: -limit - 1 : -1]
 
     def add(self, prefix_hashes: Sequence[bytes], holder: int) -> None:
         """`holder` will have these hashes: a request with this prefix was sent there."""

@@ -67,10 +67,10 @@ def route(
         cost += np.maximum(late, 0.0)
     cached: NDArray[np.float64] | None = None
     if request.prefix_hashes:
-        found = fleet.index.match(request.prefix_hashes)
-        if found:
+        matches = fleet.index.match(request.prefix_hashes)
+        if matches:
             cached = np.zeros(len(cost))
-            for holders, prefix_hashes in found:
+            for holders, prefix_hashes in matches:
                 cached[_columns(holders, len(cost))] = prefix_hashes * STRIDE
             cost -= cached * terms[TOKEN]
     has: NDArray[np.bool_] | None = None
@@ -142,8 +142,8 @@ def _choose(
 def _of_two(random: Random, cost: NDArray[np.float64], columns: NDArray[np.intp]) -> int:
     if len(columns) == 1:
         return int(columns[0])
-    one, other = columns[random.randrange(len(columns))], columns[random.randrange(len(columns))]
-    return int(one if cost[one] <= cost[other] else other)
+    first, other = columns[random.randrange(len(columns))], columns[random.randrange(len(columns))]
+    return int(first if cost[first] <= cost[other] else other)
 
 
 def _owner(fleet: Fleet, columns: NDArray[np.intp], key: bytes) -> int:

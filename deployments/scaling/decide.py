@@ -156,7 +156,9 @@ def decide(
 ) -> ScalingPlan:
     """Decide how many replicas each pool should have, every second or so. There is at least one
     pool."""
-    history = _remember(history, demand, objective, any(one.starting for one in observed.values()))
+    history = _remember(
+        history, demand, objective, any(state.starting for state in observed.values())
+    )
     names = sorted(pools, key=lambda name: _price(pools[name], demand))
     main = names[0]
     targets: dict[str, int] = {}
@@ -217,10 +219,10 @@ def decide(
 def keep(plan: ScalingPlan, targets: Mapping[str, int], reason: str) -> ScalingPlan:
     """The plan without its decreases."""
     low = {name for name, target in plan.targets.items() if target < targets.get(name, 0)}
-    kept = {name: targets[name] if name in low else plan.targets[name] for name in plan.targets}
+    lowered = {name: targets[name] if name in low else plan.targets[name] for name in plan.targets}
     silent = ScalingReason("silent", reason)
     reasons = {name: silent if name in low else plan.reasons[name] for name in plan.reasons}
-    return ScalingPlan(kept, reasons, replace(plan.history, targets=kept))
+    return ScalingPlan(lowered, reasons, replace(plan.history, targets=lowered))
 
 
 def _remember(
@@ -234,8 +236,8 @@ def _remember(
     since = demand.now if busy or history.busy_at == -math.inf else history.busy_at
     if samples and demand.now - samples[-1][0] < _SAMPLE_SECONDS:
         return replace(history, busy_at=since)  # a request that wakes a pool waits for no sample
-    kept = max(objective.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
-    samples = (*(one for one in samples if one[0] > demand.now - kept), sample)
+    span = max(objective.calm_seconds + _LEVEL_SECONDS, _TREND_SECONDS)
+    samples = (*(past for past in samples if past[0] > demand.now - span), sample)
     return replace(history, samples=samples, busy_at=since)
 
 
@@ -431,7 +433,7 @@ def _trend(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if jump > level * 1.25 + 0.1:
         return jump, 0.0
     # A step behind us looks like a slope in the long window, and is flat in the short one.
-    short = [one for one in samples if one[0] > last - _LEVEL_SECONDS]
+    short = [sample for sample in samples if sample[0] > last - _LEVEL_SECONDS]
     sure = min(slope - 2 * error for slope, error in (_slope(samples), _slope(short)))
     return level, max(0.0, sure)
 

@@ -303,18 +303,18 @@ def scaling_decisions(app: str) -> dict[str, Any] | None:
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
 
     prefix = f"{_KEY}{app}/"
-    found = {}
+    stats = {}
     for key in _internal_kv_list(prefix):
         if record := _internal_kv_get(key):
-            found[key.decode().removeprefix(prefix)] = json.loads(record)
-    if not found:
+            stats[key.decode().removeprefix(prefix)] = json.loads(record)
+    if not stats:
         return None
     return {
-        "time": max(record["time"] for record in found.values()),
-        "targets": {name: record["target"] for name, record in found.items()},
-        "reasons": {name: record["reason"] for name, record in found.items()},
-        "limits": {name: record["limits"] for name, record in found.items()},
-        "cooldowns": {name: record["cooldowns"] for name, record in found.items()},
+        "time": max(record["time"] for record in stats.values()),
+        "targets": {name: record["target"] for name, record in stats.items()},
+        "reasons": {name: record["reason"] for name, record in stats.items()},
+        "limits": {name: record["limits"] for name, record in stats.items()},
+        "cooldowns": {name: record["cooldowns"] for name, record in stats.items()},
     }
 
 

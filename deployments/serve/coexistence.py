@@ -31,7 +31,7 @@ def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
     """
     ours = {app["name"] for app in wanted}
     configs = {name: config_of(app) for name, app in there.items()}
-    others = [one for name, one in configs.items() if one is not None and name not in ours]
+    others = [other for name, other in configs.items() if other is not None and name not in ours]
     for app in wanted:
         config = config_of(app)
         if config is None:
@@ -39,8 +39,8 @@ def check(wanted: Sequence[Any], there: Mapping[str, Any]) -> None:
         running = configs.get(app["name"])
         before = model_applications.as_dict(there[app["name"]])["import_path"] if running else None
         if before not in (None, app["import_path"]):
-            one, several = "one model", "several models (`models`)"
-            now, wants = (one, several) if before == ONE_MODEL else (several, one)
+            single, several = "one model", "several models (`models`)"
+            now, wants = (single, several) if before == ONE_MODEL else (several, single)
             raise ConfigError(
                 f"app_name: {config.app_name!r} serves {now} on this cluster, and this is a "
                 f"configuration of {wants}. Set another app_name and route_prefix, or stop that "
@@ -60,8 +60,8 @@ def left_out(wanted: Sequence[Any], there: Mapping[str, Any]) -> set[str]:
         for name, app in there.items()
         if name not in ours
         and any(model_applications.is_model_of(app_name, name) for app_name in several)
-        and (found := model_applications.entry(app)) is not None
-        and not found.added
+        and (entry := model_applications.entry(app)) is not None
+        and not entry.added
     }
 
 
@@ -116,12 +116,12 @@ def config_of(application: Any) -> MantaConfig | None:
     """The configuration in an application of Serve's schema; None: it is not one of ours that
     answers requests, or of a release with other keys."""
     application = model_applications.as_dict(application)
-    given = application.get("args", {}).get("config")
+    config = application.get("args", {}).get("config")
     ours = application.get("import_path") in (ONE_MODEL, SEVERAL_MODELS)
-    if not ours or not isinstance(given, Mapping):
+    if not ours or not isinstance(config, Mapping):
         return None
     with suppress(ConfigError):
-        return parse_config(given, {}, check_files=False)  # it may be on another machine
+        return parse_config(config, {}, check_files=False)  # it may be on another machine
     return None
 
 
@@ -165,5 +165,7 @@ def deployed_at(app: str, told: float) -> float:
 
 def note_others(now: float, others: Mapping[str, float]) -> None:
     """Another application is deployed at `now`. others: Serve's time of each one beside it."""
-    for app, told in others.items():
-        store("put", _key(app), json.dumps([now, deployed_at(app, told)]).encode(), overwrite=True)
+    for app, deployed in others.items():
+        store(
+            "put", _key(app), json.dumps([now, deployed_at(app, deployed)]).encode(), overwrite=True
+        )

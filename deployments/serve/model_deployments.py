@@ -180,7 +180,7 @@ def _wake_seconds(config: MantaConfig) -> float | None:
 def served_models(app: str) -> dict[str, ServedModel]:
     """Return the models behind `app` now. Needs a connection to Ray, and blocks."""
     entries = model_applications.entries(app, model_applications.applications())
-    return {name: served_model(found.config, 0, found.app) for name, found in entries.items()}
+    return {name: served_model(entry.config, 0, entry.app) for name, entry in entries.items()}
 
 
 # -- pools
@@ -223,11 +223,11 @@ def _grows() -> bool:
     seconds.
     """
     try:
-        told = json.loads(store("get", _MONITOR) or b"{}")
+        report = json.loads(store("get", _MONITOR) or b"{}")
     except (OSError, ValueError):
         return True
     ids = [f"node_{node['NodeID']}" for node in cast(Any, ray).nodes()]
-    return not _only_ids(told, ids)
+    return not _only_ids(report, ids)
 
 
 def _only_ids(told: dict[str, Any], ids: Collection[str]) -> bool:
@@ -343,10 +343,10 @@ def shares(models: Sequence[MantaConfig], machine: NodeCapacity) -> list[NodeCap
     """
     if not machine.alone:
         return [machine] * len(models)
-    open_replicas = [_open_replicas(one, machine) for one in models]
-    free = machine.cores - sum(_cores_taken(one, machine) for one in models)
-    each = free // max(1, sum(open_replicas))
-    return [replace(machine, cores=each * count) if count else machine for count in open_replicas]
+    open_replicas = [_open_replicas(model, machine) for model in models]
+    free = machine.cores - sum(_cores_taken(model, machine) for model in models)
+    share = free // max(1, sum(open_replicas))
+    return [replace(machine, cores=share * count) if count else machine for count in open_replicas]
 
 
 def beside(
@@ -355,7 +355,7 @@ def beside(
     """Return the share of one model that is added to others, which keep what they have. Pure."""
     if not machine.alone or not _open_replicas(config, machine):
         return machine
-    taken = sum(_cores_taken(one, machine) for one in (*others, config))
+    taken = sum(_cores_taken(model, machine) for model in (*others, config))
     return replace(machine, cores=machine.cores - taken)
 
 

@@ -41,7 +41,9 @@ class UnauthenticatedConnections:
             for address in self._places.values():
                 counts[address] = counts.get(address, 0) + 1
             most = max(counts, key=counts.__getitem__)
-            victim = next(one for one, address in self._places.items() if address == most)
+            victim = next(
+                candidate for candidate, address in self._places.items() if address == most
+            )
             del self._places[victim]
             victim.close("other connections came without a handshake")
         self._places[connection] = connection.address

@@ -92,7 +92,7 @@ class ProcessFinder(Protocol):
 def parse_chaos(text: str | Sequence[str]) -> list[Fault]:
     """Parse the faults of a comma-separated text, or of one text each. Raises ScenarioError."""
     texts = text.split(",") if isinstance(text, str) else text
-    return [_parse(one.strip()) for one in texts if one.strip()]
+    return [_parse(part.strip()) for part in texts if part.strip()]
 
 
 def _parse(text: str) -> Fault:

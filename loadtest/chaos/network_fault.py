@@ -68,8 +68,8 @@ class NetworkProxy:
         try:
             await asyncio.gather(*both, return_exceptions=True)
         finally:
-            for one in (writer, far):
-                one.transport.abort()
+            for end in (writer, far):
+                end.transport.abort()
             self._writers -= {writer, far}
             self._tasks -= set(both)
 

@@ -102,13 +102,13 @@ class ServerInstance:
         children: dict[int, list[int]] = {}
         for process in table.values():
             children.setdefault(process.parent, []).append(process.pid)
-        found: dict[int, ServerProcess] = {}
+        processes: dict[int, ServerProcess] = {}
         while roots:
             pid = roots.pop()
-            if pid in table and pid not in found:
-                found[pid] = table[pid]
+            if pid in table and pid not in processes:
+                processes[pid] = table[pid]
                 roots += children.get(pid, [])
-        return sorted(found.values(), key=lambda p: (p.started, p.pid))
+        return sorted(processes.values(), key=lambda p: (p.started, p.pid))
 
     def find(self, target: str) -> list[ServerProcess]:
         """Return the target's live processes; `server` is the one that listens."""
@@ -156,8 +156,8 @@ def _program(process: ServerProcess) -> str:
 
 
 def _session(process: ServerProcess) -> str | None:
-    found = _SESSION.search(process.title)
-    return found[0] if found else None
+    match = _SESSION.search(process.title)
+    return match[0] if match else None
 
 
 def _is_here(host: str) -> bool:
@@ -184,20 +184,20 @@ def _listeners(port: int) -> list[int]:
             fields = line.split()
             if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
                 inodes.add(f"socket:[{fields[9]}]")
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # another user's, or ended meanwhile
             for link in folder.iterdir():
                 with contextlib.suppress(OSError):
                     if os.readlink(link) in inodes:
-                        found.append(int(folder.parent.name))
+                        processes.append(int(folder.parent.name))
                         break
-    return found
+    return processes
 
 
 def _table() -> dict[int, ServerProcess]:
-    found = (_read(int(folder.name)) for folder in Path("/proc").glob("[0-9]*"))
-    return {process.pid: process for process in found if process is not None}
+    processes = (_read(int(folder.name)) for folder in Path("/proc").glob("[0-9]*"))
+    return {process.pid: process for process in processes if process is not None}
 
 
 def _read(pid: int) -> ServerProcess | None:

@@ -262,16 +262,16 @@ class RequestAttempt:
     def _refused(self) -> None:
         status = self.status
         try:
-            told = _code_and_message(_decode(self._body).error)
+            code_and_message = _code_and_message(_decode(self._body).error)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            told = None, self._body[:200].decode("utf-8", "replace")
+            code_and_message = None, self._body[:200].decode("utf-8", "replace")
         if status in (429, 503):
             kind = f"http_{status}"
         elif 400 <= status < 600:
             kind = f"http_{status // 100}xx"
         else:
             kind = "bad_answer"
-        self._error = (kind, told[0], told[1] or f"status {status}")
+        self._error = (kind, code_and_message[0], code_and_message[1] or f"status {status}")
 
     def _finished(self, now: float) -> None:
         if self._error is None and not self._cancelled and self._finish in ("error", "abort"):
@@ -281,15 +281,15 @@ class RequestAttempt:
     def _record(self, now: float) -> RequestRecord:
         origin, spec, usage = self._origin, self.spec, self._usage
         counted = sum(tokens for _, tokens in self._chunks)
-        told = usage.completion_tokens if usage else None
-        if not spec.stream and told is not None and self._chunks:
-            self._chunks = [(self._chunks[0][0], told)]
+        reported = usage.completion_tokens if usage else None
+        if not spec.stream and reported is not None and self._chunks:
+            self._chunks = [(self._chunks[0][0], reported)]
         if not spec.stream:
-            self._exact = self._exact or told is not None
+            self._exact = self._exact or reported is not None
         missing = doubled = 0
         if self._error is None and not self._cancelled:
-            received = counted if self._exact and spec.stream else (told or counted)
-            promised = told if told is not None else received
+            received = counted if self._exact and spec.stream else (reported or counted)
+            promised = reported if reported is not None else received
             if spec.expected is not None:
                 promised = max(promised, spec.expected)
             missing, doubled = max(0, promised - received), max(0, received - promised)
@@ -311,7 +311,7 @@ class RequestAttempt:
             prompt_tokens=usage.prompt_tokens if usage else None,
             cached_tokens=cached if isinstance(cached, int) else None,
             output_tokens_expected=spec.expected,
-            output_tokens=counted if told is None else told,
+            output_tokens=counted if reported is None else reported,
             finish_reason=self._finish,
             status=self.status,
             error_class=error[0],

@@ -108,11 +108,11 @@ async def _work(assignment: ClientAssignment) -> None:
     ]
     references = read_references(Path(assignment.references)) if assignment.references else None
     records = _Records(Path(assignment.results, "records"))
-    kept: dict[str, Reference] = {}
+    by_key: dict[str, Reference] = {}
 
     def keep(spec: RequestSpec, record: RequestRecord, answer: ReceivedAnswer) -> None:
         if record.ok:
-            kept[spec.key()] = reference_of(spec.key(), record, answer)
+            by_key[spec.key()] = reference_of(spec.key(), record, answer)
 
     starts: asyncio.Queue[float] = asyncio.Queue()
 
@@ -149,7 +149,7 @@ async def _work(assignment: ClientAssignment) -> None:
         records.flush()
     if assignment.keep:
         encode = msgspec.json.encode
-        data = b"".join(encode(reference) + b"\n" for reference in kept.values())
+        data = b"".join(encode(reference) + b"\n" for reference in by_key.values())
         Path(assignment.results, "kept").write_bytes(data)
     _say(ProgressReport(client.progress))
     planned = sum(plan.total or 0 for plan in plans)

@@ -68,7 +68,7 @@ def check_syntax(text: str) -> str:
 
 def parse(text: str) -> list[Assertion]:
     """Assertions between commas. Raises ValueError naming the part and the nearest metric."""
-    found = []
+    results = []
     for part in text.split(","):
         match = _FORM.fullmatch(part)
         if match is None:
@@ -82,8 +82,8 @@ def parse(text: str) -> list[Assertion]:
             raise ValueError(f"{part.strip()!r}: {name} is not a fraction")
         if unit not in (None, "%") and name not in TIMES:
             raise ValueError(f"{part.strip()!r}: {name} is not a time")
-        found.append(Assertion(name, sign, float(number) / _PARTS[unit or "s"], part.strip()))
-    return found
+        results.append(Assertion(name, sign, float(number) / _PARTS[unit or "s"], part.strip()))
+    return results
 
 
 def figures(summary: Summary) -> dict[str, float | None]:
@@ -92,17 +92,17 @@ def figures(summary: Summary) -> dict[str, float | None]:
         **{name: getattr(summary, name) for name in _LATENCIES if name != "lateness"},
         "lateness": summary.client.lateness,
     }
-    found: dict[str, float | None] = {}
+    by_name: dict[str, float | None] = {}
     for name, values in latencies.items():
         for point, value in msgspec.structs.asdict(values).items():
             if point != "count":
-                found[f"{point}_{name}"] = value if values.count else None
+                by_name[f"{point}_{name}"] = value if values.count else None
     for name in _PLAIN:
-        found[name] = getattr(summary, name, None)
+        by_name[name] = getattr(summary, name, None)
     good = summary.goodput
     total = summary.requests - summary.cancelled
     verified = summary.verified_ok + summary.verified_different
-    found |= {
+    by_name |= {
         "longest_gap": summary.longest_gap_s,
         "no_service": summary.no_service_s,
         "duration": summary.duration_s,
@@ -117,7 +117,7 @@ def figures(summary: Summary) -> dict[str, float | None]:
         "verified": verified,
         "different": summary.verified_different if verified else None,
     }
-    return found
+    return by_name
 
 
 def evaluate(texts: list[str], summary: Summary) -> list[AssertionResult]:

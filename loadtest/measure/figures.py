@@ -83,8 +83,8 @@ def token_gaps(record: RequestRecord) -> tuple[list[float], list[float], list[in
     if record.chunks_exact:
         counts = [tokens for _, tokens in chunks[1:]]
         return gaps, [gap / tokens for gap, tokens in zip(gaps, counts, strict=True)], counts
-    each = max(1.0, record.output_tokens / len(chunks))
-    return gaps, [gap / each for gap in gaps], [max(1, round(each))] * len(gaps)
+    per_chunk = max(1.0, record.output_tokens / len(chunks))
+    return gaps, [gap / per_chunk for gap in gaps], [max(1, round(per_chunk))] * len(gaps)
 
 
 def is_good(record: RequestRecord, slo: dict[str, float]) -> bool:
@@ -177,9 +177,9 @@ def summarise(
     per_token: list[float] = []
     counts: list[int] = []
     for record in timed:
-        gaps, each, number = token_gaps(record)
+        gaps, weights, number = token_gaps(record)
         per_chunk += gaps
-        per_token += each
+        per_token += weights
         counts += number
     chunk_tokens = sum(r.output_tokens for r in timed if r.stream and r.chunks)
     chunks = sum(len(r.chunks) for r in timed if r.stream)
@@ -193,7 +193,7 @@ def summarise(
     verdict, causes = judge(lateness, cpu_share)
     tenants = _groups(measured, lambda r: r.tenant, slo)
     adapters = _groups(measured, lambda r: r.adapter, slo)
-    told = [r.migrations for r in measured if r.migrations is not None]
+    migrations = [r.migrations for r in measured if r.migrations is not None]
     return Summary(
         run=run,
         verdict="client_bottleneck" if reasons else verdict,
@@ -232,7 +232,7 @@ def summarise(
         errors=_count(r.error_class for r in failed),
         error_codes=_count(r.error_code for r in failed),
         finish_reasons=_count(r.finish_reason for r in succeeded),
-        migrations=sum(told) if told else None,
+        migrations=sum(migrations) if migrations else None,
         missing_tokens=sum(record.missing_tokens for record in measured),
         doubled_tokens=sum(record.doubled_tokens for record in measured),
         lost_tokens=sum(record.output_tokens for record in failed),

@@ -58,7 +58,7 @@ def reference_of(key: str, record: RequestRecord, answer: ReceivedAnswer) -> Ref
 def read_references(path: Path) -> dict[str, Reference]:
     """Read a reference file, by key. Raises ScenarioError with the line."""
     decode = msgspec.json.Decoder(Reference).decode
-    found: dict[str, Reference] = {}
+    references: dict[str, Reference] = {}
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -67,12 +67,12 @@ def read_references(path: Path) -> dict[str, Reference]:
                         reference = decode(line)
                     except (msgspec.DecodeError, UnicodeDecodeError) as error:
                         raise ScenarioError(f"{path}:{number}: {error}") from None
-                    found[reference.key] = reference
+                    references[reference.key] = reference
     except OSError as error:
         raise ScenarioError(f"{path}: {error.strerror or error}") from None
-    if not found:
+    if not references:
         raise ScenarioError(f"{path}: no reference answers in it")
-    return found
+    return references
 
 
 def write_references(references: list[Reference], path: Path) -> None:

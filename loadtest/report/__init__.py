@@ -75,28 +75,28 @@ def run_page(run: SavedRun) -> str:
 def subtitle(s: Summary) -> str:
     facts = [s.run.model, s.run.url]
     for key in ("device", "gpu", "commit"):
-        found = s.run.target.get(key) or s.run.versions.get(key)
-        facts += [f"commit {found[:12]}" if key == "commit" else found] if found else []
+        value = s.run.target.get(key) or s.run.versions.get(key)
+        facts += [f"commit {value[:12]}" if key == "commit" else value] if value else []
     return " · ".join([*facts, f"{s.run.started_at[:19].replace('T', ' ')} UTC"])
 
 
 def badges(s: Summary) -> list[Cell]:
     """What a reader must know before any figure."""
-    made = []
+    rows = []
     if s.verdict == "client_bottleneck":
-        made.append(Cell("refused: the client was the bottleneck", "bad"))
+        rows.append(Cell("refused: the client was the bottleneck", "bad"))
     if s.failed:
-        made.append(Cell(f"{s.failed} failed", "bad"))
+        rows.append(Cell(f"{s.failed} failed", "bad"))
     if s.verified_different:
-        made.append(Cell(f"{s.verified_different} wrong answers", "bad"))
+        rows.append(Cell(f"{s.verified_different} wrong answers", "bad"))
     if s.missing_tokens or s.doubled_tokens:
-        made.append(Cell(f"{s.missing_tokens} missing, {s.doubled_tokens} doubled tokens", "bad"))
-    if not made:
-        made.append(Cell("no failure", "good"))
+        rows.append(Cell(f"{s.missing_tokens} missing, {s.doubled_tokens} doubled tokens", "bad"))
+    if not rows:
+        rows.append(Cell("no failure", "good"))
     if s.faults:
         count = _struck(s)
-        made.append(Cell(f"{count} fault{'s' * (count > 1)} injected", "warn"))
-    return made
+        rows.append(Cell(f"{count} fault{'s' * (count > 1)} injected", "warn"))
+    return rows
 
 
 def _struck(s: Summary) -> int:
@@ -110,7 +110,7 @@ def _tiles(s: Summary) -> list[SummaryTile]:
     limits = ", ".join(f"{k} < {duration(v)}" for k, v in good.slo.items())
     checked = s.verified_ok + s.verified_different
     wrong = bool(s.verified_different)
-    made = [
+    parts = [
         SummaryTile(
             "Requests",
             number(s.requests),
@@ -133,12 +133,12 @@ def _tiles(s: Summary) -> list[SummaryTile]:
     ]
     for title, p in (("TTFT", s.ttft), ("TPOT", s.tpot), ("End to end", s.e2e)):
         if p.count:
-            made.append(SummaryTile(f"{title} p50", duration(p.p50), f"p99 {duration(p.p99)}"))
+            parts.append(SummaryTile(f"{title} p50", duration(p.p50), f"p99 {duration(p.p99)}"))
     if good.slo:
         interval = f"{percent(good.low)} to {percent(good.high)}"
-        made.append(SummaryTile("Goodput", percent(good.fraction), f"{interval}; {limits}"))
+        parts.append(SummaryTile("Goodput", percent(good.fraction), f"{interval}; {limits}"))
     if checked:
-        made.append(
+        parts.append(
             SummaryTile(
                 "Answers as expected",
                 percent(s.verified_ok / checked),
@@ -146,7 +146,7 @@ def _tiles(s: Summary) -> list[SummaryTile]:
                 "bad" if wrong else "good",
             )
         )
-    made.append(
+    parts.append(
         SummaryTile(
             "Without service",
             duration(s.no_service_s),
@@ -155,14 +155,16 @@ def _tiles(s: Summary) -> list[SummaryTile]:
         )
     )
     if s.lost_tokens or s.migrations:
-        told = "" if s.migrations is None else f"{s.migrations} migrations"
-        made.append(
-            SummaryTile("Tokens lost", number(s.lost_tokens), told, "bad" if s.lost_tokens else "")
+        migrations = "" if s.migrations is None else f"{s.migrations} migrations"
+        parts.append(
+            SummaryTile(
+                "Tokens lost", number(s.lost_tokens), migrations, "bad" if s.lost_tokens else ""
+            )
         )
     late = s.client.lateness
     share = f"busiest client {percent(round(s.client.cpu_share, 3))} of a core"
-    made.append(SummaryTile("Client late p99", duration(late.p99), share))
-    return made
+    parts.append(SummaryTile("Client late p99", duration(late.p99), share))
+    return parts
 
 
 def _timeline(run: SavedRun) -> str:

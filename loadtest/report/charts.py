@@ -223,12 +223,12 @@ def log_ticks_of(low: float, high: float) -> list[float]:
         steps = (1, 3)
     else:
         steps = (1, 2, 3, 5, 7)
-    found = [
+    marks = [
         m * 10.0**e
         for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for m in steps
     ]
-    return [t for t in found if low * 0.999 <= t <= high * 1.001]
+    return [t for t in marks if low * 0.999 <= t <= high * 1.001]
 
 
 class _Plot:
@@ -344,11 +344,11 @@ class _Plot:
         parts = []
         for index, (x, y) in enumerate(points):
             note = series.notes[index] if index < len(series.notes) else ""
-            told = f"{series.label}: {self.y.form(series.ys[index])} at "
-            told += self.x.form(series.xs[index])
+            label = f"{series.label}: {self.y.form(series.ys[index])} at "
+            label += self.x.form(series.xs[index])
             parts.append(
                 f'<circle {style} class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4">'
-                f"<title>{escape(told)}</title></circle>"
+                f"<title>{escape(label)}</title></circle>"
             )
             if note:
                 end = x + 8 + _CHAR * len(note) > self.right
@@ -386,14 +386,14 @@ def _wide(title: str) -> float:
 def _legend(series: Sequence[Series], right: float, y: float, left: float) -> str:
     """Draw labels from the right end on; those without room are left to the tooltips."""
     parts, at = [], right
-    for one in reversed([s for s in series if s.label]):
-        length = _CHAR * len(one.label)
+    for labelled in reversed([s for s in series if s.label]):
+        length = _CHAR * len(labelled.label)
         if at - length - 18 < left:
             break
         parts.append(
-            f'<text class="key right" x="{at:.0f}" y="{y}">{escape(one.label)}</text>'
+            f'<text class="key right" x="{at:.0f}" y="{y}">{escape(labelled.label)}</text>'
             f'<rect x="{at - length - 15:.0f}" y="{y - 7}" width="10" height="7" rx="2" '
-            f'fill="var(--s{one.colour % 8})"/>'
+            f'fill="var(--s{labelled.colour % 8})"/>'
         )
         at -= length + 26
     return "".join(parts)

@@ -87,10 +87,10 @@ def read_side(path: Path) -> Side:
     """A run's folder, or a folder of such folders. Raises ScenarioError."""
     if (path / "summary.json").exists():
         return Side(path.resolve().name, (read_run(path),))
-    found = sorted(inner.parent for inner in path.glob("*/summary.json"))
-    if not found:
+    folders = sorted(inner.parent for inner in path.glob("*/summary.json"))
+    if not folders:
         raise ScenarioError(f"{path}: neither a run's folder nor a folder of runs")
-    return Side(path.resolve().name, tuple(read_run(inner) for inner in found))
+    return Side(path.resolve().name, tuple(read_run(inner) for inner in folders))
 
 
 def compare(a: Side, b: Side, *, seed: int = 0, resamples: int = RESAMPLES) -> Comparison:
@@ -266,26 +266,26 @@ def mann_whitney(a: Floats, b: Floats) -> float:
 
 
 def _warnings(a: Side, b: Side) -> list[str]:
-    found = []
+    differences = []
     for side in (a, b):
         late = sum(run.summary.verdict == "client_bottleneck" for run in side.runs)
         if late:
-            found.append(f"{side.name}: the client was the bottleneck in {late} of its runs")
+            differences.append(f"{side.name}: the client was the bottleneck in {late} of its runs")
         wrong = sum(run.summary.verified_different for run in side.runs)
         if wrong:
             of = wrong + sum(run.summary.verified_ok for run in side.runs)
-            found.append(f"{side.name}: {wrong} of {of} answers that were compared are wrong")
+            differences.append(f"{side.name}: {wrong} of {of} answers that were compared are wrong")
         lost = sum(run.summary.missing_tokens for run in side.runs)
         doubled = sum(run.summary.doubled_tokens for run in side.runs)
         if lost or doubled:
-            found.append(f"{side.name}: {lost} tokens are missing, {doubled} came twice")
+            differences.append(f"{side.name}: {lost} tokens are missing, {doubled} came twice")
     for what in ("scenario", "model", "gpus"):
         values = {getattr(run.summary.run, what) for side in (a, b) for run in side.runs}
         if len(values) > 1:
-            found.append(f"not the same {what} in all runs")
+            differences.append(f"not the same {what} in all runs")
     if min(len(a.runs), len(b.runs)) < _MANY:
-        found.append("fewer than 3 runs a side: differences between runs are in no interval")
-    return found
+        differences.append("fewer than 3 runs a side: differences between runs are in no interval")
+    return differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,27 +311,27 @@ def parse_conditions(text: str) -> list[Condition]:
     """`p99_ttft>+10%, tokens_per_s<-5%`. Raises ScenarioError."""
     known = [f"{point}_{metric}" for metric in _LATENCIES for point in _POINTS]
     known += [*_RATES, *_SHARES]
-    found = []
+    lines = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*%\s*", part)
         if match is None:
             raise ScenarioError(f"--fail-if: cannot read {part.strip()!r}; write p99_ttft>+10%")
         if match[1] not in known:
             raise ScenarioError(f"--fail-if: no figure {match[1]!r}; there are: {', '.join(known)}")
-        found.append(Condition(match[1], match[2] == ">", float(match[3]) / 100, part.strip()))
-    return found
+        lines.append(Condition(match[1], match[2] == ">", float(match[3]) / 100, part.strip()))
+    return lines
 
 
 def tidy(metrics: Sequence[ComparisonRow]) -> list[tuple[str, str, str, str, str, str, str]]:
     """Rows as text: metric, a, b, change, interval, p, verdict."""
     from loadtest.report.charts import duration, number, percent
 
-    made = []
+    lines = []
     for row in metrics:
         form = percent if not row.relative else number if row.metric in _RATES else duration
         unit = "%" if row.relative else " pt"
         p = "" if row.p is None else "<0.001" if row.p < 0.001 else f"{row.p:.3f}"
         span = f"{row.low * 100:+.1f} to {row.high * 100:+.1f}{unit}"
         change = f"{row.change * 100:+.1f}{unit}"
-        made.append((row.metric, form(row.a), form(row.b), change, span, p, row.verdict))
-    return made
+        lines.append((row.metric, form(row.a), form(row.b), change, span, p, row.verdict))
+    return lines

@@ -51,32 +51,32 @@ def heading(title: str, sub: str, badges: Sequence[Cell], reasons: Sequence[str]
 
 
 def tiles(items: Iterable[SummaryTile]) -> str:
-    made = "".join(
+    cells = "".join(
         f'<div class="tile {t.tone}"><span class="what">{escape(t.what)}</span>'
         f"<b>{escape(t.value)}</b><span>{escape(t.more)}</span></div>"
         for t in items
     )
-    return f'<div class="tiles">{made}</div>'
+    return f'<div class="tiles">{cells}</div>'
 
 
 def section(title: str, body: str, note: str = "") -> str:
-    told = f'<p class="sub">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{told}{body}</section>\n"
+    subtitle = f'<p class="sub">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{subtitle}{body}</section>\n"
 
 
 def cards(charts: Iterable[tuple[str, str]]) -> str:
     """(title, svg), beside one another where there is room."""
-    made = "".join(f'<div class="card"><h3>{escape(t)}</h3>{svg}</div>' for t, svg in charts)
-    return f'<div class="grid">{made}</div>'
+    cards = "".join(f'<div class="card"><h3>{escape(t)}</h3>{svg}</div>' for t, svg in charts)
+    return f'<div class="grid">{cards}</div>'
 
 
 def keys(labels: Sequence[str]) -> str:
     """The legend that several charts share, in the order of their colours."""
-    made = "".join(
+    rows = "".join(
         f'<span><i style="background:var(--s{i % 8})"></i>{escape(text)}</span>'
         for i, text in enumerate(labels)
     )
-    return f'<p class="keys">{made}</p>'
+    return f'<p class="keys">{rows}</p>'
 
 
 def wide_and_narrow(wide: str, narrow: str) -> str:
@@ -100,8 +100,8 @@ def table(head: Sequence[Cell | str], rows: Iterable[Sequence[Cell | str]]) -> s
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    made = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in pairs if v)
-    return f'<div class="card"><dl>{made}</dl></div>'
+    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in pairs if v)
+    return f'<div class="card"><dl>{items}</dl></div>'
 
 
 def folded(title: str, text: str) -> str:

@@ -51,10 +51,10 @@ def _row(search: Search, t: Trial) -> list[Cell | str]:
         row.append(duration(value) if p.count else "–")
     row.append(duration(t.e2e.p99))
     for limit in search.slo:
-        found = t.counts[limit.text]
-        share = found.good / max(1, found.total)
+        count = t.counts[limit.text]
+        share = count.good / max(1, count.total)
         tone: Tone = "good" if share >= limit.share else "bad"
-        row.append(Cell(f"{percent(round(share, 5))} of {found.total}", tone))
+        row.append(Cell(f"{percent(round(share, 5))} of {count.total}", tone))
     row.append(str(t.repeats))
     word: str = "saturated" if t.saturated else t.state
     if not search.slo:

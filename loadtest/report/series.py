@@ -55,8 +55,8 @@ def values(records: Iterable[RequestRecord], metric: str) -> Floats:
     if metric == "itl":
         parts = [_per_token(r) for r in good]
         return np.concatenate(parts) if parts else np.zeros(0)
-    found = (getattr(r, f"{metric}_s") for r in good)
-    return np.array([v for v in found if v is not None], dtype=np.float64)
+    values = (getattr(r, f"{metric}_s") for r in good)
+    return np.array([v for v in values if v is not None], dtype=np.float64)
 
 
 def _per_token(record: RequestRecord) -> Floats:
@@ -112,8 +112,8 @@ def timeline_of(records: Sequence[RequestRecord], bins: int = 150) -> Timeline:
     def rate(times: Iterable[float], weights: Iterable[float] | None = None) -> list[float]:
         at = np.fromiter(times, dtype=np.float64)
         heavy = None if weights is None else np.fromiter(weights, dtype=np.float64)
-        found: list[float] = (np.histogram(at, edges, weights=heavy)[0] / width).tolist()
-        return found
+        rates: list[float] = (np.histogram(at, edges, weights=heavy)[0] / width).tolist()
+        return rates
 
     failed = [r for r in records if r.failed]
     classes = sorted({r.error_class or "" for r in failed})
@@ -155,8 +155,8 @@ def _in_flight(records: Sequence[RequestRecord], edges: Floats) -> list[float]:
         before = np.searchsorted(times, edges, side="right")
         return before * edges - sums[before]
 
-    found: list[float] = (np.diff(passed(sent) - passed(ended)) / np.diff(edges)).tolist()
-    return found
+    levels: list[float] = (np.diff(passed(sent) - passed(ended)) / np.diff(edges)).tolist()
+    return levels
 
 
 def _replicas(records: Sequence[RequestRecord], edges: Floats) -> list[float]:

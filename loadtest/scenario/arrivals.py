@@ -143,23 +143,23 @@ def read_trace(path: Path, speed: float = 1.0) -> list[TraceRow]:
             first = file.readline()
             lines = chain([first], file)
             if first.lstrip().startswith("{"):
-                found = [
+                rows = [
                     _trace_row(path, number, _json(path, number, line))
                     for number, line in enumerate(lines, 1)
                     if line.strip()
                 ]
             else:
                 table = csv.DictReader(lines)
-                found = [_trace_row(path, number, row) for number, row in enumerate(table, 2)]
+                rows = [_trace_row(path, number, row) for number, row in enumerate(table, 2)]
     except (OSError, UnicodeDecodeError) as error:
         raise ScenarioError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    if not found and first.strip() and "," not in first:
+    if not rows and first.strip() and "," not in first:
         raise ScenarioError(f"{path}:1: neither a row of JSONL nor the names of a CSV's columns")
-    if not found:
+    if not rows:
         raise ScenarioError(f"{path}: an empty trace; there is nothing to send")
-    found.sort(key=lambda row: row.t)
-    begin = found[0].t
-    return [row._replace(t=round((row.t - begin) / speed, 6)) for row in found]
+    rows.sort(key=lambda row: row.t)
+    begin = rows[0].t
+    return [row._replace(t=round((row.t - begin) / speed, 6)) for row in rows]
 
 
 def _json(path: Path, number: int, line: str) -> dict[str, object]:

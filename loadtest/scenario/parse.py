@@ -85,8 +85,8 @@ def _problems(error: ValidationError, lines: dict[yaml_text.Path, int], name: st
         elif fault["type"].startswith("union_tag_not_found"):
             message = f"needs kind: one of {', '.join(sorted(_KINDS))}"
         elif fault["type"].startswith("union_tag"):
-            given = str((fault.get("ctx") or {}).get("tag", ""))
-            message = f"no kind {given!r}{hint(given, sorted(_KINDS))}"
+            tag = str((fault.get("ctx") or {}).get("tag", ""))
+            message = f"no kind {tag!r}{hint(tag, sorted(_KINDS))}"
         yield f"{where}: {key}: {message}" if key else f"{where}: {message}"
 
 

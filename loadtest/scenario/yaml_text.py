@@ -55,15 +55,15 @@ def _plain(
             items.append(_plain(item, (*path, number), lines, seen, make, name))
         return items
     assert isinstance(node, MappingNode)
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in node.value:
         word, at = str(key.value), key.start_mark.line + 1
-        if word in found:
+        if word in mapping:
             first = lines[(*path, word)]
             raise ScenarioError(f"{name}:{at}: {word!r} a second time; first in line {first}")
         lines[(*path, word)] = at
-        found[word] = _plain(value, (*path, word), lines, seen, make, name)
-    return found
+        mapping[word] = _plain(value, (*path, word), lines, seen, make, name)
+    return mapping
 
 
 def line_of(lines: dict[Path, int], path: Path) -> int:

@@ -58,9 +58,9 @@ def rayservice(
         )
     config = _labelled(config)
     groups = {
-        _group_name(config, model, kind): (kind, pool, one.divisions(pool)[-1])
-        for model, one in config.each().items()
-        for kind, pool in pools(one, NodeCapacity.here()).items()
+        _group_name(config, model, kind): (kind, pool, part.divisions(pool)[-1])
+        for model, part in config.each().items()
+        for kind, pool in pools(part, NodeCapacity.here()).items()
     }
     memory = _memory(groups, memory or {})
     # The image has haproxy, whatever this machine has.
@@ -115,22 +115,22 @@ def _labelled(config: MantaConfig) -> MantaConfig:
     """Return the configuration with labels for the pools of several models that have none. Each
     pool then asks for pods of its own. Raises ConfigError where the size of a pod is not known, or
     a GPU pool sleeps."""
-    for model, one in config.each().items():
+    for model, part in config.each().items():
         before = f"models.{model}." if config.models else ""
-        if config.models and not one.pools:
+        if config.models and not part.pools:
             raise ConfigError(
                 f"{before}pools must be there: a pool is a group of pods, and what a pod of "
                 f"{model} has is not known here",
                 param=f"{before}pools",
             )
-        if "cpu" in one.pools and one.pools["cpu"].num_cpus is None:
+        if "cpu" in part.pools and part.pools["cpu"].num_cpus is None:
             raise ConfigError(
                 f"{before}pools.cpu.num_cpus must be there: how many cores a pod has is not known "
                 "here",
                 param=f"{before}pools.cpu.num_cpus",
             )
-        for kind, pool in one.pools.items():
-            if pool.num_gpus and one.sleeps(pool):
+        for kind, pool in part.pools.items():
+            if pool.num_gpus and part.sleeps(pool):
                 raise ConfigError(
                     f"{before}pools.{kind}: engine.sleep_in_host_memory lets models take turns on "
                     "a GPU, and here each pool has pods with GPUs of their own. Leave it out, or "
@@ -180,7 +180,7 @@ def _memory(
 def _environment(config: MantaConfig) -> dict[str, str]:
     """Return the environment of a pod. Variables that name a folder or a port of this machine are
     left out: each pod has the defaults."""
-    found = {}
+    variables = {}
     folder = str(edge_folder())
     try:
         wanted = cluster_environment(config, folder)
@@ -190,10 +190,10 @@ def _environment(config: MantaConfig) -> dict[str, str]:
         if name == VARIABLE:
             edge = msgspec.structs.replace(EdgeSettings.decode(value), host="", binary="")
             if edge != EdgeSettings(prefix="/"):
-                found[name] = edge.encode()
+                variables[name] = edge.encode()
         elif not value.startswith(folder) and not name.endswith("_PORT"):
-            found[name] = value
-    return {**found, _EDGE_PATH: _EDGE}
+            variables[name] = value
+    return {**variables, _EDGE_PATH: _EDGE}
 
 
 def _resources(pool: PoolConfig) -> dict[str, str]:
@@ -256,7 +256,7 @@ def _pod(
     container = {
         "name": "ray",
         "image": image,
-        "env": [dict(one) for one in env],
+        "env": [dict(variable) for variable in env],
         "resources": {
             "requests": {**resources, "memory": memory},
             "limits": {**limits, "memory": memory},
@@ -285,7 +285,7 @@ def _pod(
 
 def memory_of(options: list[str]) -> dict[str, str]:
     """Return the amounts by group of options such as `cpu=48Gi`. Raises ConfigError."""
-    found = {}
+    amounts = {}
     for option in options:
         name, equals, amount = option.partition("=")
         if not name or not equals or not amount:
@@ -293,5 +293,5 @@ def memory_of(options: list[str]) -> dict[str, str]:
                 f"--memory {option}: it must be GROUP=AMOUNT, such as cpu=48Gi",
                 param="--memory",
             )
-        found[name] = amount
-    return found
+        amounts[name] = amount
+    return amounts

@@ -31,9 +31,9 @@ def run(
         dtype=None if dtype == "auto" else dtype,
         quantization=None if quantization == "auto" else quantization,
     )
-    kept = keeps_blocks(msgspec.structs.asdict(config))
+    blocks = keeps_blocks(msgspec.structs.asdict(config))
     with model_progress() as progress:
-        folder = resolve_model(asked.model, asked.revision, progress, blocks=kept)
+        folder = resolve_model(asked.model, asked.revision, progress, blocks=blocks)
     config = msgspec.structs.replace(config, model=str(folder))
     if config.quantization in CHECKPOINT_FORMATS:
         with StatusLine("Rounding") as status:
@@ -54,10 +54,13 @@ def _sizes(folder: Path) -> str:
     """How much of a rounded folder is not rounded: of a small model the most, by its embedding."""
     entries = read_headers(folder).values()
     matrices = [entry for entry in entries if entry.code in _FLOATS and len(entry.shape) > 1]
-    kept = [one for one in matrices if not one.name.endswith(("_scale", "absmax", "quant_map"))]
+    values = [
+        matrix for matrix in matrices if not matrix.name.endswith(("_scale", "absmax", "quant_map"))
+    ]
     whole = sum(entry.num_bytes for entry in entries)
-    text = f"{whole / 1e6:,.0f} MB, of which {sum(one.num_bytes for one in kept) / 1e6:,.0f} MB"
-    largest = max(kept, key=lambda one: one.num_bytes, default=None)
+    of_values = sum(matrix.num_bytes for matrix in values)
+    text = f"{whole / 1e6:,.0f} MB, of which {of_values / 1e6:,.0f} MB"
+    largest = max(values, key=lambda one: one.num_bytes, default=None)
     return f"{text} stay as they are" + (f" ({largest.name} ...)" if largest is not None else "")
 
 

@@ -55,12 +55,12 @@ def add(
     began = time.monotonic()
     with StatusLine(f"Starting {name}") as status:
         while True:
-            told = _outcome(name, url, key, time.monotonic() - began)
-            if told.get("status") == "ready":
+            outcome = _outcome(name, url, key, time.monotonic() - began)
+            if outcome.get("status") == "ready":
                 break
-            if told.get("status") == "failed":
-                raise ServerError(f"{name} does not start: {told['message']}")
-            why = f": {told['message']}" if "message" in told else ""
+            if outcome.get("status") == "failed":
+                raise ServerError(f"{name} does not start: {outcome['message']}")
+            why = f": {outcome['message']}" if "message" in outcome else ""
             status.update(f"Starting {name}: {time.monotonic() - began:.0f} s{why}")
             time.sleep(_POLL)
     print(f"{name} is ready")
@@ -95,13 +95,13 @@ def _section(spec: str) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         return {"model": str(path.absolute()) if path.exists() else spec}
     try:
-        found = parse(path.read_text("utf-8-sig")).data
+        section = parse(path.read_text("utf-8-sig")).data
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{spec}: {getattr(error, 'strerror', None) or error}") from None
     except YamlProblem as problem:
         raise ConfigError(f"{spec}:{problem.line}: {problem.message}") from None
-    if not isinstance(found, dict):
+    if not isinstance(section, dict):
         raise ConfigError(f"{spec}: must be a mapping of keys, such as `model: default`")
-    if "name" in found:
+    if "name" in section:
         raise ConfigError(f"{spec}: name: unknown key; the name is given on the command line")
-    return found
+    return section

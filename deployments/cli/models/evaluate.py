@@ -72,22 +72,22 @@ def run(
 def _config(spec: str, device: str, dtype: str | None, quantization: str | None) -> EngineConfig:
     target = read_target(spec)
     config = engine_config(target, device=device, dtype=dtype, quantization=quantization)
-    kept = keeps_blocks(msgspec.structs.asdict(config))
+    blocks = keeps_blocks(msgspec.structs.asdict(config))
     with model_progress() as progress:
-        folder = resolve_model(target.model, target.revision, progress, blocks=kept)
+        folder = resolve_model(target.model, target.revision, progress, blocks=blocks)
     return msgspec.structs.replace(config, model=str(folder))
 
 
 def _problems(
     ours: Score, agreement: Agreement | None, max_kl: float | None, min_accuracy: float | None
 ) -> list[str]:
-    found = []
+    results = []
     if max_kl is not None and agreement is not None and not agreement.kl <= max_kl:
-        found.append(f"KL {agreement.kl:.2e} nats is above {max_kl:g}")
+        results.append(f"KL {agreement.kl:.2e} nats is above {max_kl:g}")
     for name, figures in ours.tasks.items():
         if min_accuracy is not None and figures["accuracy"] < min_accuracy:
-            found.append(f"{name}: accuracy {figures['accuracy']:.3f} is below {min_accuracy:g}")
-    return found
+            results.append(f"{name}: accuracy {figures['accuracy']:.3f} is below {min_accuracy:g}")
+    return results
 
 
 def _lines(
@@ -96,11 +96,11 @@ def _lines(
     sides = [ours] if exact is None else [ours, exact]
     yield f"{'':<24}" + "".join(f"{title:>12}" for title in ("model", "against")[: len(sides)])
     if ours.perplexity is not None:
-        yield f"{'perplexity':<24}" + "".join(f"{each.perplexity:>12.4f}" for each in sides)
-        yield f"{'  over tokens':<24}" + "".join(f"{each.tokens:>12,}" for each in sides)
+        yield f"{'perplexity':<24}" + "".join(f"{side.perplexity:>12.4f}" for side in sides)
+        yield f"{'  over tokens':<24}" + "".join(f"{side.tokens:>12,}" for side in sides)
     for name in ours.tasks:
         for figure in ours.tasks[name]:
-            values = "".join(f"{each.tasks[name][figure]:>12.3f}" for each in sides)
+            values = "".join(f"{side.tasks[name][figure]:>12.3f}" for side in sides)
             yield f"{name + ' ' + figure:<24}{values}"
     if agreement is not None:
         yield f"{'KL, nats a token':<24}{agreement.kl:>12.2e}"

@@ -38,13 +38,13 @@ def run(
     """0: agrees. 1: differs. 3: nothing differs, and it was not compared with transformers."""
     target = read_target(spec)
     config = engine_config(target, device=device, dtype=dtype, quantization=quantization)
-    kept = keeps_blocks(msgspec.structs.asdict(config))
+    kept_blocks = keeps_blocks(msgspec.structs.asdict(config))
     with model_progress() as progress:
         folders = {
             blocks: resolve_model(target.model, target.revision, progress, blocks=blocks)
-            for blocks in {False, kept}
+            for blocks in {False, kept_blocks}
         }
-    folder = folders[kept]
+    folder = folders[kept_blocks]
     config = msgspec.structs.replace(config, model=str(folder))
     longest = resolve(config).max_model_len - max_tokens
     if longest < 1:
@@ -103,7 +103,10 @@ def _against(report: Report) -> Iterator[str]:
         if name.endswith((".attention", ".mlp")):
             continue
         inside = [report.layers.get(f"{name}.{block}") for block in ("attention", "mlp")]
-        cells = " ".join(f"{'' if each is None else f'{each:.1e}':>9}" for each in (value, *inside))
+        cells = " ".join(
+            f"{'' if difference is None else f'{difference:.1e}':>9}"
+            for difference in (value, *inside)
+        )
         mark = "  <- here" if report.begins.split(":")[0] == name else ""
         yield f"  {name:<24}{cells}{mark}"
     assert report.logits is not None and report.text is not None
@@ -120,12 +123,12 @@ def _numbers(difference: Difference) -> str:
 
 
 def _texts(texts: Texts) -> str:
-    found = f"{texts.same} of {texts.texts} the same"
+    verdict = f"{texts.same} of {texts.texts} the same"
     if texts.ties:
-        found += f", {texts.ties} apart where two tokens are about equally likely"
+        verdict += f", {texts.ties} apart where two tokens are about equally likely"
     if texts.different:
-        found += f", {len(texts.different)} different"
-    return found
+        verdict += f", {len(texts.different)} different"
+    return verdict
 
 
 def _verdict(report: Report) -> str:

@@ -43,8 +43,8 @@ def _deployed_at(app_name: str) -> float:
     app = within(_ANSWER, serve.status).applications.get(app_name)
     if app is None:
         return 0.0
-    told = float(app.last_deployed_time_s)
-    return within(_ANSWER, lambda: deployed_at(app_name, told))
+    deployed = float(app.last_deployed_time_s)
+    return within(_ANSWER, lambda: deployed_at(app_name, deployed))
 
 
 def serving_folder(config: MantaConfig) -> str:

@@ -69,11 +69,11 @@ def join(address: str) -> None:
     there = sys.modules.get("ray")
     if there is not None and there.is_initialized():
         return
-    if address == "auto" and (found := running_here()) is None:
+    if address == "auto" and (running := running_here()) is None:
         raise ClusterError(
             "no Ray was found on this machine; give the --address of one, or `ray start` it"
         )
-    address = found if address == "auto" and found else address
+    address = running if address == "auto" and running else address
     host, port = _parts(address)
     _connect(address, host, port)
     if "://" not in address:

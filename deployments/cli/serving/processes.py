@@ -37,11 +37,11 @@ class ProcessInfo:
 
 def table() -> dict[int, ProcessInfo]:
     """All live processes by pid; zombies are not among them."""
-    found = {}
+    processes = {}
     for entry in Path("/proc").glob("[0-9]*"):
         if (process := read(int(entry.name))) is not None:
-            found[process.pid] = process
-    return found
+            processes[process.pid] = process
+    return processes
 
 
 def read(pid: int) -> ProcessInfo | None:
@@ -61,12 +61,12 @@ def descendants(root: int, processes: Mapping[int, ProcessInfo] | None = None) -
     children: dict[int, list[int]] = {}
     for process in (table() if processes is None else processes).values():
         children.setdefault(process.parent, []).append(process.pid)
-    found, pending = [], [root]
+    pids, pending = [], [root]
     while pending:
         below = children.get(pending.pop(), [])
-        found += below
+        pids += below
         pending += below
-    return found
+    return pids
 
 
 def mark() -> str:
@@ -93,37 +93,37 @@ def _namespace() -> str:
 
 def marked(processes: Iterable[int]) -> dict[int, str]:
     """Return pid -> mark of the processes that have a mark and that we may read."""
-    found = {}
+    servers = {}
     wanted = f"{MARK}=".encode()
     for pid in processes:
         with contextlib.suppress(OSError):
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 if entry.startswith(wanted):
-                    found[pid] = entry[len(wanted) :].decode(errors="replace")
-    return found
+                    servers[pid] = entry[len(wanted) :].decode(errors="replace")
+    return servers
 
 
 def started_by(server: str, sessions: Collection[int] = ()) -> set[int]:
     """Return the live processes that this process, the server of that mark, has started."""
     processes = table()
-    found = {pid for pid, by in marked(processes).items() if by == server}
-    found |= {one.pid for one in processes.values() if one.session in sessions}
-    for root in (os.getpid(), *found):
-        found.update(descendants(root, processes))
-    return found - {os.getpid()}
+    pids = {pid for pid, by in marked(processes).items() if by == server}
+    pids |= {process.pid for process in processes.values() if process.session in sessions}
+    for root in (os.getpid(), *pids):
+        pids.update(descendants(root, processes))
+    return pids - {os.getpid()}
 
 
 def leftovers() -> dict[int, ProcessInfo]:
     """Live processes whose server was killed: those with its mark, and what is below them."""
     processes = table()
-    found: set[int] = set()
-    living = {(str(one.pid), str(one.started)) for one in processes.values()}
+    pids: set[int] = set()
+    living = {(str(process.pid), str(process.started)) for process in processes.values()}
     for pid, by in marked(processes).items():
         server, started, namespace = (*by.split("."), "", "")[:3]
         if namespace == _namespace() and (server, started) not in living:
-            found |= {pid, *descendants(pid, processes)}
-    found -= {os.getpid()}
-    return {pid: processes[pid] for pid in sorted(found)}
+            pids |= {pid, *descendants(pid, processes)}
+    pids -= {os.getpid()}
+    return {pid: processes[pid] for pid in sorted(pids)}
 
 
 def kill(find: Callable[[], Collection[int]], seconds: float = _KILL_SECONDS) -> bool:

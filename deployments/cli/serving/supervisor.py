@@ -126,10 +126,10 @@ class DriverProcess:
             *lines, self._rest = (self._rest + data).split(b"\n")
             if lines:
                 self._heard = time.monotonic()
-            found = [json.loads(line) for line in lines]
-            for message in found:
+            messages = [json.loads(line) for line in lines]
+            for message in messages:
                 self._note(message)
-            return found
+            return messages
         return []
 
     def _note(self, message: dict[str, Any]) -> None:
@@ -138,7 +138,11 @@ class DriverProcess:
         if "ray" in message:
             self.has_ray = True
             processes = table() if self._own else {}
-            below = {one.name: one.pid for one in processes.values() if one.parent == self.pid}
+            below = {
+                process.name: process.pid
+                for process in processes.values()
+                if process.parent == self.pid
+            }
             if processes:  # there is a /proc
                 self._node = {name: below.get(name, 0) for name in _NODE}
 

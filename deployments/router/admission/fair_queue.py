@@ -78,10 +78,10 @@ class Capacity:
     def over(cls, replicas: Sequence["Capacity"], endings: Sequence[float] = ()) -> "Capacity":
         """All replicas together: their sums, and the mean of first_seconds. A replica whose rate is
         unknown is taken to be like the others. endings: of all."""
-        rows = sum(one.rows for one in replicas)
-        free = sum(one.free for one in replicas)
-        first = sum(one.first_seconds for one in replicas) / max(1, len(replicas))
-        known = [one.rate for one in replicas if one.rate < math.inf]
+        rows = sum(replica.rows for replica in replicas)
+        free = sum(replica.free for replica in replicas)
+        first = sum(replica.first_seconds for replica in replicas) / max(1, len(replicas))
+        known = [replica.rate for replica in replicas if replica.rate < math.inf]
         if not known:
             return cls(math.inf, rows or math.inf, free, endings, first)
         rate = max(1.0, sum(known) * len(replicas) / len(known))
@@ -191,9 +191,9 @@ class FairQueue(Generic[T]):
     def longest(self, count: int) -> list[tuple[str, int, float]]:
         """Return the keys with the most tokens waiting, the longest queue first: the key, its
         requests and their tokens."""
-        waiting = ((one.tokens, key, one) for key, one in self._keys.items() if one.waiting)
+        waiting = ((state.tokens, key, state) for key, state in self._keys.items() if state.waiting)
         most = nlargest(count, waiting, key=lambda found: found[0])
-        return [(key, one.waiting, tokens) for tokens, key, one in most]
+        return [(key, state.waiting, tokens) for tokens, key, state in most]
 
     # -- in
 
@@ -208,8 +208,8 @@ class FairQueue(Generic[T]):
     ) -> Refusal | None:
         """Return why a request of so many tokens may not wait; None if it may."""
         rate = capacity.rate
-        found = self._keys.get(key)
-        mine = found.tokens if found is not None else 0.0
+        state = self._keys.get(key)
+        mine = state.tokens if state is not None else 0.0
         if deadline is not None and now + _MARGIN * self._ahead(mine) / rate > deadline:
             return Refusal("deadline_exceeded", 0.0)
         if rate == math.inf and self.sequences >= capacity.rows:

@@ -59,17 +59,17 @@ class SharedCounts:
         if data != self._put:
             store("put", self._own, data)
             self._put = data
-        found: dict[str, _Counts] = {}
+        by_router: dict[str, _Counts] = {}
         for raw in store("list", self._folder):
             key = raw.decode() if isinstance(raw, bytes) else raw
             if key == self._own or (value := store("get", key)) is None:
                 continue
-            told = msgspec.msgpack.decode(value, type=_Counts)
-            if not told or any(count.period in periods for count in told.values()):
-                found[key] = told
+            counts_there = msgspec.msgpack.decode(value, type=_Counts)
+            if not counts_there or any(count.period in periods for count in counts_there.values()):
+                by_router[key] = counts_there
             else:
                 store("del", key)
-        return found
+        return by_router
 
 
 class KeyService:

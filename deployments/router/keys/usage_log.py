@@ -124,18 +124,18 @@ class UsageLog:
     def spent(self, at: float) -> dict[str, dict[str, int]]:
         """Return the tokens by key's id and period, of the day and the month of a Unix time, as far
         back as the files go."""
-        found: dict[str, dict[str, int]] = {}
+        spent: dict[str, dict[str, int]] = {}
         periods: tuple[Period, ...] = ("day", "month")
         current = {period: period_of(period, at) for period in periods}
         begins = at - 32 * 86400
         for line in self._read(begins):
-            totals = found.setdefault(line.key_id, {})
+            totals = spent.setdefault(line.key_id, {})
             for period in periods:
                 if period_of(period, line.at) == current[period]:
                     name = current[period]
                     tokens = line.prompt_tokens + line.output_tokens
                     totals[name] = totals.get(name, 0) + tokens
-        return found
+        return spent
 
     def _read(self, since: float) -> Iterator[UsageLine]:
         for path in (self._numbered(n) for n in range(self._files, 0, -1)):

@@ -138,15 +138,15 @@ class ModelFront:
         return await self._owner(model).recall(model, streams, enough)
 
     def state(self) -> BackendState:
-        found = BackendState(draining=self._draining)
+        total = BackendState(draining=self._draining)
         for model, dispatcher in self.dispatchers.items():
             state = dispatcher.state()
             before = f"{model}/" if self.several else ""
-            found.replicas |= {before + name: stats for name, stats in state.replicas.items()}
-            found.in_flight += state.in_flight
-            found.queued += state.queued
-            found.queued_tokens += state.queued_tokens
-        return found
+            total.replicas |= {before + name: stats for name, stats in state.replicas.items()}
+            total.in_flight += state.in_flight
+            total.queued += state.queued
+            total.queued_tokens += state.queued_tokens
+        return total
 
     def ready(self) -> bool:
         return any(dispatcher.ready() for dispatcher in self.dispatchers.values())
@@ -180,31 +180,35 @@ class ModelFront:
 
     def held(self) -> dict[str, int]:
         """Count what requests hold here; nothing of it may outlive its request."""
-        found = {"requests": 0, "waiting": 0, "choices": 0}
+        counts = {"requests": 0, "waiting": 0, "choices": 0}
         for dispatcher in self._all():
             for name, count in dispatcher.held().items():
-                found[name] += count
-        return found
+                counts[name] += count
+        return counts
 
     def explain(self, id: str, owner: str | None) -> list[dict[str, Any]]:
         """Return what became of the requests with this id; see request_trace.py."""
-        return [part for one in self._all() for part in one.requests.explain(id, owner)]
+        return [
+            part for dispatcher in self._all() for part in dispatcher.requests.explain(id, owner)
+        ]
 
     def live(self) -> dict[str, Any]:
         """Return what this router knows at this moment, by model; see live_view.py."""
-        models = [{"model": model, **one.live()} for model, one in self.dispatchers.items()]
+        models = [
+            {"model": model, **dispatcher.live()} for model, dispatcher in self.dispatchers.items()
+        ]
         return {"router": self.name, "models": models}
 
     def stop(self, id: str, owner: str | None) -> int:
         """End the live requests with this id, and return how many prompts these were."""
-        return sum(one.requests.stop(id, owner) for one in self._all())
+        return sum(dispatcher.requests.stop(id, owner) for dispatcher in self._all())
 
     def autoscaling_stats(self) -> dict[str, int | float]:
         """Return the load of the one model; {} where there are several. Models of their own
         applications scale by what their engines say."""
         if self.several:
             return {}
-        return next((one.load() for one in self.dispatchers.values()), {})
+        return next((dispatcher.load() for dispatcher in self.dispatchers.values()), {})
 
     def refuse_new(self) -> None:
         """Refuse new requests; those in flight go on."""
@@ -233,47 +237,51 @@ class FrontAdapters:
         self._front = front
 
     def _each(self) -> dict[str, AdapterRegistry]:
-        return {name: one.adapters for name, one in self._front.dispatchers.items()}
+        return {name: dispatcher.adapters for name, dispatcher in self._front.dispatchers.items()}
 
     @property
     def records(self) -> dict[str, AdapterRecord]:
-        found: dict[str, AdapterRecord] = {}
+        records: dict[str, AdapterRecord] = {}
         for registry in self._each().values():
-            found = {**registry.records, **found}
-        return found
+            records = {**registry.records, **records}
+        return records
 
     async def refresh(self) -> None:
-        await asyncio.gather(*(one.refresh() for one in self._each().values()))
+        await asyncio.gather(*(registry.refresh() for registry in self._each().values()))
 
     async def pin(self, name: str) -> AdapterRecord:
         return await self._of(name).pin(name)
 
     async def add(self, name: str, path: str = "", model: str = "") -> AdapterRecord:
         base = self._base(name, model) or self._front.only
-        each = self._each()
+        registries = self._each()
         if not base:
-            raise _which_model(list(each))
-        holders = [other for other, one in each.items() if name in one.records and other != base]
-        if name in each or (holders and name not in each[base].records):
-            what = "a model" if name in each else f"an adapter of {holders[0]}"
+            raise _which_model(list(registries))
+        holders = [
+            other
+            for other, registry in registries.items()
+            if name in registry.records and other != base
+        ]
+        if name in registries or (holders and name not in registries[base].records):
+            what = "a model" if name in registries else f"an adapter of {holders[0]}"
             raise AdapterError(f"{name} is the name of {what}", code="invalid_model_name")
-        return await each[base].add(name, path)
+        return await registries[base].add(name, path)
 
     async def remove(self, name: str, model: str = "") -> AdapterRecord:
         base = self._base(name, model)
         return await (self._each()[base] if base else self._of(name)).remove(name)
 
     def by_model(self) -> list[tuple[str, AdapterRecord]]:
-        return [pair for one in self._each().values() for pair in one.by_model()]
+        return [pair for registry in self._each().values() for pair in registry.by_model()]
 
     def _base(self, name: str, model: str) -> str:
         """Return the base model's name: the one that is given, or that of the model with such an
         adapter; "" if no model has it. Raises MantaError where several models have it, or no model
         is called so."""
-        each = self._each()
-        if model and model not in each:
+        registries = self._each()
+        if model and model not in registries:
             raise AdapterError(f"no model is called {model!r}", code="model_not_found")
-        holders = [base for base, one in each.items() if name in one.records]
+        holders = [base for base, registry in registries.items() if name in registry.records]
         if not model and len(holders) > 1:
             raise _which_model(holders)
         return model or next(iter(holders), "")
@@ -282,13 +290,13 @@ class FrontAdapters:
         """Return the registry that has the adapter. For an adapter that is new to all registries it
         is any, as each looks for what other routers have written. Raises AdapterError where there
         is none."""
-        each = list(self._each().values())
-        for registry in each:
+        registries = list(self._each().values())
+        for registry in registries:
             if name in registry.records:
                 return registry
-        if not each:
+        if not registries:
             raise not_found(name)
-        return each[0]
+        return registries[0]
 
 
 def _which_model(names: list[str]) -> InvalidRequest:

@@ -138,7 +138,7 @@ class ModelLoader:
                 unsubscribe()
 
     async def _watch(self) -> None:
-        told = True
+        reachable = True
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             try:
@@ -147,14 +147,16 @@ class ModelLoader:
                 if adapters != self._adapters_mark or now - self._refreshed > _FULL_POLL_SECONDS:
                     self._adapters_mark, self._refreshed = adapters, now
                     served = self._connected.values()
-                    await asyncio.gather(*(one.dispatcher.adapters.refresh() for one in served))
+                    await asyncio.gather(
+                        *(connected.dispatcher.adapters.refresh() for connected in served)
+                    )
                 if models != self._mark or now - self._polled > _FULL_POLL_SECONDS:
                     await self.poll()
-                told = True
+                reachable = True
             except (OSError, RayError, RayServeException) as error:
-                if told:
+                if reachable:
                     logger.warning("changes by other routers cannot be seen: %s", error)
-                told = False
+                reachable = False
             except Exception:
                 logger.exception("the look at the models failed")
 
@@ -211,7 +213,7 @@ class ModelLoader:
 
         same: model that still uses the handles.
         """
-        kept = () if same is None else [(same.app, pool) for pool in same.pools]
+        in_use = () if same is None else [(same.app, pool) for pool in same.pools]
 
         async def end() -> None:
             while connected.dispatcher.requests:
@@ -219,7 +221,7 @@ class ModelLoader:
             for unsubscribe in connected.unsubscribe:
                 unsubscribe()
             for handle in connected.handles:
-                if (handle.app_name, handle.deployment_name) not in kept:
+                if (handle.app_name, handle.deployment_name) not in in_use:
                     await handle.shutdown_async()
 
         task = asyncio.get_running_loop().create_task(end())
@@ -283,15 +285,15 @@ async def _ask(engines: Engines) -> None:
 
 def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIdentity]:
     folder = model.find_model()
-    found = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.load(folder, recommended=model.generation_config == "auto")
     pooling = read_pooling(folder)
     identity = ModelIdentity.of(folder)
     server = f"{installed_version()} {identity.weights}".encode()
     card = ModelCard(
         id=model.name,
-        max_model_len=found.max_positions,
-        vocab_size=found.vocab_size,
+        max_model_len=config.max_positions,
+        vocab_size=config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
         created=first_served(app, model.name, int(time.time())),
         root=model.name,
@@ -299,7 +301,7 @@ def _load(model: ServedModel, app: str) -> tuple[ModelCard, Tokenizer, ModelIden
         fingerprint=f"fp_{hashlib.blake2b(server, digest_size=6).hexdigest()}",
         aliases=model.aliases,
         pooling=pooling,
-        vector_size=0 if pooling is None else pooling.size(found.hidden_size),
-        facts=read_facts(folder, found),
+        vector_size=0 if pooling is None else pooling.size(config.hidden_size),
+        facts=read_facts(folder, config),
     )
     return card, tokenizer, identity

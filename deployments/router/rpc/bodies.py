@@ -16,9 +16,9 @@ def body_of(request: Any, default_model: str) -> dict[str, Any]:
     chat = request.DESCRIPTOR.name == "ChatRequest"
     own: dict[str, Any] = {"model": request.model or default_model}
     if chat:
-        own["messages"] = [_message(one) for one in request.messages]
+        own["messages"] = [_message(item) for item in request.messages]
         if request.tools:
-            own["tools"] = [_tool(one, i) for i, one in enumerate(request.tools)]
+            own["tools"] = [_tool(item, i) for i, item in enumerate(request.tools)]
         if request.tool_choice:
             own["tool_choice"] = _choice(request.tool_choice)
     elif request.WhichOneof("prompt") == "token_ids":
@@ -33,23 +33,23 @@ def body_of(request: Any, default_model: str) -> dict[str, Any]:
 
 def _options(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text) if text else {}
+        parsed = json.loads(text) if text else {}
     except (ValueError, RecursionError):
         raise invalid("options must be a JSON object in text", "options", "invalid_json") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise wrong_type("options", "a JSON object in text")
-    if "stream" in found:
+    if "stream" in parsed:
         raise invalid("the method decides whether answers are streamed", "options.stream")
-    return found
+    return parsed
 
 
 def _message(one: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": one.role}
+    body: dict[str, Any] = {"role": one.role}
     for name in ("content", "reasoning_content", "tool_call_id", "name"):
         if one.HasField(name):
-            made[name] = getattr(one, name)
+            body[name] = getattr(one, name)
     if one.tool_calls:
-        made["tool_calls"] = [
+        body["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -57,7 +57,7 @@ def _message(one: Any) -> dict[str, Any]:
             }
             for call in one.tool_calls
         ]
-    return made
+    return body
 
 
 def _tool(one: Any, index: int) -> dict[str, Any]:
@@ -82,22 +82,22 @@ def _choice(text: str) -> Any:
 
 
 def _sampling(sampling: Any, chat: bool) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    body: dict[str, Any] = {}
     for field, value in sampling.ListFields():
         # Lists come as protobuf's own.
-        made[field.name] = value if isinstance(value, int | float | str) else list(value)
-    if chat and "logprobs" in made:
-        made |= {"logprobs": True, "top_logprobs": made["logprobs"]}
-    return made
+        body[field.name] = value if isinstance(value, int | float | str) else list(value)
+    if chat and "logprobs" in body:
+        body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
+    return body
 
 
 def answer_of(event: dict[str, Any]) -> Any:
     """Return the protobuf Answer of a whole HTTP answer, or of an event of a stream."""
-    made = Answer(id=event["id"], model=event["model"], created=event["created"])
-    made.event_id = event.get("event_id", "")
+    answer = Answer(id=event["id"], model=event["model"], created=event["created"])
+    answer.event_id = event.get("event_id", "")
     for choice in event["choices"]:
         said = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
-        added = made.choices.add(
+        added = answer.choices.add(
             index=choice["index"],
             text=said.get("content") or "",
             reasoning=said.get("reasoning_content") or "",
@@ -117,21 +117,21 @@ def answer_of(event: dict[str, Any]) -> Any:
         _add_logprobs(added, choice.get("logprobs"))
     usage = event.get("usage")
     if usage is not None:
-        made.usage.prompt_tokens = usage["prompt_tokens"]
-        made.usage.completion_tokens = usage["completion_tokens"]
-        made.usage.total_tokens = usage["total_tokens"]
-        made.usage.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        answer.usage.prompt_tokens = usage["prompt_tokens"]
+        answer.usage.completion_tokens = usage["completion_tokens"]
+        answer.usage.total_tokens = usage["total_tokens"]
+        answer.usage.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         details = usage.get("completion_tokens_details") or {}
-        made.usage.reasoning_tokens = details.get("reasoning_tokens", 0)
-    return made
+        answer.usage.reasoning_tokens = details.get("reasoning_tokens", 0)
+    return answer
 
 
 def _add_logprobs(choice: Any, told: dict[str, Any] | None) -> None:
     if told is None:
         return
-    for one in told.get("content") or ():
-        added = choice.logprobs.add(token=one["token"], logprob=one["logprob"])
-        for other in one["top_logprobs"]:
+    for entry in told.get("content") or ():
+        added = choice.logprobs.add(token=entry["token"], logprob=entry["logprob"])
+        for other in entry["top_logprobs"]:
             added.top.add(token=other["token"], logprob=other["logprob"])
     for token, logprob, top in zip(
         told.get("tokens") or (),
@@ -145,12 +145,12 @@ def _add_logprobs(choice: Any, told: dict[str, Any] | None) -> None:
 
 
 def models_of(listed: dict[str, Any]) -> Any:
-    made = ModelList()
-    for one in listed["data"]:
-        made.models.add(
-            id=one["id"],
-            created=one["created"],
-            parent=one["parent"] or "",
-            max_model_len=one["max_model_len"],
+    models = ModelList()
+    for card in listed["data"]:
+        models.models.add(
+            id=card["id"],
+            created=card["created"],
+            parent=card["parent"] or "",
+            max_model_len=card["max_model_len"],
         )
-    return made
+    return models

@@ -97,15 +97,15 @@ def _take(
     field = _FIELD.fullmatch(text)
     if field is None or not isinstance(message, DescriptorProto):
         return False
-    made = message.field.add(name=field[3], number=int(field[4]), type_name=field[2])
+    added = message.field.add(name=field[3], number=int(field[4]), type_name=field[2])
     repeated = field[1] == "repeated"
-    made.label = (
+    added.label = (
         FieldDescriptorProto.LABEL_REPEATED if repeated else FieldDescriptorProto.LABEL_OPTIONAL
     )
     if field[1] == "optional":
-        made.proto3_optional = True
+        added.proto3_optional = True
     if isinstance(inside, str):
-        made.oneof_index = len(message.oneof_decl) - 1
+        added.oneof_index = len(message.oneof_decl) - 1
     return True
 
 
@@ -141,12 +141,12 @@ def message(name: str) -> Any:
 def methods(service: str) -> dict[str, tuple[Any, Any, bool]]:
     """Return the methods of a service: name -> the classes of request and answer, and whether
     answers are streamed."""
-    found = POOL.FindServiceByName(service)
+    descriptor = POOL.FindServiceByName(service)
     return {
-        one.name: (
-            message_factory.GetMessageClass(one.input_type),
-            message_factory.GetMessageClass(one.output_type),
-            one.server_streaming,
+        method.name: (
+            message_factory.GetMessageClass(method.input_type),
+            message_factory.GetMessageClass(method.output_type),
+            method.server_streaming,
         )
-        for one in found.methods
+        for method in descriptor.methods
     }

@@ -79,8 +79,8 @@ class GrpcServer:
             ),
         )
         service, health = _Inference(api, model), _Health(ready)
-        for name, one in ((INFERENCE, service), (HEALTH, health)):
-            self._server.add_generic_rpc_handlers((_handlers(name, one),))
+        for name, servicer in ((INFERENCE, service), (HEALTH, health)):
+            self._server.add_generic_rpc_handlers((_handlers(name, servicer),))
         names = (INFERENCE, HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server, POOL)
         address = f"{settings.host}:{settings.port}"
@@ -104,16 +104,16 @@ class GrpcServer:
 
 def _handlers(service: str, implementation: Any) -> Any:
     """Return the handlers of a service, each method's by the attribute of its name."""
-    found = {}
+    handlers = {}
     for name, (request, answer, streamed) in methods(service).items():
         make = grpc.unary_stream_rpc_method_handler if streamed else None
         make = make or grpc.unary_unary_rpc_method_handler
-        found[name] = make(
+        handlers[name] = make(
             getattr(implementation, name),
             request_deserializer=request.FromString,
             response_serializer=answer.SerializeToString,
         )
-    return grpc.method_handlers_generic_handler(service, found)
+    return grpc.method_handlers_generic_handler(service, handlers)
 
 
 def _headers(metadata: Any) -> list[tuple[bytes, bytes]]:
@@ -144,12 +144,12 @@ class _Keys(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         try:
             authenticate(exchange, self._api.options, admin=False)
         except ApiError as error:
-            told = error
+            failure = error
         else:
             return handler
 
         async def refuse(_: Any, context: Any) -> None:
-            await _abort(context, told.status, _error_json(told))
+            await _abort(context, failure.status, _error_json(failure))
 
         async def refuse_stream(requests: Any, context: Any) -> AsyncIterator[Any]:
             await refuse(requests, context)
@@ -177,12 +177,12 @@ async def _nothing(*_: Any) -> Any:
 
 async def _abort(context: Any, status: int, error: dict[str, Any], retry_after: str = "") -> None:
     code = _STATUS.get(status) or _KINDS.get(error.get("type", ""), _Code.INTERNAL)
-    told = [("manta-code", str(error.get("code") or ""))]
+    trailers = [("manta-code", str(error.get("code") or ""))]
     if error.get("param"):
-        told.append(("manta-param", str(error["param"]).encode("ascii", "replace").decode()))
+        trailers.append(("manta-param", str(error["param"]).encode("ascii", "replace").decode()))
     if retry_after:
-        told.append(("retry-after", retry_after))
-    await context.abort(code, error.get("message", ""), tuple(told))
+        trailers.append(("retry-after", retry_after))
+    await context.abort(code, error.get("message", ""), tuple(trailers))
 
 
 class _Inference:
@@ -253,8 +253,8 @@ class _Inference:
         """Send a call to the HTTP API, and return when its answer has started and the headers are
         sent."""
         headers = _headers(context.invocation_metadata())
-        given = [value for name, value in headers if name == b"x-request-id"]
-        id = request_id(given)
+        ids = [value for name, value in headers if name == b"x-request-id"]
+        id = request_id(ids)
         headers = [(n, v) for n, v in headers if n != b"x-request-id"]
         headers.append((b"x-request-id", id.encode()))
         left = context.time_remaining()
@@ -264,10 +264,10 @@ class _Inference:
         call = AsgiCall(self._api, path, body, headers)
         try:
             await call.started.wait()
-            told = [("x-request-id", id)]
+            metadata = [("x-request-id", id)]
             if (ignored := call.headers.get(b"x-ignored-fields")) is not None:
-                told.append(("x-ignored-fields", ignored.decode("ascii", "replace")))
-            await context.send_initial_metadata(tuple(told))
+                metadata.append(("x-ignored-fields", ignored.decode("ascii", "replace")))
+            await context.send_initial_metadata(tuple(metadata))
         except BaseException:
             await call.end()
             raise
@@ -278,11 +278,11 @@ async def _body(call: AsgiCall, context: Any) -> dict[str, Any]:
     """Return the JSON body of an answer that is no stream. An answer that is an error aborts the
     call."""
     data = b"".join([part async for part in call.parts()])
-    found: dict[str, Any] = json.loads(data) if data else {}
+    body: dict[str, Any] = json.loads(data) if data else {}
     if call.status != 200:
         retry = call.headers.get(b"retry-after", b"").decode()
-        await _abort(context, call.status, found.get("error") or {}, retry)
-    return found
+        await _abort(context, call.status, body.get("error") or {}, retry)
+    return body
 
 
 class _Health:
