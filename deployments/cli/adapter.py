@@ -6,7 +6,7 @@ from urllib.parse import quote, urlencode
 
 import typer
 
-from deployments.cli.server_requests import HERE, AdminKey, Url, ask
+from deployments.cli.server_requests import AdminKey, Url, UrlArgument, ask, server_url
 
 app = typer.Typer(name="adapter", help="List, add and remove adapters of a running server.")
 
@@ -18,9 +18,12 @@ _ADD_SECONDS = 600.0  # for an adapter that the server has to fetch
 
 
 @app.command("list")
-def show(model: _Model = None, url: Url = HERE, key: AdminKey = None) -> None:
+def show(
+    server: UrlArgument = None, model: _Model = None, url: Url = None, key: AdminKey = None
+) -> None:
     """Name, rank, revision and folder of each, by its model where there are several. Without a
     revision: no request has named it yet."""
+    url = server_url(server, url)
     adapters = ask(url, key, "GET", f"/adapters{_query(model)}")["data"]
     several = len({adapter["model"] for adapter in adapters}) > 1
     for adapter in adapters:
@@ -38,25 +41,32 @@ def add(
         ),
     ] = None,
     model: _Model = None,
-    url: Url = HERE,
+    url: Url = None,
     key: AdminKey = None,
 ) -> None:
     """Serve an adapter, or replace it: requests that run finish on the old weights."""
     # Whether a server is there and takes the key shows at once here; fetching an adapter may take
     # long.
-    ask(url, key, "GET", "/adapters")
+    server = server_url(None, url)  # a second argument that is a URL is the adapter's
+    ask(server, key, "GET", "/adapters")
     body = {"name": name}
     if path is not None:
         body["path"] = path if "://" in path else os.path.abspath(path)
     if model is not None:
         body["model"] = model
-    _print(ask(url, key, "POST", "/adapters", body, _ADD_SECONDS))
+    _print(ask(server, key, "POST", "/adapters", body, _ADD_SECONDS))
 
 
 @app.command()
-def remove(name: _Name, model: _Model = None, url: Url = HERE, key: AdminKey = None) -> None:
+def remove(
+    name: _Name,
+    server: UrlArgument = None,
+    model: _Model = None,
+    url: Url = None,
+    key: AdminKey = None,
+) -> None:
     """Serve an adapter no longer: requests that run finish. Its files stay."""
-    ask(url, key, "DELETE", f"/adapters/{quote(name, safe='')}{_query(model)}")
+    ask(server_url(server, url), key, "DELETE", f"/adapters/{quote(name, safe='')}{_query(model)}")
     print(f"{name} is removed")
 
 

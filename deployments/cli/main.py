@@ -10,6 +10,7 @@ import typer
 
 from deployments.cli.adapter import app as adapter
 from deployments.cli.models.endpoint_models import app as models
+from deployments.cli.server_requests import Url, UrlArgument, server_url
 from deployments.cli.serving.time_limit import leave
 from engine.config.quant_formats import Convertible
 from loadtest.cli import app as loadtest
@@ -17,7 +18,6 @@ from loadtest.cli import app as loadtest
 cli = typer.Typer(
     name="manta",
     help="Serve language models on Ray: continuous batching, token-level routing.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -33,15 +33,18 @@ def _say_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@cli.callback()
+@cli.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
             "--version", help="Say the version and end.", callback=_say_version, is_eager=True
         ),
     ] = False,
-) -> None: ...
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 cli.add_typer(adapter, epilog="Example:  manta adapter add legal /models/adapters/legal")
@@ -81,7 +84,8 @@ def serve(spec: _Spec, host: _Host = None, port: _Port = None, address: _Address
     epilog='Examples:  manta chat  |  manta chat http://host:8000 --once "Why is the sky blue?"'
 )
 def chat(
-    url: Annotated[str, typer.Argument(help="Server to talk to.")] = "http://127.0.0.1:8000",
+    server: UrlArgument = None,
+    url: Url = None,
     once: Annotated[str | None, typer.Option(help="Send this one message and end.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name; default: the first.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
@@ -98,7 +102,7 @@ def chat(
     from deployments.cli.chat import ChatOptions, run
 
     options = ChatOptions(model, system, max_tokens, temperature)
-    raise typer.Exit(run(url, once, options, key))
+    raise typer.Exit(run(server_url(server, url), once, options, key))
 
 
 @cli.command(
@@ -108,7 +112,8 @@ def chat(
 def batch(
     source: Annotated[Path, typer.Argument(help="Requests, one JSON object a line, as OpenAI's.")],
     output: Annotated[Path, typer.Argument(help="Answers; failures go into OUTPUT.errors.")],
-    url: Annotated[str, typer.Option(help="Server to talk to.")] = "http://127.0.0.1:8000",
+    server: UrlArgument = None,
+    url: Url = None,
     key: Annotated[
         Path | None, typer.Option(help="File with the API key; default: OPENAI_API_KEY.")
     ] = None,
@@ -117,7 +122,7 @@ def batch(
     """Have a file of requests answered behind all others, and wait for it with a bar."""
     from deployments.cli.batch import run
 
-    raise typer.Exit(run(source, output, url, key, resume))
+    raise typer.Exit(run(source, output, server_url(server, url), key, resume))
 
 
 @cli.command(

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import typer
 
 from deployments.cli.console import StatusLine
-from deployments.cli.server_requests import HERE, AdminKey, Url, ask
+from deployments.cli.server_requests import AdminKey, Url, UrlArgument, ask, server_url
 
 app = typer.Typer(name="models", help="List, add, change and remove models of a running server.")
 
@@ -19,9 +19,9 @@ _KNOWN_SECONDS = 30.0  # for all routers to have heard of a model; they look eve
 
 
 @app.command("list")
-def show(url: Url = HERE, key: AdminKey = None) -> None:
+def show(server: UrlArgument = None, url: Url = None, key: AdminKey = None) -> None:
     """Name, status, context and aliases of each."""
-    for model in ask(url, key, "GET", "/models")["data"]:
+    for model in ask(server_url(server, url), key, "GET", "/models")["data"]:
         if model["parent"] is None:
             aliases = ", ".join(model.get("aliases", ()))
             length = f"{model['max_model_len']:,} tokens"
@@ -41,11 +41,13 @@ def add(
             "'default', a folder, a .gguf file, a hub name.",
         ),
     ],
+    server: UrlArgument = None,
     wait: Annotated[bool, typer.Option(help="Wait until it is ready.")] = True,
-    url: Url = HERE,
+    url: Url = None,
     key: AdminKey = None,
 ) -> None:
     """Serve a model, or change one: the others go on as they are."""
+    url = server_url(server, url)
     ask(url, key, "POST", "/models", {**_section(spec), "name": name}, _CHANGE_SECONDS)
     if not wait:
         print(f"{name} is starting")
@@ -67,9 +69,10 @@ def add(
 
 
 @app.command()
-def remove(name: _Name, url: Url = HERE, key: AdminKey = None) -> None:
+def remove(name: _Name, server: UrlArgument = None, url: Url = None, key: AdminKey = None) -> None:
     """Serve a model no longer: what it answers may end. Its files stay."""
-    ask(url, key, "DELETE", f"/models/{quote(name, safe='')}", None, _CHANGE_SECONDS)
+    path = f"/models/{quote(name, safe='')}"
+    ask(server_url(server, url), key, "DELETE", path, None, _CHANGE_SECONDS)
     print(f"{name} is removed")
 
 

@@ -96,7 +96,7 @@ def test_nothing_slow_is_imported_before_it_is_needed() -> None:
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        ((), 2, "Usage"),
+        ((), 0, "Usage"),
         (("--help",), 0, "doctor"),
         (("serv",), 2, "Did you mean 'serve'?"),
         (("serve", "--prot", "1"), 2, "--port"),
@@ -115,7 +115,10 @@ def test_nothing_slow_is_imported_before_it_is_needed() -> None:
         ),
         (("status", "--address", "nonsense"), 2, "not an address; give one like 10.0.0.1:6379"),
         (("adapter", "list", "--url", "127.0.0.1:1"), 1, "is `manta serve` running there?"),
+        (("adapter", "list", "127.0.0.1:1"), 1, "is `manta serve` running there?"),
+        (("models", "list", "a:1", "--url", "b:1"), 2, "a:1 or --url b:1; name one"),
         (("chat", "127.0.0.1:1", "--once", "hi"), 1, "http://127.0.0.1:1 cannot be reached"),
+        (("chat", "--url", "127.0.0.1:1", "--once", "hi"), 1, "127.0.0.1:1 cannot be reached"),
     ],
 )
 def test_errors_are_one_line_with_the_way_out(args: tuple[str, ...], code: int, text: str) -> None:
