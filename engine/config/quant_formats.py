@@ -55,7 +55,7 @@ def _unsigned(bits: Literal[4, 8], group: int) -> QuantFormat:
         group=group,
         activations=8,
         devices=("cpu",),
-        describe=f"{bits} bits with a scale and an offset for {group} inputs; activations in 8 bits",
+        describe=f"{bits} bits, a scale and an offset for {group} inputs; activations in 8 bits",
     )
 
 
