@@ -75,6 +75,10 @@ POISON = 7  # a token whose embedding is not a number
 
 @pytest.fixture
 def runner() -> ModelRunner:
+    return make_runner()
+
+
+def make_runner() -> ModelRunner:
     kernels = kernels_for("cpu")
     model = build_model(CONFIG, torch.float32, CPU, kernels)
     generator = torch.Generator().manual_seed(1)

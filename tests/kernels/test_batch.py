@@ -15,7 +15,7 @@ pytestmark = pytest.mark.triton
 NUM_ROWS = 6
 
 
-class _Unpinned:
+class Unpinned:
     """Staging of the same size where there is no device to pin memory for."""
 
     def __init__(self, size: int) -> None:
@@ -28,7 +28,7 @@ class Pair:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: int = 1) -> None:
         if DEVICE == "cpu":
-            monkeypatch.setattr(inputs, "_Staging", _Unpinned)
+            monkeypatch.setattr(inputs, "_Staging", Unpinned)
         device = torch.device(DEVICE)
         self.rows = [
             RequestRows.allocate(NUM_ROWS, MAX_LEN, BLOCK_SIZE, where, groups)
