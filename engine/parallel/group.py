@@ -87,7 +87,7 @@ class TensorParallelGroup:
         return attempt()
 
     def check(self) -> None:
-        """Raises RankFailed where an all-reduce of the last program, or of the last GPU step,
+        """Raise RankFailed where an all-reduce of the last program, or of the last GPU step,
         failed."""
 
     def gather(self, x: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ def other(
 
 
 def _check_alike(store: Store, rank: int, per_node: int, device: torch.device) -> None:
-    """Raises ConfigError where the GPUs of this rank's node are of another kind than rank 0's.
+    """Raise ConfigError where the GPUs of this rank's node are of another kind than rank 0's.
 
     GPUs of one node are compared by `engine.resolve`.
     """

@@ -234,7 +234,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         return self.state.round
 
     def check_round(self) -> None:
-        """Raises RankFailed where rank 0 has given up the steps of this round."""
+        """Raise RankFailed where rank 0 has given up the steps of this round."""
         assert self.state is not None
         if self.state.words[ROUND] != self.state.round:
             raise RankFailed("the step was given up")

@@ -24,8 +24,11 @@ logger = logging.getLogger("manta.engine")
 
 
 class FirstStart:
-    """compilers: running from here to the end of the with block; None for later starts and without
-    a device that they could compile for."""
+    """The compilers of an engine's first start, for a with block.
+
+    compilers: they run to the end of the block; None for later starts, or without a device that
+        they could compile for.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.compilers: Compilers | None = None

@@ -105,8 +105,8 @@ class Core(Protocol):
         ...
 
     def on_loaded(self, wake: Callable[[], None]) -> None:
-        """wake() is to be called, from any thread, whenever `has_work` or `answers` has news that
-        no message and no step brought: an adapter has been read."""
+        """Set the function that is called, from any thread, when `has_work` or `answers` has news
+        that no message and no step brought: an adapter was read."""
         ...
 
 
@@ -156,7 +156,10 @@ CORES: dict[
 
 
 class EngineLoop:
-    """Input, step, one frame out; blocks (for an hour at a time) when there is nothing to do."""
+    """The loop of an engine process: input, step, one frame out.
+
+    The loop blocks, for an hour at a time, while there is nothing to do.
+    """
 
     def __init__(
         self, core: Core, inbox: "zmq.Socket[bytes]", send: Callable[[FromEngine], None]
@@ -288,7 +291,7 @@ class EngineLoop:
 
 
 class LogToParent(logging.Handler):
-    """Sends our loggers' lines to the parent's log: this process has no log of its own."""
+    """The handler that sends this process's log lines to the parent, which has the only log."""
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         super().__init__()
@@ -356,7 +359,7 @@ def main() -> int:
             send(Progress(phase, fraction))
 
     def fail(error: MantaError) -> None:
-        """A rank has ended. Whatever the step loop does, it will not come to its end."""
+        """End the process because a rank has exited: the running step would never end."""
         send(_failure(error, "a rank has ended"))
         time.sleep(LAST_WORDS_OF_RANK)
         os._exit(1)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class EngineProcess:
-    """Spawns an engine process and ends it.
+    """The owner of an engine process, from its spawn to its end.
 
     frames: zmq PULL socket to read from (one thread only, the caller's).
     remote: where its ranks of other nodes are, if it has some.
@@ -129,10 +129,10 @@ class EngineProcess:
             self._process.kill()
 
     def close(self, timeout: float) -> None:
-        """Ask it to stop, kill it after timeout seconds, and give back process, thread, sockets and
-        files.
+        """Ask the process to stop, kill it after `timeout` seconds, and release its resources.
 
-        Blocks. Idempotent. The caller must have stopped reading frames.
+        These are the process, its thread, the sockets and files. Blocks. Idempotent. The caller
+        must have stopped reading frames.
         """
         with contextlib.suppress(EngineDead):
             self.send(Control("stop"))

@@ -341,7 +341,7 @@ def count_blocks(
 
 
 def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
-    """Raises ConfigError where as many KV blocks as were asked for do not fit."""
+    """Raise ConfigError where as many KV blocks as were asked for do not fit."""
     if num_blocks * block_bytes > free:
         raise ConfigError(
             f"num_blocks: {num_blocks} blocks need {num_blocks * block_bytes / GIB:.2f} GiB and "
@@ -352,7 +352,7 @@ def check_blocks(num_blocks: int, block_bytes: int, free: int) -> None:
 
 
 def check_weights(parts: Sequence[Model], free: int) -> None:
-    """Raises ConfigError where the weights do not fit while they are loaded.
+    """Raise ConfigError where the weights do not fit while they are loaded.
 
     Without this check the system would end the process.
     parts: models that are loaded at once.
@@ -368,7 +368,7 @@ def check_weights(parts: Sequence[Model], free: int) -> None:
 
 @contextmanager
 def fits_on(device: torch.device, what: str, ways_out: str, *, param: str) -> Iterator[None]:
-    """Raises ConfigError with the numbers where the device runs out of memory inside."""
+    """Raise ConfigError with the numbers where the device runs out of memory inside."""
     try:
         yield
         return

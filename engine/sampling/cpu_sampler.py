@@ -59,9 +59,9 @@ def apply_masks(x: F32, mask_of: I32, masks: I32) -> None:
 def choose(
     x: F32, params: ParameterRows, rows: list[int], positions: I64
 ) -> tuple[I64, NDArray[np.bool_]]:
-    """Edited logits -> (tokens [num_samples], bad [num_samples]: the row has no valid token, its
-    token is 0).
+    """Choose a token for each row of edited logits x [num_samples, vocab].
 
+    Returns tokens [num_samples] and bad [num_samples]: the row has no valid token, its token is 0.
     Overwrites the logits of rows with filters.
     """
     sampled = [s for s, row in enumerate(rows) if params.needs[row] & SAMPLED]
@@ -91,7 +91,7 @@ def choose(
 
 
 def _group_max(x: F32) -> F32:
-    """[vocab] -> the largest logit of each of philox's groups, NaN if there is one."""
+    """Return the largest logit of x [vocab] in each of philox's groups, NaN if one is NaN."""
     size = philox.TOKENS_PER_BLOCK
     whole = x.size // size * size
     out = np.full((-(-x.size // size), philox.GROUPS_PER_BLOCK), -np.inf, np.float32)
@@ -109,9 +109,9 @@ def _group_max(x: F32) -> F32:
 
 
 def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: I64) -> I64:
-    """argmax over tokens of logit / temperature + gumbel: [n] token ids, of the rows source [n] of
-    x.
+    """Return the argmax over tokens of logit / temperature + gumbel: token ids [n].
 
+    source: the rows of x that are sampled [n].
     A group's best logit with its smallest exponential bounds its scores. Groups with good bounds
     are computed first; then only those whose bound is not below what these gave.
     """
@@ -155,7 +155,7 @@ def _gumbel_argmax(x: F32, source: I64, group_best: F32, words: I32, positions: 
 
 
 def top(x: F32, k: int, group_best: F32 | None = None) -> I64:
-    """Ids of the k largest logits, best first, equal ones by id. x [vocab] without NaN."""
+    """Return the ids of the k largest logits of x [vocab], without NaN: best first, ties by id."""
     group_best = _group_max(x) if group_best is None else group_best
     ids = np.arange(x.size)
     if k < group_best.size:  # k groups have something this large, so nothing smaller is needed
@@ -166,7 +166,7 @@ def top(x: F32, k: int, group_best: F32 | None = None) -> I64:
 
 
 def _allowed(x: F32, group_best: F32, words: I32) -> I64:
-    """Ids of the tokens that min_p, top_k and then top_p leave. The largest logit is finite."""
+    """Return the ids of tokens that min_p, top_k, then top_p leave. The largest logit is finite."""
     floats = words.view(np.float32)
     scale, top_p, log_min_p = floats[[word.INV_TEMPERATURE, word.TOP_P, word.LOG_MIN_P]]
     top_k = int(words[word.TOP_K])
@@ -185,9 +185,10 @@ def _allowed(x: F32, group_best: F32, words: I32) -> I64:
 
 
 def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
-    """Ids of the most likely tokens that hold top_p of the mass from log_min_p up, equal ones by
-    id. gap [vocab]: how far each log-probability is from the largest, in the order of x [vocab].
+    """Return the ids of the most likely tokens that hold top_p of the mass from log_min_p up.
 
+    Ties are broken by id.
+    gap: how far each log-probability is from the largest, [vocab] in the order of x [vocab].
     Sorting a flat distribution would cost more than all the rest: find how deep the nucleus goes,
     then halve the range that its last token can be in until few tokens are left to sort.
     """
@@ -220,9 +221,12 @@ def _nucleus(x: F32, gap: F32, top_p: float, log_min_p: float) -> I64:
 
 
 def logprobs(x: F32, token: int, k: int) -> tuple[float, int, I64, F32, float]:
-    """Raw logits x [vocab] -> (log-probability of token, its rank from 1, ids and log-probabilities
-    of the top k, log of the sum of exp(x)). All NaN, of the first ids, where the model has no
-    distribution."""
+    """Compute a token's log-probabilities from raw logits x [vocab].
+
+    Returns the token's log-probability, its rank from 1, ids and log-probabilities of the top k,
+    and log of the sum of exp(x). All are NaN, of the first ids, where the model has no
+    distribution.
+    """
     best = x.max()
     if not np.isfinite(best):
         return math.nan, 1, np.arange(k), np.full(k, np.nan, np.float32), math.nan

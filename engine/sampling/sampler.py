@@ -165,7 +165,7 @@ class Sampler:
         self._rows.flush()
 
     def plan(self, rows: list[int]) -> SamplePlan:
-        """The cheapest plan that serves these rows."""
+        """Return the cheapest plan that serves these rows."""
         needs, logprobs = 0, -1
         for row in rows:
             needs |= self._rows.needs[row]

@@ -1,4 +1,4 @@
-"""Admission: may the oldest waiting request start now? Strategies by name, in two tables.
+"""Admission: whether the first waiting request may start now. Strategies by name, in two tables.
 
 Whether memory allows it (`ADMISSION`):
 

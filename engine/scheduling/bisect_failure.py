@@ -1,4 +1,4 @@
-"""FailureBisection: a step has raised; which of its requests is the poison request?
+"""FailureBisection: the search for the poison request of a step that has raised.
 
 All requests go back to the queue. The requests of the failed step run again in halves, one group at
 a time and no other request beside it. A failing half is split again, until one request fails alone:

@@ -1,4 +1,4 @@
-"""StateCache: what layers keep of a whole request, and snapshots of it that others go on from.
+"""StateCache: the states of recurrent layers, and snapshots from which other requests go on.
 
 A slot has one state of each such layer. The first slots are the rows of requests, the rest are for
 snapshots (`engine.scheduling.snapshots` says of what), which also lie in rows that no request has.
