@@ -22,8 +22,8 @@ from engine.lora.tiers.adapter import Loader
 from engine.lora.tiers.store import AdapterStore
 from engine.messages import EngineRequest, Ready
 from engine.models.registry import Model, build_model
-from engine.parallel.opening import Activations, Open, Place, alone, first, other
 from engine.parallel.ranks import Ranks
+from engine.parallel.rendezvous import Activations, Open, Place, alone, first, other
 from engine.pooled_checkpoint import read_head, read_pooling
 from engine.pooling import Pooling
 from engine.resolve import Resolved, resolve
@@ -204,7 +204,7 @@ def build_rank(
     """Build the part of another rank of the model than the first.
 
     Returns the rank's runner, its place among the ranks, and the loader of its adapter slots.
-    memory, meet: see `engine.parallel.opening.other`.
+    memory, meet: see `engine.parallel.rendezvous.other`.
     """
     open_place = other(rank, config, memory, meet)
     part = _build_part(config, rank, open_place, _StartTimes(None), None, None)

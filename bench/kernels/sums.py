@@ -5,7 +5,7 @@ in CUDA graphs.
 
 Prints a JSON line for each size: microseconds of a sum by one shot, by two shots and by NCCL; and
 of the sum, the residual and the norm behind it, in one kernel and apart. The last line has where
-the ways cross, as `engine.parallel.peers.CROSSINGS` keeps it.
+the ways cross, as `engine.parallel.peer_group.CROSSINGS` keeps it.
 
 --sweep: how many programs a sum has and how large their tiles are, for messages of up to 16 MB,
 alone and with the norm. It prints a line for each, then a table, and last what to set in
@@ -32,9 +32,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from bench.kernels.measure import time_us
 from bench.report.result_file import versions
-from engine.parallel import opening
+from engine.parallel import rendezvous
 from engine.parallel.group import DistributedGroup
-from engine.parallel.peers import PeerGroup
+from engine.parallel.peer_group import PeerGroup
 from kernels import peer_sums
 from kernels.norm import rms_norm
 
@@ -204,13 +204,13 @@ def rank(number: int, size: int, port: int, one_gpu: bool, swept: bool) -> None:
     device = torch.device("cuda", 0 if one_gpu else number)
     torch.cuda.set_device(device)
     if one_gpu:
-        opening.BACKEND = "gloo"
+        rendezvous.BACKEND = "gloo"
     if swept:  # the largest region of all settings
         peer_sums.PROGRAMS = max(programs for programs, _ in SETTINGS)
         peer_sums.LARGEST = SWEPT[-1]
     store = TCPStore("127.0.0.1", port, is_master=not number, wait_for_workers=False)
-    nothing = opening.Activations(1, 1, 1, torch.bfloat16)
-    group = opening.distributed(number, size, 1, device, store, nothing, exact=False).group
+    nothing = rendezvous.Activations(1, 1, 1, torch.bfloat16)
+    group = rendezvous.distributed(number, size, 1, device, store, nothing, exact=False).group
     if not isinstance(group, PeerGroup):
         raise SystemExit("these GPUs do not see each other's memory; see the log")
 

@@ -48,8 +48,8 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
 logger = logging.getLogger("manta.engine")
 
-LAST_WORDS_MS = 1000  # how long to wait for the parent to take the last frame
-LAST_WORDS_OF_RANK = 0.2  # seconds for the same, where the step loop may hang in a sum
+LAST_FRAME_MS = 1000  # how long to wait for the parent to take the last frame
+RANK_EXIT_SECONDS = 0.2  # the same, in seconds, where the step loop may hang in an all-reduce
 PULSE_SECONDS = 0.5
 # Idle milliseconds before the invariants are checked. That takes 11 ms for the blocks of a large
 # device, and a client that sends one request after the other would wait for it each time.
@@ -361,7 +361,7 @@ def main() -> int:
     def fail(error: MantaError) -> None:
         """End the process because a rank has exited: the running step would never end."""
         send(_failure(error, "a rank has ended"))
-        time.sleep(LAST_WORDS_OF_RANK)
+        time.sleep(RANK_EXIT_SECONDS)
         os._exit(1)
 
     code, ends = 1, contextlib.ExitStack()
@@ -385,7 +385,7 @@ def main() -> int:
     ends.close()
     inbox.close(0)
     with outbox_lock:
-        outbox.close(LAST_WORDS_MS)
+        outbox.close(LAST_FRAME_MS)
     context.term()
     return code
 

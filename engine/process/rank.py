@@ -28,7 +28,7 @@ from engine.process.lifeline import read_start, set_threads, tie_to_parent
 
 if TYPE_CHECKING:
     from engine.lora.loader import AdapterLoader
-    from engine.parallel.opening import Place
+    from engine.parallel.rendezvous import Place
     from engine.runner.model_runner import ModelRunner
     from engine.runner.staged_result import StagedResult
     from engine.sampling.device_result import DeviceResult

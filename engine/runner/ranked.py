@@ -1,8 +1,8 @@
 """RankedRunner: the runner of rank 0, which has the other ranks run each step too."""
 
 from engine.batch import Batch
-from engine.parallel.opening import Place
 from engine.parallel.ranks import Ranks
+from engine.parallel.rendezvous import Place
 from engine.runner.model_runner import ModelRunner
 from engine.runner.staged_result import StagedResult
 from engine.sampling.device_result import DeviceResult

@@ -13,15 +13,15 @@ import os
 import sys
 import torch
 import torch.distributed as dist
-from engine.parallel import opening
-opening.BACKEND = "gloo"
+from engine.parallel import rendezvous
+rendezvous.BACKEND = "gloo"
 
 rank, size, stages, file = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 each = size // stages
-handed_on = opening.Activations(2, 8, 5, torch.float32)
+handed_on = rendezvous.Activations(2, 8, 5, torch.float32)
 device = torch.device("cpu")
 store = dist.FileStore(file, size)
-place = opening.distributed(rank, size, stages, device, store, handed_on, False)
+place = rendezvous.distributed(rank, size, stages, device, store, handed_on, False)
 assert (place.group.rank, place.group.size) == (rank % each, each)
 assert place.stage.number == rank // each and not place.recovers
 assert place.world.least(7 - rank) == 8 - size

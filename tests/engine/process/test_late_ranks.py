@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.parallel import opening
-from engine.parallel.opening import Activations, Place
+from engine.parallel import rendezvous
+from engine.parallel.rendezvous import Activations, Place
 from engine.parallel.shared_memory import RankFailed
 from tests.engine.process.test_process import wait_until
 
@@ -24,7 +24,7 @@ def test_which_rank_is_late(size: int, stages: int, absent: int) -> None:
     """Bugs: the first rank of a stage is named for a neighbour that it waits for; the number is
     that in the stage; a rank that waits itself is named."""
     memory = os.memfd_create("ranks")
-    places = [opening._shared(rank, size, stages, memory, HANDED_ON) for rank in range(size)]
+    places = [rendezvous._shared(rank, size, stages, memory, HANDED_ON) for rank in range(size)]
     os.close(memory)
     failed = []
 
@@ -74,7 +74,7 @@ def test_the_log_names_it(
             return wait
         raise Enough
 
-    monkeypatch.setattr(opening, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=lambda seconds: None))
     with caplog.at_level(logging.WARNING, "manta.engine"), pytest.raises(Enough):
-        opening._name_the_late(SimpleNamespace(late=late), 3)  # type: ignore[arg-type]
+        rendezvous._name_the_late(SimpleNamespace(late=late), 3)  # type: ignore[arg-type]
     assert [record.message for record in caplog.records] == ["rank 2 of 3 is late by 5 s"]

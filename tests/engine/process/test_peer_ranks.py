@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from engine import resolve
 from engine.config.engine_config import EngineConfig
-from engine.parallel import opening, peers
-from engine.parallel.peers import PeerGroup
+from engine.parallel import peer_group, rendezvous
+from engine.parallel.peer_group import PeerGroup
 from engine.parallel.ranks import Ranks
 from kernels.peer_sums import LARGEST
 from tests.engine.process.ranked import (
@@ -34,9 +34,9 @@ ON_ONE_GPU = """
 import os
 import torch
 from engine import resolve
-from engine.parallel import opening
+from engine.parallel import rendezvous
 resolve._device = lambda config, rank: torch.device("cuda", 0)
-opening.BACKEND = "gloo"
+rendezvous.BACKEND = "gloo"
 from engine.process import rank
 os._exit(rank.main())
 """
@@ -50,7 +50,7 @@ class OnOneGpu(Ranks):
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     monkeypatch.setattr(resolve, "_device", lambda config, rank: torch.device("cuda", 0))
-    monkeypatch.setattr(opening, "BACKEND", "gloo")
+    monkeypatch.setattr(rendezvous, "BACKEND", "gloo")
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -154,6 +154,6 @@ def test_stages_on_two_gpus(tmp_path: Path, options: dict[str, Any]) -> None:
 def test_crossings_are_of_as_many_ranks_or_the_next_more() -> None:
     """Bug: a number of ranks that the table does not have."""
     for size, row in ((2, 2), (3, 4), (4, 4), (6, 8), (8, 8), (16, 8)):
-        assert PeerGroup(0, size).crossings == peers.CROSSINGS[row]
-    for few, most in peers.CROSSINGS.values():
+        assert PeerGroup(0, size).crossings == peer_group.CROSSINGS[row]
+    for few, most in peer_group.CROSSINGS.values():
         assert few <= most <= LARGEST

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError, EngineDead, MantaError
 from engine.parallel.connections import RemoteRanks, accept, connect
-from engine.parallel.opening import same_kind
 from engine.parallel.rank_host import RankHost
 from engine.parallel.ranks import Ranks
+from engine.parallel.rendezvous import same_kind
 from tests.engine.process.ranked import (
     add_adapters,
     config_of,

@@ -1,4 +1,4 @@
-"""The opening of a model's ranks: how they come together, once each knows its device."""
+"""Rendezvous: how the ranks of a model come together, once each knows its device."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from engine.config.engine_config import EngineConfig
 from engine.errors import ConfigError
 from engine.parallel.group import DistributedGroup, TensorParallelGroup
 from engine.parallel.link import DistributedLink, Link, SharedMemoryLink, ring
-from engine.parallel.peers import over_peers
+from engine.parallel.peer_group import over_peers
 from engine.parallel.ranks import Ranks
 from engine.parallel.shared_memory import RankFailed, SharedMemoryGroup
 from engine.parallel.stages import Stage
