@@ -313,7 +313,7 @@ def _tell(progress: Progress | None) -> Callable[[Loading], None]:
     """
     logged = 0.0
 
-    def tell(loading: Loading) -> None:
+    def report(loading: Loading) -> None:
         nonlocal logged
         over = loading.done == loading.total
         if progress is not None:
@@ -322,7 +322,7 @@ def _tell(progress: Progress | None) -> Callable[[Loading], None]:
             logged = loading.seconds
             logger.info("weights: %s", loading)
 
-    return tell
+    return report
 
 
 def _rehearse(core: EngineCore) -> None:

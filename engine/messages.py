@@ -161,7 +161,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     adapters: list[str] = []  # on the device, the next to go last
     adapter_loads: int = 0  # host to device, since start
     out_of_memory: int = 0  # steps that the device had no memory for, since start
-    rows: int = 0  # requests that can run at once; 0: not told
+    rows: int = 0  # requests that can run at once; 0: unknown
     routers: int = 0  # that share the replica; put in by the replica
     reserved_blocks: int = 0  # at their full length, of all that run; shared ones of each
     # Of models whose layers keep states of requests: one a running request, of so many, and

@@ -1,4 +1,4 @@
-"""resolve(config) -> Resolved: every "auto" and 0 decided, once, before anything is loaded."""
+"""Resolves a configuration: every "auto" and 0 is decided once, before anything is loaded."""
 
 import logging
 import os
@@ -253,11 +253,10 @@ def _check_devices(config: EngineConfig) -> None:
 
 
 def spreads_experts(model: ModelConfig, ranks: int, asked: bool | None) -> bool:
-    """Whether each rank has some experts whole, and not a part of each. asked: expert_parallel's
-    value.
+    """Whether each rank has some whole experts instead of a part of each. asked: expert_parallel.
 
-    A part of each gives all ranks equal work whatever is chosen, but thin products. Where to change
-    over is what others measured (vLLM, SGLang): from about 8 ranks, or below 64 columns, on.
+    A part of each gives all ranks equal work whatever is chosen, but narrow matmuls. Where to
+    change over is what others measured (vLLM, SGLang): from about 8 ranks, or below 64 columns, on.
     """
     if ranks == 1 or model.experts is None:
         return False

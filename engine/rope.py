@@ -1,4 +1,4 @@
-"""Rope: how positions are rotated, and how config.json says it."""
+"""Rope: the rotary embedding of a model, and its keys in config.json."""
 
 import math
 from collections.abc import Mapping
@@ -8,16 +8,16 @@ from typing import Any
 from engine.config_reader import Reader
 from engine.errors import ConfigError
 
-# "mrope" turns text as "default" does: its three positions coincide. "dynamic" stretches from
+# "mrope" rotates text as "default" does: its three positions coincide. "dynamic" stretches from
 # max_position_embeddings on, where we do not go. "su" is what longrope was first called.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "su", "dynamic", "mrope")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding. Fields after ``factor`` mean nothing to types that are not named.
+    """A rotary embedding. Fields after ``factor`` mean nothing to types that are not named.
 
-    dim: elements of a head that turn, the first ones; 0 = all.
+    dim: elements of a head that are rotary, the first ones; 0 = all.
     """
 
     theta: float
@@ -31,7 +31,7 @@ class Rope:
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # cosines and sines are multiplied by it: yarn, longrope
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    part: float = 1.0  # proportional: of the pairs, those that turn; the others keep their places
+    part: float = 1.0  # proportional: the share of rotary pairs; others keep their places
     # longrope, [dim / 2]: what divides each frequency where all texts are as short as in the first
     # training, and where they may be longer
     short_factors: tuple[float, ...] = ()
@@ -39,8 +39,11 @@ class Rope:
 
 
 def read_rope(config: Reader, head_dim: int) -> Rope:
-    """transformers 5 writes rope_parameters, with one object for each type of layer where these
-    differ; before, rope_theta and rope_scaling were apart."""
+    """Read the rotary embedding of config.json.
+
+    transformers 5 writes rope_parameters, with one object for each type of layer where these
+    differ; before, rope_theta and rope_scaling were apart.
+    """
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     read = config.inner(key)
     if isinstance(read.get("full_attention"), dict):
@@ -82,8 +85,11 @@ def read_rope(config: Reader, head_dim: int) -> Rope:
 
 
 def _longrope(config: Reader, read: Reader, rope: Rope, head_dim: int) -> Rope:
-    """Ding et al. 2024. The factors for long texts hold from the first token on, if texts may be
-    long: keys in the cache cannot be turned again."""
+    """Read a longrope embedding (Ding et al. 2024).
+
+    The factors for long texts hold from the first token on, if texts may be long: keys in the cache
+    cannot be rotated again.
+    """
     positions = config.size("max_position_embeddings")
     # Phi 3 says it outside, which counts first.
     original = config.size(
@@ -121,8 +127,10 @@ def _yarn_attention_factor(read: Reader, factor: float) -> float:
 
 
 def stretch_positions(config: Reader, positions: int, scaling: Mapping[str, Any]) -> int:
-    """Put the setting in the place of config.json's own scaling; how many positions there are
-    then. positions: without it."""
+    """Replace config.json's own scaling by the setting; returns how many positions there are then.
+
+    positions: the number without the setting.
+    """
     settings = Reader(dict(scaling), "rope_scaling")
     kind = settings.get("rope_type")
     if kind not in _STRETCHES:

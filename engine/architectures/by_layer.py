@@ -49,11 +49,11 @@ def three_to_one(i: int) -> str:
     return WINDOW if (i + 1) % 4 else FULL
 
 
-def turning(config: Reader, layers: int) -> list[bool]:
+def rotary_layers(config: Reader, layers: int) -> list[bool]:
     """Return whether each layer is rotary: every fourth is not, unless the file says otherwise."""
     interval = config.size("no_rope_layer_interval", 4)
-    turns = of_layers(config, "no_rope_layers", layers, int)
-    return [bool(turn) for turn in turns or ((i + 1) % interval != 0 for i in range(layers))]
+    flags = of_layers(config, "no_rope_layers", layers, int)
+    return [bool(flag) for flag in flags or ((i + 1) % interval != 0 for i in range(layers))]
 
 
 def of_layers(config: Reader, key: str, layers: int, *kinds: type) -> list[Any] | None:

@@ -454,7 +454,7 @@ GGUFS: tuple[Gguf, ...] = (
         },
     ),
     Gguf("XverseForCausalLM", "xverse", rows=_PERMUTED),
-    # Of all sizes: the number of heads tells the 13B, and the vocabulary the second ones.
+    # For all sizes: the number of heads shows the 13B, and the vocabulary the second ones.
     Gguf(
         "BaichuanForCausalLM",
         "baichuan",

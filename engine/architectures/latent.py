@@ -92,8 +92,8 @@ def _last_halves(latent: Latent, before: int, heads: int) -> "NDArray[np.int64]"
 
     rows = np.arange(heads * (before + latent.rope)).reshape(heads, -1)
     if latent.neighbours:
-        turned = rows[:, before:].reshape(heads, -1, 2).swapaxes(1, 2).reshape(heads, -1)
-        rows = np.concatenate((rows[:, :before], turned), axis=1)
+        rotary = rows[:, before:].reshape(heads, -1, 2).swapaxes(1, 2).reshape(heads, -1)
+        rows = np.concatenate((rows[:, :before], rotary), axis=1)
     return rows.ravel()
 
 
@@ -133,5 +133,5 @@ LATENT: Mapping[str, CheckpointTensor] = {
     "latent_norm": CheckpointTensor((f"{_ATTENTION}kv_a_layernorm",)),
     "kv_b": CheckpointTensor((f"{_ATTENTION}kv_b_proj",)),
 }
-# Biases of some of the matrices that are one product here; no model has them.
+# Biases of some of the matrices that are one matmul here; no model has them.
 UNBIASED = {"attention_bias": (False,)}

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 # Only code that loads a model imports numpy: routers and the command line read records too.
 
 
-def half_pairs(heads: int, size: int, turning: int | None = None) -> "NDArray[np.int64]":
+def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.int64]":
     """Return the stored rows of `heads` heads of this size, whose rotary pairs are neighbours.
 
-    Stored pairs are (0, 1), (2, 3) and so on; ours are (0, turning / 2), (1, turning / 2 + 1) ...
+    Stored pairs are (0, 1), (2, 3) and so on; ours are (0, rotary / 2), (1, rotary / 2 + 1) ...
 
-    turning: how many of each head's rows are rotary; the rest stay where they are. None: all.
+    rotary: how many of each head's rows are rotary; the rest stay where they are. None: all.
     """
     import numpy as np
 
-    turning = size if turning is None else turning
+    rotary = size if rotary is None else rotary
     rows = np.arange(heads * size).reshape(heads, size)
-    turned = rows[:, :turning].reshape(heads, -1, 2).swapaxes(1, 2).reshape(heads, -1)
-    return np.concatenate((turned, rows[:, turning:]), axis=1).ravel()
+    paired = rows[:, :rotary].reshape(heads, -1, 2).swapaxes(1, 2).reshape(heads, -1)
+    return np.concatenate((paired, rows[:, rotary:]), axis=1).ravel()
 
 
 def neighbours(model: "ModelConfig") -> "NDArray[np.int64]":

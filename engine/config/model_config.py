@@ -68,7 +68,7 @@ class LayerAttention:
     bidirectional: it sees all keys of its text, or those with |t - s| <= window, and keeps none.
     latent: its keys and values are of latents, of which the cache has one "head" a token, and no
         values beside it; head_dim is that head's.
-    gated: what was attended is multiplied by the sigmoid of a product of the layer's input.
+    gated: the output is multiplied by the sigmoid of a projection of the layer's input.
     softplus_gates: it is multiplied by the softplus of another one, of so many elements a head: 1,
         or head_dim; 0 = it is not.
     attended_scale: it is multiplied by this number.
@@ -198,13 +198,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     max_positions: int
     dtype: str  # of the checkpoint
-    quantized: Quantized | None = None  # what it keeps in fewer bits
+    quantized: Quantized | None = None  # how the checkpoint stores quantised weights
     attention: tuple[LayerAttention, ...] = ()  # () at construction: all layers are plain
     experts: Experts | None = None
     mlp_sizes: tuple[int, ...] = ()  # of each layer, 0 = no MLP; () = intermediate_size
     layer_input_size: int = 0  # of what each token has for each layer beside its embedding
     layer_input_rows: int = 0  # tokens that have it
-    generates: bool = True  # False: the checkpoint has no head, and makes vectors of texts alone
+    generates: bool = True  # False: an embedding model, whose checkpoint has no head
     classifies: bool = False  # the head gives a number for each label of a text: engine/pooling.py
 
     def __post_init__(self) -> None:

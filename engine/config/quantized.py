@@ -42,7 +42,7 @@ class Scheme:
     weight, scale, total: names of the tensors behind the matrix's, where a kind has several.
     divides: "nvfp4": the scale of the matrix divides.
     nested: "nf4": scales are in 8 bits themselves.
-    activations: bits of the inputs of products, as the file says; other than 8 are taken as they
+    activations: bits of the inputs of matmuls, as the file says; other than 8 are taken as they
         come.
     """
 
@@ -145,7 +145,7 @@ class Quantized:
         """Whether the checkpoint's tensor of this name is not read.
 
         Such tensors repeat config.json, or are activation scales that calibration found.
-        Activations are rounded by their own size, or not at all.
+        Activations are quantised by their own size, or not at all.
         """
         if name.endswith((".g_idx", ".weight_g_idx")):
             scheme = self.scheme(name.rpartition(".")[0])

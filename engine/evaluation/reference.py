@@ -108,7 +108,7 @@ def _load(folder: Path, config: ModelConfig, dtype: torch.dtype, attention: str)
     kind = getattr(transformers, name, None)
     if kind is None:
         raise NoReference(f"transformers {transformers.__version__} has no code for {name}")
-    if config.quantized is not None:  # transformers rounds what it expands, or needs a GPU for it
+    if config.quantized is not None:  # transformers rounds dequantised weights, or needs a GPU
         raise NoReference(f"the folder's weights are {config.quantized.name}")
     needed = _bytes(folder, dtype)
     if needed > (free := available_host_memory()):

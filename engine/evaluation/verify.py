@@ -299,16 +299,16 @@ def _texts(
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
     few = ids[:FEW]
 
-    def told(what: str, count: int) -> Callable[[int], None]:
+    def report_progress(what: str, count: int) -> Callable[[int], None]:
         return lambda tokens: progress(
             f"greedy text{what}, {tokens} of {count * max_tokens} tokens"
         )
 
-    together = run(core, ids, params, progress=told("", len(ids)))
+    together = run(core, ids, params, progress=report_progress("", len(ids)))
     core.reset_prefix_cache()
     for name in ("alone", "from the prefix cache"):
         progress(f"greedy text {name}")
-        counting = told(f" {name}", len(few))
+        counting = report_progress(f" {name}", len(few))
         again = run(core, few, params, together=False, progress=counting)
         counts = report.own_text[name] = Texts(len(again))
         for number, (output, other) in enumerate(zip(together, again, strict=False)):

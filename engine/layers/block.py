@@ -1,4 +1,4 @@
-"""Block: what stands between two norms of a decoder layer."""
+"""Block: the computation between two norms of a decoder layer."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -31,7 +31,7 @@ class Block(Protocol):
 
     @property
     def activations(self) -> int:
-        """Elements a token that are alive at once inside, beside the residual and its norm."""
+        """Elements a token that are alive at once inside, without the residual and its norm."""
         ...
 
     def forward(
@@ -43,5 +43,6 @@ class Block(Protocol):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)), added to residual and written over it if there is one."""
+        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
+        over it."""
         ...

@@ -1,4 +1,4 @@
-"""Builder: makes the linear layers and norms of a model as its architecture's record has them."""
+"""Builder: makes the linear layers and norms that an architecture's record describes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from kernels.experts.routing import up_rows
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """What all parts of a model share. Sizes passed in are those of the whole model.
+    """The settings that all parts of a model share. Sizes passed in are those of the whole model.
 
     ours: in methods, a name of the record's tensors.
     layer: the number of a decoder layer; None outside of the layers.
@@ -112,10 +112,10 @@ class Builder:
         return RowParallelLinear(spec, self.method, self.group)
 
     def norm(self, ours: str, size: int, *, of_residual: bool = False, scale: float = 1.0) -> Norm:
-        """Make a norm of the config's kind.
+        """Make a norm of the kind that the config names.
 
-        of_residual: whether the norm reads the residual, which is kept divided by residual_scale so
-            that blocks can add to it as they are; a norm does not see that but for its eps.
+        of_residual: whether the norm reads the residual. The residual is divided by residual_scale,
+            so that blocks add to it as they are; the norm needs another eps for that.
         scale: the factor of the output.
         """
         config = self.config
@@ -140,7 +140,7 @@ class Builder:
     def head_products(
         self, ours: str, out_features: int, rank: int, rows: tuple[int, int]
     ) -> HeadProducts:
-        """Make the layer that turns latents into keys and values.
+        """Make the layer that projects latents to keys and values.
 
         rows: the range that this rank has.
         """
@@ -148,7 +148,7 @@ class Builder:
         return HeadProducts(self._spec(ours, parts, False), self.method)
 
     def unit_norm(self, size: int, eps: float | None = None) -> RMSNorm:
-        """An RMS norm without weights."""
+        """Make an RMS norm without weights."""
         ones = torch.ones(size, dtype=self.activation_dtype, device=self.device)
         return RMSNorm(self.kernels, ones, self.config.norm_eps if eps is None else eps)
 
@@ -175,8 +175,7 @@ class Builder:
         return Parameter(f"{self._name(ours)}.weight", tensor, sources, std=0.0)
 
     def sinks(self, heads: int, kept: tuple[int, int]) -> Parameter:
-        """Make this rank's part of the sinks, a float32 vector of all heads, stored under the
-        record's name."""
+        """Make this rank's part of the attention sinks, a float32 vector over all heads."""
         (name,) = self.stored("sinks").names
         begin, end = kept
         tensor = torch.empty(end - begin, dtype=torch.float32, device=self.device)
@@ -206,8 +205,8 @@ class Builder:
     ) -> Parameter:
         """Make a float32 vector of pieces of these sizes.
 
-        The pieces are stored in any shape under one name each, or all under the record's whole
-        name.
+        The checkpoint stores each piece under a name, or all of them under the record's whole name,
+        in any shape.
 
         ranges: the range of each piece that this rank has; None = all.
         std, scale: see `Parameter`.
@@ -231,8 +230,8 @@ class Builder:
         return Parameter(self._name(ours), tensor, sources, std=std, scale=scale)
 
     def experts(self) -> ExpertsSpec:
-        """Return the spec of this layer's experts: this rank's part of each expert, or its whole
-        experts."""
+        """Return the spec of this layer's experts: a part of each expert, or whole experts of this
+        rank."""
         experts = self.config.experts
         assert experts is not None
         size, hidden = experts.size, self.config.hidden_size
@@ -318,15 +317,14 @@ class Builder:
         return tuple(sources)
 
     def numbers(self, ours: str, names: Sequence[str]) -> Parameter:
-        """Make a float32 vector of single numbers that the checkpoint keeps under these names below
-        ours."""
+        """Make a float32 vector of single numbers, each stored under its own name."""
         (prefix,) = self.stored(ours).names
         tensor = torch.empty(len(names), dtype=torch.float32, device=self.device)
         sources = tuple(Source(f"{prefix}.{name}", (1,)) for name in names)
         return Parameter(self._name(ours), tensor, sources, std=0.0)
 
     def table(self, ours: str, rows: int, begin: int, end: int, width: int) -> Parameter:
-        """Make the rows from begin to end of a table of so many rows, looked up by number."""
+        """Make rows begin to end of a table of so many rows, which are looked up by index."""
         (name,) = self.stored(ours).names
         tensor = torch.empty(end - begin, width, dtype=self.dtype, device=self.device)
         source = Source(f"{name}.weight", (rows, width), (begin, end))

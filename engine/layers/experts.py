@@ -1,5 +1,4 @@
-"""A mixture of experts in the place of an MLP: each token goes through a few of many small MLPs,
-and through a shared one where the model has it."""
+"""The mixture of experts of a layer: a router, the experts, and a shared MLP if there is one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +17,8 @@ from kernels.metadata import AttentionMeta
 
 
 class Stack:
-    """The experts of one layer, as a LinearMethod keeps them. Each rank has a part of each, or
-    some of them whole."""
+    """The experts of one layer in the form of a LinearMethod: a part of each expert, or some whole
+    ones."""
 
     def __init__(self, build: Builder) -> None:
         self.method = build.method
@@ -42,9 +41,11 @@ class Stack:
             self.places = torch.tensor(places, dtype=torch.int32, device=build.device)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
-        """See `Kernels.experts`, whose result is this rank's summand. ids: of the whole layer.
-        Every rank has all tokens and chooses alike, so nothing is sent: what belongs to experts of
-        another rank is left out here and comes with the sum."""
+        """Compute this rank's part of `Kernels.experts`. ids: of the whole layer.
+
+        Every rank has all tokens and routes alike, so nothing is sent. The all-reduce adds what
+        other ranks' experts compute.
+        """
         if self.places is not None:
             ids = self.places.index_select(0, ids.flatten()).view_as(ids)
         return self.method.apply_experts(self.state, x, weights, ids, residual)
@@ -66,7 +67,7 @@ class Stack:
 
 
 class Experts:
-    """sum over the chosen experts of weight * down(act(gate(x)) * up(x)), and the shared MLP."""
+    """The sum over chosen experts of weight * down(act(gate(x)) * up(x)), and the shared MLP."""
 
     def __init__(self, build: Builder) -> None:
         config = build.config
@@ -113,8 +114,8 @@ class Experts:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
+        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
+        over it."""
         x, weights, ids = self._routed(x, norm, residual)
         out = self._shared(x, kv, meta, residual)
         add_to = out if self.group.size == 1 else None
@@ -128,8 +129,8 @@ class Experts:
     def _routed(
         self, x: Tensor, norm: Norm | None, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route norm(x): returns it, in other memory than the residual, with its weights and its
-        experts."""
+        """Route norm(x). Returns norm(x), not in the residual's memory, its experts' weights and
+        their ids."""
         router, routing = (self.router.tensor, self.router_bias), self.config.routing
         if isinstance(norm, RMSNorm):
             return self.kernels.norm_route(
@@ -143,9 +144,12 @@ class Experts:
         return x, *self.kernels.route(logits, routing, self.correction)
 
     def _real(self, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the router says of experts that have weights, and the sum of the weights [n, 1] of
-        those that give back what they read. In the place of these stands the token's heaviest
-        other one, with weight 0: no further expert is met."""
+        """Replace the experts without weights, which return their input, by a chosen one with
+        weight 0.
+
+        Returns the weights and ids of the other experts, and the sum [n, 1] of the weights of those
+        without. The token's heaviest expert stands in, so no further expert is read.
+        """
         same = ids >= self.config.count
         own_weights = weights.masked_fill(same, 0.0)
         heaviest = ids.gather(1, own_weights.argmax(1, keepdim=True)).masked_fill_(
@@ -173,8 +177,10 @@ class Experts:
 
 
 class ExpertsBeside(Experts):
-    """norm(mlp(norm(x))) + norm(experts(norm(x))), each norm another one. The router has a norm of
-    its own too, and each expert a factor of its weight."""
+    """The sum norm(mlp(norm(x))) + norm(experts(norm(x))), with four different norms.
+
+    The router has a norm of its own too, and each expert a factor of its weight.
+    """
 
     def __init__(self, build: Builder) -> None:
         super().__init__(build)
@@ -214,7 +220,8 @@ class ExpertsBeside(Experts):
 
 
 class ExpertsAhead(Experts):
-    """mlp(norm(x)), and experts(norm(x)) for `MlpBehindExperts` (LongCat, arXiv 2509.01322)."""
+    """The MLP mlp(norm(x)), and experts(norm(x)) for `MlpBehindExperts` (LongCat, arXiv
+    2509.01322)."""
 
     def __init__(self, build: Builder) -> None:
         super().__init__(build)
@@ -245,7 +252,7 @@ class ExpertsAhead(Experts):
 
 
 class MlpBehindExperts(Mlp):
-    """mlp(norm(x)) and what the experts of the layer before have given."""
+    """The sum of mlp(norm(x)) and the output of the experts of the layer before."""
 
     def __init__(self, build: Builder) -> None:
         super().__init__(build)

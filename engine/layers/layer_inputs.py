@@ -1,5 +1,4 @@
-"""What a token has for each layer beside its embedding, and how a layer adds it (Gemma 4's E
-models)."""
+"""Inputs that each token has for each layer beside its embedding (Gemma 4's E models)."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
 """Linear: a matrix made and applied by a LinearMethod; whole, or one rank's rows or columns.
 
-A caller names what stands before and behind the product (norm, gate, residual, adapters), and here
-is decided what rides along with it. What does not fit is launched apart, with the same result.
+A caller names what comes before and behind the matmul (norm, gate, residual, adapters). Linear
+decides what is fused with it; the rest is launched apart, with the same result.
 
 The method is `forward` and not `__call__`, here and in the blocks: for `__call__` Python makes a
 tuple and a dict of the arguments each time, which with nine calls a layer was half of what an eager
@@ -22,8 +22,10 @@ from kernels.metadata import LoraLinear, LoraStep
 
 
 class Linear:
-    """A linear layer: x [n, in] -> [n, out]. Parts of several checkpoint matrices are merged along
-    the output."""
+    """A linear layer x [n, in] -> [n, out], whose output merges several checkpoint matrices.
+
+    transient: whether parameters have memory only while weights load.
+    """
 
     adaptable = True  # adapters may change it
 
@@ -58,7 +60,8 @@ class Linear:
         norm: Norm | None = None,
         gate: str | None = None,
     ) -> Tensor:
-        """gate(self(norm(x))); with a gate [n, out / 2], its rows come before the up's."""
+        """Compute gate(self(norm(x))). With a gate, [n, out / 2]: the gate's rows come before the
+        up's."""
         method, state = self.method, self.state
         if norm is not None:
             # A token without an adapter shall have the same numbers in a step with adapters, where
@@ -79,7 +82,7 @@ class Linear:
         return y if gate is None else kernels.GATES[gate](y)
 
     def _adapted(self, y: Tensor, x: Tensor, lora: LoraStep) -> Tensor:
-        """y, which is self(x), with each token's adapter added; written over y."""
+        """Add each token's adapter to y = self(x), written over y."""
         assert self.lora is not None
         return self.method.kernels.lora_add(y, x, self.lora, lora)
 
@@ -101,12 +104,14 @@ class RowParallelLinear(Linear):
         self.then: RMSNorm | None = None  # see `add_reduced`
 
     def takes_gate(self, x: Tensor, lora: LoraStep | None) -> bool:
-        """Whether the gate before it, for as many rows as x has, is better left to `inner`.
-        Adapters read what the gate gives."""
+        """Whether the gate before this layer is better left to `inner`, for as many rows as x has.
+
+        Adapters read the gate's output.
+        """
         return lora is None and self.method.takes_gate(self.state, x)
 
     def inner(self, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
-        """self(gate(both)) of both [n, 2 * in], or residual + that, written over residual."""
+        """Compute self(gate(both)) of both [n, 2 * in]; with a residual, add it in place."""
         if residual is not None and self.group.size == 1:
             return self.method.apply_inner(self.state, both, gate, residual)
         return self._summed(self.method.apply_inner(self.state, both, gate, None), residual)
@@ -114,7 +119,7 @@ class RowParallelLinear(Linear):
     def forward(  # type: ignore[override]  # nothing stands before it that could ride along
         self, x: Tensor, lora: LoraStep | None = None, *, residual: Tensor | None = None
     ) -> Tensor:
-        """self(x), or residual + self(x) written over residual."""
+        """Compute self(x); with a residual, add that to it in place."""
         if residual is not None and self.group.size == 1:  # else its place is behind the sum
             y = self.method.apply_add(self.state, x, residual)
             return y if lora is None else self._adapted(y, x, lora)
@@ -124,8 +129,7 @@ class RowParallelLinear(Linear):
         return self._summed(y, residual)
 
     def _summed(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """All-reduce y, this rank's part; a residual is written over with the residual plus the
-        sum."""
+        """All-reduce y, this rank's part; with a residual, add the sum to it in place."""
         if residual is None:
             return self.group.all_reduce(y)
         return add_reduced(self.group, y, residual, self.then)
@@ -147,11 +151,11 @@ def add_reduced(
 
 
 class HeadProducts(Linear):
-    """The layer that makes keys and values of a latent, kept as numbers.
+    """The layer that projects a latent to keys and values (MLA), kept as dense numbers.
 
-    Decodes multiply queries by one part of the matrix, and what was attended by the other, so that
-    no key or value is made. Adapters cannot change the layer, as every token of a step would need a
-    matrix of its own.
+    Decodes multiply queries by one part of the matrix, and the attended latents by the other, so
+    that no key or value is made. Adapters cannot change the layer, as every token of a step would
+    need a matrix of its own.
     """
 
     adaptable = False
@@ -166,7 +170,7 @@ class HeadProducts(Linear):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Make `weight` of the method's state: a matmul with the identity, or the dense weight
+        """Compute `weight` from the method's state: a matmul with the identity, or the dense weight
         itself."""
         super().finish()
         spec = self.spec

@@ -27,11 +27,14 @@ class Xielu:
 
 
 class Mlp:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) if the checkpoint has no gate."""
+    """The MLP down(act(gate(x)) * up(x)), or down(act(up(x))) if the checkpoint has no gate."""
 
     def __init__(self, build: Builder, prefix: str = "", size: int = 0) -> None:
-        """prefix: before the record's names of its tensors. size: the inner width, 0 = the
-        layer's."""
+        """Make the MLP.
+
+        prefix: the beginning of the record's names of its tensors.
+        size: the inner width; 0 = the layer's.
+        """
         config = build.config
         hidden, bias = config.hidden_size, config.mlp_bias
         inter = size or config.mlp_size(build.layer)
@@ -69,8 +72,8 @@ class Mlp:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
+        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
+        over it."""
         if self.factors is not None:
             both = self.up.forward(x, meta.lora, norm=norm)
             inner = self.gate(self.kernels.scale_columns(both, self.factors))

@@ -1,4 +1,4 @@
-"""Norms. What a product can take along is an RMSNorm; others are launched before it."""
+"""Norms. An RMSNorm can be fused with the matmul behind it; other norms are launched before."""
 
 from typing import Protocol
 
@@ -12,19 +12,19 @@ class Norm(Protocol):
     parameters: tuple[Parameter, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n, size] -> the same normed, in other memory."""
+        """Norm x [n, size] into other memory."""
         ...
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x normed and added to residual [n, size], which is written over."""
+        """Add the norm of x to residual [n, size], which is written over."""
         return residual.add_(self(x))
 
 
 class RMSNorm(Norm):
-    """x / rms(x) * weight. weight: a tensor where the checkpoint has none, of ones.
+    """The RMS norm x / rms(x) * weight. weight: ones where the checkpoint has none.
 
-    ahead: what it will be asked for next and what that is, normed, where the sum of ranks before it
-    has made both in one kernel.
+    ahead: the residual that is normed next, and its norm, where the all-reduce before computed both
+        in one kernel.
     """
 
     def __init__(self, kernels: Kernels, weight: Parameter | Tensor, eps: float) -> None:
@@ -52,7 +52,8 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """(x - mean) / deviation * weight + bias; either may be missing."""
+    """The layer norm (x - mean) / deviation * weight + bias; either of weight and bias may be
+    missing."""
 
     def __init__(
         self, kernels: Kernels, weight: Parameter | None, bias: Parameter | None, eps: float

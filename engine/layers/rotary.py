@@ -1,4 +1,4 @@
-"""The table of cosines and sines of rotary position embeddings."""
+"""Tables of cosines and sines for rotary position embeddings."""
 
 import math
 
@@ -9,7 +9,7 @@ from engine.rope import Rope
 
 
 class Tables:
-    """The tables of a model's layers, each made once."""
+    """The rotary tables of a model's layers, each made once."""
 
     def __init__(self, max_positions: int, device: torch.device) -> None:
         self.max_positions, self.device = max_positions, device
@@ -34,7 +34,7 @@ class Tables:
         return self._tables[key]
 
     def temperatures(self, beta: float, trained: int, shift: int) -> Tensor:
-        """[max_positions] float32: what queries are multiplied by; see `LayerAttention`."""
+        """Return the factors of queries, [max_positions] float32; see `LayerAttention`."""
         key = (beta, trained, shift)
         if key not in self._tables:
             times = torch.arange(self.max_positions, dtype=torch.float32, device=self.device)
@@ -49,8 +49,10 @@ def _no_rotation(head_dim: int, max_positions: int, device: torch.device) -> Ten
 
 
 def cos_sin_table(rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> Tensor:
-    """[max_positions, rotary_dim] float32: cosines, then sines (rotate-half form). rotary_dim:
-    rope.dim, or head_dim where all of a head is rotated."""
+    """Return [max_positions, rotary_dim] float32: cosines, then sines (rotate-half form).
+
+    rotary_dim: rope.dim, or head_dim where all of a head is rotated.
+    """
     rotary_dim = rope.dim or head_dim
     if device.type == "meta":
         return torch.empty(max_positions, rotary_dim, dtype=torch.float32, device=device)
@@ -61,7 +63,7 @@ def cos_sin_table(rope: Rope, head_dim: int, max_positions: int, device: torch.d
 
 
 def _default(rope: Rope, dim: int, positions: int = 0) -> Tensor:
-    """[dim / 2]: radians a position. positions: as many as there are."""
+    """Return the frequencies [dim / 2] in radians a position."""
     return 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
@@ -70,7 +72,7 @@ def _linear(rope: Rope, dim: int, positions: int) -> Tensor:
 
 
 def _llama3(rope: Rope, dim: int, positions: int) -> Tensor:
-    """Slow frequencies are divided by factor, fast ones kept, those between blended."""
+    """Divide slow frequencies by the factor, keep fast ones, and blend those between."""
     frequencies = _default(rope, dim)
     turns = rope.original_max_positions * frequencies / (2 * math.pi)  # in the trained context
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -79,7 +81,8 @@ def _llama3(rope: Rope, dim: int, positions: int) -> Tensor:
 
 
 def _yarn(rope: Rope, dim: int, positions: int) -> Tensor:
-    """Fewer than beta_slow turns: interpolated; more than beta_fast: kept; between: a ramp."""
+    """Interpolate frequencies below beta_slow rotations, keep those above beta_fast, and ramp
+    between."""
     frequencies = _default(rope, dim)
 
     def dimension(turns: float) -> float:
@@ -96,8 +99,8 @@ def _yarn(rope: Rope, dim: int, positions: int) -> Tensor:
 
 
 def _longrope(rope: Rope, dim: int, positions: int) -> Tensor:
-    """Each frequency has a divisor of its own, one if no text is longer than those of the first
-    training and another one if some may be."""
+    """Divide each frequency by its own factor, of one set for short texts and another for longer
+    ones."""
     longer = positions > rope.original_max_positions
     return _default(rope, dim) / torch.tensor(rope.long_factors if longer else rope.short_factors)
 
@@ -119,7 +122,7 @@ _FREQUENCIES = {
 
 
 def rotate(x: Tensor, rows: Tensor) -> None:
-    """x [n, heads, head_dim], written over. rows [n, 1, rotary_dim]: cosines, then sines."""
+    """Rotate x [n, heads, head_dim] in place. rows [n, 1, rotary_dim]: cosines, then sines."""
     cos, sin = rows.chunk(2, dim=-1)
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()

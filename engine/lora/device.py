@@ -42,7 +42,7 @@ class _Layout:
     meta: Tensor  # int32 on the device
     # Step n + 1 is packed while n runs; n + 2 reuses n's buffer, and n has ended by then.
     staging: list[Tensor]
-    turn: int = 0
+    staging_index: int = 0
 
     @classmethod
     def allocate(cls, capacity: int, device: torch.device, steps: int) -> "_Layout":
@@ -59,8 +59,8 @@ class _Layout:
         )
 
     def next_staging(self) -> Tensor:
-        self.turn = (self.turn + 1) % len(self.staging)
-        return self.staging[self.turn]
+        self.staging_index = (self.staging_index + 1) % len(self.staging)
+        return self.staging[self.staging_index]
 
 
 class LoraDevice:

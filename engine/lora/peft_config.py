@@ -30,7 +30,7 @@ class PeftConfig:
     rank, alpha: of every layer that no pattern names. rslora: the scale is alpha / sqrt(rank).
     targets: the last parts of the module names it may hold ("q_proj"), or None = as the file says.
     everywhere: all modules of these names are adapted: none may be missing.
-    virtual_tokens: of the other kinds. layers, heads: of the model it was made for; 0 = not told.
+    virtual_tokens: of the other kinds. layers, heads: of the model it was made for; 0 = unknown.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class PeftConfig:
         return int(_match(self.rank_pattern, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What the product of its two matrices is multiplied by."""
+        """The factor of the product of its two matrices."""
         rank = self.rank_of(module)
         alpha = _match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)

@@ -1,5 +1,4 @@
-"""Decoder: embedding, layers of attention and MLP, norm and head, as a record names them
-(`engine.architectures`)."""
+"""Decoder: embedding, layers, norm and head of a model, built from its record."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,8 +64,8 @@ class PostNormSublayer(Sublayer):
 
 
 class DecoderLayer:
-    """A layer of attention or its replacement, then of an MLP or experts; some models have layers
-    of one of the two alone."""
+    """A layer of attention (or its replacement) and an MLP or experts; some models have layers of
+    one."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
@@ -158,8 +157,7 @@ class DecoderLayer:
 
 
 class PostNormLayer(DecoderLayer):
-    """A layer that normalises after each block; one launch may compute all that follows
-    attention."""
+    """A layer that norms after each block; one launch may compute all that follows attention."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)
@@ -216,12 +214,12 @@ class ParallelLayer(DecoderLayer):
 
 
 def _look_ahead(layers: Sequence[DecoderLayer], last: Norm | None) -> None:
-    """Tell each layer whose output is all-reduced the norm that reads the residual next.
+    """Set, for each layer with an all-reduce at its end, the norm that reads the residual next.
 
     last: the norm behind all layers.
     """
     row = [(layer, sublayer) for layer in layers for sublayer in layer.sublayers]
-    # These give their norm to a product; experts give it to their router.
+    # These fuse their norm with a matmul; experts fuse it with their router.
     norms = [
         sublayer.before if type(sublayer.block) in (Attention, Mlp) else None
         for _, sublayer in row[1:]

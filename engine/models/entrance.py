@@ -1,4 +1,4 @@
-"""Entrance: what becomes of an embedding before the first layer."""
+"""Entrance: factors, projection, positions and norm between the embedding and the first layer."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from engine.weights.parameter import Parameter
 
 
 class Entrance:
-    """What becomes of an embedding before the first layer, where that is not nothing."""
+    """The computation between the embedding and the first layer, for models that have any."""
 
     def __init__(self, build: Builder) -> None:
         config = build.config
@@ -53,8 +53,11 @@ class Entrance:
         return None if entrance.factor == 1 and plain else entrance
 
     def __call__(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """x [n, embedding_size], which may be written over; token_ids and positions [n]. With types
-        that differ, texts are whole: a text begins at position 0."""
+        """Compute the first layer's input from x [n, embedding_size], which may be overwritten.
+
+        token_ids, positions: [n]. With types of tokens that differ, texts are whole: a text begins
+            at position 0.
+        """
         if self.factor != 1:
             x = x.mul_(self.factor)
         if self.project is not None:
@@ -67,7 +70,7 @@ class Entrance:
         return x if self.norm is None else self.norm(x)
 
     def _kinds(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """[n]: 0 up to the first separator of a text, 1 behind it."""
+        """Return the type of each token [n]: 0 up to the first separator of a text, 1 behind it."""
         is_separator = (token_ids == self.separator).long()
         before = is_separator.cumsum(0) - is_separator  # separators in front, of all texts
         first = torch.arange(len(token_ids), device=positions.device) - positions

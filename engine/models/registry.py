@@ -103,7 +103,7 @@ class Model(Protocol):
         ...
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every tensor that loading fills, with the checkpoint tensors it comes from."""
+        """Return every tensor that loading fills, with the checkpoint tensors it comes from."""
         ...
 
     def units(self) -> Iterator[Unit]:

@@ -1,4 +1,4 @@
-"""The methods for the CPU: weights as the checkpoint has them, packed, and in 8 bits."""
+"""The methods for the CPU: dense weights, packed where that is faster, and 8-bit weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,8 +116,12 @@ class DenseCpu(Dense):
 
 
 class Int8Cpu(DenseCpu):
-    """Weights rounded to 8 bits with a scale an output, activations to 16 bits row by row as they
-    come. Loaded as the checkpoint has them. Matrices of odd sizes stay as they are."""
+    """The method for 8-bit weights with a scale an output, and 16-bit activations with a scale a
+    row.
+
+    Weights are loaded as the checkpoint has them and then quantised. Matrices of odd sizes stay
+    dense.
+    """
 
     def create(self, spec: LinearSpec) -> tuple[DenseState, Sequence[Parameter]]:
         if spec.device.type == "cpu" and not has_int8():

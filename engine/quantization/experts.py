@@ -1,5 +1,7 @@
-"""Experts apart: each has products of its own, as a method makes them of any linear layer. On the
-CPU a Python call a product is little beside its weights."""
+"""Experts as separate linear layers: one matmul an expert, by any method for linear layers.
+
+On the CPU a Python call for each matmul costs little beside reading its weights.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ExpertsApart:
-    """The method's states of each expert of a layer; the rest is as in `ExpertWeights`."""
+    """The method's states of each expert of a layer; other fields are those of `ExpertWeights`."""
 
     gate_up: list[Any]
     down: list[Any]

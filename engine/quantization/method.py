@@ -26,8 +26,10 @@ LayerNormParts = tuple[Tensor | None, Tensor | None, float]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint matrix [out, in] of a (merged) layer; this rank keeps rows x columns, the rows
-    in this order."""
+    """One checkpoint matrix [out, in] of a (merged) layer, of which this rank holds rows x columns.
+
+    rows: the rows of this rank, in the order of the layer.
+    """
 
     name: str  # without ".weight"
     out_features: int
@@ -41,7 +43,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A linear layer before it has weights. parts are stacked along rows, columns are the same."""
+    """The names, shapes and dtypes of a linear layer, before it has weights.
+
+    parts: the matrices that are stacked along rows; all have the same columns.
+    """
 
     name: str
     parts: tuple[Part, ...]
@@ -67,11 +72,12 @@ class LinearSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The experts of a layer before they have weights, as this rank has them.
+    """The shapes and sources of this rank's experts of a layer, before they have weights.
 
-    size: the inner width. sources: one expert after the other; of gate_up the gate's rows, if it
-        has a gate, before the up's. Biases have none where the model has none. act, limit,
-        weigh_input, total: see `ExpertWeights`.
+    size: the inner width.
+    sources: one expert after the other; for gate_up the rows of the gate, if there is one, come
+        before those of up. Biases have no sources where the model has no biases.
+    act, limit, weigh_input, total: see `ExpertWeights`.
     """
 
     name: str
@@ -134,9 +140,11 @@ class LinearMethod(ABC):
         return None
 
     def replaces(self, packed_bytes: int | None) -> bool:
-        """Whether finish makes something else of what create has allocated, any content of which
-        may be filled: then it needs memory only while it is filled. packed_bytes: what the
-        functions of this name say."""
+        """Whether `finish` replaces the tensors of `create`, which then need memory only while
+        weights load.
+
+        packed_bytes: what `packed_bytes` or `packed_experts_bytes` returned.
+        """
         return self.FROM_DENSE and packed_bytes is not None
 
     @abstractmethod
@@ -169,9 +177,13 @@ class LinearMethod(ABC):
         raise NotImplementedError
 
     def tune(self, states: Sequence[Any], sizes: Sequence[int], add: bool) -> None:  # noqa: B027
-        """Look for a faster apply (add: apply_add) with these states, all of one shape, for these
-        numbers of rows of x. Called before graphs with them are recorded; a method without a
-        choice leaves it empty."""
+        """Look for a faster `apply` for states of one shape, before CUDA graphs with them are
+        captured.
+
+        sizes: numbers of rows of x.
+        add: whether to tune `apply_add`.
+        A method without a choice leaves this empty.
+        """
 
     def table(
         self, spec: LinearSpec, virtual: int, head: tuple[int, int] | None
@@ -184,17 +196,17 @@ class LinearMethod(ABC):
         return EmbeddingTable(spec, virtual)
 
     def apply_norm(self, state: Any, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """apply(rms_norm(x))."""
+        """Compute apply(rms_norm(x))."""
         return self.apply(state, self.kernels.rms_norm(x, norm, eps))
 
     def apply_norm_gated(
         self, state: Any, x: Tensor, norm: Tensor, eps: float, gate: str
     ) -> Tensor:
-        """gate(apply(rms_norm(x))) -> [n, out / 2]. gate: a key of kernels.*.GATES."""
+        """Compute gate(apply(rms_norm(x))) -> [n, out / 2]. gate: a key of kernels.*.GATES."""
         return self.kernels.GATES[gate](self.apply_norm(state, x, norm, eps))
 
     def apply_add(self, state: Any, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + apply(x), written over residual."""
+        """Compute residual + apply(x), written over residual."""
         return residual.add_(self.apply(state, x))
 
     def apply_post_norms(
@@ -205,28 +217,34 @@ class LinearMethod(ABC):
         norms: tuple[LayerNormParts, LayerNormParts],
         act: str,
     ) -> Tensor | None:
-        """What follows attention in a layer that norms its sums, written over residual [n, hidden];
-        None: its steps are to be taken apart, and nothing is written. The numbers are the same.
-        states: of the products out, up and down. act: a key of `Kernels.activation`."""
+        """Compute the rest of a post-norm layer behind attention, written over residual [n,
+        hidden].
+
+        Returns None, with nothing written, where the steps have to be computed one by one. The
+        numbers are the same.
+        states: the states of out, up and down.
+        act: a key of `Kernels.activation`.
+        """
         return None
 
     def takes_gate(self, state: Any, x: Tensor) -> bool:
-        """Whether apply_inner costs less, for as many rows as x has, than apply or apply_add of
-        what an apply_norm_gated before it gives."""
+        """Whether `apply_inner` costs less than a gate and `apply`, for as many rows as x has."""
         return False
 
     def apply_inner(self, state: Any, both: Tensor, gate: str, residual: Tensor | None) -> Tensor:
-        """apply(gate(both)) of both [n, 2 * in], added to residual if there is one. gate: a key of
-        kernels.*.GATES."""
+        """Compute apply(gate(both)) of both [n, 2 * in], added to residual if there is one.
+
+        gate: a key of kernels.*.GATES.
+        """
         x = self.kernels.GATES[gate](both)
         return self.apply(state, x) if residual is None else self.apply_add(state, x, residual)
 
 
 class EmbeddingTable:
-    """The embedding: rows that token ids look up, in the model's dtype.
+    """The table of embeddings that token ids look up, in the model's dtype.
 
-    lookup: [vocab + virtual, hidden]; the rows behind the vocabulary are the adapters'.
-    embedding: [vocab, hidden] of it.
+    lookup: [vocab + virtual, hidden]; the rows behind the vocabulary belong to adapters.
+    embedding: its first rows, [vocab, hidden].
     """
 
     def __init__(self, spec: LinearSpec, virtual: int) -> None:
@@ -246,8 +264,10 @@ class EmbeddingTable:
         return embedding(ids, self.lookup)
 
     def head(self) -> "tuple[LinearMethod, Any] | None":
-        """A method and its state that multiply by the head's rows of the finished table as they are
-        kept; None leaves it to the method for dense weights."""
+        """Return a method and a state that multiply by the head's rows of the finished table.
+
+        None: the method for dense weights multiplies by them.
+        """
         return None
 
 

@@ -1,4 +1,4 @@
-"""Which LinearMethod a configuration and a checkpoint ask for."""
+"""The choice of the LinearMethod that a configuration and a checkpoint ask for."""
 
 from collections.abc import Callable
 from functools import partial

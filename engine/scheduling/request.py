@@ -253,12 +253,10 @@ def validate(message: EngineRequest, config: CoreConfig, num_virtual: int = 0) -
         if config.pooling is None:
             raise no_vectors()
         if num_virtual:
-            raise InvalidRequest(
-                "an adapter of virtual tokens makes no vectors of texts", param="model"
-            )
+            raise InvalidRequest("an adapter of virtual tokens makes no embeddings", param="model")
         if len(token_ids) > num_prompt:
             raise InvalidRequest("pooled has no output", param="pooled")
     elif not config.generates:
         raise InvalidRequest(
-            "this model makes vectors of texts and no text", code="generation_not_supported"
+            "this is an embedding model; it does not generate text", code="generation_not_supported"
         )

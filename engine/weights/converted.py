@@ -1,9 +1,10 @@
-"""Converted folders: parameters as the engine holds them, merged, in its order and of its types,
-so that loading is reading.
+"""Converted folders: parameters as the engine holds them, so that loading is reading alone.
+
+A folder has these files:
 
     config.json, tokenizer, templates   as the model's; the dtype is the one of the conversion
     manta-00001.safetensors, ...        a tensor for each parameter, under its name
-    manta.json                          what it was made for, and each tensor's digest
+    manta.json                          the device, dtype and format, and each tensor's digest
 """
 
 import hashlib
@@ -179,8 +180,7 @@ def _shards(entries: list[tuple[str, Parameter]]) -> Iterator[list[tuple[str, Pa
 
 
 def copy_others(source: Path, target: Path, dtype: str | None) -> None:
-    """Everything of the model but its weights; config.json says the type that they have now. dtype:
-    None where it is the same."""
+    """Copy all files of the model but its weights. dtype: the new type; None = the same."""
     for file in sorted(source.iterdir()):
         wanted = file.suffix in (".json", ".jinja", ".model", ".txt") or "LICENSE" in file.name
         if wanted and file.is_file() and not file.name.endswith(".index.json"):
@@ -199,8 +199,10 @@ def copy_others(source: Path, target: Path, dtype: str | None) -> None:
 
 
 def damaged(folder: Path, progress: Callable[[Loading], None] | None = None) -> list[str]:
-    """The tensors whose bytes are not those that were written. Raises ConfigError for a folder that
-    is not converted, or that lacks one."""
+    """Return the tensors whose bytes differ from those that were written.
+
+    Raises ConfigError for a folder that is not converted, or that lacks a tensor.
+    """
     manifest = Manifest.read(folder)
     if manifest is None:
         raise ConfigError(f"{folder}: has no {MANIFEST}; it was not converted", param="model")

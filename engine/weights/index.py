@@ -1,4 +1,4 @@
-"""What tensors a model folder holds, from headers alone. Damaged files are refused by name."""
+"""The tensors of a model folder, read from headers alone. Damaged files are refused by name."""
 
 import math
 from pathlib import Path
@@ -30,8 +30,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the checkpoint by name, of the files that `find_shards` finds. Raises
-    ConfigError as that does."""
+    """Return all tensors of the checkpoint by name. Raises ConfigError as `find_shards` does."""
     shards = find_shards(folder)
     if shards is None:
         raise ConfigError(
@@ -42,7 +41,8 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_safetensors(file: Path) -> list[StoredTensor]:
-    """The tensors of one file, in file order. Raises ConfigError if header and size disagree."""
+    """Return the tensors of one file, in file order. Raises ConfigError if header and size
+    disagree."""
     return [_stored(entry) for entry in read_header(file)]
 
 

@@ -1,4 +1,4 @@
-"""load_weights: a checkpoint or random numbers into a model. What is amiss fails by name."""
+"""load_weights: fills a model from a checkpoint or with random weights. Errors name the tensor."""
 
 import logging
 from collections import Counter, deque
@@ -59,10 +59,10 @@ def load_weights(
     ranks: int = 1,
     progress: Callable[[Loading], None] | None = None,
 ) -> None:
-    """Fill every parameter from the folder's files, or with random numbers if folder is None.
+    """Fill every parameter from the folder's files, or with random weights if folder is None.
 
-    ranks: that have parts of this model. Random numbers are then the same on all of them, so that
-        what each has whole is equal; they are not those of a model on one rank.
+    ranks: the ranks that have parts of this model. Random weights are then the same on all of them,
+        so that whole copies are equal; they are not those of a model on one rank.
     progress: called from this thread some ten times a second.
     Raises ConfigError naming file and tensor for one that is missing, unexpected, of the wrong
     shape or dtype, or holds a NaN or infinity.
@@ -99,8 +99,10 @@ def each_parameter(
     take: Callable[[Parameter], None],
     progress: Callable[[Loading], None] | None = None,
 ) -> None:
-    """Fill each parameter of a model on the CPU from the folder, hand it to `take`, from any
-    thread, and free its memory: the model is of no use afterwards. Raises as load_weights."""
+    """Fill each parameter of a model on the CPU, hand it to `take`, and free its memory.
+
+    take: called from any thread. The model is of no use afterwards. Raises as load_weights.
+    """
     stored = _named(model, read_index(folder))
 
     def handing(parameter: Parameter) -> Callable[[], None]:
@@ -117,8 +119,11 @@ def each_parameter(
 
 
 def check_headers(model: Loadable, folder: Path) -> None:
-    """Raises ConfigError as load_weights does, for what the files' headers tell: a tensor or a file
-    that is missing, too many, cut short, of another shape or dtype. model: of any device, whole."""
+    """Raise ConfigError, as load_weights does, for what headers alone show.
+
+    That is a tensor or a file that is missing, too many, cut short, or of another shape or dtype.
+    model: on any device, whole.
+    """
     if Manifest.read(folder) is None:
         _match([list(model.parameters())], _named(model, read_index(folder)), folder)
 

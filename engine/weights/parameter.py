@@ -47,19 +47,20 @@ def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a parameter takes of one checkpoint tensor.
+    """The part of a checkpoint tensor that a parameter takes.
 
     Several sources merge along rows; rows and columns split a fused tensor, put its rows into our
     order or keep one rank's shard of it.
 
-    shape: what the checkpoint must hold under ``name``.
+    shape: the shape that the checkpoint must hold under ``name``.
     rows, columns: the rows and columns taken, after ``transpose``; None takes all.
-    transpose: the checkpoint keeps [in, out] where we keep [out, in].
-    flat: a tensor of any shape on disk is taken as a vector of its elements, of which rows are.
-    at: the number of this matrix, where the checkpoint keeps several such in one tensor, along its
-        first axis. shape is the whole tensor's, whose first two axes may be one on disk, and whose
-        last one may be two.
-    shorter: there may be fewer bytes on disk; the others are not written.
+    transpose: whether the checkpoint stores [in, out] where we store [out, in].
+    flat: whether a tensor of any shape on disk is taken as a vector of its elements, which rows
+        index.
+    at: the index of this matrix, where the checkpoint stacks several in one tensor along its first
+        axis. shape is the whole tensor's, whose first two axes may be one on disk, and whose last
+        one may be two.
+    shorter: whether there may be fewer bytes on disk; the others are not written.
     """
 
     name: str
@@ -139,8 +140,10 @@ class Parameter:
         storage.resize_(0)
 
     def allocate(self) -> None:
-        """Allocate memory of any content in the place of what `release` gave back, for the tensor
-        and all its views."""
+        """Allocate memory, of any content, in place of what `release` gave back.
+
+        The tensor and all its views have it.
+        """
         storage = self.tensor.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.tensor.nbytes)
@@ -157,10 +160,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that are packed together, in a list that whoever packs them empties before.
+    """Parameters that are packed together. The thread that packs them empties the list before.
 
     finish: packs them, once all are filled.
-    transient: they have no memory before they are allocated, and none after finish.
+    transient: whether they have memory only between `allocate` and `finish`.
     """
 
     parameters: list[Parameter]

@@ -1,5 +1,7 @@
-"""What a pickled shard (`pytorch_model*.bin`) holds, without running what it says and without
-reading its tensors: torch's unpickler for weights alone tells where in the file each begins."""
+"""Reads pickled shards (`pytorch_model*.bin`) without running their code or reading their tensors.
+
+torch's unpickler for weights alone says where in the file each tensor begins.
+"""
 
 import re
 import zipfile
@@ -13,8 +15,11 @@ from engine.weights.stored import StoredTensor
 
 
 def read_pickled(file: Path) -> list[StoredTensor]:
-    """The tensors of one file. Raises ConfigError for one that is damaged, has anything but tensors
-    in it, or is of a format that cannot be read in place."""
+    """Return the tensors of one file.
+
+    Raises ConfigError for a file that is damaged, has anything but tensors in it, or is of a format
+    that cannot be read in place.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())

@@ -1,4 +1,4 @@
-"""StoredTensor: a tensor of a checkpoint as it lies on disk."""
+"""StoredTensor: a tensor of a checkpoint on disk."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,8 +8,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk: bytes [offset, offset + num_bytes) of the file, row-major. A single number
-    is a vector of one."""
+    """A tensor on disk: bytes [offset, offset + num_bytes) of the file, row-major.
+
+    A single number is a vector of one element.
+    """
 
     name: str
     file: Path

@@ -1,13 +1,13 @@
-"""Parallel reading of checkpoint bytes into parameters, in the order in which files have them.
+"""Parallel reading of checkpoint bytes into parameters, in the order of the files.
 
 Threads, because a positional read and a device copy both release the interpreter lock. On the CPU
-bytes go straight into the parameter where nothing has to be converted, they are looked at while
-they are in the processor's cache, and what belongs together is packed as soon as it is there. On
-CUDA each thread owns two pinned buffers and a stream: one buffer is being read into while the other
-is being copied to the device.
+bytes go straight into the parameter where nothing has to be converted. They are checked while they
+are in the processor's cache, and parameters are packed as soon as they are complete. On CUDA each
+thread owns two pinned buffers and a stream: one buffer is read into while the other is copied to
+the device.
 
-What is packed has memory only from its first part to then: it is read together, wherever its parts
-lie, and readers wait where too much of it would be there at once.
+Transient parameters have memory from their first part until they are packed. Their parts are read
+together, wherever they lie, and readers wait where too much of this memory would be in use at once.
 """
 
 import os
@@ -48,7 +48,10 @@ _EXPONENTS: dict[torch.dtype, tuple[Any, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Fill rows of a parameter's tensor, from `at` on, with what source takes of a stored one."""
+    """A transfer from a stored tensor, as the source cuts it, to rows of a parameter's tensor.
+
+    at: the first row that is filled.
+    """
 
     whole: Tensor
     at: int
@@ -126,11 +129,11 @@ class Loading:
 class Job:
     """Transfers that end together.
 
-    then: what comes after them. On the CPU one of the threads calls it, as soon as all are there.
-        On CUDA `run_jobs` does, for a job with `allocate`; else it is the caller's to call, when
-        all jobs are done.
-    allocate: makes the memory that they fill, of num_bytes, which `then` gives back; None where it
-        is there.
+    then: called when all transfers are done. On the CPU one of the threads calls it. On CUDA
+        `run_jobs` does, for a job with `allocate`; otherwise the caller calls it when all jobs are
+        done.
+    allocate: allocates the num_bytes that the transfers fill, which `then` gives back; None where
+        they are allocated already.
     """
 
     transfers: list[Transfer]
@@ -148,10 +151,9 @@ def run_jobs(
     progress: Callable[[Loading], None] | None = None,
     open_bytes: int = 0,
 ) -> None:
-    """Do all jobs. Host memory: a chunk or two for each thread.
+    """Run all jobs. Host memory: a chunk or two for each thread.
 
-    open_bytes: the bytes that jobs may have allocated and not given back, at most; or those of one
-        job.
+    open_bytes: the most bytes that jobs may have allocated and not given back; or those of one job.
     Raises ConfigError naming file and tensor, on the CPU also for a number that is not finite.
     """
     cuda = device.type == "cuda"
@@ -226,8 +228,8 @@ class _Reader(Protocol):
 class _Piece:
     """The parts that one thread reads at once, and the job of each.
 
-    Otherwise a checkpoint with ten thousand small tensors would pay for as many reads, each with a
-    turn at the interpreter's lock.
+    Otherwise a checkpoint with ten thousand small tensors would need as many reads, each with a
+    wait for the interpreter's lock.
     """
 
     parts: list[Transfer]
@@ -256,9 +258,11 @@ class _Piece:
 
 
 class _Queue:
-    """The parts that are to be read, in the order of files, and how far that is. The parts of a job
-    that allocates come where its first one lies, wherever the others are: a job that was begun is
-    over before the next one is, whatever the order, and no more than these two are held."""
+    """The parts that are still to be read, in the order of files.
+
+    All parts of a job that allocates come where its first part lies. So a job that was begun ends
+    before the next one does, and memory is held for two of them at most.
+    """
 
     def __init__(self, jobs: Sequence[Job], chunk: int, together: int, open_bytes: int) -> None:
         """Cut the jobs into parts and order them.
@@ -303,10 +307,10 @@ class _Queue:
         self._error: BaseException | None = None
 
     def work(self, make_reader: Callable[[], _Reader], then: bool, inference: bool) -> None:
-        """Read pieces until there is no other: what a thread does.
+        """Read pieces until there is no other; the body of a thread.
 
-        then: whether the thread also does what comes after a job's last part.
-        inference: torch's mode of the caller, which each thread has of its own.
+        then: whether the thread also runs what follows a job's last part.
+        inference: torch's inference mode of the caller, which each thread has to set.
         """
         try:
             with torch.inference_mode():  # else parameters made in that mode refuse
@@ -423,7 +427,7 @@ def _allocate(job: Job) -> None:
 
 
 def _direct(part: Transfer) -> bool:
-    """Whether the target has the very bytes that are read."""
+    """Whether the target's bytes are the stored bytes, without a conversion."""
     source, target = part.source, part.whole  # rows of which lie as all do
     return (
         target.dtype == part.stored.dtype

@@ -10,7 +10,7 @@ from engine.architectures.by_layer import (
     WINDOW,
     layer_types,
     of_layers,
-    turning,
+    rotary_layers,
     unstretched,
     windowed,
 )
@@ -38,7 +38,7 @@ QK_NORM: Mapping[str, CheckpointTensor] = {
     "q_norm": CheckpointTensor((f"{LAYER}self_attn.q_norm",)),
     "k_norm": CheckpointTensor((f"{LAYER}self_attn.k_norm",)),
 }
-# Rows of q and k that turn as neighbours.
+# Rows of q and k whose rotary pairs are adjacent.
 NEIGHBOURS: Mapping[str, CheckpointTensor] = {"qkv": CheckpointTensor(QKV, neighbours)}
 
 
@@ -79,7 +79,9 @@ def _granite_swa(
 
 
 def _smollm3(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    return [plain if turn else replace(plain, rope=None) for turn in turning(config, layers)]
+    return [
+        plain if rotary else replace(plain, rope=None) for rotary in rotary_layers(config, layers)
+    ]
 
 
 def _cwm(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.architectures.by_layer import CHUNK, FULL, layer_types, turning
+from engine.architectures.by_layer import CHUNK, FULL, layer_types, rotary_layers
 from engine.architectures.dense.llama import LAYER, LLAMA, NEIGHBOURS
 from engine.architectures.experts import Experts, read_experts
 from engine.architectures.record import Architecture, CheckpointTensor, always
@@ -24,8 +24,8 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     The norm has no weight and is over all of a head. So it is the same before and behind the rotary
     embedding.
     """
-    turns = turning(config, layers)
-    kinds = layer_types(config, layers, lambda i: CHUNK if turns[i] else FULL)
+    rotary = rotary_layers(config, layers)
+    kinds = layer_types(config, layers, lambda i: CHUNK if rotary[i] else FULL)
     chunk = config.size_or_none("attention_chunk_size") or 0
     temperature = None
     if config.flag("attn_temperature_tuning", True):
@@ -33,8 +33,8 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     plain = replace(plain, qk_norm=config.flag("use_qk_norm", True))
     still = replace(plain, rope=None, qk_norm=False, temperature=temperature)
     return [
-        replace(plain if turn else still, chunk=chunk if kind == CHUNK else 0)
-        for turn, kind in zip(turns, kinds, strict=True)
+        replace(plain if is_rotary else still, chunk=chunk if kind == CHUNK else 0)
+        for is_rotary, kind in zip(rotary, kinds, strict=True)
     ]
 
 

@@ -117,7 +117,7 @@ _TENSORS: Mapping[str, CheckpointTensor] = {
     "shared_gate_up": CheckpointTensor(
         (f"{_BLOCK}shared_experts.gate_proj", f"{_BLOCK}shared_experts.up_proj")
     ),
-    # Queries, keys, values, corrections; what decays and gates are products of.
+    # Queries, keys, values, corrections; and what decays and gates are projected from.
     "kimi_in": CheckpointTensor(
         tuple(f"{_OWN}{name}_proj" for name in ("q", "k", "v", "b", "f_a", "g_a"))
     ),

@@ -22,7 +22,7 @@ def _attention(config: Reader, plain: "LayerAttention", layers: int) -> Sequence
     if FULL not in default:
         default[-1] = FULL
     kinds = mixed_kinds(config, layers, {FULL: FULL, LINEAR: LINEAR}, default)
-    # The models that there are do not turn, and say so by null.
+    # Published models have no rotary embeddings, and say so by null.
     if config.inner("rope_parameters").raw("rope_theta", config.get("rope_theta")) is None:
         plain = replace(plain, rope=None)
     mixer = replace(

@@ -1,4 +1,5 @@
-"""Attention of encoders: each token sees the whole text, which is in one step; nothing is kept."""
+"""Bidirectional attention of encoders: a token sees the whole text of its step, and no cache is
+kept."""
 
 from torch import Tensor
 

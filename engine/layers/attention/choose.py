@@ -15,7 +15,7 @@ from engine.layers.rotary import Tables
 
 
 def attention_block(build: Builder, tables: Tables) -> Block:
-    """Make the attention of a layer, its mixer or both; the plain block wherever it serves."""
+    """Make the attention of a layer, its mixer or both."""
     layer = build.config.attention[build.layer or 0]
     if build.data_parallel_attention and build.group.size > 1:
         return DataParallelAttention(_attention(build.undivided(), tables, layer), build.group)

@@ -1,5 +1,4 @@
-"""Attention whose result is multiplied by the sigmoid, or the softplus, of a product of the layer's
-input."""
+"""Attention with gates: its output times the sigmoid, or softplus, of a projection of the input."""
 
 from torch import Tensor
 
@@ -12,7 +11,8 @@ from kernels.metadata import AttentionMeta
 
 
 class GatedAttention(Attention):
-    """The product that makes queries makes the gate too, head by head: a query, its gate."""
+    """The attention whose query projection also makes the gates, head by head: a query, then its
+    gate."""
 
     def forward(
         self,
@@ -46,7 +46,7 @@ class GatedAttention(Attention):
 
 
 class SoftplusGatedAttention(Attention):
-    """Gates have a product of their own, and one for each head or for each of its elements."""
+    """The attention with a separate projection for its gates, one for each head or each element."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         super().__init__(build, tables)

@@ -13,7 +13,7 @@ from kernels.metadata import AttentionMeta
 
 
 class LatentAttention:
-    """Causal, over paged latents. The norms of latents have a weight and an eps of their own."""
+    """Causal attention over paged latents, whose norms have a weight and an eps of their own."""
 
     def __init__(self, build: Builder, tables: Tables) -> None:
         config = build.config
@@ -80,7 +80,7 @@ class LatentAttention:
         if self.q is not None:
             q = self.q.forward(q.contiguous(), meta.lora, norm=self.query_norm)
         cache = kv[0]
-        assert isinstance(cache, Tensor), "latents have no form of fewer bits"
+        assert isinstance(cache, Tensor), "latents are not quantised"
         q = self.kernels.latent_write(
             q.unflatten(1, (self.num_heads, self.head_dim)),
             latents,

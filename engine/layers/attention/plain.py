@@ -1,4 +1,4 @@
-"""Attention between its two projections."""
+"""Plain attention between its two projections."""
 
 from typing import Any
 
@@ -77,8 +77,8 @@ class Attention:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
+        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
+        over it."""
         k_cache, v_cache = kv
         q = self.kernels.rope_kv_write(
             self.qkv.forward(x, meta.lora, norm=norm),

@@ -18,8 +18,7 @@ from kernels.metadata import AttentionMeta
 
 
 class HeadNorm(Norm):
-    """The norm of this rank's queries or keys [n, heads, head_dim], with weights for all elements
-    of all heads.
+    """The norm of this rank's queries or keys [n, heads, head_dim], with a weight for each element.
 
     flat: whether an RMS norm is over all heads of all ranks together; otherwise each head has a
         layer norm.
@@ -40,15 +39,15 @@ class HeadNorm(Norm):
         self.parameters: tuple[Parameter, ...] = (parameter,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Norm x [n, heads, head_dim] without other ranks: there is one rank, or each head has its
-        own norm."""
+        """Norm x [n, heads, head_dim] without a sum over ranks: with one rank, or a norm for each
+        head."""
         if self.flat:
             return self.kernels.rms_norm(x.flatten(1), self.weight, self.eps).view(x.shape)
         normed = self.kernels.layer_norm(x, None, None, self.eps)
         return normed.mul_(self.weight.view(x.shape[1:]))
 
     def squared(self, x: Tensor) -> Tensor:
-        """Return this rank's summand of the sum of squares: [n] float32."""
+        """Return this rank's part of the sum of squares: [n] float32."""
         return x.float().square().sum((1, 2))
 
     def by(self, x: Tensor, squares: Tensor) -> Tensor:
@@ -166,8 +165,7 @@ class VariantAttention(Attention):
 
 
 class BorrowingAttention(Attention):
-    """The attention of a layer that has queries alone, and reads the keys and values of another
-    layer."""
+    """The attention of a layer that makes queries alone and reads keys and values of another."""
 
     def forward(
         self,

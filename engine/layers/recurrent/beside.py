@@ -1,4 +1,4 @@
-"""A layer of attention and a mixer side by side, which read the same norm and are added up."""
+"""A layer whose attention and mixer run side by side on the same norm."""
 
 from torch import Tensor
 
@@ -9,7 +9,10 @@ from kernels.metadata import AttentionMeta
 
 
 class AttentionBesideMixer:
-    """attention(norm(x)) + mixer(norm(x)). kv: keys and values, then the mixer's tensors."""
+    """The sum attention(norm(x)) + mixer(norm(x)).
+
+    kv: keys and values, then the mixer's tensors.
+    """
 
     def __init__(self, attention: Block, mixer: Block) -> None:
         self.attention, self.mixer = attention, mixer
@@ -33,8 +36,8 @@ class AttentionBesideMixer:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
+        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
+        over it."""
         if norm is not None:
             x = norm(x)
         elif residual is x:  # which the first of the two writes over

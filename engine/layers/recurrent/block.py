@@ -1,4 +1,4 @@
-"""Which layer computes each mixer of a record."""
+"""The choice of the layer that computes a record's mixer."""
 
 from engine.architectures.recurrent.delta import DeltaNet
 from engine.architectures.recurrent.jamba import Mamba1

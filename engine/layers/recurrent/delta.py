@@ -53,8 +53,8 @@ class DeltaLayer(ABC):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
+        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
+        over it."""
         tail, state, pending_updates = kv[0], kv[1], kv[2] if len(kv) > 2 else None
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         assert pending_updates is None or isinstance(pending_updates, Tensor)

@@ -1,5 +1,4 @@
-"""A layer of Mamba-1 between its projections (`kernels.recurrent.mamba1`), as Jamba has it: steps,
-B and C have norms."""
+"""A layer of Mamba-1 (`kernels.recurrent.mamba1`) as in Jamba: with norms of steps, B and C."""
 
 from dataclasses import replace
 
@@ -15,8 +14,9 @@ from kernels.metadata import AttentionMeta
 
 
 class Mamba1Mixer:
-    """out(scan(x, step(dt), B, C) * silu(gate)), with x a convolution's, and dt, B and C products
-    of x, each behind a norm.
+    """The layer out(scan(x, step(dt), B, C) * silu(gate)).
+
+    x comes out of a convolution; dt, B and C are projections of x, each with a norm.
 
     kv: the last inputs of the convolution and the states, of all rows.
     """
@@ -63,8 +63,8 @@ class Mamba1Mixer:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
+        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
+        over it."""
         tail, state = kv
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         projected = self.into.forward(x, meta.lora, norm=norm)
@@ -79,7 +79,7 @@ class Mamba1Mixer:
 
 
 def _rates(logarithms: Tensor) -> Tensor:
-    """A_log -> -exp(A_log), in its place."""
+    """Replace A_log by -exp(A_log), in place."""
     return logarithms.exp_().neg_()
 
 

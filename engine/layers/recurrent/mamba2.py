@@ -15,8 +15,9 @@ from kernels.recurrent.mamba2 import Mamba2Heads
 
 
 class Mamba2Mixer:
-    """out(norm(mamba2(x, B, C, dt) * silu(gate))), each group of heads normed on its own; or the
-    gate behind the norm.
+    """The layer out(norm(mamba2(x, B, C, dt) * silu(gate))), with a norm for each group of heads.
+
+    The gate may also come behind the norm.
 
     kv: the last inputs of the convolution and the states, of all rows.
     """
@@ -59,7 +60,7 @@ class Mamba2Mixer:
                 "mamba_norm", whole.inner, ranges=[inner], std=0.0, scale=mixer.out_factor
             )
             self.norm, self.others = norm.tensor, (*self.others, norm)
-        self.factors: Tensor | None = None  # of each row of the first product
+        self.factors: Tensor | None = None  # of each row of the first matmul
         if mixer.factors:
             counts = torch.tensor([end - begin for begin, end in ranges])
             factors = torch.tensor(mixer.factors, dtype=torch.float32).repeat_interleave(counts)
@@ -98,8 +99,8 @@ class Mamba2Mixer:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
+        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
+        over it."""
         tail, state = kv
         assert isinstance(tail, Tensor) and isinstance(state, Tensor)
         projected = self.into.forward(x, meta.lora, norm=norm)

@@ -11,7 +11,7 @@ from kernels.metadata import AttentionMeta
 
 
 class GatedConvolution:
-    """out(c * conv(b * x)). kv: the last b * x, of all rows, twice."""
+    """The layer out(c * conv(b * x)). kv: the last b * x, of all rows, twice."""
 
     def __init__(self, build: Builder) -> None:
         config = build.config
@@ -48,8 +48,8 @@ class GatedConvolution:
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """x [n, hidden] -> self(norm(x)) [n, hidden], added to residual and written over it if
-        there is one."""
+        """Compute self(norm(x)) of x [n, hidden]; with a residual, write residual + self(norm(x))
+        over it."""
         tail = kv[0]
         assert isinstance(tail, Tensor)
         projected, size = self.into.forward(x, meta.lora, norm=norm), self.channels

@@ -1,10 +1,10 @@
-"""Layouts whose codes are bytes or halves of bytes row by row: 8-bit floats and integers, 4-bit
-floats, NF4.
+"""Layouts with codes in bytes or half bytes, row by row: 8-bit floats and integers, 4-bit floats,
+NF4.
 
-Formulas: W = code * scale, the scale being that of an output, a block or a group. NVFP4's scales
-are 8-bit floats and divided, or multiplied (ModelOpt), by one float32 of the matrix. MXFP4's are
-powers of two (OCP Microscaling Formats 1.0). NF4: QLoRA (arXiv 2305.14314), with the bytes that
-bitsandbytes writes.
+Formulas: W = code * scale, with a scale for each output, block or group. NVFP4's scales are 8-bit
+floats and divided, or multiplied (ModelOpt), by one float32 of the matrix. MXFP4's are powers of
+two (OCP Microscaling Formats 1.0). NF4: QLoRA (arXiv 2305.14314), with the bytes that bitsandbytes
+writes.
 """
 
 import json
@@ -66,7 +66,7 @@ class EightBitLayout(Layout):
         self.inputs(BLOCK)
         # Where blocks do not divide what is kept, scales are repeated for parts that do.
         group = gcd(scheme.group, width, part.columns[0]) if scheme.group else width
-        group = gcd(group, 16) if group % BLOCK else group  # no product has 48
+        group = gcd(group, 16) if group % BLOCK else group  # no kernel has 48
         aligned = isinstance(rows, tuple) and rows[0] % max(1, scheme.rows) == 0
         band = scheme.rows if scheme.rows > 1 and aligned and count % scheme.rows == 0 else 1
         self.form = eight_bit_form(scheme, group, band)
@@ -181,9 +181,12 @@ def powers_of_two(stored: Tensor) -> Tensor:
 
 
 class Nf4Layout(Layout):
-    """Runs of 64 inputs that share a largest magnitude, two codes a byte, high half first. nested:
-    these magnitudes are bytes, that a table of 256 and a number for each 256 of them explain, and
-    a number that is added to all. The file has one vector, so a rank reads whole rows."""
+    """A matrix in runs of 64 inputs with one largest magnitude, two codes a byte, high half first.
+
+    nested: whether these magnitudes are bytes themselves. A table of 256 numbers, a number for each
+        256 magnitudes and an offset give their values.
+    The file has one vector, so a rank reads whole rows.
+    """
 
     zero_scales = True
     scale_name = "weight.absmax"

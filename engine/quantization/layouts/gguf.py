@@ -1,4 +1,4 @@
-"""Blocks of GGUF files: what each type's bytes say, for the packed products of the CPU.
+"""Blocks of GGUF files: what the bytes of each type mean, for the CPU's packed matmuls.
 
 Layouts as llama.cpp's ggml-common.h has them; `gguf.quants` is the oracle of the tests.
 """
@@ -55,7 +55,7 @@ def _paired(codes: Tensor) -> Tensor:
 
 
 def _nibbles(first: int, offset: bool) -> Callable[[Tensor], Decoded]:
-    """Q4_0 and its like: the bytes are in our order as they are."""
+    """Decode the bytes of Q4_0 and its like, which are in our order already."""
 
     def decode(raw: Tensor) -> Decoded:
         return _flat(raw[..., first:]), _half(raw, 0), _half(raw, 2) if offset else None

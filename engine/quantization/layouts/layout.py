@@ -1,7 +1,6 @@
-"""Layouts: how checkpoints keep a matrix in fewer bits, and the one form that all are read into
-(`kernels.packed.Format`).
+"""Layouts: how checkpoints store quantised matrices, read into one `kernels.packed.Format`.
 
-A layout names the tensors of a matrix and decodes some rows of them. To add one: subclass Layout
+A layout names the tensors of a matrix and decodes some of its rows. To add one: subclass Layout
 here or in `byte_layouts`, and choose it in `stored.base.layout_of`.
 """
 
@@ -35,7 +34,7 @@ class Layout(ABC):
     parameters: dict[str, Parameter]
     scale_name: str  # of the tensor that errors of scales name
     zero_scales = False  # whether files have groups that are all zeros, and a scale of 0
-    expands = False  # no kernel could read it: the matrix is kept in 16 bits
+    dequantises = False  # no kernel could read it: the matrix is kept in 16 bits
     ordered = False  # inputs of a group need not be neighbours: see grouped_order
     order: Tensor | None = None  # [in] of the matrix, as decode gives them; None: as they are there
 
@@ -224,7 +223,7 @@ class IntegerLayout(Layout):
         super().__init__(part)
         self._scheme, self.ordered = scheme, scheme.ordered
         # A rank's inputs are of any groups.
-        self.expands = scheme.ordered and part.columns != (0, part.in_features)
+        self.dequantises = scheme.ordered and part.columns != (0, part.in_features)
         name, out, width = part.name, part.out_features, part.in_features
         bits = scheme.bits
         assert bits in (4, 8)
@@ -362,5 +361,5 @@ def _fill_words(bits: int, field: int, tensor: Tensor, generator: torch.Generato
 
 
 def _fill_order(groups: int, first: int, tensor: Tensor, generator: torch.Generator) -> None:
-    """Assign the inputs, from the first one on, to the groups in turn."""
+    """Assign inputs to groups round-robin, from the first input on."""
     tensor.copy_(torch.arange(first, first + len(tensor), device=tensor.device) % groups)

@@ -1,4 +1,4 @@
-"""Rounding rows of 16-bit weights to a format."""
+"""Quantises rows of 16-bit weights to a format."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,17 @@ from kernels.packed import Decoded, Format
 
 
 def nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
-    """uint8: of each value the number of the nearest in an ascending table."""
+    """Return the index of the nearest number of an ascending table for each value, as uint8."""
     ends = torch.tensor(table, dtype=values.dtype, device=values.device)
     return torch.bucketize(values, (ends[1:] + ends[:-1]) / 2).to(torch.uint8)
 
 
 def rounded(form: Format, weight: Tensor) -> Decoded:
-    """weight [n, in] -> what PackedWeight.fill takes. Symmetric codes reach the largest magnitude
-    of a group. Codes with an offset reach both ends of its range, but for the rounding of scale and
-    offset, which codes are rounded after."""
+    """Quantise weight [n, in] to the codes, scales and offsets that PackedWeight.fill takes.
+
+    Symmetric codes reach the largest magnitude of a group. Codes with an offset reach both ends of
+    its range, up to the rounding of scale and offset, which comes before the rounding of codes.
+    """
     rows, width = weight.shape
     groups = weight.float().view(rows, width // form.group, form.group)
     offset = None

@@ -1,7 +1,7 @@
-"""Stored: weights in the fewer bits that the checkpoint has them in.
+"""Methods for weights that the checkpoint stores quantised.
 
-Packed once at load; what has no kernel (an odd size, a machine that cannot compile) is expanded to
-the model's 16 bits then.
+Weights are packed once at load. A matrix without a kernel (an odd size, a machine that cannot
+compile) is dequantised to the model's 16 bits then.
 """
 
 import logging
@@ -131,7 +131,7 @@ class Stored(LinearMethod):
 
     def packs(self, piece: LinearPiece) -> bool:
         spec = piece.spec
-        if not piece.layouts or any(layout.expands for layout in piece.layouts):
+        if not piece.layouts or any(layout.dequantises for layout in piece.layouts):
             return False
         return self.fits(piece.form, spec.out_features, spec.in_features)
 
@@ -206,28 +206,28 @@ class Stored(LinearMethod):
             else:
                 dense = piece.state
                 if piece.layouts:
-                    self._say_expanded(piece)
-                    dense = DenseState(_expanded(piece.layouts, piece.spec.dtype), None)
+                    self._log_dequantised(piece)
+                    dense = DenseState(_dequantised(piece.layouts, piece.spec.dtype), None)
                 dense.bias = bias
                 piece.state = self._dense.finish(dense)
             piece.layouts = []
         state.bias = None
         return state
 
-    def expanded(self, state: StoredState) -> Tensor:
+    def dequantised(self, state: StoredState) -> Tensor:
         """Dequantise all rows of a layer to the model's dtype, where the rows cannot be packed
         together."""
         weights = []
         for piece in state.pieces:
             if piece.layouts:
-                self._say_expanded(piece)
-                weights.append(_expanded(piece.layouts, piece.spec.dtype))
+                self._log_dequantised(piece)
+                weights.append(_dequantised(piece.layouts, piece.spec.dtype))
             else:
                 weights.append(piece.state.weight)
             piece.layouts, piece.state = [], None
         return torch.cat(weights)
 
-    def _say_expanded(self, piece: LinearPiece) -> None:
+    def _log_dequantised(self, piece: LinearPiece) -> None:
         """Warn, once for each format, that weights are dequantised and take more memory than the
         file."""
         name = piece.spec.parts[0].name
@@ -236,7 +236,7 @@ class Stored(LinearMethod):
         if kind not in self._said:
             self._said.add(kind)
             logger.warning(
-                "%s: weights in %s have no product here and are expanded to %s",
+                "%s: weights in %s have no GEMM here and are dequantised to %s",
                 name,
                 kind,
                 str(piece.spec.dtype).removeprefix("torch."),
@@ -269,7 +269,7 @@ class Stored(LinearMethod):
         spec = piece.spec
         return first % 64 == 0 and self.fits(piece.form, end - first, spec.in_features)
 
-    # ---- Experts: back ends say how they keep those in fewer bits
+    # ---- Experts: back ends say how they keep quantised ones
 
     @abstractmethod
     def create_stored_experts(self, spec: ExpertsSpec) -> tuple[Any, Sequence[Parameter]]: ...
@@ -336,8 +336,12 @@ class Stored(LinearMethod):
 
 
 class _StoredEmbedding(EmbeddingTable):
-    """The embedding: packed where it can be, which the head then multiplies by as it is; dense
-    where adapters have rows behind it, or a rank's rows of the head are no rows of panels."""
+    """The embedding of a quantised checkpoint, packed if possible, so that the head can multiply by
+    it.
+
+    It is dense where adapters have rows behind it, or where a rank's rows of the head are no whole
+    panels.
+    """
 
     def __init__(
         self, method: Stored, spec: LinearSpec, virtual: int, head: tuple[int, int] | None
@@ -389,21 +393,28 @@ class _StoredEmbedding(EmbeddingTable):
 
 
 def _grouped(piece: LinearPiece) -> list[LinearPiece]:
-    """The piece, filled, with inputs of a group beside each other: as several ones where its parts
-    need another order each. A part of which no order makes groups is to be expanded."""
+    """Split a filled piece so that each piece has the inputs of a group side by side.
+
+    Parts that need different orders become different pieces. A part that no order groups is marked
+    to be dequantised.
+    """
     if not all(layout.ordered for layout in piece.layouts):
         for layout in piece.layouts:
-            layout.expands |= layout.ordered
+            layout.dequantises |= layout.ordered
         return [piece]
     groups: list[LinearPiece] = []
     for part, layout in zip(piece.spec.parts, piece.layouts, strict=True):
         order = layout.order = layout.grouped_order()
         if order is None:
-            layout.expands = True
+            layout.dequantises = True
         elif torch.equal(order, torch.arange(len(order), dtype=torch.int32, device=order.device)):
             order = None
         before = groups[-1] if groups else None
-        if before and before.layouts[0].expands == layout.expands and _same(before.order, order):
+        if (
+            before
+            and before.layouts[0].dequantises == layout.dequantises
+            and _same(before.order, order)
+        ):
             before.spec = replace(before.spec, parts=(*before.spec.parts, part))
             before.layouts.append(layout)
         else:
@@ -421,5 +432,5 @@ def _values(layouts: list[Layout]) -> Iterator[Tensor]:
             yield unpacked(layout.form, decoded)
 
 
-def _expanded(layouts: list[Layout], dtype: torch.dtype) -> Tensor:
+def _dequantised(layouts: list[Layout], dtype: torch.dtype) -> Tensor:
     return torch.cat([values.to(dtype) for values in _values(layouts)])

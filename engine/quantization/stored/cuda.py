@@ -46,8 +46,11 @@ class StoredCuda(Stored):
             return packed.fill_all(_decoded(piece))
 
     def _kept(self, form: Format, width: int) -> Format:
-        """Integers by group of GPTQ and its like, and MXFP4, have scales of 16 bits; others have
-        float32 numbers."""
+        """Return the format as it is packed: with 16-bit scales for integers by group and for
+        MXFP4.
+
+        Other formats have float32 scales.
+        """
         integers = self._quantized.method != "gguf" and form.code == "int" and not form.table
         if integers and form.group < width:
             return replace(form, scale=torch.float16)
@@ -91,7 +94,7 @@ class StoredCuda(Stored):
             self.kernels.order_experts(stack, spec.dtype)
             return stack
         gate_up, down = (
-            self.expanded(layer).unflatten(0, (spec.count, -1)).contiguous() for layer in both
+            self.dequantised(layer).unflatten(0, (spec.count, -1)).contiguous() for layer in both
         )
         return ExpertWeights(gate_up, down, *rest)
 
@@ -145,7 +148,7 @@ class _Loading:
 
 
 class _Rounds(Exception):
-    """A scale is no number of the type that it should be kept in."""
+    """Raised for a scale that its 16-bit type cannot hold exactly."""
 
 
 def _decoded(piece: LinearPiece) -> Iterator[Decoded]:

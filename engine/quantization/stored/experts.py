@@ -1,5 +1,4 @@
-"""Experts that the checkpoint keeps in fewer bits, as linear layers: one an expert, or all of a
-layer one below the other."""
+"""Experts that the checkpoint stores quantised, as linear layers: one an expert, or one a layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -396,7 +396,7 @@ def test_a_model(name: str, runs_on: str, tmp_path: Path, caplog: pytest.LogCapt
     if runs_on == "cuda" or able():
         expanded = runs_on == "cpu" and stored.kind in ("fp8", "nf4")
         assert bool(packed) != expanded
-        assert ("are expanded to" in caplog.text) == expanded
+        assert ("are dequantised to" in caplog.text) == expanded
     assert logits(model).isfinite().all()
     assert model.num_bytes + orders == held(model)
 
@@ -421,7 +421,7 @@ def test_inputs_in_another_order(
     model = build_on(runs_on, config)
     load_weights(model, tmp_path)
     alike = orders == "alike" and (runs_on == "cuda" or able())
-    assert ("are expanded to" in caplog.text) != alike
+    assert ("are dequantised to" in caplog.text) != alike
     for linear in model.linears():
         want = torch.cat([exact[part.name] for part in linear.spec.parts])
         x = torch.randn(3, want.shape[1])
