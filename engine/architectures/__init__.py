@@ -1,8 +1,9 @@
-"""Architectures: all that is known of each, in one record. No torch here.
+"""Architectures: one record for each, with everything that depends on the architecture. No torch
+here.
 
-`find.py` finds the record of a config.json. `engine.config.model_config` reads switches from it,
-`engine.models.registry` the class, the layers where the checkpoint keeps what they need. `gguf.py`
-has the names in GGUF files. Nothing else asks which architecture a model is of.
+`find.py` finds the record of a config.json. `engine.config.model_config` reads its switches,
+`engine.models.registry` its class, and the layers where the checkpoint stores their tensors.
+`gguf.py` has the names in GGUF files. Nothing else asks which architecture a model is of.
 """
 
 from engine.architectures import encoders

@@ -1,4 +1,4 @@
-"""The readers of how layers attend: which have windows, and which have no rotary embedding."""
+"""Readers of how layers attend: sliding windows, chunks, and layers without rotary embeddings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
 def layer_types(config: Reader, layers: int, default: Callable[[int], str]) -> list[str]:
     """Return the kind of each layer: FULL, WINDOW or CHUNK.
 
-    default: the kind of layer i, where config.json says nothing.
+    default: the kind of layer i where config.json has none.
     """
     kinds = config.listed("layer_types", str)
     if kinds is None:

@@ -1,4 +1,4 @@
-"""ClassDefaults: what a key of config.json means where the file leaves it out, by its model_type.
+"""ClassDefaults: the value of a key that config.json leaves out, by its model_type.
 
 A file may leave out whatever its class of transformers has by default, and each class has values of
 its own. class_defaults.json has them, because importing transformers takes seconds and its versions

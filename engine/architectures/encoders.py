@@ -1,4 +1,4 @@
-"""Encoders: BERT, RoBERTa, ModernBERT and NomicBert see a text both ways and make vectors of it."""
+"""Encoders: the embedding models BERT, RoBERTa, ModernBERT and NomicBert."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

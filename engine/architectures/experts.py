@@ -1,4 +1,4 @@
-"""Experts: what a record says of a mixture of experts, and the ordinary way to read it."""
+"""Experts: the description of a mixture of experts in a record, and the ordinary way to read it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The mixture of experts that stands in the place of an MLP.
+    """The mixture of experts of a model.
 
     layers: the decoder's layers that have experts.
     count: experts of a layer.
@@ -27,7 +27,7 @@ class Experts:
     beside_mlp: whether the experts stand beside the layer's MLP, with norms of their own.
     ahead: whether the experts' output is added behind the MLP of the next layer, which has no
         experts. They read what the MLP of their own layer reads.
-    same: experts behind the last one, which give back their input; the router chooses among all.
+    same: experts behind the last one, which return their input; the router chooses among all.
     """
 
     layers: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""How GGUF files hold the architectures: one entry each. No torch here.
+"""The layout of GGUF files: an entry for each architecture. No torch here.
 
 llama.cpp names tensors after what they do, so names follow from the record's own (`STEMS`), and an
-entry says only what its family has otherwise. `deployments.checkpoints.gguf` makes a folder of a
+entry has only what its family does otherwise. `deployments.checkpoints.gguf` makes a folder of a
 file: the checkpoint's names and order of rows, so that adapters fit.
 """
 
@@ -99,20 +99,20 @@ KEYS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The entry of an architecture: how GGUF files hold it.
+    """The entry of an architecture, for GGUF files.
 
     record: the name of its record.
     name: the value of general.architecture.
     stems: our name -> the file's, where not as in STEMS.
-    pieces: our name -> where the folder made of a file keeps it, where the file has another form
-        than the checkpoint: apart, transposed, its rows in order.
-    rows: stem -> how its rows are ordered, where not as the folder's.
+    pieces: our name -> its place in the folder made of a file, where the file has another form than
+        the checkpoint: apart, transposed, its rows in order.
+    rows: stem -> the order of its rows, where not as the folder's.
     plus_one: whether the weights of norms have one added.
     keys: further keys, as KEYS.
-    says: what config.json says whatever the file does.
-    computed: key of config.json -> what makes its value; None is null there, and not the class's
-        default.
-    rope: key of rope_parameters -> what makes its value.
+    says: values of config.json that do not depend on the file.
+    computed: key of config.json -> the function that computes its value; None is null there, and
+        not the class's default.
+    rope: key of rope_parameters -> the function that computes its value.
     eps: the key of config.json that the epsilon of norms has.
     when: whether the entry is for a file of this name; the first entry that fits is taken.
     """

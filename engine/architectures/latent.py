@@ -1,5 +1,7 @@
-"""Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434): what a record says of it, and the ordinary
-names, layouts and ways to read it. No torch here."""
+"""Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) in records: its sizes, names and readers.
+
+No torch here.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

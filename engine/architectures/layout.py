@@ -1,4 +1,4 @@
-"""The order in which checkpoints keep the rows of attention and MLP matrices.
+"""Orders of the stored rows of attention and MLP matrices.
 
 Each function gives the stored row of each of our rows. Ours are all queries, all keys, all values.
 Within a head the first halves of the rotary pairs come before the second halves.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def half_pairs(heads: int, size: int, rotary: int | None = None) -> "NDArray[np.int64]":
-    """Return the stored rows of `heads` heads of this size, whose rotary pairs are neighbours.
+    """Return the stored rows of `heads` heads of this size, whose rotary pairs are adjacent.
 
     Stored pairs are (0, 1), (2, 3) and so on; ours are (0, rotary / 2), (1, rotary / 2 + 1) ...
 

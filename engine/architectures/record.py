@@ -1,4 +1,4 @@
-"""The record of an architecture, and where its checkpoints keep things. No torch here."""
+"""The record of an architecture, and the places of its tensors in checkpoints. No torch here."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,25 +83,25 @@ def score_of_last(config: Reader) -> tuple[str, tuple[HeadLayer, ...]]:
 class Architecture:
     """One value of "architectures" in config.json, or a variant of one.
 
-    tensors: our name -> where the checkpoint keeps it. A decoder layer has the norms that are named
+    tensors: our name -> its place in the checkpoint. A decoder layer has the norms that are named
         here, and a gated MLP if there is a gate_up, else a plain one (up).
-    models: what users know it as, for the list in the documentation.
-    model_type: what config.json calls it; wrappers name their text model by it alone.
-    switches: field of ModelConfig -> what reads it, where not as in `model_config`.
+    models: the models' names for users, for the list in the documentation.
+    model_type: the value in config.json; wrappers name their text model by it alone.
+    switches: field of ModelConfig -> its reader, where not as in `model_config`.
     keys: names of config.json that stand for others, ours -> theirs (see Reader).
-    defaults: theirs -> what config.json means where it leaves them out, beside what its class has.
+    defaults: theirs -> the value where config.json leaves it out, beside those of its class.
     attention: how each layer attends, made of the plain one and config.json.
-    experts: the mixture of experts that layers have in the place of an MLP.
-    computed: keys of config.json that are computed from others, ours -> what makes them.
+    experts: the reader of the mixture of experts.
+    computed: keys of config.json that are computed from others, ours -> the function.
     only: keys that we compute for these values alone; the first is what absence means.
     variant: the name of the record that a config.json asks for, if not of this one.
-    renames: of checkpoints whose names begin otherwise.
+    renames: other beginnings of names in checkpoints.
     ignored: patterns of tensors that the model does not use; "{layers}" is how many layers it has,
         which is the number of the first one that is not of the model.
     network: the class that computes it, a key of `registry.MODELS`.
-    encoder: whether it makes embeddings of texts, and no text.
+    encoder: whether it is an embedding model with bidirectional attention.
     absent: (the model, a layer) -> our names of `tensors` that it does not have.
-    classifier: of a sequence classifier's checkpoint, which hidden state is pooled (Pooling.mode)
+    classifier: for a sequence classifier's checkpoint, which hidden state is pooled (Pooling.mode)
         and the layers over it; the last one gives a number for each label.
     """
 
@@ -161,12 +161,12 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A model of several kinds of input around a text model, which is all that we run of it.
+    """A model of several kinds of input around a text model, of which only the text model is run.
 
-    config.json has the text model's in text_config, where its model_type says which record it is
-    of; flat files have it among their own keys, and say so by `flat`.
+    config.json has the text model's in text_config, where its model_type names the record; flat
+    files have it among their own keys, as `flat` says.
 
-    models: what users know it as.
+    models: the models' names for users.
     flat: the text model's model_type, where there is no text_config.
     renames: the beginnings of the text model's names.
     ignored: patterns of the other parts' tensors, as the checkpoint names them.

@@ -1,15 +1,18 @@
-"""KVGroups: what of each request's tokens the layers of a model keep. No torch here.
+"""KVGroups: which tokens' keys and values the layers of a model keep. No torch here.
 
-Layers that keep the same (all keys, those of a window) and whose heads have one shape form a class.
-Classes are cut into groups of about equally many layers, so that one block, which holds block_size
-tokens for the layers of one group, is of the same size whatever group it serves: there is one pool
-of blocks, and a request has a table for each group. A model whose layers are all alike is one
-group.
+Layers that keep the same tokens (all, or those of a window) and whose heads have one shape form a
+class. Classes are cut into groups of about equally many layers, so that one block, which holds
+block_size tokens for the layers of one group, is of the same size whatever group it serves: there
+is one pool of blocks, and a request has a table for each group. A model whose layers are all alike
+is one group.
 
     request's tokens        |  block 0  |  block 1  |  block 2  |  block 3 ..
     group 0 (all keys)         17          4           9           21
     group 1 (window)           -           -           30          2        the rest went back
     its table               17 - 4 - 9 30 21 2       entry = block * number of groups + group
+
+A kind is pure arithmetic over tokens and blocks of `size` tokens. A new kind is a class with these
+five members; scheduler, block manager and admission ask nothing else.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""ModelConfig: what config.json says about the network, in our words. No torch here."""
+"""ModelConfig: the network that config.json describes, in our words. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -109,13 +109,15 @@ class LayerAttention:
 
     @property
     def latent_rank(self) -> int:
-        """Width of the latents that the cache has; 0 = it has keys and values."""
+        """The width of the latents that the cache has; 0 = it has keys and values."""
         return 0 if self.latent is None else self.latent.rank
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Heads and elements of each that the cache has room for. Nothing is kept of a layer that
-        sees both ways; the cache's blocks count its tokens all the same."""
+        """The heads, and the elements of each, that the cache has room for.
+
+        A bidirectional layer keeps nothing; the cache's blocks count its tokens all the same.
+        """
         if self.keys_of is not None or not self.attends:
             return 0, 0
         return (1, 1) if self.bidirectional else (self.num_kv_heads, self.head_dim)
@@ -338,7 +340,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of a head that are rotated."""
+        """The number of rotary elements of a head."""
         return self.rope.dim or self.head_dim
 
     def tensor_name(self, stored: str) -> str:
@@ -366,8 +368,10 @@ class ModelConfig:
         return {f"{piece.replace('{i}', str(i))}.weight" for i in layers for piece in pieces}
 
     def kv_bytes_per_token(self, dtype_bytes: int, ranks: int = 1, rank: int = 0) -> int:
-        """Bytes that the keys and values of one token take over all layers, while all keep them; on
-        one of so many ranks."""
+        """Return the bytes of one token's keys and values over all layers, while all keep them.
+
+        ranks: the number of ranks that share them; the bytes are those of one rank.
+        """
         elements = 0
         for layer in self.attention:
             heads, dim = layer.of_rank(ranks, rank).kept

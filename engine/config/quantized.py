@@ -1,5 +1,7 @@
-"""Quantized: what config.json says of weights that the checkpoint keeps in fewer bits. No torch
-here. `engine.config.quantized_config` reads it."""
+"""Quantized: the quantisation that a checkpoint's config.json describes. No torch here.
+
+`engine.config.quantized_config` reads it.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -31,14 +33,14 @@ Kind = Literal["gptq", "awq", "packed", "int8", "fp8", "nvfp4", "mxfp4", "nf4", 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a matrix [out, in] is kept (`engine.quantization.layouts`).
+    """The format of a stored matrix [out, in] (`engine.quantization.layouts`).
 
-    kind: which tensors there are, and in what order their fields lie.
-    bits: of a code.
+    kind: which tensors there are, and the order of their fields.
+    bits: bits of a code.
     group, rows: inputs and outputs that share a scale; 0: all of them.
-    symmetric: there are no zero points.
+    symmetric: whether there are no zero points.
     zeros_less_one: "gptq": zero points are stored less one.
-    ordered: a tensor says of each input which group it is of.
+    ordered: whether a tensor has the group of each input.
     weight, scale, total: names of the tensors behind the matrix's, where a kind has several.
     divides: "nvfp4": the scale of the matrix divides.
     nested: "nf4": scales are in 8 bits themselves.

@@ -1,1 +1,1 @@
-"""How right a model's numbers are: against transformers, against itself, against another format."""
+"""Compares a model's numbers with transformers, with itself and with another format."""

@@ -11,7 +11,11 @@ from engine.scheduling.core import EngineCore
 
 @dataclass
 class Output:
-    """cached: prompt tokens that came from the prefix cache. error: "" if there is none."""
+    """The result of one prompt.
+
+    cached: prompt tokens that came from the prefix cache.
+    error: "" if there is none.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -30,7 +34,7 @@ def run(
     seed: int = 1,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> list[Output]:
-    """All prompts at once, or one after another. Checks that nothing is left behind.
+    """Run all prompts at once, or one after another, and check that nothing is left.
 
     adapters: of each prompt; none by default. progress: called after each step with the number of
     tokens that there are.

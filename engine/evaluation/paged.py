@@ -21,12 +21,7 @@ Entry = tuple[Tensor, Sequence[int], int]
 def lay_out(
     entries: Sequence[tuple[Sequence[int], int, int]], block_size: int, padding: int = 0
 ) -> AttentionMeta:
-    """The AttentionMeta of a step, as the model runner makes it.
-
-    entries: (block ids, start, length) each; leading ones of length 1 are decodes.
-
-    Tables are filled up with an id that no cache has; padding tokens get slot -1.
-    """
+    """Return the AttentionMeta of a step, as the model runner makes it."""
     positions: list[int] = []
     slots: list[int] = []
     query_start, kv_len = [0], []
@@ -69,7 +64,10 @@ def load_model(resolved: Resolved) -> Model:
 
 
 class Paged:
-    """num_blocks: that steps may name, 0 to num_blocks - 1."""
+    """A model with a KV cache of its own, whose steps give the logits of every token.
+
+    num_blocks: steps may name blocks 0 to num_blocks - 1.
+    """
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class Paged:
 
     @torch.inference_mode()
     def run(self, *entries: Entry, lora: LoraStep | None = None) -> list[Tensor]:
-        """Computes from the start to the end of each. Returns logits [end - start, vocab_size]."""
+        """Compute tokens start to end of each entry. Returns logits [end - start, vocab_size]."""
         meta = lay_out(
             [(blocks, start, len(ids) - start) for ids, blocks, start in entries], self.block_size
         )

@@ -1,4 +1,4 @@
-"""Prompts to compare a model on: a file's, or those that come with the engine."""
+"""Prompts to compare a model on: from a file, or the built-in ones."""
 
 import json
 from dataclasses import dataclass

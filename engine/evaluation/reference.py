@@ -1,4 +1,4 @@
-"""Reference: transformers' own model of a folder, as what ours is compared with.
+"""Reference: transformers' own model of a folder, which ours is compared with.
 
 The class is the one that config.json names, out of the library itself. A folder's own code is never
 run, and where the library has no such class there is no reference.
@@ -28,11 +28,13 @@ _OTHER_TOWERS = re.compile(r"vision|visual|audio|image", re.IGNORECASE)
 
 
 class NoReference(Exception):
-    """Why transformers' model cannot be asked."""
+    """Raised where transformers' model cannot be run; the message says why."""
 
 
 class Reference:
-    """attention: transformers' way to compute it; its plain one knows sinks and soft caps.
+    """The model of a folder as transformers computes it.
+
+    attention: transformers' implementation; its plain one knows sinks and soft caps.
 
     Raises NoReference.
     """

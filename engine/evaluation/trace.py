@@ -1,4 +1,4 @@
-"""Traces: what a model computes on the way, by points that every decoder has.
+"""Traces: intermediate tensors of a model, at points that every decoder has.
 
     embedding            what goes into the first layer
     layers.3.attention   what attention of layer 3 makes, before it is normed or added

@@ -1,4 +1,4 @@
-"""verify: a checkpoint as the engine runs it, against transformers and against itself.
+"""verify: compares a checkpoint in the engine with transformers and with itself.
 
     reference   transformers' greedy text of each prompt, and its trace of prompt and text
     text        the engine's greedy text: together, alone, from the prefix cache

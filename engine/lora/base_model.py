@@ -1,4 +1,4 @@
-"""Which model an adapter says that it was trained for. No torch here."""
+"""The base model that an adapter names. No torch here."""
 
 import re
 

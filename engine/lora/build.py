@@ -1,4 +1,4 @@
-"""What adapters need on the device, made from the configuration."""
+"""Allocates the device memory of adapters that the configuration asks for."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""LoraDevice: the adapters on the device, and for each step which token has which.
+"""LoraDevice: the adapters on the device, and the adapter of each token of a step.
 
 Slots have fixed addresses and the metadata of decode steps too, so that graphs can read both. The
 metadata is small and made on the host: one upload a step, and none for a step without adapters.

@@ -1,4 +1,4 @@
-"""FakeLoader: real configurations and errors, no weights, and uploads that take as long as told."""
+"""FakeLoader: real configurations and errors, no weights, and uploads of a chosen duration."""
 
 import time
 from pathlib import Path

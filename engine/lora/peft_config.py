@@ -1,4 +1,4 @@
-"""PeftConfig: what an adapter's adapter_config.json says, as far as it is supported. No torch here.
+"""PeftConfig: the supported part of an adapter's adapter_config.json. No torch here.
 
 The fields are PEFT's. What would change the result and is not supported is refused, never ignored.
 """
@@ -24,7 +24,7 @@ KINDS = ("lora", "prompt_tuning", "p_tuning", PREFIX)  # PEFT's names of them, i
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """One adapter's configuration.
+    """The configuration of one adapter.
 
     kind: a value of KINDS. base: base_model_name_or_path; see `engine.lora.base_model`.
     rank, alpha: of every layer that no pattern names. rslora: the scale is alpha / sqrt(rank).

@@ -1,4 +1,4 @@
-"""Virtual tokens: adapters that stand before every prompt as learned tokens without an id.
+"""Virtual tokens: learned vectors without an id that an adapter puts before every prompt.
 
 Prompt tuning and p-tuning have a vector for each, which takes the place of a token's embedding.
 Prefix tuning has keys and values for each and layer, which take the place of what a layer would

@@ -1,4 +1,4 @@
-"""DeclaredTokens: what tokenizer_config.json tells of tokens, beside tokenizer.json.
+"""DeclaredTokens: the tokens that tokenizer_config.json declares, beside tokenizer.json.
 
 A checkpoint's two files may differ: Command R+'s end of turn is a control token in one alone.
 """

@@ -1,4 +1,4 @@
-"""Slopes of ALiBi (Press et al. 2022): what a head takes off a score for each token of distance."""
+"""Slopes of ALiBi (Press et al. 2022): the penalty of a score for each token of distance."""
 
 import math
 

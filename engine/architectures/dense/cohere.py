@@ -1,4 +1,4 @@
-"""Cohere: both blocks read one layer norm without bias, neighbours turn."""
+"""Cohere: both blocks read one layer norm without bias; rotary pairs are adjacent."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,6 +1,8 @@
-"""DeciLM, which Nemotron Super and Ultra are: a Llama of which a search has chosen each layer's key
-heads and inner width, and left out some attention and some MLPs. Its code is only in its
-repositories."""
+"""DeciLM (Nemotron Super and Ultra): a Llama with its own key heads and inner width in each layer.
+
+A search has chosen these, and left out some attention and some MLPs. The code is only in the
+models' repositories.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +20,7 @@ _OTHER = ("replace_with_linear", "sparsify", "is_mamba", "mamba", "moe", "llama4
 
 
 def _layers(config: Reader, part: str) -> Iterator[Reader]:
-    """Yield what block_configs says of each layer's "attention" or "ffn"."""
+    """Yield the object of block_configs for each layer's "attention" or "ffn"."""
     blocks, layers = config.listed("block_configs", dict), config.size("num_hidden_layers")
     if blocks is None or len(blocks) != layers:
         raise config.error("block_configs", f"must be a list of {layers} objects, one a layer")

@@ -1,5 +1,7 @@
-"""Gemma: norms that multiply by one and their weight, an embedding that is scaled and tied; from
-the second on norms before and behind both blocks."""
+"""Gemma: norms that multiply by one plus their weight, and a scaled embedding that is the head too.
+
+From Gemma 2 on there are norms before and behind both blocks.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

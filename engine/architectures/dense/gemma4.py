@@ -1,6 +1,9 @@
-"""Gemma 4: windows, and full layers of other heads; values with a norm; a factor behind each layer.
-The E models add what each token has for each layer, and their last layers read the keys of earlier
-ones. The 26B has a mixture of experts beside each MLP."""
+"""Gemma 4: sliding windows, full layers with other heads, norms of values, a factor behind each
+layer.
+
+The E models add an input that each token has for each layer, and their last layers read the keys of
+earlier ones. The 26B has a mixture of experts beside each MLP.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""GLM: neighbours turn in half of each head, gate and up are one matrix; and the ChatGLM that it
-was before, with names of its own."""
+"""GLM: half of each head is rotary, in adjacent pairs; gate and up are one matrix. And ChatGLM."""
 
 from collections.abc import Mapping
 

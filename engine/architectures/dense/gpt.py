@@ -1,6 +1,6 @@
 """The models before Llama: layer norms with biases and plain MLPs.
 
-Their positions are learned, rotary in part, or slopes on the scores.
+Their positions are learned, partly rotary, or slopes on the scores.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,7 +116,8 @@ def _bigcode_rows(model: "ModelConfig") -> "NDArray[np.int64]":
 
 
 def _gpt_neo(config: Reader, plain: "LayerAttention", layers: int) -> Sequence["LayerAttention"]:
-    """Return global and local layers, by default in turns. Their scores are not scaled."""
+    """Return alternating global and local layers, unless the file says otherwise. Scores are not
+    scaled."""
     full = replace(plain, rope=None, scale=1.0)
     local = replace(full, window=config.size("window_size", 256))
     kinds = config.listed("attention_layers", str)

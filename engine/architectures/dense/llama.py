@@ -1,5 +1,7 @@
-"""Llama and its relatives: rotary positions, RMS norms before attention and MLP, a gated MLP; and
-the names in their checkpoints, which most others use too."""
+"""Llama and its relatives, and the tensor names of their checkpoints, which most others use too.
+
+They have rotary positions, RMS norms before attention and MLP, and a gated MLP.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""OLMo and EXAONE 4: from OLMo 2 on no norms before the blocks, only behind them."""
+"""OLMo and EXAONE 4. From OLMo 2 on norms stand behind the blocks and not before them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Models whose code is only in their repositories, which we do not run: names and layouts as their
-files have them."""
+"""Models whose code is only in their repositories: names and layouts of their files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

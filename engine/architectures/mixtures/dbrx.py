@@ -1,5 +1,4 @@
-"""DBRX: layer norms without biases, clipped queries, keys and values, and an expert's matrices
-below each other in one."""
+"""DBRX: layer norms without biases, clipped queries, keys and values, and experts in one tensor."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,4 @@
-"""DeepSeek V2 and V3, and what was made like them: latent attention, mixtures of experts behind
-some dense layers."""
+"""DeepSeek V2 and V3, and models like them: latent attention and mixtures of experts."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -190,7 +190,7 @@ def _gpt_oss(config: Reader, model: "ModelConfig") -> Experts | None:
 
 
 def _in_turns(model: "ModelConfig") -> "NDArray[np.int64]":
-    """Return the stored rows of gate and up, which checkpoints keep in turns."""
+    """Return the stored rows of gate and up, which checkpoints interleave."""
     import numpy as np
 
     assert model.experts is not None

@@ -1,6 +1,8 @@
-"""Laguna: attention whose output is gated by softplus, head by head or element by element, of other
-numbers of query heads in other layers; windows with a rope of their own; mixtures of experts behind
-a dense layer."""
+"""Laguna: softplus gates on attention, by head or by element, and mixtures of experts.
+
+Layers differ in their number of query heads; windowed layers have a rope of their own. The first
+layer is dense.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
-"""Llama 4: three of four layers see a chunk of the context and turn, the fourth sees all of it and
-does not; experts that weigh what they read."""
+"""Llama 4: of four layers three see a rotary chunk of the context, one sees all without positions.
+
+Experts weigh their input instead of their output.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

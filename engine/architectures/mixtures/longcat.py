@@ -1,5 +1,7 @@
-"""LongCat-Flash: latent attention whose latents have factors; what the file calls a layer is two of
-ours, with one mixture of experts, some of which give back what they read, around the second one."""
+"""LongCat-Flash: latent attention with factors, and experts of which some return their input.
+
+A layer of the file is two of ours, with one mixture of experts around the second one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

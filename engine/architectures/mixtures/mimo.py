@@ -1,5 +1,7 @@
-"""MiMo-V2: windows with sinks, and layers of full attention with fewer key heads; values that are
-narrower than keys; mixtures of experts behind a dense layer."""
+"""MiMo-V2: windows with sinks, full layers with fewer key heads, values narrower than keys.
+
+Mixtures of experts stand behind a dense layer.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

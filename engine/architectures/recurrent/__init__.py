@@ -1,2 +1,2 @@
-"""Decoders of which layers keep a state of a request in the place of keys and values: what records
-say of such layers, and a module a family."""
+"""Recurrent and hybrid models: decoders with layers that have a state for each request. A module a
+family."""

@@ -1,5 +1,4 @@
-"""Gated DeltaNet: what a record says of it, and the ordinary names, layouts and ways to read it. No
-torch here."""
+"""Gated DeltaNet in records: its sizes, names, layouts and readers. No torch here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """A recurrent layer of Gated DeltaNet, whose state stands in the place of keys and values.
+    """A recurrent layer of Gated DeltaNet, with a state in place of keys and values.
 
     The state of a request is a matrix [key_size, value_size] for each value head. It also has the
     last taps - 1 inputs of the layer's convolution.
 
-    negative: whether a correction may be up to twice what is wrong, so that states may change their
+    negative: whether a correction may be up to twice the error, so that states may change their
         sign.
     norm_eps: the epsilon of the norm of the heads' outputs; None = as of the model's norms.
     pending_updates: decodes whose update of the state is kept beside it, in entries

@@ -1,5 +1,4 @@
-"""Falcon-H1: attention and Mamba-2 side by side in each layer, and multipliers of nearly all that
-is computed."""
+"""Falcon-H1: attention and Mamba-2 side by side in each layer, with multipliers all over."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Jamba: Mamba-1 and, every few layers, attention without positions; MLPs and mixtures of experts
-in turns."""
+"""Jamba: Mamba-1 with some layers of attention without positions; MLPs alternate with experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

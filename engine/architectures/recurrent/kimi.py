@@ -1,5 +1,7 @@
-"""Kimi Linear: three layers of Kimi Delta Attention for each layer of latent attention, which does
-not turn; mixtures of experts behind a dense layer."""
+"""Kimi Linear: three layers of Kimi Delta Attention for each layer of latent attention.
+
+Latent attention has no rotary embedding here. Mixtures of experts stand behind a dense layer.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,4 @@
-"""Mamba-2: what a record says of it, and the models of Granite 4 and Bamba, whose other layers have
-attention."""
+"""Mamba-2 in records, and the hybrid models Granite 4 and Bamba."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,4 @@
-"""Mixer: what a record says of a layer that keeps a state of each request in the place of keys and
-values. No torch here."""
+"""Mixer: the description of a recurrent layer in a record. No torch here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""AdapterNames: which adapter a name means now, and which revision it was. No torch here."""
+"""AdapterNames: the adapter and revision that a name means now, or meant. No torch here."""
 
 from typing import Generic, TypeVar
 

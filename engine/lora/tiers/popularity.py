@@ -1,4 +1,4 @@
-"""Popularity: how often each name was asked for; what is long ago counts less. No torch here."""
+"""Popularity: how often each name was requested; recent requests count more. No torch here."""
 
 FADE = 1.002  # a request counts half as much as one that came 350 later
 # Seconds, in which it loses as much again: for servers so quiet that 350 requests take a day. The

@@ -1,4 +1,4 @@
-"""DeviceSlots: which adapter each slot on the device holds, and which one it is promised to.
+"""DeviceSlots: the adapter in each slot of the device, and the one that the slot is promised to.
 
 The adapter that is evicted is the one with the fewest recent requests, not the least recently used.
 With many more adapters than slots, most adapters are not needed again soon after their upload, and

@@ -1,4 +1,4 @@
-"""AdapterStore: which adapters are known, and in which tier each is. No torch here.
+"""AdapterStore: all known adapters and the tier that each is in. No torch here.
 
     disk or object store --read (threads)--> host memory --upload (thread)--> device slot
 
