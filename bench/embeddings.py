@@ -35,7 +35,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from bench.report.result_file import print_ratios, write
+from bench.report.result_file import print_ratios, ratio_row, write
 
 Vectors = NDArray[np.float32]
 Embed = Callable[[Sequence[list[int]]], Vectors]
@@ -259,11 +259,9 @@ def compare(
             for other, difference in zip(list(sides)[1:], differences, strict=True):
                 rows.append(
                     {
-                        "case": f"{name}/{dtype}/{case}/{other}",
-                        "ours": best["manta"],
-                        "peer": best[other],
-                        "unit": "tok/s",
-                        "ratio": round(best["manta"] / best[other], 2),
+                        **ratio_row(
+                            f"{name}/{dtype}/{case}/{other}", best["manta"], best[other], "tok/s", 2
+                        ),
                         "cpu_ratio": round(least[other] / least["manta"], 2),
                         "difference": difference,
                     }

@@ -40,7 +40,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
-from bench.report.result_file import Line, RawLines, print_ratios, versions
+from bench.report.result_file import Line, RawLines, print_ratios, ratio_row, versions
 from bench.versus.engine import run_side
 from engine.config.model_config import ModelConfig
 from engine.models.registry import build_model
@@ -274,8 +274,7 @@ def rows(lines: list[Line]) -> list[Line]:
             min(li["ready_s"] for li in lines if li["case"] == case and li.get("side") == side)
             for side in ("manta", "vllm")
         )
-        ratio = round(ours / peer, 3)
-        rows.append({"case": case, "ours": ours, "peer": peer, "unit": "s", "ratio": ratio})
+        rows.append(ratio_row(case, ours, peer, "s"))
     return rows
 
 

@@ -32,7 +32,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import Line, RawLines, print_ratios, versions
+from bench.report.result_file import Line, RawLines, print_ratios, ratio_row, versions
 from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
 from bench.versus.http import LOAD_S, READY_S, load
 
@@ -205,8 +205,7 @@ def rows_of(name: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
     def add(case: str, ours: float, peer: float, unit: str) -> None:
-        ratio = round(ours / peer, 3) if peer else None
-        rows.append({"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio})
+        rows.append(ratio_row(case, ours, peer, unit))
 
     rates = {line["replicas"]: line["out_tok_s"] for line in lines if "out_tok_s" in line}
     for replicas, rate in rates.items():

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from bench.report.result_file import Line
+from bench.report.result_file import Line, ratio_row
 from engine.config.engine_config import EngineConfig
 from engine.messages import EngineRequest, StepFrame
 from engine.process.client import EngineClient
@@ -136,12 +136,6 @@ def rows(lines: list[Line]) -> list[Line]:
     good = min(line["goodput_tok_s"] for line in capped)
     best = max(line["tok_s"] for line in free)
     return [
-        {
-            "case": "tpot-50ms/itl_p99", "ours": p99, "peer": TARGET_MS, "unit": "ms",
-            "ratio": round(p99 / TARGET_MS, 3),
-        },
-        {
-            "case": "tpot-50ms/goodput", "ours": good, "peer": best, "unit": "tok/s",
-            "ratio": round(good / best, 3),
-        },
-    ]  # fmt: skip
+        ratio_row("tpot-50ms/itl_p99", p99, TARGET_MS, "ms"),
+        ratio_row("tpot-50ms/goodput", good, best, "tok/s"),
+    ]

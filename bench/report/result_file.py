@@ -131,6 +131,12 @@ def write(
     raw.finish({**config, "versions": versions("transformers")}, rows, device)
 
 
+def ratio_row(case: str, ours: float, peer: float, unit: str, digits: int = 3) -> Line:
+    """Return a row of a table: two figures, and ours by the peer's. A ratio to 0 is None."""
+    ratio = round(ours / peer, digits) if peer else None
+    return {"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio}
+
+
 def print_ratios(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a line for each row that has ours, peer, unit and ratio."""
     for row in rows:

@@ -24,16 +24,17 @@ the runs that are missing, so that the comparison fits where a command may not r
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import Line, RawLines, print_ratios, versions
+from bench.report.result_file import Line, print_ratios, ratio_row, versions
 from bench.report.result_file import commit as commit  # others ask for it here
 from bench.versus import offline
+from bench.versus.harness import Harness, Piece, lines_of
 from bench.versus.vllm_weights import NOTE, WORKER, check_drawn
 from loadtest.scenario.workloads import Request
 
@@ -181,31 +182,8 @@ def _print(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def lines_of(command: list[str], folder: Path | None = None) -> Iterator[Line]:
-    """Yield the JSON lines of a program as they come. folder: where it runs, and imports from.
-
-    Raises CalledProcessError at the end.
-    """
-    environment = None if folder is None else {**os.environ, "PYTHONPATH": _path_with(folder)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-            else:  # why an engine ended, if it did
-                print(line, end="", file=sys.stderr)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-
-
 def _file(module: str) -> str:
     return module.replace(".", "/") + ".py"
-
-
-def _path_with(folder: Path) -> str:
-    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run_side(
@@ -235,19 +213,6 @@ def run_side(
     for group in offline.by_engine(names):
         for line in lines_of([*command, "--workloads", *group], folder):
             yield {**line, "side": side}
-
-
-def _of(line: Line) -> tuple[str, int, str]:
-    """Return the key of the process that printed a line."""
-    return line["model"], line["run"], line["side"]
-
-
-def whole_runs(lines: list[Line], names: list[str]) -> list[Line]:
-    """Return the lines of runs that finished all workloads; a run that was cut off runs again."""
-    done: dict[tuple[str, int, str], set[str]] = {}
-    for line in lines:
-        done.setdefault(_of(line), set()).add(line.get("workload", ""))
-    return [line for line in lines if done[_of(line)] >= set(names)]
 
 
 def best(lines: list[dict[str, Any]], side: str, name: str) -> float:
@@ -282,19 +247,16 @@ def compare(
 
     wanted = {label: names or TABLE.get(label, ALL) for label in models}
 
-    def keep(lines: list[Line]) -> list[Line]:
-        whole = [line for line in lines if line["model"] not in models]
-        for label in models:
-            whole += whole_runs([line for line in lines if line["model"] == label], wanted[label])
-        return whole
+    def finished(piece: Piece, lines: list[Line]) -> bool:
+        return {line.get("workload") for line in lines} >= set(wanted.get(piece[0], ()))
 
-    raw = RawLines(out, name, keep if resume else None)
-    there = {_of(line) for line in raw.all}
-    for label, folder in models.items():
-        for run, side in ((run, side) for run in range(runs) for side in sides):
-            if (label, run, side) not in there:
-                for line in run_side(side, folder, wanted[label], change, against):
-                    raw.keep({"model": label, "run": run, **line})
+    def run_piece(piece: Piece) -> Iterator[Line]:
+        label, _, side = piece
+        return run_side(side, models[label], wanted[label], change, against)
+
+    harness = Harness(out, name, ("model", "run", "side"), finished, resume)
+    harness.run(product(models, range(runs), sides), run_piece)
+    raw = harness.raw
     labels = dict.fromkeys(line["model"] for line in raw.all)  # those of earlier calls too
     rows = [row for label in labels for row in _rows(label, raw.all, other)]
     configs = {
@@ -326,13 +288,7 @@ def _rows(label: str, lines: list[dict[str, Any]], other: str) -> list[dict[str,
         for side in ("manta", other)
     )
     return [
-        {
-            "case": f"{label}/{name}",
-            "ours": ours,
-            "peer": peer,
-            "unit": unit,
-            "ratio": round(ours / peer, 3),
-        }
+        ratio_row(f"{label}/{name}", ours, peer, unit)
         for name, unit, ours, peer in [*metrics, ("ready", "s", *ready)]
     ]
 

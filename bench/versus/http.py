@@ -37,12 +37,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.report.result_file import Line, RawLines, print_ratios, versions_under
-from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION, lines_of
+from bench.report.result_file import Line, print_ratios, ratio_row, versions_under
+from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
+from bench.versus.harness import Harness, Piece, lines_of
 from loadtest.runner import RunOptions, RunResult, Task, run_async
 from loadtest.scenario import workloads
 
@@ -401,28 +402,17 @@ def run_side(args: argparse.Namespace, side: str) -> Generator[Line, None, None]
 
 def compare(args: argparse.Namespace) -> int:
     """Run the sides that are missing; with all of them, write the table. Returns the exit code."""
-    end = time.monotonic() + args.seconds
-    raw = RawLines(args.out, "versus-http", whole_sides if args.resume else None)
-    there = {line["label"] for line in raw.all}
-    left = []
-    for side in ("offline", "manta", *args.peers):
-        if side in there:
-            continue
-        began = time.monotonic()
-        if began + EXPECTED[side] > end:
-            left.append(side)
-            continue
-        with closing(run_side(args, side)) as lines:  # whatever happens, its server ends
-            for line in lines:
-                raw.keep(line)
-        print(f"{side}: {time.monotonic() - began:.0f} s", flush=True)
-    for side in left:
-        print(
-            f"not begun, for want of time (~{EXPECTED[side]} s): {side}; run it again with --resume"
-        )
+    harness = Harness(args.out, "versus-http", ("label",), finished, args.resume)
+    left, _ = harness.run(
+        [(side,) for side in ("offline", "manta", *args.peers)],
+        lambda piece: run_side(args, piece[0]),
+        lambda piece: EXPECTED[piece[0]],
+        args.seconds,
+    )
     if left:
         return 3
 
+    raw = harness.raw
     rows = rows_of(args.name, raw.all, args.peers)
     ran = {line["label"]: line["versions"] for line in raw.all if "versions" in line}
     common = {"prefix_caching": False, "replicas": 1}
@@ -444,13 +434,9 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def whole_sides(lines: list[Line]) -> list[Line]:
-    """Return those of an earlier run's raw lines whose side saw every load."""
-
-    def whole(side: str) -> bool:
-        return {x.get("concurrency") for x in lines if x["label"] == side} >= STREAMS.keys()
-
-    return [line for line in lines if whole(line["label"])]
+def finished(piece: Piece, lines: list[Line]) -> bool:
+    """Whether a side saw every load."""
+    return {line.get("concurrency") for line in lines} >= STREAMS.keys()
 
 
 def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[dict[str, Any]]:
@@ -462,9 +448,8 @@ def rows_of(label: str, lines: list[dict[str, Any]], peers: list[str]) -> list[d
 
     rows = []
 
-    def add(case: str, ours: float | None, peer: float | None, unit: str) -> None:
-        ratio = round(ours / peer, 3) if ours and peer else None
-        rows.append({"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio})
+    def add(case: str, ours: float, peer: float, unit: str) -> None:
+        rows.append(ratio_row(case, ours, peer, unit))
 
     for streams in STREAMS:
         ours = find("manta", streams)

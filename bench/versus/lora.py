@@ -25,25 +25,21 @@ vocabulary), few and short requests.
 """
 
 import argparse
-import contextlib
 import json
+import math
 import os
 import random
-import re
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench import lora_loads
-from bench.report.result_file import Line, RawLines, ask_device, versions
+from bench.report.result_file import Line, ask_device, versions
 from bench.versus.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, MEMORY_FRACTION
+from bench.versus.harness import Harness, Piece, lines_of
 from loadtest.scenario import workloads
 
 RANK = 16
@@ -279,63 +275,6 @@ def _print(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def run_side(command: list[str], keep: Callable[[Line], None], seconds: float = 600) -> None:
-    """Run a side in a process of its own, and keep each JSON line as it comes. A side that takes
-    more seconds is killed.
-
-    Raises SideFailed with the cause and the end of the log.
-    """
-    environment = VLLM_ENVIRONMENT | os.environ
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        # An engine's own processes too, which would keep the device's memory.
-        timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))
-        timer.start()
-        said: list[str] = []
-        assert process.stdout is not None
-        for line in process.stdout:
-            figures = _json_of(line)
-            if figures is None:
-                said.append(line)
-            else:
-                keep(figures)
-        code = process.wait()
-        timer.cancel()
-        if code:
-            log.seek(0)
-            raise SideFailed(f"exit code {code}\n{explain([*said, *log])}")
-
-
-def _json_of(line: str) -> Line | None:
-    """Parse a line of ours; None for a line that a library printed."""
-    if line.startswith("{"):
-        with contextlib.suppress(ValueError):
-            figures: Line = json.loads(line)
-            return figures
-    return None
-
-
-class SideFailed(Exception):
-    """A side ended before it was done."""
-
-
-def explain(lines: list[str]) -> str:
-    """Return the line that names the cause, and the last 40 lines.
-
-    The first exception is the cause: what comes after it tells of the processes that waited.
-    """
-    error = re.compile(r"(?:^|\s)(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S")
-    cause = next((line.strip() for line in lines if error.search(line)), "no exception was printed")
-    return "".join([f"cause: {cause}\n", *lines[-40:]])
-
-
 def wait_for_device() -> None:
     """Wait until the earlier side's memory is free."""
     for _ in range(30):
@@ -345,17 +284,10 @@ def wait_for_device() -> None:
         time.sleep(1)
 
 
-Piece = tuple[str, int, int]  # side, adapters, which start of it
-
-
-def piece_of(line: Line) -> Piece:
-    return line["side"], line["adapters"], line["start"]
-
-
-def whole_runs(lines: list[Line]) -> list[Line]:
-    """Return the lines of the pieces that were not cut off."""
-    counts = Counter(piece_of(li) for li in lines if "run" in li or "loading_p99_ms" in li)
-    return [li for li in lines if counts[piece_of(li)] >= len(runs_of(*piece_of(li)[:2]))]
+def finished(piece: Piece, lines: list[Line]) -> bool:
+    """Whether a side's process did all of its runs. piece: side, adapters, which start of it."""
+    count = sum("run" in line or "loading_p99_ms" in line for line in lines)
+    return count >= len(runs_of(*piece[:2]))
 
 
 def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
@@ -396,62 +328,58 @@ def rows_of(label: str, lines: list[Line]) -> list[dict[str, Any]]:
     return rows
 
 
-def plan(args: argparse.Namespace, lines: list[Line]) -> list[Piece]:
-    """Return the pieces that are missing, sides in turns; the adapters' cases after the bases."""
-    there = {piece_of(line) for line in lines}
-    pieces = [
+def plan(args: argparse.Namespace) -> list[Piece]:
+    """Return the pieces, sides in turns; the adapters' cases after the bases."""
+    pieces: list[Piece] = [
         (side, LOADED if side == "loads" else count, start)
         for count in sorted(args.counts)
         for start in range(args.runs)
         for side in args.sides
     ]
-    pieces.sort(key=lambda piece: piece[0] == "loads")  # last: no peer waits for it
-    return [piece for piece in dict.fromkeys(pieces) if piece not in there]
+    # Last: no peer waits for it.
+    return sorted(dict.fromkeys(pieces), key=lambda piece: piece[0] == "loads")
 
 
 def compare(args: argparse.Namespace) -> int:
     """Alternate the sides; print the shares and keep them in <out>/versus-lora-<date>.json, and the
     lines in .jsonl. Returns the exit code."""
     end = time.monotonic() + args.seconds
-    raw = RawLines(args.out, "versus-lora", whole_runs if args.resume else None)
-    pieces, failed, left = plan(args, raw.all), False, []
-    for side, count, _ in pieces:
+    fields = ("side", "adapters", "start")
+    harness = Harness(args.out, "versus-lora", fields, finished, args.resume)
+    pieces, num_made = plan(args), 0
+    for side, count, _ in harness.missing(pieces):
         print(f"to do: {side} with {count} adapters, ~{expected_seconds(side, count)} s")
     with tempfile.TemporaryDirectory() as folder:
-        count_done = 0
-        for piece in pieces:
-            side, count, start = piece
-            expected = writing_seconds(count, count_done) + expected_seconds(side, count)
-            if not args.cpu and time.monotonic() + expected > end:
-                left.append(piece)
-                continue
-            began = time.monotonic()
-            count_done = make_adapters(Path(args.model), Path(folder), count_done, count)
 
-            def keep(line: Line, start: int = start) -> None:
-                raw.keep({**line, "start": start})
+        def expected(piece: Piece) -> float:
+            side, count, _ = piece
+            return (
+                0.0
+                if args.cpu
+                else writing_seconds(count, num_made) + expected_seconds(side, count)
+            )
 
+        def run_piece(piece: Piece) -> Iterator[Line]:
+            nonlocal num_made
+            side, count, _ = piece
+            num_made = make_adapters(Path(args.model), Path(folder), num_made, count)
             command = [sys.executable, "-m", "bench.versus.lora", "--side", side]
             command += ["--model", args.model, "--adapters", folder, "--counts", str(count)]
             command += ["--cpu"] * args.cpu
             wait_for_device()
-            try:
-                run_side(command, keep, max(60.0, end - time.monotonic()))
-            except SideFailed as failure:
-                failed = True
-                print(f"{side} with {count} adapters failed: {failure}", flush=True)
-            took = time.monotonic() - began
-            print(f"{side} with {count} adapters: {took:.0f} s", flush=True)
-    lines = whole_runs(raw.all)
+            seconds = max(60.0, end - time.monotonic())
+            yield from lines_of(command, None, VLLM_ENVIRONMENT | os.environ, seconds)
+
+        seconds = math.inf if args.cpu else args.seconds
+        left, failed = harness.run(pieces, run_piece, expected, seconds, go_on=True)
+    lines = harness.lines
     configs = {line["side"]: line["config"] for line in lines if "config" in line}
     ours = {side: configs[side] for side in ("manta", "loads") if side in configs}
     peers = {"vllm": configs["vllm"]} if "vllm" in configs else {}
     rows = rows_of(args.name, lines)
-    raw.finish({"ours": ours, "peers": peers, "versions": versions("vllm")}, rows)
+    harness.raw.finish({"ours": ours, "peers": peers, "versions": versions("vllm")}, rows)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
-    for side, count, _ in left:
-        print(f"not begun, for want of time: {side} with {count}; run it again with --resume")
     return 1 if failed else 3 if left else 0
 
 

@@ -20,14 +20,17 @@ ratio is ours by theirs. Each run is a process of its own, and the best of each 
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import Line, RawLines, print_ratios, versions
-from bench.versus.engine import best, lines_of, run_side
+from bench.report.result_file import Line, print_ratios, ratio_row, versions
+from bench.versus.engine import best, run_side
+from bench.versus.harness import Harness, Piece, lines_of
 
 PAIRED = ["single", "uniform"]  # workloads of tensor parallelism
 STAGED = ["uniform"]  # of a pipeline, whose gain is in many streams
+SUMS = (None, None, "sums")  # the piece that measures all-reduces, of no model
 STAGED_MODELS = ("llama-8b",)  # what fits on one GPU too
 
 
@@ -50,30 +53,23 @@ def measure(args: argparse.Namespace) -> None:
         for name, *rest in sides_of(label, args.ranks, args.vllm)
     }
 
-    def whole(lines: list[Line]) -> list[Line]:
-        done: dict[Any, set[str]] = {}
-        for line in lines:
-            key = line.get("model"), line.get("run"), line["way"]
-            done.setdefault(key, set()).add(line.get("workload", ""))
-        cut_off = {key for key in wanted if not done.get(key, set()) >= set(wanted[key][3])}
-        summed = any("crossings" in line for line in lines)
-        return [
-            line
-            for line in lines
-            if (line.get("model"), line.get("run"), line["way"]) not in cut_off
-            and (line["way"] != "sums" or summed)
-        ]
+    def finished(piece: Piece, lines: list[Line]) -> bool:
+        if piece == SUMS:
+            return any("crossings" in line for line in lines)
+        workloads = wanted[piece][3] if piece in wanted else ()
+        return {line.get("workload") for line in lines} >= set(workloads)
 
-    raw = RawLines(args.out, "versus-parallel", whole if args.resume else None)
-    if not any(line["way"] == "sums" for line in raw.all):
-        command = [sys.executable, "-m", "bench.kernels.sums", "--ranks", str(args.ranks)]
-        for line in lines_of(command):
-            raw.keep({"way": "sums", **line})
-    there = {(line.get("model"), line.get("run"), line["way"]) for line in raw.all}
-    for (label, run, name), (folder, side, change, workloads) in wanted.items():
-        if (label, run, name) not in there:
-            for line in run_side(side, folder, workloads, change, None):
-                raw.keep({"model": label, "run": run, "way": name, **line})
+    def run_piece(piece: Piece) -> Iterator[Line]:
+        if piece == SUMS:
+            command = [sys.executable, "-m", "bench.kernels.sums", "--ranks", str(args.ranks)]
+            return lines_of(command)
+        folder, side, change, workloads = wanted[piece]
+        return run_side(side, folder, workloads, change, None)
+
+    fields = ("model", "run", "way")
+    harness = Harness(args.out, "versus-parallel", fields, finished, args.resume)
+    harness.run([SUMS, *wanted], run_piece)
+    raw = harness.raw
     rows = rows_of(raw.all, args.ranks)
     config = {"ranks": args.ranks, "runs": args.runs, "versions": versions("vllm")}
     raw.finish(config, rows)
@@ -84,8 +80,7 @@ def rows_of(lines: list[Line], ranks: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
     def row(case: str, ours: float, peer: float, unit: str) -> None:
-        ratio = round(ours / peer, 3)
-        rows.append({"case": case, "ours": ours, "peer": peer, "unit": unit, "ratio": ratio})
+        rows.append(ratio_row(case, ours, peer, unit))
 
     for line in (line for line in lines if "bytes" in line):
         size = f"{line['bytes'] >> 10}k"

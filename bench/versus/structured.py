@@ -13,15 +13,14 @@ what it takes by itself, usually xgrammar.
 import argparse
 import json
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import Line, RawLines, print_ratios, versions
-from bench.versus.engine import lines_of
+from bench.report.result_file import Line, print_ratios, versions
+from bench.versus.harness import Harness, Piece, SideFailed, lines_of
 
 SIDES = ("manta", "vllm")
 KINDS = ("none", "schema")
@@ -219,18 +218,20 @@ def main() -> None:
     if args.side:
         run_side(args.side, model, args.streams, args.tokens, args.turns)
         return
-    raw = RawLines(args.out, f"versus-structured-{args.name}")
-    configs: dict[str, Any] = {}
-    for side in args.sides:
-        command = [sys.executable, "-m", "bench.versus.structured", "--side", side]
+    harness = Harness(args.out, f"versus-structured-{args.name}", ("side",))
+
+    def run_piece(piece: Piece) -> Iterator[Line]:
+        command = [sys.executable, "-m", "bench.versus.structured", "--side", piece[0]]
         command += ["--model", model, "--streams", str(args.streams)]
         command += ["--tokens", str(args.tokens), "--turns", str(args.turns)]
-        try:
-            for line in lines_of(command):
-                configs.setdefault(side, line.get("config"))
-                raw.keep(line)
-        except subprocess.CalledProcessError as error:
-            raise SystemExit(f"{side} ended with {error.returncode}") from None
+        return lines_of(command)
+
+    try:
+        harness.run([(side,) for side in args.sides], run_piece)
+    except SideFailed as failure:
+        raise SystemExit(str(failure)) from None
+    raw = harness.raw
+    configs = {line["side"]: line["config"] for line in raw.all if "config" in line}
     rows = rows_of(args.name, args.streams, raw.all, args.sides)
     peers = {side: configs[side] for side in args.sides[1:]}
     raw.finish({"ours": configs[args.sides[0]], "peers": peers, "schema": SCHEMA}, rows)

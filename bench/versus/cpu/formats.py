@@ -29,7 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import print_ratios, write
+from bench.report.result_file import print_ratios, ratio_row, write
 from bench.versus.cpu.side import COLUMNS, KEYS
 
 MEMORY = "peak_rss_mb"  # of a side's processes together
@@ -140,11 +140,13 @@ def rows(sides: list[Side]) -> list[dict[str, Any]]:
                 continue
             lines.append(
                 {
-                    "case": f"{form}/{column}/{side.name}",
-                    "ours": ours[0],
-                    "peer": other[0],
-                    "unit": "MB" if memory else "tok/s",
-                    "ratio": round(ours[0] / other[0], 2),
+                    **ratio_row(
+                        f"{form}/{column}/{side.name}",
+                        ours[0],
+                        other[0],
+                        "MB" if memory else "tok/s",
+                        2,
+                    ),
                     "busy": max(ours[1], other[1]),
                 }
             )

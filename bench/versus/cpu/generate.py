@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.report.result_file import write
+from bench.report.result_file import ratio_row, write
 from engine.evaluation.prompts import SHIPPED
 from kernels.cpu.codegen.compiler import has_int8
 
@@ -123,13 +123,13 @@ def main() -> None:
                 print(json.dumps(lines[-1]), flush=True)
                 best[case, side] = max(rate, best.get((case, side), 0.0))
     rows = [
-        {
-            "case": f"smollm2-135m/{case}" + ("" if side == "manta" else f"/{side}"),
-            "ours": best[case, side],
-            "peer": best[case, "transformers"],
-            "unit": "tok/s",
-            "ratio": round(best[case, side] / best[case, "transformers"], 2),
-        }
+        ratio_row(
+            f"smollm2-135m/{case}" + ("" if side == "manta" else f"/{side}"),
+            best[case, side],
+            best[case, "transformers"],
+            "tok/s",
+            2,
+        )
         for side in sides
         if side != "transformers"
         for case in CASES

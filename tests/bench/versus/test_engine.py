@@ -10,7 +10,7 @@ import pytest
 
 from bench.report.result_file import Line
 from bench.versus import engine as versus_engine
-from bench.versus.engine import compare, whole_runs
+from bench.versus.engine import compare
 
 NAMES = ["single", "uniform"]
 
@@ -22,14 +22,9 @@ def lines_of(run: int, side: str, rate: float, names: list[str] = NAMES) -> list
     return [first, *({**about, "workload": name, **speeds} for name in names)]
 
 
-def test_a_run_that_was_cut_off_runs_again() -> None:
-    """Half a run counts as a whole one, and its missing workload is never measured."""
-    whole = lines_of(0, "manta", 2.0)
-    assert whole_runs(whole + lines_of(0, "vllm", 1.0, ["single"]), NAMES) == whole
-
-
 def test_only_what_is_missing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run done twice, raw lines lost, a best that is not the best of all runs."""
+    """A run done twice, or cut off and taken for a whole one; raw lines lost; a best that is not
+    the best of all runs."""
     ran = []
 
     def fake(side: str, model: str, names: list[str], *rest: object) -> Iterator[Line]:

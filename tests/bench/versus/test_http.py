@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,11 +15,11 @@ from bench.versus import http as versus_http
 from bench.versus.http import (
     STREAMS,
     compare,
+    finished,
     generate,
     rows_of,
     server,
     whole_load,
-    whole_sides,
 )
 from loadtest.scenario import workloads
 from tests.loadtest.fake_server import FakeServer
@@ -36,8 +34,8 @@ def lines_of(side: str, rate: float, streams: tuple[int, ...] = tuple(STREAMS)) 
 
 def test_a_side_that_was_cut_off_runs_again() -> None:
     """Half a side beside a whole one would be a run under different conditions."""
-    lines = lines_of("manta", 2.0) + lines_of("vllm", 1.0, (1, 64))
-    assert whole_sides(lines) == lines_of("manta", 2.0)
+    assert finished(("manta",), lines_of("manta", 2.0))
+    assert not finished(("vllm",), lines_of("vllm", 1.0, (1, 64)))
 
 
 def test_rows_compare_the_same_load() -> None:
@@ -86,16 +84,6 @@ def test_no_side_begins_that_would_be_cut_off(
     assert not list(tmp_path.glob("*.json"))
     assert compare(args_of(tmp_path, seconds=100.0)) == 0
     assert ran == ["offline", "vllm", "manta"] and list(tmp_path.glob("*.json"))
-
-
-def test_lines_of_a_side_that_fails_are_kept() -> None:
-    """The offline side's figures, all lost with its last load."""
-    lines = []
-    with pytest.raises(subprocess.CalledProcessError):
-        program = "print('{\"a\": 1}'); print('else'); exit(5)"
-        for line in versus_http.lines_of([sys.executable, "-c", program]):
-            lines.append(line)
-    assert lines == [{"a": 1}]
 
 
 @pytest.mark.parametrize("answered, failed", [(724, 300), (724, 0)])

@@ -1,0 +1,196 @@
+"""Harness: runs the pieces of a comparison in order, keeps their lines and takes them up again.
+
+A piece is one run of one side: a tuple of values of the fields that name it, such as a model, the
+number of the run and the side. Each line of a piece bears these fields.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.report.result_file import Line, RawLines
+
+Piece = tuple[Any, ...]
+
+
+class SideFailed(Exception):
+    """A side ended before it was done."""
+
+
+class Harness:
+    """A comparison's raw lines, and what is still to run."""
+
+    def __init__(
+        self,
+        out: Path,
+        name: str,
+        fields: Sequence[str],
+        finished: Callable[[Piece, list[Line]], bool] = lambda piece, lines: True,
+        resume: bool = False,
+    ) -> None:
+        """Begin the day's file, or take up its finished pieces.
+
+        fields: what names a piece. A line without one of them has None there.
+        finished: whether these lines are a whole piece; half a piece runs again.
+        """
+        self._fields, self._finished = fields, finished
+        self.raw = RawLines(out, name, self._whole if resume else None)
+
+    @property
+    def lines(self) -> list[Line]:
+        """The lines of finished pieces."""
+        return self._whole(self.raw.all)
+
+    def missing(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Return those of the pieces, each once, of which there is no line."""
+        there = {self._piece(line) for line in self.raw.all}
+        return [piece for piece in dict.fromkeys(pieces) if piece not in there]
+
+    def run(
+        self,
+        pieces: Iterable[Piece],
+        run_piece: Callable[[Piece], Iterable[Line]],
+        expected: Callable[[Piece], float] = lambda piece: 0.0,
+        seconds: float = math.inf,
+        go_on: bool = False,
+    ) -> tuple[list[Piece], list[Piece]]:
+        """Run the pieces that are missing and keep their lines.
+
+        expected: the seconds that a piece takes. A piece that would not end within `seconds` is
+            not begun.
+        go_on: whether other pieces run after one that failed.
+        Returns the pieces that were not begun, and those that failed. Raises SideFailed.
+        """
+        end = time.monotonic() + seconds
+        left, failed = [], []
+        for piece in self.missing(pieces):
+            began, name = time.monotonic(), " ".join(map(str, piece))
+            if began + expected(piece) > end:
+                left.append(piece)
+                continue
+            named = {
+                field: value
+                for field, value in zip(self._fields, piece, strict=True)
+                if value is not None
+            }
+            lines = run_piece(piece)
+            try:
+                for line in lines:
+                    self.raw.keep({**line, **named})
+            except SideFailed as failure:
+                if not go_on:
+                    raise
+                failed.append(piece)
+                print(f"{name} failed: {failure}", flush=True)
+            finally:
+                getattr(lines, "close", lambda: None)()  # a generator's server ends with it
+            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+        for piece in left:
+            name = " ".join(map(str, piece))
+            print(
+                f"not begun, for want of time (~{expected(piece):.0f} s): {name}; "
+                "run it again with --resume"
+            )
+        return left, failed
+
+    def _piece(self, line: Line) -> Piece:
+        return tuple(line.get(field) for field in self._fields)
+
+    def _whole(self, lines: list[Line]) -> list[Line]:
+        by_piece: dict[Piece, list[Line]] = {}
+        for line in lines:
+            by_piece.setdefault(self._piece(line), []).append(line)
+        whole = {piece for piece, mine in by_piece.items() if self._finished(piece, mine)}
+        return [line for line in lines if self._piece(line) in whole]
+
+
+def lines_of(
+    command: list[str],
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = math.inf,
+) -> Iterator[Line]:
+    """Run a program in a session of its own and yield its JSON lines as they come.
+
+    What else it prints goes to this process's stderr.
+    folder: where it runs, and imports from.
+    seconds: after these it is killed, its own processes too, which would keep the device's memory.
+    Raises SideFailed with the cause and the end of the log, after the last line.
+    """
+    variables = dict(os.environ if environment is None else environment)
+    if folder is not None:
+        path = [str(folder), *filter(None, [variables.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(path)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        cwd=folder,
+        env=variables,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    log: list[str] = []
+
+    def note(text: str) -> None:
+        log.append(text)
+        print(text, end="", file=sys.stderr)
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    errors = threading.Thread(target=lambda stream: [note(text) for text in stream],
+                              args=(process.stderr,), daemon=True)  # fmt: skip
+    errors.start()
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        for text in process.stdout:
+            line = _json_of(text)
+            if line is None:
+                note(text)
+            else:
+                yield line
+        code = process.wait()
+    except BaseException:
+        kill()
+        raise
+    finally:
+        timer.cancel()
+        process.wait()
+        errors.join(5)  # a process that it left behind may hold the pipe
+    if code:
+        raise SideFailed(f"exit code {code}\n{explain(log)}")
+
+
+def _json_of(text: str) -> Line | None:
+    """Parse a line of ours; None for a line that a library printed."""
+    if text.startswith("{"):
+        with contextlib.suppress(ValueError):
+            line: Line = json.loads(text)
+            return line
+    return None
+
+
+def explain(log: list[str]) -> str:
+    """Return the line that names the cause, and the last 40 lines.
+
+    The first exception is the cause: what comes after it tells of the processes that waited.
+    """
+    error = re.compile(r"(?:^|\s)(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S")
+    cause = next((line.strip() for line in log if error.search(line)), "no exception was printed")
+    return "".join([f"cause: {cause}\n", *log[-40:]])
