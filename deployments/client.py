@@ -22,8 +22,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from deployments.api.body_fields import check_names
 from deployments.api.fields.generation import CHAT, COMPLETION
-from deployments.api.generation.fields import check_names
 from deployments.api.http.errors import ApiError
 from deployments.resumable_stream import ResumableStream
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded, RequestFailed

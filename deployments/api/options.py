@@ -3,14 +3,11 @@
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from deployments.api.batches.folder import BatchFolder
+from deployments.api.batch_folder import BatchFolder
 from deployments.api.caller import KeyRule
 from deployments.api.key_limits import KeyLimits
-
-if TYPE_CHECKING:
-    from deployments.api.models import ModelChanges
 
 # (id, owner or None for everyone's) -> one for each prompt of the call.
 Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
@@ -18,6 +15,29 @@ Explain = Callable[[str, str | None], Awaitable[list[dict[str, Any]]]]
 Stop = Callable[[str, str | None], Awaitable[int]]
 # -> one for each router.
 Live = Callable[[], Awaitable[list[dict[str, Any]]]]
+
+
+class ModelChanges(Protocol):
+    """The models of an endpoint of several: their status, and changes to them."""
+
+    def status(self, model: str) -> str:
+        """Return a model's status: ready, starting, or sleeping (the next request wakes it)."""
+        ...
+
+    async def trouble(self, model: str) -> dict[str, str]:
+        """Return why a model does not start; {} if nothing is known to be wrong.
+
+        `message` says why, and `status` is there where the status is failed.
+        """
+        ...
+
+    async def put(self, name: str, section: Mapping[str, Any]) -> None:
+        """Add a model, or change it. section: the keys of `models.NAME`. Raises ConfigError."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Take a model away. Raises MantaError (model_not_found)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +104,7 @@ class ApiOptions:
     store_bytes: int = 0
     page: bool = False
     batches: BatchFolder | None = None
-    models: "ModelChanges | None" = None
+    models: ModelChanges | None = None
     event_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     tell_request_id: bool = True
     metrics: Callable[[], Awaitable[str]] | None = None

@@ -1,33 +1,29 @@
 """/tokenize and /detokenize: what a text or a chat is in token ids, and back."""
 
-from typing import Any
-
 import msgspec
 
+from deployments.api.body_fields import check_names, take_bool, take_str, take_token_ids
+from deployments.api.context import ApiContext
 from deployments.api.fields.others import DETOKENIZE, TOKENIZE
-from deployments.api.generation.fields import check_names, take_bool, take_str, take_token_ids
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.openai_request import chat_ids, encode_texts
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
-from deployments.api.options import ApiOptions
-from deployments.api.tools.request import take_tools
-from deployments.backend import Backend, ModelCard
+from deployments.api.output.request import take_tools
+from deployments.api.route import NAMES, READS, Operation, Route
+from deployments.api.served_model import find_model
 from engine.text.tokenizer import TooManyTokens
 
 # A client that asks by how much a text is too long has to count further than the context.
 MIN_LIMIT = 65_536  # tokens
 
 
-async def tokenize(
-    exchange: HttpExchange,
-    body: dict[str, Any],
-    card: ModelCard,
-    backend: Backend,
-    options: ApiOptions,
-) -> bytes:
-    """The JSON answer. Raises ApiError."""
+async def tokenize(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with the token ids of a text or a chat. Raises ApiError."""
+    backend, options = context.backend, context.options
+    body = await context.read(exchange)
+    card = await find_model(body.get("model"), backend, exchange.caller)
     exchange.ignored += check_names(body, TOKENIZE.known, strict=options.strict)
     tokenizer = backend.tokenizer(card.id)
     limit = max(MIN_LIMIT, card.max_model_len)
@@ -59,23 +55,21 @@ async def tokenize(
         return msgspec.json.encode(answer)
 
     try:
-        return await in_thread(work, exchange.body_size)
+        answer = await in_thread(work, exchange.body_size)
     except TooManyTokens as error:
         raise invalid(
             f"the text has at least {error.at_least} tokens; /tokenize takes {limit}",
             "prompt" if chat is None else "messages",
             "context_length_exceeded",
         ) from None
+    await exchange.answer(200, answer)
 
 
-async def detokenize(
-    exchange: HttpExchange,
-    body: dict[str, Any],
-    card: ModelCard,
-    backend: Backend,
-    options: ApiOptions,
-) -> bytes:
-    """The JSON answer. Raises ApiError."""
+async def detokenize(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with the text of token ids. Raises ApiError."""
+    backend, options = context.backend, context.options
+    body = await context.read(exchange)
+    card = await find_model(body.get("model"), backend, exchange.caller)
     exchange.ignored += check_names(body, DETOKENIZE.known, strict=options.strict)
     tokenizer = backend.tokenizer(card.id)
     tokens = body.get("tokens")
@@ -92,4 +86,23 @@ async def detokenize(
         ids = take_token_ids(tokens, "tokens", card.vocab_size) if tokens else tokens
         return msgspec.json.encode({"prompt": tokenizer.decode(ids, skip_special_tokens=skip)})
 
-    return await in_thread(work, 4 * len(tokens))
+    await exchange.answer(200, await in_thread(work, 4 * len(tokens)))
+
+
+ROUTES = (
+    Route(
+        "/tokenize",
+        tokenize,
+        post=Operation(
+            "Token ids of a text or a chat",
+            (*READS, *NAMES, 422),
+            TOKENIZE,
+            ("count", "max_model_len", "tokens"),
+        ),
+    ),
+    Route(
+        "/detokenize",
+        detokenize,
+        post=Operation("The text of token ids", (*READS, *NAMES, 422), DETOKENIZE, ("prompt",)),
+    ),
+)

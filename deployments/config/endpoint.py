@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deployments.api.batches.folder import BatchSettings
+from deployments.api.batch_folder import BatchSettings
 from deployments.observe.otlp import TracingSettings
 
 SECTION = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)

@@ -23,7 +23,7 @@ from typing import IO, Any
 import msgspec
 
 from deployments.api.auth import known_caller
-from deployments.api.batches.folder import BatchFolder, Entry, new_file_id, whole_lines
+from deployments.api.batch_folder import BatchFolder, Entry, new_file_id, whole_lines
 from deployments.api.fields.pooled import BYTES, BYTES_ONLY
 from deployments.api.http.errors import ApiError, internal
 from deployments.api.http.json_body import parse_json

@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.api.app import build_asgi
-from deployments.api.batches.folder import BatchFolder, BatchSettings
+from deployments.api.batch_folder import BatchFolder, BatchSettings
 from deployments.api.options import ApiOptions
 from deployments.cluster_store import event_secret
 from deployments.environment import installed_version
@@ -186,12 +186,12 @@ class Router:
         http = self._http = build_asgi(front, options)
 
         def keys_changed(fields: dict[str, Any]) -> None:
-            http.options = replace(http.options, **fields)
+            http.change_options(**fields)
 
         key_service.on_change = keys_changed
         if settings.batches is not None:
             folder = await asyncio.to_thread(BatchFolder, settings.batches)
-            http.options = replace(http.options, batches=folder)
+            http.change_options(batches=folder)
             self._worker = BatchWorker(folder, asker(http, lambda: http.options))
             self._worker.start()
         if settings.grpc is not None:

@@ -23,7 +23,7 @@ from deployments.router.rpc.server import GrpcServer
 from deployments.router.rpc.settings import GrpcSettings
 from engine.errors import Overloaded
 from tests.deployments.api.asgi import Client
-from tests.deployments.api.tools.test_tools import CITY, PARIS, TEMPLATES, backend_with, written
+from tests.deployments.api.output.test_tools import CITY, PARIS, TEMPLATES, backend_with, written
 from tests.deployments.fake_backend import MODEL, FakeBackend
 
 Chat, Generate, Sampling = map(message, ("ChatRequest", "GenerateRequest", "Sampling"))

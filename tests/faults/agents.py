@@ -28,7 +28,7 @@ from typing import Any
 from bench.report.result_file import write
 from deployments.resumable_stream import ResumableStream
 from engine.text.tokenizer import Tokenizer
-from tests.deployments.api.tools.tool_templates import HERMES
+from tests.deployments.api.output.tool_templates import HERMES
 from tests.deployments.on_ray.serve_cluster import ray_and_serve
 from tests.engine.models.checkpoints import save_checkpoint
 from tests.engine.text.small_tokenizers import byte_level

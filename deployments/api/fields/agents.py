@@ -6,6 +6,8 @@ Both are read into a chat, so fields of ours mean what they mean there.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from deployments.api.body_fields import NOT_ALLOWED, WITHOUT_EFFECT
+from deployments.api.bounds import MAX_MESSAGE_PARTS
 from deployments.api.fields.generation import (
     ARGUMENTS,
     CACHE_SALT,
@@ -34,8 +36,6 @@ from deployments.api.fields.schema import (
     optional,
     record,
 )
-from deployments.api.generation.fields import NOT_ALLOWED, WITHOUT_EFFECT
-from deployments.api.generation.messages import MAX_MESSAGE_PARTS
 
 MAX_ITEMS = 4096  # of one input
 MAX_METADATA = 16  # pairs

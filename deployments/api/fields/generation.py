@@ -2,6 +2,21 @@
 
 from collections.abc import Mapping
 
+from deployments.api.bounds import (
+    ALIASES,
+    DEADLINE,
+    EFFORTS,
+    MAX_DEADLINE,
+    MAX_MESSAGE_CALLS,
+    MAX_MESSAGE_PARTS,
+    MAX_MESSAGES,
+    MAX_SALT_BYTES,
+    MAX_TAGS,
+    MAX_TOOLS,
+    ROLES,
+    SCHEMA_NAME,
+    TOOL_NAME,
+)
 from deployments.api.caller import LEAST_PRIORITY
 from deployments.api.fields.schema import (
     BOOLEAN,
@@ -21,16 +36,6 @@ from deployments.api.fields.schema import (
     record,
     text,
 )
-from deployments.api.generation.constraints import ALIASES, MAX_TAGS, SCHEMA_NAME
-from deployments.api.generation.messages import (
-    MAX_MESSAGE_CALLS,
-    MAX_MESSAGE_PARTS,
-    MAX_MESSAGES,
-    ROLES,
-)
-from deployments.api.generation.tenancy import DEADLINE, MAX_DEADLINE, MAX_SALT_BYTES
-from deployments.api.tools.prompt import EFFORTS
-from deployments.api.tools.request import MAX_TOOLS, TOOL_NAME
 from engine.sampling_params import (
     ABOVE_LEAST,
     BIAS_RANGE,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from deployments.api.bounds import ROLES
 from deployments.api.fields.generation import CHAT_MESSAGES, QUEUED, SAMPLING
 from deployments.api.fields.schema import (
     BOOLEAN,
@@ -15,7 +16,6 @@ from deployments.api.fields.schema import (
     openai_body,
     record,
 )
-from deployments.api.generation.messages import ROLES
 from deployments.api.http.exchange import MAX_REQUEST_ID
 
 MAX_HISTORY = 500

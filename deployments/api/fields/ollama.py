@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGES
 from deployments.api.fields.generation import (
     QUEUED,
     SAMPLING,
@@ -23,7 +24,6 @@ from deployments.api.fields.schema import (
     openai_body,
     record,
 )
-from deployments.api.generation.messages import MAX_MESSAGE_CALLS, MAX_MESSAGES
 
 # options -> the field of a chat that says the same.
 SAME: Mapping[str, str] = {

@@ -1,6 +1,6 @@
 """Bodies of the routes that compute nothing: tokenising, adapters, batches and files."""
 
-from deployments.api.batches.routes import ENDPOINTS, MAX_METADATA, MAX_WINDOW
+from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
 from deployments.api.fields.generation import CHAT_MESSAGES, REASONING_EFFORT, TEMPLATE, TOOLS
 from deployments.api.fields.schema import (
     BOOLEAN,
@@ -66,17 +66,19 @@ MODEL = Body(  # a section `models.NAME`; the configuration's own checks say mor
     },
     ("name",),
 )
-_EXPIRES: Schema = record({"anchor": one_of("created_at"), "seconds": integer(3600, MAX_WINDOW)})
+_EXPIRES: Schema = record(
+    {"anchor": one_of("created_at"), "seconds": integer(3600, MAX_BATCH_WINDOW)}
+)
 BATCH = Body(
     {
         "input_file_id": TEXT,
-        "endpoint": one_of(*ENDPOINTS),
+        "endpoint": one_of(*BATCH_ENDPOINTS),
         "completion_window": {"type": "string", "pattern": r"^\d{1,3}[hd]$"},
         "output_expires_after": _EXPIRES,
         "metadata": {
             "type": "object",
             "additionalProperties": text(512),
-            "maxProperties": MAX_METADATA,
+            "maxProperties": MAX_BATCH_METADATA,
         },
     },
     ("input_file_id", "endpoint", "completion_window"),

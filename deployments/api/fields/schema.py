@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.api.generation.fields import NOT_ALLOWED, WITHOUT_EFFECT
+from deployments.api.body_fields import NOT_ALLOWED, WITHOUT_EFFECT
 
 Schema = dict[str, Any]
 

@@ -3,23 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.api.bounds import (
+    MAX_CALLS,
+    MAX_MESSAGE_CALLS,
+    MAX_MESSAGE_PARTS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ROLES,
+)
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
 from deployments.api.http.json_body import MAX_CONTAINERS, parse_inner
 
-MAX_MESSAGES = 1024
-MAX_CALLS = 4096  # tool calls in all messages together, as the next
-MAX_PARTS = 16_384  # content parts
-MAX_MESSAGE_CALLS = 128  # tool calls in one message
-MAX_MESSAGE_PARTS = 1024  # content parts in one message
-# Newer clients say developer where templates know system.
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "observation",  # what a tool has said, in templates such as ChatGLM's
-}
 _MODALITIES = ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file")
 # What answers carry and callers send back; of no use to a template.
 _ECHOED = frozenset({"refusal", "annotations", "audio", "function_call", "id", "parsed"})

@@ -9,10 +9,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.caller import ANYONE, Caller
-from deployments.api.fields.generation import CHAT, COMPLETION, SIDES
-from deployments.api.generation.constraints import RequestedGrammar, take_constraint
-from deployments.api.generation.fields import (
+from deployments.api.body_fields import (
     check_names,
     name_fields,
     take_bool,
@@ -21,15 +18,18 @@ from deployments.api.generation.fields import (
     take_token_ids,
     take_word,
 )
+from deployments.api.caller import ANYONE, Caller
+from deployments.api.fields.generation import CHAT, COMPLETION, SIDES
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.sampling import add_bad_words, bad_words_size, sampling_params
 from deployments.api.http.errors import invalid, shown, wrong_type
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
+from deployments.api.output.constraints import RequestedGrammar, take_constraint
+from deployments.api.output.plan import OutputPlan, plan_output
+from deployments.api.output.prompt import render_options
+from deployments.api.output.request import RequestedTools, refuse_tools, take_tools
 from deployments.api.served_model import find_model
-from deployments.api.tools.plan import OutputPlan, plan_output
-from deployments.api.tools.prompt import render_options
-from deployments.api.tools.request import RequestedTools, refuse_tools, take_tools
 from deployments.backend import Backend, GenerationRequest, ModelCard
 from engine.errors import InvalidRequest, context_too_long
 from engine.sampling_params import MAX_N, SamplingParams

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
+from deployments.api.body_fields import take_int
 from deployments.api.fields.generation import SAME_FIELDS, SAMPLING
-from deployments.api.generation.fields import take_int
 from deployments.api.http.errors import invalid, wrong_type
 from engine.errors import InvalidRequest
 from engine.sampling_params import (

@@ -4,15 +4,12 @@ of use."""
 import hashlib
 from typing import Any
 
+from deployments.api.body_fields import take_int, take_str
+from deployments.api.bounds import DEADLINE, MAX_DEADLINE, MAX_SALT_BYTES
 from deployments.api.caller import LEAST_PRIORITY
-from deployments.api.generation.fields import take_int, take_str
 from deployments.api.http.errors import PERMISSION, ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
-
-DEADLINE = "deadline_seconds"
-MAX_DEADLINE = 7 * 86400.0  # seconds
-MAX_SALT_BYTES = 128
 
 DEADLINE_HEADER = "x-deadline-seconds"
 _MAX_KEY = 256  # bytes of a name that goes into the key

@@ -1,16 +1,15 @@
 """document: OpenAPI 3.1 of what is served, from ROUTES and the fields that the checks read."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.fields.schema import TEXT, Body, Schema, number, one_of
-from deployments.api.generation.answer.event_ids import LAST, WANTED
-from deployments.api.generation.tenancy import DEADLINE_HEADER, MAX_DEADLINE
+from deployments.api.generation.tenancy import DEADLINE_HEADER
+from deployments.api.options import ApiOptions
+from deployments.api.route import Operation, Route
+from deployments.api.stream.event_ids import LAST, WANTED
 from deployments.environment import installed_version
-
-if TYPE_CHECKING:
-    from deployments.api.options import ApiOptions
-    from deployments.api.routes import Operation, Route
 
 _MEANINGS = {
     200: "The answer",
@@ -66,7 +65,7 @@ _HEADERS: tuple[tuple[str, str, Schema], ...] = (
 )
 
 
-def document(routes: Iterable["Route"], options: "ApiOptions", root: str = "") -> dict[str, Any]:
+def document(routes: Iterable[Route], options: ApiOptions, root: str = "") -> dict[str, Any]:
     """Return the OpenAPI document of the routes. root: the text before every path."""
     keyed = bool(options.api_keys or options.admin_keys)
     made: dict[str, Any] = {
@@ -85,7 +84,7 @@ def document(routes: Iterable["Route"], options: "ApiOptions", root: str = "") -
     return made
 
 
-def _path(route: "Route", options: "ApiOptions", keyed: bool) -> dict[str, Any]:
+def _path(route: Route, options: ApiOptions, keyed: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "{" in route.path:
         name = route.path.partition("{")[2].partition("}")[0]
@@ -97,7 +96,7 @@ def _path(route: "Route", options: "ApiOptions", keyed: bool) -> dict[str, Any]:
     return found
 
 
-def _operation(route: "Route", method: str, options: "ApiOptions", keyed: bool) -> dict[str, Any]:
+def _operation(route: Route, method: str, options: ApiOptions, keyed: bool) -> dict[str, Any]:
     operation, bare = route.operations[method], method == "HEAD"
     statuses = {*_EVERY, *operation.statuses, *(_KEYED if keyed else ())}
     replies: dict[str, Any] = {
@@ -130,7 +129,7 @@ def _operation(route: "Route", method: str, options: "ApiOptions", keyed: bool) 
     return found
 
 
-def _schema(body: Body, options: "ApiOptions") -> Schema:
+def _schema(body: Body, options: ApiOptions) -> Schema:
     """Return the schema of a body, with the parts that the operator's options decide."""
     schema = body.schema(strict=options.strict)
     if "chat_template_kwargs" in schema["properties"]:
@@ -149,7 +148,7 @@ def _content(kind: str, schema: Schema) -> dict[str, Any]:
     return {"required": True, "content": {kind: {"schema": schema}}}
 
 
-def _answer(operation: "Operation") -> dict[str, Any]:
+def _answer(operation: Operation) -> dict[str, Any]:
     schema: Schema = {}
     if operation.answer is not None:
         schema = {"type": "object", "required": list(operation.answer)}

@@ -5,15 +5,12 @@ import base64
 import hashlib
 from collections.abc import Iterable
 from html import escape
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from deployments.api.fields.words import rows
 from deployments.api.http.errors import Headers
-
-if TYPE_CHECKING:
-    from deployments.api.routes import Operation, Route
+from deployments.api.route import Operation, Route
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -36,7 +33,7 @@ HEADERS: Headers = (
 )
 
 
-def page(routes: Iterable["Route"], *, strict: bool, root: str = "") -> bytes:
+def page(routes: Iterable[Route], *, strict: bool, root: str = "") -> bytes:
     """HTML. root: what stands before every path. strict: unknown fields are refused."""
     text = "".join(_route(route) for route in routes)
     address = escape(f"{root}/openapi.json", quote=True)
@@ -50,7 +47,7 @@ def page(routes: Iterable["Route"], *, strict: bool, root: str = "") -> bytes:
     ).encode()
 
 
-def _route(route: "Route") -> str:
+def _route(route: Route) -> str:
     return "".join(
         _operation(method, route.path, operation)
         for method, operation in route.operations.items()
@@ -58,7 +55,7 @@ def _route(route: "Route") -> str:
     )
 
 
-def _operation(method: str, path: str, operation: "Operation") -> str:
+def _operation(method: str, path: str, operation: Operation) -> str:
     title = f"<b>{method}</b><code>{escape(path)}</code> {escape(operation.summary)}"
     fields = [(name, "", _json(schema)) for name, schema in operation.query.items()]
     if operation.body is not None:

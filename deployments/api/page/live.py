@@ -2,25 +2,29 @@
 their cost, the last routing choices, what moved. For admins, as it shows the requests of all
 keys."""
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
+from deployments.api.context import ApiContext
 from deployments.api.http.errors import NOT_FOUND, ApiError
 from deployments.api.http.exchange import HttpExchange
-
-if TYPE_CHECKING:
-    from deployments.api.app import Api
+from deployments.api.route import NAMES, Operation, Route
 
 LIVE = "/v1/live"
 
 
-async def live(api: "Api", exchange: HttpExchange) -> None:
+async def live(context: ApiContext, exchange: HttpExchange) -> None:
     """Raises ApiError 404: the page is off, and this with it."""
-    options = api.options
+    options = context.options
     if not options.page or options.live is None:
         message = "the live view is off; http.page in the configuration turns it on"
         raise ApiError(404, "not_found", message, kind=NOT_FOUND)
     names = {digest.hex()[:32]: rule.name for digest, rule in options.rules.items() if rule.name}
     told = {"object": "live", "key_names": names, "routers": await options.live()}
     await exchange.answer(200, msgspec.json.encode(told), headers=(("cache-control", "no-store"),))
+
+
+ROUTE = Route(
+    LIVE,
+    live,
+    get=Operation("What routers know now", NAMES, answer=("object", "key_names", "routers")),
+)

@@ -1,22 +1,19 @@
 """GET /page: the page; GET /page/{name}: its scripts and styles. Both need no key, because they
 are the same for everyone and say nothing of what is served; what the page asks for needs one."""
 
-from typing import TYPE_CHECKING
-
+from deployments.api.context import ApiContext
 from deployments.api.http.errors import NOT_FOUND, ApiError, shown
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.page.files import INDEX, page_files
-
-if TYPE_CHECKING:
-    from deployments.api.app import Api
+from deployments.api.route import ANY, HTML, Operation, Route
 
 PAGE = "/page"
 FILES = f"{PAGE}/"
 
 
-async def page(api: "Api", exchange: HttpExchange) -> None:
+async def page(context: ApiContext, exchange: HttpExchange) -> None:
     """Raises ApiError 404: there is no such file, or the page is off."""
-    if not api.options.page:
+    if not context.options.page:
         message = "the page is off; http.page in the configuration turns it on"
         raise ApiError(404, "not_found", message, kind=NOT_FOUND)
     name = exchange.path[len(FILES) :] or INDEX
@@ -27,3 +24,19 @@ async def page(api: "Api", exchange: HttpExchange) -> None:
     same = exchange.values(b"if-none-match") == [file.tag.encode()]
     body = b"" if same else file.content
     await exchange.answer(304 if same else 200, body, file.content_type, file.headers)
+
+
+ROUTES = (
+    Route(
+        PAGE,
+        page,
+        get=Operation("A page to talk to it and look into it", (404,), kinds=(HTML,)),
+        open=True,
+    ),
+    Route(
+        f"{FILES}{{name}}",
+        page,
+        get=Operation("Its scripts and styles", (404,), kinds=(ANY,)),
+        open=True,
+    ),
+)

@@ -1,11 +1,13 @@
 """POST /v2/embed and /v1/embed: vectors of texts, as Cohere's clients ask for them."""
 
 import base64
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from deployments.api.body_fields import take_int, take_word
+from deployments.api.context import ApiContext
 from deployments.api.fields.pooled import (
     COHERE_CUTS,
     COHERE_EMBED,
@@ -14,7 +16,6 @@ from deployments.api.fields.pooled import (
     MAX_TEXTS,
     UINT31,
 )
-from deployments.api.generation.fields import take_int, take_word
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
@@ -23,18 +24,15 @@ from deployments.api.pooling.rerank import cohere_meta, joined
 from engine.errors import no_vectors
 from engine.pooling import Pooling, Vector
 
-if TYPE_CHECKING:
-    from deployments.api.app import Api
-
 EMBED, EMBED_1 = "/v2/embed", "/v1/embed"
 # Names that checkpoints give to the prompt of a kind of input, beside the kind's own.
 _PROMPTS = {"search_query": ("query",), "search_document": ("document", "passage")}
 
 
-async def embed(api: "Api", exchange: HttpExchange) -> None:
+async def embed(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer a request for embeddings in Cohere's form. Raises ApiError, MantaError."""
     older = exchange.path == EMBED_1
-    async with pooled_call(api, exchange, COHERE_EMBED, _read) as call:
+    async with pooled_call(context, exchange, COHERE_EMBED, _read) as call:
         body = call.body
         if call.pooling.labels:
             raise no_vectors()

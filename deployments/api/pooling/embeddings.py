@@ -1,10 +1,9 @@
 """POST /v1/embeddings: vectors of texts, in OpenAI's shape. POST /pooling: what the model makes of
 texts, whatever that is, in vLLM's."""
 
-from typing import TYPE_CHECKING
-
+from deployments.api.body_fields import take_int, take_word
+from deployments.api.context import ApiContext
 from deployments.api.fields.pooled import EMBEDDINGS, POOLING, TASKS, UINT31
-from deployments.api.generation.fields import take_int, take_word
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
@@ -13,21 +12,18 @@ from deployments.api.pooling.vector_format import VectorFormat
 from engine.errors import no_vectors
 from engine.pooling import Vector, as_array
 
-if TYPE_CHECKING:
-    from deployments.api.app import Api
 
-
-async def embeddings(api: "Api", exchange: HttpExchange) -> None:
+async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
-    async with pooled_call(api, exchange, EMBEDDINGS) as call:
+    async with pooled_call(context, exchange, EMBEDDINGS) as call:
         if call.pooling.labels:
             raise no_vectors()
         await _answer(exchange, call, "embedding", "embedding")
 
 
-async def pooling(api: "Api", exchange: HttpExchange) -> None:
+async def pooling(context: ApiContext, exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
-    async with pooled_call(api, exchange, POOLING) as call:
+    async with pooled_call(context, exchange, POOLING) as call:
         own = "classify" if call.pooling.labels else "embed"
         task = take_word(call.body, "task", TASKS)
         if task not in (None, own):

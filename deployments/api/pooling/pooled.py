@@ -13,20 +13,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.fields.generation import SIDES, TEMPLATE
-from deployments.api.fields.pooled import (
-    ACTIVATION,
-    MAX_PROMPT_NAME,
-    MAX_TEXTS,
-)
-from deployments.api.fields.schema import Body
-from deployments.api.generation.answer.merge import failed
-from deployments.api.generation.fields import (
+from deployments.api.body_fields import (
     check_names,
     name_fields,
     take_bool,
@@ -35,6 +27,14 @@ from deployments.api.generation.fields import (
     take_token_ids,
     take_word,
 )
+from deployments.api.context import ApiContext
+from deployments.api.fields.generation import SIDES, TEMPLATE
+from deployments.api.fields.pooled import (
+    ACTIVATION,
+    MAX_PROMPT_NAME,
+    MAX_TEXTS,
+)
+from deployments.api.fields.schema import Body
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.openai_request import (
     chat_ids,
@@ -47,15 +47,13 @@ from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
 from deployments.api.served_model import asked_model, find_model
+from deployments.api.stream.merge import failed
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
 from engine.errors import Overloaded, context_too_long, no_vectors
 from engine.messages import Delta
 from engine.pooling import Pooling, Vector, as_array, normalized
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer, TooManyTokens
-
-if TYPE_CHECKING:
-    from deployments.api.app import Api
 
 FIRST_WINDOW = 16  # texts of one call at the engines; one more for each that is done
 MAX_WINDOW = 256
@@ -202,7 +200,7 @@ class PooledCall:
 
 @asynccontextmanager
 async def pooled_call(
-    api: "Api", exchange: HttpExchange, fields: Body, read: ReadBody | None = None
+    context: ApiContext, exchange: HttpExchange, fields: Body, read: ReadBody | None = None
 ) -> AsyncIterator[PooledCall]:
     """Read the request, and count it as in flight until the block ends.
 
@@ -211,48 +209,48 @@ async def pooled_call(
 
     Raises ApiError, MantaError.
     """
-    api.check_room()  # a request that is refused for it is not counted
-    api.take(exchange)
-    body = await api.read(exchange)
-    api.in_flight += 1
+    context.check_room()  # a request that is refused for it is not counted
+    context.count_request(exchange)
+    body = await context.read(exchange)
+    context.counter.in_flight += 1
     try:
-        yield await _checked(api, exchange, body, fields, read)
+        yield await _checked(context, exchange, body, fields, read)
     finally:
-        api.in_flight -= 1
+        context.counter.in_flight -= 1
 
 
 async def _checked(
-    api: "Api",
+    context: ApiContext,
     exchange: HttpExchange,
     body: dict[str, Any],
     fields: Body,
     read: ReadBody | None,
 ) -> PooledCall:
     """Return the call of a body, after the checks of the fields that all routes have."""
-    exchange.ignored += check_names(body, fields.known, strict=api.options.strict)
+    exchange.ignored += check_names(body, fields.known, strict=context.options.strict)
     if read is not None:
         body = read(body)
-    key = key_of(exchange, body, api.options)
-    deadline = deadline_of(exchange, body, api.options)
+    key = key_of(exchange, body, context.options)
+    deadline = deadline_of(exchange, body, context.options)
     priority = priority_of(exchange, body)
-    api.backend.admit(key, asked_model(body, api.backend))
-    card = await find_model(body.get("model"), api.backend, exchange.caller)
+    context.backend.admit(key, asked_model(body, context.backend))
+    card = await find_model(body.get("model"), context.backend, exchange.caller)
     if card.pooling is None:
         raise no_vectors()
     adapter = None
     if card.parent is not None:
-        adapter = await api.pin(card.id, deadline)
-        card = api.backend.models().get(card.id, card)
+        adapter = await context.pin(card.id, deadline)
+        card = context.backend.models().get(card.id, card)
     assert card.pooling is not None
     limit = min(card.max_model_len, card.pooling.max_tokens or card.max_model_len)
     cut = take_cut(body, limit)
     return PooledCall(
         exchange,
         body,
-        api.backend,
+        context.backend,
         card,
         card.pooling,
-        api.backend.tokenizer(card.id),
+        context.backend.tokenizer(card.id),
         limit if cut is None else cut,
         take_bool(body, "truncate") or cut is not None,
         take_bool(body, "add_special_tokens", True),
@@ -260,8 +258,8 @@ async def _checked(
         priority,
         deadline,
         adapter,
-        partial(api.charge, exchange),
-        api.options,
+        partial(context.charge, exchange),
+        context.options,
         take_word(body, "truncation_side", SIDES) == "left",
         _take_activation(body, fields),
     )

@@ -4,11 +4,13 @@ of texts and of pairs of texts. An embedder scores a pair by the cosine of its t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from deployments.api.body_fields import take_bool, take_int
+from deployments.api.context import ApiContext
 from deployments.api.fields.pooled import (
     CLASSIFY,
     FIRST,
@@ -20,17 +22,12 @@ from deployments.api.fields.pooled import (
     SECOND,
     UINT31,
 )
-from deployments.api.generation.fields import take_bool, take_int
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
 from deployments.api.pooling.pooled import PooledCall, pooled_call, take_input
 from deployments.api.pooling.tei import tei_reader
 from engine.pooling import as_array
-
-if TYPE_CHECKING:
-    from deployments.api.app import Api
-
 
 TEI = "/rerank"  # takes TEI's `texts` as well
 COHERE = "/v2/rerank"  # its documents are not repeated, and long ones are cut
@@ -44,11 +41,11 @@ class _Text:
     text: str
 
 
-async def rerank(api: "Api", exchange: HttpExchange) -> None:
+async def rerank(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with documents, ordered by relevance to a query. Raises ApiError, MantaError."""
     cohere, plain = exchange.path == COHERE, exchange.path == TEI
-    fields, read = (RERANK_TEXTS, tei_reader(api.backend)) if plain else (RERANK, None)
-    async with pooled_call(api, exchange, fields, read) as call:
+    fields, read = (RERANK_TEXTS, tei_reader(context.backend)) if plain else (RERANK, None)
+    async with pooled_call(context, exchange, fields, read) as call:
         body = call.body
         bare = plain and body.get("texts") is not None  # as TEI asks and is answered
         if bare and body.get("documents") is not None:
@@ -104,9 +101,9 @@ def cohere_meta(version: str, units: dict[str, int], tokens: int) -> dict[str, A
     }
 
 
-async def score(api: "Api", exchange: HttpExchange) -> None:
+async def score(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the scores of pairs of texts. Raises ApiError, MantaError."""
-    async with pooled_call(api, exchange, SCORE) as call:
+    async with pooled_call(context, exchange, SCORE) as call:
         body = call.body
         if body.get("label_token_ids"):
             raise invalid(
@@ -129,9 +126,9 @@ async def score(api: "Api", exchange: HttpExchange) -> None:
         await exchange.answer(200, call.listed(data, tokens))
 
 
-async def classify(api: "Api", exchange: HttpExchange) -> None:
+async def classify(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the labels of texts. Raises ApiError, MantaError."""
-    async with pooled_call(api, exchange, CLASSIFY) as call:
+    async with pooled_call(context, exchange, CLASSIFY) as call:
         body = call.body
         labels = call.pooling.labels
         if not labels:

@@ -1,9 +1,11 @@
 """POST /embed and /predict, GET /info: Text Embeddings Inference's, which answers bare lists."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from deployments.api.body_fields import take_bool, take_int, take_word
+from deployments.api.context import ApiContext
 from deployments.api.fields.pooled import (
     ACTIVATION,
     DIRECTIONS,
@@ -12,7 +14,6 @@ from deployments.api.fields.pooled import (
     TEI_PREDICT,
     UINT31,
 )
-from deployments.api.generation.fields import take_bool, take_int, take_word
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
@@ -27,9 +28,6 @@ from deployments.backend import Backend
 from deployments.environment import installed_version
 from engine.errors import no_vectors
 from engine.pooling import as_array
-
-if TYPE_CHECKING:
-    from deployments.api.app import Api
 
 EMBED, PREDICT, INFO = "/embed", "/predict", "/info"
 PATHS = frozenset({EMBED, PREDICT, INFO})
@@ -62,15 +60,15 @@ def _only_model(name: Any, backend: Backend) -> Any:
     return cards[0].id if name is None and len(cards) == 1 else name
 
 
-async def embed(api: "Api", exchange: HttpExchange) -> None:
+async def embed(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with embeddings in TEI's form. Raises ApiError, MantaError."""
-    reader = tei_reader(api.backend)
+    reader = tei_reader(context.backend)
 
     def read(body: dict[str, Any]) -> dict[str, Any]:
         told = any(body.get(name) is not None for name in ACTIVATION)
         return reader(body if told else {**body, "normalize": True})
 
-    async with pooled_call(api, exchange, TEI_EMBED, read) as call:
+    async with pooled_call(context, exchange, TEI_EMBED, read) as call:
         if call.pooling.labels:
             raise no_vectors()
         size = take_int(call.body, "dimensions", 1, UINT31)
@@ -85,12 +83,12 @@ async def embed(api: "Api", exchange: HttpExchange) -> None:
         await exchange.answer(200, await in_thread(answer, sum(map(len, vectors))))
 
 
-async def predict(api: "Api", exchange: HttpExchange) -> None:
+async def predict(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the labels of a text or of a pair, or of a list of these, the likeliest first.
 
     Raises ApiError, MantaError.
     """
-    async with pooled_call(api, exchange, TEI_PREDICT, tei_reader(api.backend)) as call:
+    async with pooled_call(context, exchange, TEI_PREDICT, tei_reader(context.backend)) as call:
         labels = call.pooling.labels
         if not labels:
             raise invalid(
@@ -136,12 +134,12 @@ def _encoded(call: PooledCall, item: Any, path: str) -> list[int]:
     return ids
 
 
-async def info(api: "Api", exchange: HttpExchange) -> None:
+async def info(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the only pooling model. Raises InvalidRequest unless there is just one."""
-    name = _only_model(None, api.backend)
+    name = _only_model(None, context.backend)
     if name is None:
         raise no_vectors()
-    card = allowed(api.backend.models()[name], exchange.caller)
+    card = allowed(context.backend.models()[name], exchange.caller)
     pooling = card.pooling
     assert pooling is not None
     if pooling.labels:
@@ -156,7 +154,7 @@ async def info(api: "Api", exchange: HttpExchange) -> None:
         "model_sha": None,
         "model_dtype": card.facts.quantization.lower(),
         "model_type": {kind: told},
-        "max_concurrent_requests": api.options.max_in_flight,
+        "max_concurrent_requests": context.options.max_in_flight,
         "max_input_length": min(card.max_model_len, pooling.max_tokens or card.max_model_len),
         "max_batch_requests": None,
         "max_client_batch_size": MAX_TEXTS,

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from deployments.api.body_fields import take_word
 from deployments.api.fields.pooled import BYTES, BYTES_ONLY, DTYPES, ENDIANNESS, FORMATS
-from deployments.api.generation.fields import take_word
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.pooling.pooled import PooledCall

@@ -18,8 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from deployments.api.app import Api
 from deployments.api.auth import authenticate
-from deployments.api.generation.answer.event_ids import LAST
-from deployments.api.generation.tenancy import MAX_DEADLINE
+from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.http.errors import (
     AUTHENTICATION,
     INVALID,
@@ -31,6 +30,7 @@ from deployments.api.http.errors import (
     ApiError,
 )
 from deployments.api.http.exchange import HttpExchange, request_id
+from deployments.api.stream.event_ids import LAST
 from deployments.router.rpc.bodies import answer_of, body_of, models_of
 from deployments.router.rpc.proto_file import HEALTH, INFERENCE, POOL, message, methods
 from deployments.router.rpc.settings import GrpcSettings

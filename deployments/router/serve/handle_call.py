@@ -6,9 +6,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from deployments.api.bounds import MAX_DEADLINE
 from deployments.api.caller import CALLER, Caller
-from deployments.api.generation.answer.event_ids import LAST, WANTED
-from deployments.api.generation.tenancy import MAX_DEADLINE
+from deployments.api.stream.event_ids import LAST, WANTED
 
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.api.app import Api, build_asgi
-from deployments.api.batches.folder import BatchFolder, BatchSettings
+from deployments.api.batch_folder import BatchFolder, BatchSettings
 from deployments.api.caller import KeyRule
 from deployments.api.key_limits import KeyLimits
 from deployments.api.options import ApiOptions
@@ -104,8 +104,8 @@ def test_a_batch_is_answered_behind_all_others(tmp_path: Path) -> None:
         assert first["status_code"] == 200 and first["body"]["choices"][0]["text"]
         (failed,) = await content(client, batch["error_file_id"])
         assert failed["custom_id"] == "bad" and failed["response"]["status_code"] == 404
-        assert {one.priority for one in api.backend.requests} == {PRIORITY}
-        assert {(one.key, one.owner) for one in api.backend.requests} == {("/batch", "")}
+        assert {one.priority for one in api.context.backend.requests} == {PRIORITY}
+        assert {(one.key, one.owner) for one in api.context.backend.requests} == {("/batch", "")}
         assert (await look(client, "/v1/batches"))["data"] == [batch]
 
     asyncio.run(case())
@@ -146,7 +146,7 @@ def test_a_restart_asks_nothing_again(tmp_path: Path) -> None:
         assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
         found = await content(client, batch["output_file_id"])
         assert sorted(one["custom_id"] for one in found) == [f"c{i}" for i in range(8)]
-        assert len(again.backend.requests) == 8 - kept
+        assert len(again.context.backend.requests) == 8 - kept
 
     asyncio.run(case())
 
@@ -237,7 +237,7 @@ def test_a_bad_file_fails_with_its_lines(tmp_path: Path, bad: bytes, code: str) 
         batch = await begin(Client(api), bad)
         await worker_of(api).work()
         batch = await look(Client(api), f"/v1/batches/{batch['id']}")
-        assert batch["status"] == "failed" and not api.backend.requests
+        assert batch["status"] == "failed" and not api.context.backend.requests
         assert [error["code"] for error in batch["errors"]["data"]] == [code]
 
     asyncio.run(case())
@@ -283,7 +283,7 @@ def test_what_is_over_time_is_told_by_line(tmp_path: Path) -> None:
         whole = worker.ask
 
         async def slow(owner: str, path: str, body: Any, id: str, seconds: float) -> Any:
-            if len(api.backend.requests) < 2:
+            if len(api.context.backend.requests) < 2:
                 return await whole(owner, path, body, id, seconds)
             return await asyncio.Future()  # no replica has room until the end
 
@@ -325,7 +325,7 @@ def test_a_batch_has_the_limits_of_its_key(tmp_path: Path) -> None:
         again = await client.request("POST", "/v1/batches", data, headers)
         assert again.status == 429  # batch.key_batches
         if rule.name == "gone":
-            api.options = replace(api.options, api_keys=frozenset({bytes(32)}))
+            api.change_options(api_keys=frozenset({bytes(32)}))
         await worker_of(api).work()
         folder = api.options.batches
         assert folder is not None
@@ -337,7 +337,7 @@ def test_a_batch_has_the_limits_of_its_key(tmp_path: Path) -> None:
 
     told, _, api = asyncio.run(case(KeyRule(requests=120, priority=40), 122))
     assert told["request_counts"]["completed"] == 122  # the last of them half a second late
-    assert {one.priority for one in api.backend.requests} == {40}
+    assert {one.priority for one in api.context.backend.requests} == {40}
     told, failed, _ = asyncio.run(case(KeyRule(models=("other",)), 1))
     assert [one["status_code"] for one in failed] == [403]
     told, failed, _ = asyncio.run(case(KeyRule(name="gone"), 1))
@@ -349,8 +349,8 @@ def test_openais_client_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A field that its models do not take; a route that is elsewhere."""
     monkeypatch.setattr("deployments.router.batch_worker.POLL_SECONDS", 0.1)
     api = api_of(tmp_path)
-    card = replace(api.backend.cards[MODEL], pooling=POOLING, vector_size=VECTOR)
-    api.backend.cards[MODEL] = card
+    card = replace(api.context.backend.cards[MODEL], pooling=POOLING, vector_size=VECTOR)
+    api.context.backend.cards[MODEL] = card
     worker, started = worker_of(api), []
 
     async def working(scope: Any, receive: Any, send: Any) -> None:
@@ -396,7 +396,7 @@ def test_openais_client_drives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert {one.purpose for one in client.files.list()} == {"batch_output"}
         with pytest.raises(openai.BadRequestError, match="completed already"):
             client.batches.cancel(batch.id)
-    assert {one.priority for one in api.backend.requests} == {PRIORITY}
+    assert {one.priority for one in api.context.backend.requests} == {PRIORITY}
 
 
 def test_what_is_old_goes(tmp_path: Path) -> None:

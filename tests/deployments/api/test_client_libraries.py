@@ -7,9 +7,9 @@ import pytest
 
 from deployments.api.app import build_asgi
 from engine.messages import Delta
+from tests.deployments.api.output.test_tools import backend_with, written
+from tests.deployments.api.output.tool_templates import TEMPLATES
 from tests.deployments.api.server import serve
-from tests.deployments.api.tools.test_tools import backend_with, written
-from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL
 
 ANSWER = "It is sunny."

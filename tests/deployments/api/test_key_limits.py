@@ -184,8 +184,8 @@ def test_rules_change_while_requests_come() -> None:
     """A raised limit that waits for a restart; a lowered one that keeps the old minute's rest."""
     client = app_of(KeyRule(requests=1))
     assert [ask(client).status for _ in range(2)] == [200, 429]
-    client.app.options = replace(client.app.options, rules={KEY: KeyRule()})
+    client.app.change_options(rules={KEY: KeyRule()})
     assert ask(client).status == 200
-    client.app.options = replace(client.app.options, api_keys=frozenset({bytes(32)}))
+    client.app.change_options(api_keys=frozenset({bytes(32)}))
     refused = ask(client)
     assert refused.status == 401 and error(refused)["code"] == "invalid_api_key"

@@ -12,13 +12,13 @@ from openai.types import chat, responses
 from pydantic import TypeAdapter
 
 from deployments.api.app import build_asgi
-from deployments.api.batches.folder import BatchFolder, BatchSettings
+from deployments.api.batch_folder import BatchFolder, BatchSettings
 from deployments.api.options import ApiOptions
 from tests.deployments.api.asgi import Client
+from tests.deployments.api.output.test_tools import CITY, PARIS, TOOLS, backend_with, written
+from tests.deployments.api.output.tool_templates import TEMPLATES
 from tests.deployments.api.pooling.test_embeddings import POOLING
 from tests.deployments.api.test_batches import begin, lines, look
-from tests.deployments.api.tools.test_tools import CITY, PARIS, TOOLS, backend_with, written
-from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 200}

@@ -11,8 +11,8 @@ import pytest
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
 from tests.deployments.api.asgi import Client
-from tests.deployments.api.tools.test_tools import CITY, PARIS, backend_with, written
-from tests.deployments.api.tools.tool_templates import TEMPLATES
+from tests.deployments.api.output.test_tools import CITY, PARIS, backend_with, written
+from tests.deployments.api.output.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
 
 _PLAIN = (

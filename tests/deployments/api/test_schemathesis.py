@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from deployments.api.app import build_asgi
-from deployments.api.batches.folder import BatchFolder, BatchSettings
+from deployments.api.batch_folder import BatchFolder, BatchSettings
 from deployments.api.options import ApiOptions
 from deployments.api.routes import ROUTES
 from engine.pooling import Pooling

@@ -20,9 +20,9 @@ import pytest
 
 from deployments.api.app import build_asgi
 from deployments.api.options import ApiOptions
+from tests.deployments.api.output.test_tools import backend_with
+from tests.deployments.api.output.tool_templates import TEMPLATES
 from tests.deployments.api.server import serve
-from tests.deployments.api.tools.test_tools import backend_with
-from tests.deployments.api.tools.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import MODEL, FakeBackend
 from tests.deployments.page.browser import Tab, chromium, find_chromium
 from tests.deployments.page.live_server import LiveServer

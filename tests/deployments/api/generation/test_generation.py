@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from deployments.api.app import build_asgi
-from deployments.api.generation.fields import LIMITS
+from deployments.api.body_fields import LIMITS
 from deployments.api.options import ApiOptions
 from deployments.router.serve import handle_call
 from engine.errors import EngineDead, InvalidRequest, MantaError, Overloaded

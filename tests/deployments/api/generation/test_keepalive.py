@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from deployments.api.app import Api, build_asgi
-from deployments.api.generation.answer import keepalive
 from deployments.api.options import ApiOptions
+from deployments.api.stream import keepalive
 from deployments.backend import Timing
 from engine.errors import MantaError, Overloaded
 from tests.deployments.api.asgi import CHAT, Client, Reply

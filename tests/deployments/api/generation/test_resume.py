@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from deployments.api.app import build_asgi
-from deployments.api.generation.answer import event_ids
 from deployments.api.options import ApiOptions
+from deployments.api.stream import event_ids
 from tests.deployments.api.asgi import CHAT, COMPLETION, Client, Reply
 from tests.deployments.fake_backend import MAX_MODEL_LEN, FakeBackend
 

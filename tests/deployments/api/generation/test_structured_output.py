@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from deployments.api.app import build_asgi
-from deployments.api.generation import grammars
 from deployments.api.options import ApiOptions
+from deployments.api.output import grammars
 from tests.deployments.api.asgi import Client, Reply
-from tests.deployments.api.tools.test_tools import MODEL, backend_with
-from tests.deployments.api.tools.tool_templates import TEMPLATES
+from tests.deployments.api.output.test_tools import MODEL, backend_with
+from tests.deployments.api.output.tool_templates import TEMPLATES
 from tests.deployments.fake_backend import FakeBackend
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}

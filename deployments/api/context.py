@@ -1,0 +1,105 @@
+"""ApiContext: what the handlers of one application share, and what they ask of it."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.adapters.record_store import AdapterRecord
+from deployments.api.body_fields import take_object
+from deployments.api.http.encodings import decoded
+from deployments.api.http.errors import OVERLOADED, ApiError
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.json_body import parse_json
+from deployments.api.http.off_loop import in_thread
+from deployments.api.options import ApiOptions
+from deployments.api.response_store import ResponseStore
+from deployments.api.stream.background import BackgroundRuns
+from deployments.backend import Backend
+from engine.errors import MantaError
+
+
+@dataclass(slots=True)
+class RequestCounter:
+    """The number of generation requests in flight."""
+
+    in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """The backend, the options and the state that all handlers of one application share.
+
+    responses: the stored answers of /v1/responses
+    background: the answers of /v1/responses that are generated without a connection
+    """
+
+    backend: Backend
+    options: ApiOptions
+    responses: ResponseStore
+    counter: RequestCounter = field(default_factory=RequestCounter)
+    background: BackgroundRuns = field(default_factory=BackgroundRuns)
+
+    async def read(self, exchange: HttpExchange) -> dict[str, Any]:
+        """Return the body as a JSON object. Raises ApiError 400, 408, 413, 415.
+
+        Large bodies are unpacked and parsed off the event loop. A second call returns the same
+        object.
+        """
+        if exchange.parsed is not None:
+            return exchange.parsed
+        limit = self.options.max_body_bytes
+        data = await exchange.body(limit, self.options.body_timeout_s)
+        if exchange.encoding:
+            data = await decoded(data, exchange.encoding, limit)
+        exchange.body_size = len(data)
+
+        def parse() -> Any:
+            exchange.digest = hashlib.blake2b(data, digest_size=16).digest()
+            return parse_json(data)
+
+        exchange.parsed = take_object(await in_thread(parse, len(data)))
+        return exchange.parsed
+
+    def check_room(self) -> None:
+        """Raise ApiError 503 overloaded if too many requests are in flight."""
+        if self.counter.in_flight >= self.options.max_in_flight:
+            raise ApiError(
+                503,
+                "overloaded",
+                "too many requests are in flight",
+                kind=OVERLOADED,
+                headers=(("retry-after", "1"),),
+            )
+
+    def count_request(self, exchange: HttpExchange) -> None:
+        """Count a request against the limits of its key. Raises ApiError 429."""
+        limits = self.options.limits
+        if limits is not None and exchange.caller.rule.limited:
+            limits.take(exchange.caller, time.monotonic(), time.time())
+
+    def charge(self, exchange: HttpExchange, prompts: Sequence[Sequence[int]]) -> None:
+        """Count the tokens of a request's prompts against the limits of its key.
+
+        The headers of the answer say what is left. Raises ApiError 429.
+        """
+        limits = self.options.limits
+        if limits is not None and exchange.caller.rule.limited:
+            limits.charge(exchange.caller, sum(map(len, prompts)), time.monotonic())
+            exchange.always += limits.headers(exchange.caller)
+
+    async def pin(self, name: str, deadline: float | None) -> AdapterRecord:
+        """Return the record of an adapter as it is now.
+
+        The adapter's first request waits here until its files are read. deadline: a time in
+        monotonic seconds. Raises MantaError deadline_exceeded.
+        """
+        try:
+            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            async with asyncio.timeout(seconds):
+                return await self.backend.adapters.pin(name)
+        except TimeoutError:
+            message = "the request's deadline has passed"
+            raise MantaError(message, code="deadline_exceeded") from None

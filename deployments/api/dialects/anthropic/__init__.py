@@ -1,0 +1,1 @@
+"""/v1/messages: a chat answered in blocks, for Anthropic's clients."""

@@ -1,0 +1,289 @@
+"""The routes of liteqwen: /chat, /stream_chat_post and /stop_generate, read into a chat."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from deployments.api.body_fields import (
+    check_names,
+    name_fields,
+    take_bool,
+    take_int,
+    take_str,
+    take_token_ids,
+)
+from deployments.api.context import ApiContext
+from deployments.api.fields.generation import QUEUED
+from deployments.api.fields.liteqwen import CHAT, KWARGS, MAX_HISTORY, STOP
+from deployments.api.generate import DialectRequest, generate
+from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.http.errors import NOT_FOUND, ApiError, invalid, wrong_type
+from deployments.api.http.exchange import MAX_REQUEST_ID, HttpExchange, request_id
+from deployments.api.output.step_parser import Event
+from deployments.api.renaming import Renaming
+from deployments.api.route import EVENTS, NAMES, QUEUES, READS, Operation, Route
+from deployments.api.stream.event_ids import LAST, EventIds
+from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
+from deployments.backend import Generation, RecalledChoice
+from engine.errors import context_too_long
+from engine.messages import Delta
+from engine.sampling_params import MAX_LOGPROBS
+
+# gen_kwargs -> the field of a chat that says the same.
+_SAME = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "topk": "top_k",
+    "top_k": "top_k",
+    "seed": "seed",
+    "repetition_penalty": "repetition_penalty",
+}
+_LIVE = ("waiting", "running")
+
+
+class LiteqwenRequest(DialectRequest):
+    def __init__(self, context: ApiContext, *, stream: bool) -> None:
+        super().__init__()
+        self._context, self._stream = context, stream
+        self._body: dict[str, Any] = {}
+        self._kwargs: dict[str, Any] = {}
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        options = self._context.options
+        self.ignored = check_names(body, CHAT.known, strict=options.strict)
+        kwargs = body.get("gen_kwargs")
+        if kwargs is None:
+            kwargs = {}
+        if not isinstance(kwargs, dict):
+            raise wrong_type("gen_kwargs", "an object")
+        self.ignored += name_fields((n for n in kwargs if n not in KWARGS), "gen_kwargs.")
+        self._body, self._kwargs = body, kwargs
+        query, role = body.get("query"), body.get("role")
+        if not isinstance(query, str):
+            raise invalid("query must be a string", "query", "invalid_type")
+        names = self.names = Renaming()
+        history = _history(body.get("history"), names)
+        names.add("messages", "query")
+        names.add(f"messages[{len(history)}]", "query")
+        names.add(f"messages[{len(history)}].role", "role")
+        turn = {"role": "user" if role is None else role, "content": query}
+        chat: dict[str, Any] = {"messages": [*history, turn], "n": 1, "stream": self._stream}
+        chat |= {name: body[name] for name in ("user", *QUEUED) if name in body}
+        for name, same in _SAME.items():
+            if kwargs.get(name) is not None:
+                chat[same] = kwargs[name]
+                names.add(same, f"gen_kwargs.{name}")
+        if take_bool(kwargs, "return_logits"):
+            chat |= {"logprobs": True, "top_logprobs": MAX_LOGPROBS}
+        for name in ("max_length", "max_new_tokens"):
+            names.add(name, f"gen_kwargs.{name}")
+            take_int(kwargs, name, 1, 2**31 - 1)
+        chat["model"] = self._model(body.get("model"))
+        return chat
+
+    def _model(self, name: Any) -> Any:
+        adapter = take_str(self._kwargs, "adapter_name", 1024)
+        if adapter and not take_bool(self._kwargs, "skip_lora"):
+            return adapter
+        return name
+
+    async def admit(self, exchange: HttpExchange) -> None:
+        """Raises ApiError 409 duplicate_request_id."""
+        given = _request_id(self._body)
+        if given is None:
+            return
+        exchange.request_id = given
+        explain = self._context.options.explain
+        if explain is None or exchange.values(LAST):  # a stream that goes on is the same request
+            return
+        found = await explain(given, exchange.caller.id)
+        if any(part["state"] in _LIVE for part in found):
+            raise ApiError(
+                409,
+                "duplicate_request_id",
+                "a request of this request_id has not ended; take another, or none",
+                param="request_id",
+            )
+
+    def answer(
+        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+    ) -> ItemAnswer:
+        kwargs, tokenizer, limit = self._kwargs, call.tokenizer, call.card.max_model_len
+        (prompt,) = call.prompts
+        begin = kwargs.get("prefix_token_ids") or []
+        if not isinstance(begin, list):
+            raise wrong_type("gen_kwargs.prefix_token_ids", "a list of token ids")
+        if begin:
+            take_token_ids(begin, "gen_kwargs.prefix_token_ids", call.card.vocab_size)
+        silent = take_str(kwargs, "prefix_text", self._context.options.max_body_bytes) or ""
+        added = tokenizer.encode(silent, add_special_tokens=False) if silent else []
+        before = [*prompt, *added]
+        call.prompts = [[*before, *begin]]
+        room = limit - len(call.prompts[0])
+        ends = [room]
+        if (most := kwargs.get("max_new_tokens")) is not None:
+            ends.append(most)
+        if (most := kwargs.get("max_length")) is not None:
+            ends.append(most - len(prompt))
+        if min(ends) < 1:
+            whole = limit if room < 1 else kwargs["max_length"]
+            raise context_too_long(whole, len(call.prompts[0]), param="query", where="query")
+        call.change_params(max_tokens=min(ends))
+        shown = tokenizer.decode(begin, prompt=before)
+        writer = LiteqwenWriter(self._body, shown, logits=bool(kwargs.get("return_logits")))
+        return _Answer(call, writer, ids=ids, past=past)
+
+
+class LiteqwenWriter:
+    """The answer, as events {text, delta, logits, code, flag} and as a whole. begin: what the
+    caller has the reply begin with."""
+
+    def __init__(self, body: dict[str, Any], begin: str, *, logits: bool) -> None:
+        self.wire = Wire()
+        self._body, self._begin = body, begin
+        self._text = ""
+        self._logits: list[dict[str, Any]] = []
+        self._told = 0  # of _logits
+        self._wants_logits = logits
+        self._ended = False
+
+    def open(self, usage: Usage) -> None:
+        if self._begin:
+            self._say(self._begin)
+
+    def note(self, delta: Delta) -> None:
+        """The likeliest tokens at each position, before the delta is read."""
+        if not self._wants_logits:
+            return
+        for one in delta.logprobs or ():
+            pairs = zip(one.top_ids, one.top_logprobs, strict=True)
+            tops = [{"tid": token, "lgt": logprob + one.total} for token, logprob in pairs]
+            self._logits.append({"pos": len(self._logits), "tops": tops})
+
+    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
+        if event.kind == "content" and event.text:
+            self._say(event.text)
+
+    def _say(self, text: str) -> None:
+        self._text += text
+        self._push(text, 200)
+
+    def _push(self, text: str, code: int) -> None:
+        new, self._told = self._logits[self._told :], len(self._logits)
+        told = {"text": self._text, "delta": text, "logits": new, "code": code}
+        self.wire.push("delta", {**told, "flag": self._ended})
+
+    def end(self, reason: str, stop: str | int | None, usage: Usage) -> None:
+        self._ended = True
+        self._push("", 200)
+
+    def fail(self, error: ApiError) -> None:
+        self._ended = True
+        self._push("", error.status)
+
+    def whole(self) -> dict[str, Any]:
+        history = list(self._body.get("history") or [])
+        query, role = self._body["query"], self._body.get("role") or "user"
+        if history and isinstance(history[0], list):
+            history.append([query, self._text])
+        else:
+            history.append({"role": role, "content": query})
+            history.append({"role": "assistant", "content": self._text})
+        return {
+            "response": self._text,
+            "history": history,
+            "code": 200,
+            "logits": self._logits,
+            "flag": self._ended,
+        }
+
+
+class _Answer(ItemAnswer):
+    def _feed(self, delta: Delta, generation: Generation) -> None:
+        assert isinstance(self.writer, LiteqwenWriter)
+        if self.choice.finish_reason is None:
+            self.writer.note(delta)
+        super()._feed(delta, generation)
+
+
+async def chat(context: ApiContext, exchange: HttpExchange) -> None:
+    await generate(context, exchange, chat=True, request=LiteqwenRequest(context, stream=False))
+
+
+async def stream_chat(context: ApiContext, exchange: HttpExchange) -> None:
+    await generate(context, exchange, chat=True, request=LiteqwenRequest(context, stream=True))
+
+
+async def stop(context: ApiContext, exchange: HttpExchange) -> None:
+    """End a request of this caller, whichever router has it. Raises ApiError 404."""
+    body = await context.read(exchange)
+    exchange.ignored += check_names(body, STOP.known, strict=context.options.strict)
+    id = _request_id(body)
+    if id is None:
+        raise invalid("request_id is required", "request_id", "missing_field")
+    ends, caller = context.options.stop, exchange.caller
+    count = 0 if ends is None else await ends(id, None if caller.admin else caller.id)
+    if not count:
+        raise ApiError(
+            404,
+            "request_not_found",
+            "no request of this id and key is live",
+            param="request_id",
+            kind=NOT_FOUND,
+        )
+    await exchange.answer(200, msgspec.json.encode({"request_id": id, "stopped": count}))
+
+
+def _request_id(body: dict[str, Any]) -> str | None:
+    given = take_str(body, "request_id", MAX_REQUEST_ID)
+    if given is not None and request_id([given.encode()]) != given:
+        raise invalid("request_id takes letters, digits and . _ : - alone", "request_id")
+    return given
+
+
+def _history(value: Any, names: Renaming) -> list[Any]:
+    """Messages, of these or of [question, answer] pairs."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong_type("history", "a list of messages, or of [question, answer] pairs")
+    if len(value) > MAX_HISTORY:
+        raise invalid(f"history takes at most {MAX_HISTORY} items", "history")
+    found: list[Any] = []
+    for i, item in enumerate(value):
+        names.add(f"messages[{len(found)}]", f"history[{i}]")
+        if type(item) is not type(value[0]):
+            raise wrong_type(f"history[{i}]", "of the same kind as history[0]")
+        if isinstance(item, list):
+            if len(item) != 2 or not all(isinstance(text, str) for text in item):
+                raise wrong_type(f"history[{i}]", "a question and an answer")
+            found.append({"role": "user", "content": item[0]})
+            found.append({"role": "assistant", "content": item[1]})
+        else:
+            found.append(item)
+    return found
+
+
+ROUTES = (
+    Route(
+        "/chat",
+        chat,
+        post=Operation(
+            "A chat, as liteqwen has it",
+            QUEUES,
+            CHAT,
+            ("response", "history", "code", "logits", "flag"),
+        ),
+    ),
+    Route(
+        "/stream_chat_post",
+        stream_chat,
+        post=Operation("The same as events", QUEUES, CHAT, kinds=(EVENTS,)),
+    ),
+    Route(
+        "/stop_generate",
+        stop,
+        post=Operation("End a request by its id", (*READS, *NAMES), STOP, ("stopped",)),
+    ),
+)

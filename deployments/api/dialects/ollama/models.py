@@ -1,0 +1,139 @@
+"""Ollama's /api/tags, /api/ps and /api/show: what is served, what is loaded, and one model."""
+
+import asyncio
+import hashlib
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from deployments.api.body_fields import check_names
+from deployments.api.context import ApiContext
+from deployments.api.dialects.ollama.names import asked_name
+from deployments.api.fields.ollama import SHOW
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.output.detect import template_output
+from deployments.api.served_model import find_model
+from deployments.backend import ModelCard
+from engine.text.infill import FillMarks
+from engine.text.tokenizer import Tokenizer
+
+_NEVER = "9999-12-31T23:59:59Z"  # when a model goes that nobody asks for
+
+
+async def tags(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with all models that the key may use."""
+    cards = await _cards(context, exchange)
+    await exchange.answer(200, msgspec.json.encode({"models": [await _tag(one) for one in cards]}))
+
+
+async def running(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with those of the models whose replicas are awake."""
+    changes = context.options.models
+    found = []
+    for card in await _cards(context, exchange):
+        if changes is None or changes.status(card.parent or card.id) == "ready":
+            more = {"expires_at": _NEVER, "context_length": card.max_model_len}
+            found.append({**await _tag(card), **more})
+    await exchange.answer(200, msgspec.json.encode({"models": found}))
+
+
+async def show(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with what is known of one model. Raises ApiError 400, 404."""
+    body = await context.read(exchange)
+    exchange.ignored += check_names(body, SHOW.known, strict=context.options.strict)
+    card = await find_model(asked_name(body, context.backend), context.backend, exchange.caller)
+    tokenizer = context.backend.tokenizer(card.id)
+    template = tokenizer.chat_template
+    source = "" if template is None else template.sources["default"]
+    parameters = _parameters(tokenizer)
+    count = await asyncio.to_thread(card.facts.parameters)
+    answer = {
+        "modelfile": _modelfile(card.id, source, parameters),
+        "parameters": "\n".join(parameters),
+        "template": source,
+        "details": _details(card, count),
+        "model_info": _info(card, count),
+        "capabilities": _capabilities(card, tokenizer),
+        "modified_at": _modified(card),
+    }
+    await exchange.answer(200, msgspec.json.encode(answer))
+
+
+async def _cards(context: ApiContext, exchange: HttpExchange) -> list[ModelCard]:
+    await context.backend.adapters.refresh()
+    may_use = exchange.caller.may_use
+    return [card for card in context.backend.models().values() if may_use(card.id)]
+
+
+async def _tag(card: ModelCard) -> dict[str, Any]:
+    """The digest is of the name and its time, as the files' own is not known here."""
+    return {
+        "name": card.id,
+        "model": card.id,
+        "modified_at": _modified(card),
+        "size": card.facts.size_bytes,
+        "digest": hashlib.sha256(f"{card.id}\n{card.created}".encode()).hexdigest(),
+        "details": _details(card, await asyncio.to_thread(card.facts.parameters)),
+    }
+
+
+def _modified(card: ModelCard) -> str:
+    return datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _details(card: ModelCard, count: int) -> dict[str, Any]:
+    """count: of parameters."""
+    facts = card.facts
+    return {
+        "parent_model": card.parent or "",
+        "format": facts.format,
+        "family": facts.family,
+        "families": [facts.family] if facts.family else [],
+        "parameter_size": _human(count),
+        "quantization_level": facts.quantization,
+    }
+
+
+def _human(count: int) -> str:
+    """A number of parameters in Ollama's words; "" if it is not known."""
+    if count >= 10**9:
+        return f"{count / 10**9:.1f}B"
+    return f"{count / 10**6:.2f}M" if count else ""
+
+
+def _info(card: ModelCard, count: int) -> dict[str, Any]:
+    """Names are those of GGUF's metadata."""
+    family = card.facts.family or "unknown"
+    found: dict[str, Any] = {"general.architecture": family}
+    if count:
+        found["general.parameter_count"] = count
+    found[f"{family}.context_length"] = card.max_model_len
+    for name, value in card.facts.sizes.items():
+        found[f"{family}.{name}"] = value
+    return found
+
+
+def _capabilities(card: ModelCard, tokenizer: Tokenizer) -> list[str]:
+    found = []
+    if card.facts.generates:
+        found.append("completion")
+        known = template_output(tokenizer)
+        found += ["tools"] if known.calls is not None else []
+        found += ["thinking"] if known.reasoning is not None else []
+        found += ["insert"] if FillMarks.of(tokenizer) is not None else []
+    if card.pooling is not None and not card.pooling.labels:
+        found.append("embedding")
+    return found
+
+
+def _parameters(tokenizer: Tokenizer) -> list[str]:
+    """Lines of a Modelfile: what an answer is sampled with where a request does not say."""
+    lines = [f"{name} {value}" for name, value in sorted(tokenizer.sampling_defaults.items())]
+    stops = (tokenizer.token_text(token) for token in tokenizer.eos_token_ids)
+    return [*lines, *(f'stop "{text}"' for text in stops)]
+
+
+def _modelfile(name: str, template: str, parameters: list[str]) -> str:
+    lines = [f"FROM {name}", f'TEMPLATE """{template}"""', *(f"PARAMETER {p}" for p in parameters)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,261 @@
+"""Ollama's /api/chat and /api/generate, read into a chat or a completion, and its routes that would
+manage models."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from deployments.api.body_fields import check_names, take_bool
+from deployments.api.context import ApiContext
+from deployments.api.dialects.ollama import embed, models
+from deployments.api.dialects.ollama.names import asked_name, served_name
+from deployments.api.dialects.ollama.request import OllamaRequest, ollama_chat, ollama_generate
+from deployments.api.dialects.ollama.writer import GenerateWriter, OllamaWriter, loaded
+from deployments.api.fields import ollama as fields
+from deployments.api.generate import DialectRequest, generate
+from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.generation.tenancy import deadline_of, key_of
+from deployments.api.http.errors import ApiError, invalid
+from deployments.api.http.exchange import HttpExchange, UntilDisconnect
+from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, Operation, Route
+from deployments.api.served_model import asked_model, find_model
+from deployments.api.services.server import version
+from deployments.api.stream.event_ids import EventIds
+from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
+from deployments.api.stream.merge import failed
+from deployments.backend import Generation, GenerationRequest, ModelCard, RecalledChoice
+from engine.sampling_params import SamplingParams
+
+PREFIX = "/api/"
+CHAT, TAGS, VERSION = "/api/chat", "/api/tags", "/api/version"
+GENERATE, EMBED, EMBEDDINGS = "/api/generate", "/api/embed", "/api/embeddings"
+SHOW, RUNNING, PULL_PATH = "/api/show", "/api/ps", "/api/pull"
+_LINES = b"application/x-ndjson"
+
+
+class OllamaDialect(DialectRequest):
+    """A request to /api/chat."""
+
+    def __init__(self, context: ApiContext) -> None:
+        super().__init__()
+        self._context = context
+        self._made = OllamaRequest()
+        self._body: dict[str, Any] = {}
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._body = body = {**body, "model": served_name(body.get("model"), self._context.backend)}
+        self._made = made = self._read(body, self._context.options.strict)
+        self.ignored, self.names, self.is_chat = made.ignored, made.names, made.is_chat
+        return made.chat
+
+    def _read(self, body: dict[str, Any], strict: bool) -> OllamaRequest:
+        return ollama_chat(body, strict=strict)
+
+    async def settle(self, exchange: HttpExchange) -> bool:
+        if not self._made.loads:
+            return False
+        context = self._context
+        card = await find_model(self._body.get("model"), context.backend, exchange.caller)
+        await _wake(context, exchange, self._body, card)
+        await exchange.answer(200, loaded(card.id, chat=not isinstance(self, GenerateDialect)))
+        return True
+
+    def answer(
+        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+    ) -> ItemAnswer:
+        number, _ = new_number(None)
+        return _Answer(call, self._writer(call.card.id, Naming.of(call, number)))
+
+    def _writer(self, model: str, naming: Naming) -> OllamaWriter:
+        return OllamaWriter(model, naming)
+
+
+class GenerateDialect(OllamaDialect):
+    """A request to /api/generate."""
+
+    def _read(self, body: dict[str, Any], strict: bool) -> OllamaRequest:
+        backend = self._context.backend
+        name = asked_model(body, backend)
+        known = bool(name) and backend.tokenizer(name).chat_template is not None
+        return ollama_generate(body, strict=strict, template=known or not name)
+
+    def _writer(self, model: str, naming: Naming) -> OllamaWriter:
+        return GenerateWriter(model, naming)
+
+
+class _Answer(ItemAnswer):
+    """Lines of JSON have no place for an event's id, nor for a comment."""
+
+    media_type = _LINES
+
+    async def stream(
+        self, generation: Generation, exchange: HttpExchange, keepalive: float
+    ) -> None:
+        await super().stream(generation, exchange, 0)
+
+    def _lines(self) -> bytes:
+        new = self.writer.wire.new
+        lines = b"".join(msgspec.json.encode(fields) + b"\n" for _, fields in new)
+        new.clear()
+        return lines
+
+
+async def chat(context: ApiContext, exchange: HttpExchange) -> None:
+    await generate(context, exchange, chat=True, request=OllamaDialect(context))
+
+
+async def generate_text(context: ApiContext, exchange: HttpExchange) -> None:
+    await generate(context, exchange, chat=True, request=GenerateDialect(context))
+
+
+async def pull(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer that what is served is there already.
+
+    Raises ApiError 400 for anything else, which is not fetched.
+    """
+    body = await context.read(exchange)
+    exchange.ignored += check_names(body, fields.PULL.known, strict=context.options.strict)
+    streamed = take_bool(body, "stream", True)
+    name = asked_name(body, context.backend)
+    try:
+        await find_model(name, context.backend, exchange.caller)
+    except ApiError as error:
+        if error.code != "model_not_found" or error.status != 404:
+            raise
+        raise _managed(error.message) from None
+    kind = _LINES if streamed else b"application/json"
+    await exchange.answer(200, b'{"status":"success"}' + b"\n" * streamed, kind)
+
+
+async def refuse(context: ApiContext, exchange: HttpExchange) -> None:
+    """Raises ApiError 400."""
+    raise _managed(f"{exchange.path} is not supported")
+
+
+def _managed(reason: str) -> ApiError:
+    return invalid(
+        f"{reason}; models are named in Manta's configuration, and changed by `manta models` or "
+        "POST and DELETE of /v1/models with an admin's key",
+        code="not_supported",
+    )
+
+
+async def _wake(
+    context: ApiContext, exchange: HttpExchange, body: dict[str, Any], card: ModelCard
+) -> None:
+    """Wait until a model that sleeps has made a token. One that is awake is left alone."""
+    changes = context.options.models
+    if changes is None or changes.status(card.parent or card.id) == "ready":
+        return
+    pooled = not card.facts.generates
+    params = SamplingParams(max_tokens=0 if pooled else 1, temperature=0.0, pooled=pooled)
+    request = GenerationRequest(
+        request_id=exchange.request_id,
+        model=card.id,
+        token_ids=[card.eos_token_ids[0] if card.eos_token_ids else 0],
+        params=params,
+        seed=0,
+        deadline=deadline_of(exchange, body, context.options),
+        key=key_of(exchange, body, context.options),
+        owner=exchange.caller.id,
+        trace=exchange.trace,
+    )
+    generation = context.backend.generate(request)
+    async with UntilDisconnect(exchange.receive, generation.abort):
+        while items := await generation.next():
+            if (last := items[-1][1]).finish == "error":
+                raise failed(last)
+
+
+ROUTES = (
+    Route(
+        CHAT,
+        chat,
+        post=Operation(
+            "A chat, as Ollama has it",
+            QUEUES,
+            fields.CHAT,
+            ("model", "created_at", "message", "done"),
+            (JSON, LINES),
+            texts=True,
+        ),
+    ),
+    Route(
+        GENERATE,
+        generate_text,
+        post=Operation(
+            "A text, as Ollama has it",
+            QUEUES,
+            fields.GENERATE,
+            ("model", "created_at", "response", "done"),
+            (JSON, LINES),
+            texts=True,
+        ),
+    ),
+    Route(
+        EMBED,
+        embed.embed,
+        post=Operation(
+            "Vectors of texts, as Ollama has it",
+            QUEUES,
+            fields.EMBED,
+            ("model", "embeddings"),
+            texts=True,
+        ),
+    ),
+    Route(
+        EMBEDDINGS,
+        embed.embeddings,
+        post=Operation(
+            "The vector of a text, as Ollama had it",
+            QUEUES,
+            fields.EMBEDDINGS,
+            ("embedding",),
+            texts=True,
+        ),
+    ),
+    Route(
+        TAGS,
+        models.tags,
+        get=Operation("What is served, as Ollama lists it", (503,), answer=("models",), texts=True),
+    ),
+    Route(
+        RUNNING,
+        models.running,
+        get=Operation("Which of these are awake", (503,), answer=("models",), texts=True),
+    ),
+    Route(
+        SHOW,
+        models.show,
+        post=Operation(
+            "A model, as Ollama tells of it",
+            (*READS, *NAMES, 503),
+            fields.SHOW,
+            ("details", "model_info", "capabilities", "template"),
+            texts=True,
+        ),
+    ),
+    Route(
+        PULL_PATH,
+        pull,
+        post=Operation(
+            "Whether a model is there: none is fetched",
+            (*READS, *NAMES, 503),
+            fields.PULL,
+            ("status",),
+            (JSON, LINES),
+            texts=True,
+        ),
+    ),
+    *(
+        Route(path, refuse, post=Operation("Refused", (400,), texts=True))
+        for path in ("/api/create", "/api/push", "/api/copy")
+    ),
+    Route("/api/delete", refuse, delete=Operation("Refused", (400,), texts=True)),
+    Route(
+        VERSION,
+        version,
+        get=Operation("Of Manta, for Ollama's clients", answer=("version",), texts=True),
+    ),
+)

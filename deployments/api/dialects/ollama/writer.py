@@ -1,0 +1,119 @@
+"""OllamaWriter, GenerateWriter: answers of Ollama's /api/chat and /api/generate, as lines of JSON
+and as a whole."""
+
+import json
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from deployments.api.http.errors import ApiError
+from deployments.api.output.step_parser import Event
+from deployments.api.stream.item_answer import Naming, Usage, Wire
+
+
+def error_object(error: ApiError) -> dict[str, Any]:
+    """Return an error in Ollama's shape; code and param stand beside Ollama's own field."""
+    return {"error": error.message, "code": error.code, "param": error.param}
+
+
+def error_body(error: ApiError) -> bytes:
+    return msgspec.json.encode(error_object(error))
+
+
+class OllamaWriter:
+    """The writer of /api/chat. A call is written when it is complete, a cut call never."""
+
+    def __init__(self, model: str, naming: Naming) -> None:
+        self.wire = Wire()
+        self._model, self._naming = model, naming
+        self._began = time.monotonic_ns()
+        self._first = 0  # when the first token came
+        self._message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self._logprobs: list[dict[str, Any]] = []
+        self._name = ""  # of the open call
+        self._arguments: list[str] = []
+        self._calls = 0
+        self._end: dict[str, Any] = {"done": False}
+
+    def open(self, usage: Usage) -> None:
+        return
+
+    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
+        self._first = self._first or time.monotonic_ns()
+        kind, text = event
+        if kind == "call":
+            self._name, self._arguments = text, []
+        elif kind == "arguments":
+            self._arguments.append(text)
+        elif kind == "end":
+            arguments = json.loads("".join(self._arguments) or "{}")
+            function = {"index": self._calls, "name": self._name, "arguments": arguments}
+            call = {"id": self._naming.call(self._calls), "function": function}
+            self._calls += 1
+            self._message.setdefault("tool_calls", []).append(call)
+            self._push({"content": "", "tool_calls": [call]})
+        elif kind == "reasoning":
+            self._message["thinking"] = self._message.get("thinking", "") + text
+            self._push({"content": "", "thinking": text})
+        else:
+            self._message["content"] += text
+            self._logprobs += logprobs
+            self._push({"content": text}, logprobs)
+
+    def end(self, reason: str, stop: str | int | None, usage: Usage) -> None:
+        now = time.monotonic_ns()
+        first = self._first or now
+        self._end = {
+            "done": True,
+            "done_reason": "length" if reason == "length" else "stop",
+            "total_duration": now - self._began,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt,
+            "prompt_eval_duration": first - self._began,
+            "eval_count": usage.output,
+            "eval_duration": now - first,
+        }
+        self._push({"content": ""})
+
+    def fail(self, error: ApiError) -> None:
+        self.wire.push("", error_object(error))
+
+    def whole(self) -> dict[str, Any]:
+        return self._line(self._message, self._logprobs)
+
+    def _push(self, said: dict[str, Any], logprobs: list[dict[str, Any]] | None = None) -> None:
+        self.wire.push("", self._line({"role": "assistant", **said}, logprobs))
+
+    def _line(
+        self, message: dict[str, Any], logprobs: list[dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        line = {**_head(self._model), **self._said(message)}
+        if logprobs:
+            line["logprobs"] = logprobs
+        return {**line, **self._end}
+
+    def _said(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"message": message}
+
+
+class GenerateWriter(OllamaWriter):
+    """The writer of /api/generate, whose answer is a text and no message."""
+
+    def _said(self, message: dict[str, Any]) -> dict[str, Any]:
+        said = {"response": message["content"]}
+        if "thinking" in message:
+            said["thinking"] = message["thinking"]
+        return said
+
+
+def loaded(model: str, *, chat: bool) -> bytes:
+    """Return the answer to a request that only wants the model to be there."""
+    said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return msgspec.json.encode({**_head(model), **said, "done": True, "done_reason": "load"})
+
+
+def _head(model: str) -> dict[str, Any]:
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return {"model": model, "created_at": now}

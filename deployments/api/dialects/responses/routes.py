@@ -1,0 +1,244 @@
+"""The routes under /v1/responses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from deployments.api.context import ApiContext
+from deployments.api.dialects.responses.request import ResponsesRequest, responses_request
+from deployments.api.dialects.responses.stored_events import events_of, stream_stored, take_after
+from deployments.api.dialects.responses.writer import ResponsesWriter
+from deployments.api.fields.agents import RESPONSES
+from deployments.api.fields.schema import BOOLEAN, integer, one_of
+from deployments.api.generate import DialectRequest, generate
+from deployments.api.generation.openai_request import OpenAIRequest, chat_call
+from deployments.api.http.errors import ApiError, invalid, shown
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
+from deployments.api.response_store import StoredResponse
+from deployments.api.route import DELETED, LIST, NAMES, PAGES, QUEUES, STREAMS, Operation, Route
+from deployments.api.stream.background import BackgroundRun, stream_run
+from deployments.api.stream.event_ids import EventIds
+from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
+from deployments.backend import Generation, RecalledChoice
+from engine.errors import MantaError
+
+PATH = "/v1/responses"
+
+
+class ResponsesDialect(DialectRequest):
+    def __init__(self, context: ApiContext, owner: str) -> None:
+        super().__init__()
+        self._context = context
+        self._owner = owner
+        self._request: ResponsesRequest | None = None
+        self._writer: ResponsesWriter | None = None
+
+    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        store, options = self._context.responses, self._context.options
+        past: list[dict[str, Any]] = []
+        before = body.get("previous_response_id")
+        if before is not None:
+            if not isinstance(before, str):
+                raise invalid(
+                    "previous_response_id must be a string", "previous_response_id", "invalid_type"
+                )
+            if self._context.background.get(before, self._owner) is not None:
+                raise invalid(
+                    "this response has not ended", "previous_response_id", "response_not_ended"
+                )
+            found = store.get(before, self._owner, "previous_response_id")
+            past = msgspec.json.decode(found.items) + msgspec.json.decode(found.response)["output"]
+        self._request = responses_request(body, past, stores=store.on, strict=options.strict)
+        self.ignored, self.names = self._request.ignored, self._request.names
+        if self._request.background:
+            self._context.background.check_room(store.max_bytes)
+        return self._request.chat
+
+    def answer(
+        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+    ) -> ItemAnswer:
+        assert self._request is not None
+        number, created = new_number(ids)
+        self._writer = ResponsesWriter(self._request, call, Naming.of(call, number), created)
+        return ItemAnswer(call, self._writer, ids=ids, past=past)
+
+    async def detach(
+        self, exchange: HttpExchange, answer: ItemAnswer, generation: Generation
+    ) -> bool:
+        request = self._request
+        if request is None or not request.background:
+            return False
+        assert self._writer is not None
+        context = self._context
+        run = BackgroundRun(self._owner, answer, self._writer, generation, request.items)
+
+        def on_end() -> None:
+            context.counter.in_flight -= 1
+            if run.wanted:
+                stored = (run.owner, run.response(), run.items, run.events)
+                context.responses.put(run.writer.id, *stored)
+
+        context.counter.in_flight += 1
+        context.background.start(run, on_end)
+        if request.stream:
+            await stream_run(exchange, run, -1, context.options.keepalive_s)
+        else:
+            await exchange.answer(200, msgspec.json.encode(run.response()))
+        return True
+
+    def keep(self) -> None:
+        """The answer, if it is to be kept and has come to its end."""
+        writer, request = self._writer, self._request
+        if writer is None or request is None or not request.store or request.background:
+            return
+        response = writer.whole()
+        if response["status"] in ("completed", "incomplete"):
+            self._context.responses.put(writer.id, self._owner, response, request.items)
+
+
+async def create(context: ApiContext, exchange: HttpExchange) -> None:
+    turn = ResponsesDialect(context, exchange.caller.id)
+    await generate(context, exchange, chat=True, request=turn)
+    turn.keep()
+
+
+async def count(context: ApiContext, exchange: HttpExchange) -> None:
+    """Tokens of the prompt that a request would have."""
+    body = await context.read(exchange)
+    turn = ResponsesDialect(context, exchange.caller.id)
+    chat = await in_thread(lambda: turn.chat(body), exchange.body_size)
+    try:
+        call = await chat_call(
+            chat, exchange.body_size, context.backend, context.options, exchange.caller
+        )
+    except (ApiError, MantaError) as error:
+        raise turn.error(error) from None
+    told = {"object": "response.input_tokens", "input_tokens": len(call.prompts[0])}
+    await exchange.answer(200, msgspec.json.encode(told))
+
+
+async def one(context: ApiContext, exchange: HttpExchange) -> None:
+    """GET and DELETE of one response; POST of its cancel; GET of its input_items."""
+    id, _, rest = exchange.path[len(PATH) + 1 :].partition("/")
+    query, owner = exchange.parameters(), exchange.caller.id
+    run = context.background.get(id, owner)
+    if run is not None:
+        found = StoredResponse(owner, msgspec.json.encode(run.response()), b"", 0.0, run.events)
+        items = run.items
+    else:
+        found = context.responses.get(id, owner)
+        items = msgspec.json.decode(found.items)
+    if rest == "input_items":
+        await exchange.answer(200, msgspec.json.encode(_page(query, _told_items(id, items))))
+    elif rest == "cancel":
+        if run is not None:
+            run.cancel()
+            found.response = msgspec.json.encode(run.response())
+        elif not msgspec.json.decode(found.response)["background"]:
+            raise invalid(
+                "this response has ended; only one in the background can be cancelled", "id"
+            )
+        await exchange.answer(200, found.response)
+    elif exchange.method == "DELETE":
+        if run is not None:
+            run.wanted = False
+            run.cancel()
+        else:
+            context.responses.remove(id, owner)
+        told = {"id": id, "object": "response.deleted", "deleted": True}
+        await exchange.answer(200, msgspec.json.encode(told))
+    elif query.get("stream") == "true" and exchange.method == "GET":
+        after = take_after(query)
+        if run is not None:
+            await stream_run(exchange, run, after, context.options.keepalive_s)
+        else:
+            events = found.events or events_of(msgspec.json.decode(found.response))
+            await stream_stored(exchange, events, after)
+    else:
+        await exchange.answer(200, found.response)
+
+
+def _told_items(id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation before an answer, in the form of OpenAI's list: contents are parts, and each
+    item has a type, an id and, but for thoughts, a status."""
+    told = []
+    for i, item in enumerate(items):
+        kind = item.get("type") or "message"
+        one = {"type": kind, "id": f"item_{id.removeprefix('resp_')}{i:04x}"}
+        one |= {name: value for name, value in item.items() if value is not None}
+        if kind == "reasoning":
+            one.setdefault("summary", [])
+        else:
+            one.setdefault("status", "completed")
+        if kind == "message" and isinstance(one.get("content"), str):
+            part: dict[str, Any] = {"type": "input_text", "text": one["content"]}
+            if one.get("role") == "assistant":
+                part |= {"type": "output_text", "annotations": [], "logprobs": []}
+            one["content"] = [part]
+        told.append(one)
+    return told
+
+
+def _page(query: dict[str, str], items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Items, the newest first, as `order`, `after` and `limit` of the query say. Raises ApiError
+    400."""
+    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise invalid("order must be asc or desc", "order")
+    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+        raise invalid("limit must be 1 to 100", "limit")
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise invalid(f"there is no item {shown(after)}", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }
+
+
+_ANSWER = ("id", "object", "created_at", "status", "model", "output", "usage")
+ROUTES = (
+    Route(PATH, create, post=Operation("A chat in items", QUEUES, RESPONSES, _ANSWER, STREAMS)),
+    Route(
+        f"{PATH}/input_tokens",
+        count,
+        post=Operation("Tokens of the prompt of a response", QUEUES, RESPONSES, ("input_tokens",)),
+    ),
+    Route(
+        f"{PATH}/{{id}}",
+        one,
+        get=Operation(
+            "An answer that was kept, or is made in the background",
+            (400, *NAMES),
+            answer=_ANSWER,
+            kinds=STREAMS,
+            query={"stream": BOOLEAN, "starting_after": integer(0, 10**9 - 1)},
+        ),
+        delete=Operation("Forget it", NAMES, answer=DELETED),
+    ),
+    Route(
+        f"{PATH}/{{id}}/cancel",
+        one,
+        post=Operation("End one in the background", (400, *NAMES), answer=_ANSWER),
+    ),
+    Route(
+        f"{PATH}/{{id}}/input_items",
+        one,
+        get=Operation(
+            "What it answered",
+            (400, *NAMES),
+            answer=(*LIST, "has_more"),
+            query={**PAGES, "limit": integer(1, 100), "order": one_of("asc", "desc")},
+        ),
+    ),
+)

@@ -1,0 +1,207 @@
+"""ParsedChoice: one choice of a chat whose text is parsed, and its shape on the wire."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from deployments.api.output.plan import OutputPlan
+from deployments.api.output.step_parser import Event
+from deployments.api.output.text_reader import TextReader
+from engine.messages import Delta
+from engine.sampling_params import SamplingParams
+from engine.text.detokenizer import ChoiceDecoder, Decoded, open_at
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def call_id(number: bytes, choice: int, index: int, short: bool, prefix: str = "call_") -> str:
+    """Return the id of a tool call, the same whenever this answer is computed again.
+
+    number: the answer's own number
+    short: whether the id is nine letters and digits, without the prefix
+    """
+    digest = hashlib.blake2b(b"%b %d %d" % (number, choice, index), digest_size=32).digest()
+    letters = "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
+    return letters[:9] if short else f"{prefix}{letters[:24]}"
+
+
+class ParsedChoice:
+    """The parsed output of one choice.
+
+    Stop strings are looked for in content alone: arguments that they cut would be of no use.
+
+    new: the events of the last `feed`
+    """
+
+    def __init__(
+        self, plan: OutputPlan, params: SamplingParams, prompt: Sequence[int] = ()
+    ) -> None:
+        self._plan = plan
+        self._custom = plan.custom
+        self._parser = plan.parser()
+        tokenizer = plan.tokenizer
+        hidden: frozenset[int] = frozenset()
+        changes: dict[str, Any] = {"stop": ()}
+        if plan.shown_ids and params.skip_special_tokens:
+            changes["skip_special_tokens"] = False
+            hidden = tokenizer.special_ids - plan.shown_ids
+        self.decoder = ChoiceDecoder(
+            tokenizer, msgspec.structs.replace(params, **changes), prompt=prompt
+        )
+        self._hidden = hidden
+        self._params = params
+        self._held = ""  # content that may begin a stop string
+        self._stop: str | None = None
+        self.new: list[Event] = []
+        self.is_content: list[bool] = []  # for each token of the last `feed`
+        self.reasoning_tokens = 0
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[tuple[str, list[str]]] = []  # (name, pieces of arguments or a text)
+        self._reader: TextReader | None = None  # of a custom tool's call
+        self._told = 0  # calls that `delta` has begun
+
+    def feed(self, delta: Delta) -> Decoded:
+        """Parse a delta, as `ChoiceDecoder.feed` decodes it; the text is in the events of `new`."""
+        self.new, self.is_content = [], []
+        tokens = delta.token_ids
+        if not tokens:
+            decoded = self.decoder.feed([], delta.finish, delta.stop_token)
+            self._take(decoded.text, bool(delta.finish))
+            return self._ended(decoded, 0)
+        for count, token in enumerate(tokens, 1):
+            last = count == len(tokens)
+            finish = delta.finish if last else ""
+            stop_token = delta.stop_token if last else None
+            hidden = token in self._hidden and stop_token is None
+            if self._parser.reasons:
+                self.reasoning_tokens += 1
+            decoded = self.decoder.feed([] if hidden else [token], finish, stop_token)
+            self.decoder.num_tokens += hidden
+            said = self._take(decoded.text, bool(finish))
+            self.is_content.append(said or stop_token is not None)
+            if self._stop is not None:
+                return Decoded("", "stop", self._stop, count)
+        return self._ended(decoded, len(tokens))
+
+    def _ended(self, decoded: Decoded, count: int) -> Decoded:
+        reason = decoded.finish_reason
+        parser = self._parser
+        if reason == "stop" and parser.calls and parser.calls == parser.opened:
+            named = self._plan.tools is not None and self._plan.tools.named
+            reason = "stop" if named else "tool_calls"
+        if self._stop is not None:
+            return Decoded("", "stop", self._stop, count)
+        return Decoded("", reason, decoded.stop_reason, count)
+
+    def _take(self, text: str, final: bool) -> bool:
+        """Parse a text; return whether there was content. final: whether it is the last text."""
+        events = self._parser.feed(text) if text else []
+        if final:
+            events += self._parser.finish()
+        found = False
+        for event in events:
+            if event.kind == "content" and self._params.stop:
+                event = Event("content", self._before_stop(event.text))
+            elif self._held:
+                self._add(Event("content", self._held))
+                self._held = ""
+            found = found or event.kind == "content"
+            self._add(event)
+            if self._stop is not None:
+                return found
+        if final and self._held:
+            self._add(Event("content", self._held))
+            self._held = ""
+        return found
+
+    def _add(self, event: Event) -> None:
+        kind, text = event
+        if kind == "call":
+            self.calls.append((text, []))
+            self._reader = TextReader() if text in self._custom else None
+        elif kind == "arguments":
+            if self._reader is not None:
+                text = self._reader.feed(text)
+                event = Event(kind, text)
+            self.calls[-1][1].append(text)
+        elif kind == "content":
+            self.content.append(text)
+        elif kind == "reasoning":
+            self.reasoning.append(text)
+        if text or kind == "end":
+            self.new.append(event)
+
+    def _before_stop(self, text: str) -> str:
+        self._held += text
+        if self.decoder.num_tokens > self._params.min_tokens:
+            found = [
+                (at + len(stop), at, stop)
+                for stop in self._params.stop
+                if (at := self._held.find(stop)) >= 0
+            ]
+            if found:
+                end, start, self._stop = min(found)
+                return self._held[: end if self._params.include_stop_str_in_output else start]
+        keep = min(open_at(self._held, stop) for stop in self._params.stop)
+        text, self._held = self._held[:keep], self._held[keep:]
+        return text
+
+    # --- on the wire ---
+
+    def message(self, number: bytes, choice: int) -> dict[str, Any]:
+        """Return the message of a whole answer. A call without arguments has `{}`."""
+        content = "".join(self.content)
+        made: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning and self._plan.shows_reasoning:
+            made["reasoning_content"] = made["reasoning"] = "".join(self.reasoning)
+        if (self.calls or self.reasoning) and not content:
+            made["content"] = None
+        if self.calls:
+            made["tool_calls"] = [
+                {"id": self._id(number, choice, i), **self._called(name, "".join(arguments))}
+                for i, (name, arguments) in enumerate(self.calls)
+            ]
+        return made
+
+    def delta(self, number: bytes, choice: int) -> dict[str, Any]:
+        """Return the message delta of the last `feed`; {} if there is none.
+
+        A call's id and name are sent once.
+        """
+        made: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for kind, text in self.new:
+            if kind == "content":
+                made["content"] = made.get("content", "") + text
+            elif kind == "reasoning" and self._plan.shows_reasoning:
+                thought = made.get("reasoning", "") + text
+                made["reasoning_content"] = made["reasoning"] = thought
+            elif kind == "call":
+                id = self._id(number, choice, self._told)
+                calls.append({"index": self._told, "id": id, **self._called(text, "")})
+                self._told += 1
+            elif kind == "arguments":
+                custom = self.calls[self._told - 1][0] in self._custom
+                of, what = ("custom", "input") if custom else ("function", "arguments")
+                if not calls:
+                    calls.append({"index": self._told - 1, of: {what: ""}})
+                calls[-1][of][what] += text
+        if calls:
+            made["tool_calls"] = calls
+        return made
+
+    def _called(self, name: str, text: str) -> dict[str, Any]:
+        if name in self._custom:
+            return {"type": "custom", "custom": {"name": name, "input": text}}
+        return {"type": "function", "function": {"name": name, "arguments": text}}
+
+    def forget_new(self) -> None:
+        """Forget the events of the last `feed`, which the client already has."""
+        self.new, self._told = [], len(self.calls)
+
+    def _id(self, number: bytes, choice: int, index: int) -> str:
+        format = self._plan.format
+        return call_id(number, choice, index, format is not None and format.short_ids)

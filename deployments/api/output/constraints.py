@@ -1,0 +1,239 @@
+"""RequestedGrammar: what a request limits its output to, read from the fields that say it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from deployments.api.body_fields import name_fields
+from deployments.api.bounds import ALIASES, MAX_TAGS, SCHEMA_NAME, ConstraintKind
+from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
+from deployments.api.http.json_body import parse_json
+from engine.structured.grammar import MAX_BYTES, MAX_CHOICES, Grammar
+from engine.structured.json_schema import enforceable
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTag:
+    """A tag of an output: begin, JSON of the schema, end."""
+
+    begin: str
+    schema: Any
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTags:
+    """A limit to text in which each of the triggers begins one of the tags."""
+
+    tags: tuple[StructuralTag, ...]
+    triggers: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class RequestedGrammar:
+    """A limit of the output, as a request asks for it.
+
+    where: the request's field, for errors
+    value: a schema (bool, object or its text), the text of a pattern or grammar, the list of
+        choices, or StructuralTags
+    strict: whether a schema is refused for what cannot be enforced
+    ignored: the options without effect here
+    """
+
+    where: str
+    kind: ConstraintKind
+    value: Any
+    strict: bool = False
+    ignored: list[str] = field(default_factory=list)
+
+    def grammar(self) -> tuple[Grammar, list[str]]:
+        """Return the grammar for the engine, and JSON pointers of what it does not enforce.
+
+        Takes milliseconds for a large schema. Raises ApiError 400, InvalidRequest.
+        """
+        if self.kind == "json":
+            schema = self.value
+            if isinstance(schema, str):
+                schema = _parsed(schema, self.where)
+            kept, left_out = enforceable(schema, strict=self.strict)
+            return Grammar("json_schema", msgspec.json.encode(kept).decode()), left_out
+        if self.kind == "choice":
+            return Grammar.choice(self.value), []
+        if self.kind == "regex":
+            return Grammar.regex(self.value), []
+        # Only GBNF defines its rules with "::=".
+        return Grammar("gbnf" if "::=" in self.value else "lark", self.value), []
+
+
+def take_constraint(body: dict[str, Any]) -> RequestedGrammar | None:
+    """Return the output limit of a request, its contents unchecked; None: any text.
+
+    Raises ApiError 400: invalid_type, invalid_value, missing_field, not_supported;
+    conflicting_fields, if there are two.
+    """
+    found = [_response_format(body.get("response_format"))]
+    found.append(_structured_outputs(body.get("structured_outputs")))
+    for name, kind in ALIASES.items():
+        value = body.get(name)
+        # llama.cpp's clients send an empty text where they have no grammar.
+        found.append(None if name == "grammar" and value == "" else _checked(name, kind, value))
+    given = [one for one in found if one is not None]
+    if len(given) > 1:
+        raise invalid(
+            f"{given[0].where} and {given[1].where} exclude each other; give one of them",
+            given[1].where,
+            "conflicting_fields",
+        )
+    return given[0] if given else None
+
+
+def _response_format(value: Any) -> RequestedGrammar | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type("response_format", "an object")
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":  # some servers take a schema beside it
+        schema = value.get("schema")
+        where = "response_format" if schema is None else "response_format.schema"
+        found = _checked(where, "json", {"type": "object"} if schema is None else schema)
+        assert found is not None
+        found.ignored = _others(value, "response_format", "type", "schema")
+        return found
+    if kind == "json_schema":
+        return _json_schema(value)
+    if kind == "structural_tag":
+        return _structural_tag(value, "response_format")
+    raise invalid(
+        f"response_format of type {shown(kind)} is not supported; text, json_object, json_schema "
+        "and structural_tag are",
+        "response_format.type",
+        "not_supported",
+    )
+
+
+def _json_schema(value: dict[str, Any]) -> RequestedGrammar:
+    path = "response_format.json_schema"
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict):
+        raise wrong_type(path, "an object")
+    name = inner.get("name")
+    if not isinstance(name, str) or not SCHEMA_NAME.fullmatch(name):
+        what = "1 to 64 letters, digits, underscores or dashes"
+        raise invalid(
+            f"{path}.name must be {what}",
+            f"{path}.name",
+            "missing_field" if name is None else "invalid_value",
+        )
+    strict = inner.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise wrong_type(f"{path}.strict", "true or false")
+    if inner.get("schema") is None:
+        raise invalid(f"{path}.schema is required", f"{path}.schema", "missing_field")
+    found = _checked(f"{path}.schema", "json", inner["schema"])
+    assert found is not None
+    found.strict = bool(strict)
+    found.ignored = _others(inner, path, "name", "strict", "schema")
+    return found
+
+
+def _structured_outputs(value: Any) -> RequestedGrammar | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise wrong_type("structured_outputs", "an object")
+    kinds: tuple[ConstraintKind, ...] = ("json", "regex", "choice", "grammar")
+    found = [_checked(f"structured_outputs.{kind}", kind, value.get(kind)) for kind in kinds]
+    if value.get("json_object"):
+        found.append(RequestedGrammar("structured_outputs.json_object", "json", {"type": "object"}))
+    if value.get("structural_tag") is not None:
+        found.append(_structural_tag(value["structural_tag"], "structured_outputs.structural_tag"))
+    given = [one for one in found if one is not None]
+    if len(given) != 1:
+        raise invalid(
+            "structured_outputs takes one of json, json_object, regex, choice, grammar and "
+            "structural_tag",
+            "structured_outputs",
+            "missing_field" if not given else "conflicting_fields",
+        )
+    others = _others(value, "structured_outputs", *kinds, "json_object", "structural_tag")
+    given[0].ignored += others
+    return given[0]
+
+
+def _structural_tag(value: Any, path: str) -> RequestedGrammar:
+    if isinstance(value, str):
+        value = _parsed(value, path)
+    if not isinstance(value, dict):
+        raise wrong_type(path, "an object, or its text")
+    if value.get("format") is not None:
+        raise invalid(
+            f"{path}.format is not supported; structures and triggers are",
+            f"{path}.format",
+            "not_supported",
+        )
+    triggers = _filled(value.get("triggers"), f"{path}.triggers")
+    if not all(isinstance(one, str) and one for one in triggers):
+        raise wrong_type(f"{path}.triggers", "texts that are not empty")
+    tags = []
+    for i, one in enumerate(_filled(value.get("structures"), f"{path}.structures")):
+        at = f"{path}.structures[{i}]"
+        if not isinstance(one, dict):
+            raise wrong_type(at, "an object")
+        begin, schema, end = one.get("begin"), one.get("schema"), one.get("end")
+        schema = True if schema is None else schema
+        end = "" if end is None else end
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise wrong_type(f"{at}.{'end' if isinstance(begin, str) else 'begin'}", "a string")
+        if not begin.startswith(tuple(triggers)):
+            raise invalid(f"{at}.begin must begin with one of the triggers", f"{at}.begin")
+        if len(begin) + len(end) > MAX_BYTES:
+            raise invalid(f"{at} has more than {MAX_BYTES} bytes", at, "grammar_too_large")
+        _checked(f"{at}.schema", "json", schema)
+        tags.append(StructuralTag(begin, schema, end))
+    return RequestedGrammar(path, "tags", StructuralTags(tuple(tags), tuple(triggers)))
+
+
+def _filled(value: Any, path: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise wrong_type(path, "a list")
+    if not 1 <= len(value) <= MAX_TAGS:
+        raise invalid(f"{path} takes 1 to {MAX_TAGS} of them", path)
+    return value
+
+
+def _checked(where: str, kind: ConstraintKind, value: Any) -> RequestedGrammar | None:
+    """Return the limit of a field after a check of types and sizes alone; None for no value."""
+    if value is None:
+        return None
+    if kind == "json":
+        if not isinstance(value, (dict, bool, str)):
+            raise wrong_type(where, "a JSON schema")
+    elif kind == "choice":
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise wrong_type(where, "a list of strings")
+        if not 1 <= len(value) <= MAX_CHOICES:
+            raise invalid(f"{where} takes 1 to {MAX_CHOICES} strings", where)
+    elif not isinstance(value, str):
+        raise wrong_type(where, "a string")
+    elif not value.strip():
+        raise invalid(f"{where} must not be empty", where)
+    if isinstance(value, str) and len(value) > MAX_BYTES:
+        raise invalid(f"{where} has more than {MAX_BYTES} bytes", where, "grammar_too_large")
+    return RequestedGrammar(where, kind, value)
+
+
+def _others(value: dict[str, Any], path: str, *known: str) -> list[str]:
+    return name_fields(
+        (name for name, one in value.items() if name not in known and one is not None), f"{path}."
+    )
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return parse_json(text.encode("utf-8", "replace"))
+    except ApiError as error:
+        raise invalid(f"{where}: {error.message}", where, error.code) from None

@@ -1,0 +1,263 @@
+"""template_output: the formats of a model, found by rendering its own chat template, and in its
+checkpoint's response_template."""
+
+import json
+import logging
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from deployments.api.output.output_format import (
+    FORMATS,
+    REASONING,
+    WRAPPERS,
+    OutputFormat,
+    Reasoning,
+)
+from deployments.api.output.response_template import DeclaredOutput, declared_output
+from engine.errors import InvalidRequest
+from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("manta.api")
+
+_NAME, _VALUES = "probe_function", {"probe_key": "probe value"}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "A key."}},
+            "required": ["probe_key"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOutput:
+    """The output formats of a model, and what its chat template takes.
+
+    calls: the format of tool calls; None if the model's format is not known
+    told: how messages tell of tools that the template does not know: "system": in a message of that
+        role; "user": the template takes none of that role; "": the template knows tools
+    history: the format in which calls of the history become content, for a template that shows none
+    text_arguments: whether arguments of calls in the history are JSON in a string
+    empty_content: whether the template wants content beside these calls
+    single_calls: whether the template shows no more than one call of a message
+    no_content: whether the template refuses content and reasoning together beside calls
+    plan: the message field in which the template shows what was said before calls, where it does
+        not show their content
+    variables: the variables that a request may set to change how much the model thinks
+    special_ids: the control tokens that the formats are written with
+    wrapper: the marks around content
+    problems: the parts of the checkpoint's response_template that cannot be used
+    """
+
+    calls: OutputFormat | None
+    reasoning: Reasoning | None
+    text_arguments: bool = False
+    empty_content: bool = False
+    single_calls: bool = False
+    no_content: bool = False
+    plan: str = ""
+    variables: frozenset[str] = frozenset()
+    special_ids: frozenset[int] = frozenset()
+    told: Literal["", "system", "user"] = ""
+    history: OutputFormat | None = None
+    wrapper: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+# Of a template that has none of its own: what most open models have seen.
+_TOLD = next(one for one in FORMATS if one.name == "hermes")
+_known: "weakref.WeakKeyDictionary[Tokenizer, TemplateOutput]" = weakref.WeakKeyDictionary()
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
+
+
+def template_output(tokenizer: Tokenizer) -> TemplateOutput:
+    """Return the output formats of this model; takes milliseconds the first time."""
+    found = _known.get(tokenizer)
+    if found is None:
+        found = _known[tokenizer] = _found(tokenizer)
+        for problem in found.problems:
+            logger.info("%s; the chat template is looked at instead", problem)
+    return found
+
+
+def _found(tokenizer: Tokenizer) -> TemplateOutput:
+    if tokenizer.chat_template is None:
+        return TemplateOutput(None, None)
+    source = "\n".join(tokenizer.chat_template.sources.values())
+    shapes = [_Shape(*flags) for flags in _FLAGS] if "tool_calls" in source else []
+    declared = _declared(tokenizer, shapes)
+    reasoning = next((one for one in REASONING if one.known_by in source), None)
+    said = declared.reasoning
+    if said is not None and (reasoning is None or reasoning.start.strip() != said.start):
+        reasoning = said
+    wrapper = next((marks for marks in WRAPPERS if marks[0] in source), declared.wrapper)
+    if reasoning is not None and reasoning.channels:
+        wrapper = ()
+    code = " ".join(_CODE.findall(_COMMENT.sub("", source)))
+    more: dict[str, Any] = {
+        "variables": frozenset(n for n in _VARIABLES if re.search(rf"(?<![\w.'\"]){n}\b", code)),
+        "wrapper": wrapper,
+        "problems": declared.problems,
+    }
+    calls, shape = _shown(tokenizer, shapes, FORMATS)
+    if declared.calls is not None and shapes and not _same(calls, declared.calls):
+        calls = declared.calls
+        _, shape = _shown(tokenizer, shapes, (calls,))
+        calls = _separated(calls, _rendered(tokenizer, shape, "again"))
+    if calls is not None:
+        again = _rendered(tokenizer, shape, "again")
+        beside = _rendered(tokenizer, shape, "", "So.", "Hm.")
+        plan = "tool_plan" if "tool_plan" in code else ""
+        if not plan and "Hm." in beside and "So." not in beside:
+            plan = "reasoning_content"
+        return TemplateOutput(
+            calls,
+            reasoning,
+            shape.text_arguments,
+            shape.empty_content,
+            "again" not in again,
+            not beside,
+            plan,
+            special_ids=_special_ids(tokenizer, calls, reasoning),
+            **more,
+        )
+    told: Literal["", "system", "user"] = ""
+    if not re.search(r"tool|function", source) and (reasoning is None or not reasoning.channels):
+        told = "system" if _takes_system(tokenizer) else "user"
+    calls = _TOLD if told else None
+    special = _special_ids(tokenizer, calls, reasoning)
+    return TemplateOutput(
+        calls,
+        reasoning,
+        shape.text_arguments,
+        shape.empty_content,
+        told=told,
+        history=None if shapes else _TOLD,
+        special_ids=special,
+        **more,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The shape of a call in a history, as a template may want it."""
+
+    named_ids: bool = False
+    text_arguments: bool = False
+    empty_content: bool = False
+
+
+_FLAGS = [
+    (named, *flags)
+    for named in (False, True)
+    for flags in ((False, False), (False, True), (True, True))
+]
+
+
+def _shown(
+    tokenizer: Tokenizer, shapes: Sequence[_Shape], formats: Sequence[OutputFormat]
+) -> tuple[OutputFormat | None, _Shape]:
+    """Return the first format in which the template writes a call, and the call's shape.
+
+    If the template writes calls in none of the formats, the format is None, with a shape that it
+    takes.
+    """
+    taken = None
+    for shape in shapes:
+        rendered = _rendered(tokenizer, shape)
+        taken = taken or (shape if rendered else None)
+        for one in formats:
+            written = one.write(_NAME, _VALUES) in rendered and one.opening in rendered
+            if written and one.named_ids == shape.named_ids:
+                return one, shape
+    return None, taken or _Shape()
+
+
+def _declared(tokenizer: Tokenizer, shapes: Sequence[_Shape]) -> DeclaredOutput:
+    if tokenizer.response_template is None:
+        return DeclaredOutput()
+    ((key, value),) = _VALUES.items()
+    examples = [_rendered(tokenizer, shape) for shape in shapes if not shape.named_ids]
+    ends = [tokenizer.token_text(id) for id in tokenizer.eos_token_ids]
+    return declared_output(tokenizer.response_template, _NAME, key, value, examples, ends)
+
+
+def _separated(declared: OutputFormat, shown: str) -> OutputFormat:
+    """Return the format with the separator that the template writes between two calls.
+
+    shown: a rendered chat with two calls
+    """
+    _, _, rest = shown.partition(declared.write(_NAME, _VALUES))
+    between, found, _ = rest.partition(declared.write("again", _VALUES))
+    return replace(declared, separator=between) if found else declared
+
+
+def _same(known: OutputFormat | None, declared: OutputFormat) -> bool:
+    """Whether two formats are equal up to white space, and what ends a turn.
+
+    A known format says more than a declaration can.
+    """
+    if known is None:
+        return False
+    calls = [one.opening + one.write(_NAME, _VALUES) for one in (known, declared)]
+    bare = ["".join(call.split()) for call in calls]
+    return bare[1].startswith(bare[0])
+
+
+def _takes_system(tokenizer: Tokenizer) -> bool:
+    chat = [{"role": "system", "content": "A rule."}, {"role": "user", "content": "A question."}]
+    try:
+        return "A rule." in tokenizer.render_chat(chat, max_seconds=1.0)
+    except InvalidRequest:
+        return False
+
+
+def _special_ids(
+    tokenizer: Tokenizer, calls: OutputFormat | None, reasoning: Reasoning | None
+) -> frozenset[int]:
+    marks = "" if reasoning is None else reasoning.marks
+    if calls is not None:
+        named = calls.tagged is not None or calls.dialect is not None
+        written = calls.write("", {"": ""} if named else {})
+        marks += calls.opening + written + calls.separator + calls.closing
+    texts = {i: tokenizer.token_text(i) for i in tokenizer.special_ids}
+    return frozenset(i for i, text in texts.items() if text and text in marks)
+
+
+def _rendered(
+    tokenizer: Tokenizer, shape: _Shape, second: str = "", content: str = "", reasoning: str = ""
+) -> str:
+    """Render a chat with a call, or two; "" if the template refuses the chat."""
+    arguments: Any = json.dumps(_VALUES) if shape.text_arguments else _VALUES
+    names = [_NAME, *([second] if second else [])]
+    ids = ["probecall", "probenext"]
+    if shape.named_ids:
+        ids = [f"functions.{name}:{i}" for i, name in enumerate(names)]
+    called = dict(zip(ids, names, strict=False))
+    calls = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for id, name in called.items()
+    ]
+    turn: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
+    if content or shape.empty_content:
+        turn["content"] = content
+    if reasoning:
+        turn["reasoning_content"] = reasoning
+    results = [
+        {"role": "tool", "tool_call_id": id, "name": _NAME, "content": "A result."} for id in called
+    ]
+    chat = [{"role": "user", "content": "A question."}, turn, *results]
+    try:
+        return tokenizer.render_chat(chat, tools=[_TOOL], max_seconds=1.0)
+    except InvalidRequest:
+        return ""

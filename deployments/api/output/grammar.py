@@ -1,0 +1,526 @@
+"""output_grammar: what a model may write, thoughts, text and calls, as one grammar in Lark."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.api.output.dialect import Dialect
+from deployments.api.output.output_format import (
+    CHANNEL,
+    CONSTRAIN,
+    MESSAGE,
+    MESSAGE_ENDS,
+    MESSAGE_START,
+    NUMBER,
+    OutputFormat,
+    Reasoning,
+)
+from deployments.api.output.parser import Thinking
+from engine.errors import InvalidRequest
+from engine.text.tokenizer import Tokenizer
+
+# As json.dumps writes it, and so as most models have seen it.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FREE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+_UNICODE = {"json_allow_general_unicode_escapes": True}
+_JSON = "%json"
+_ANY = r"ANY: /(.|\n)*/"
+_SPACES = r"[\s\x1c-\x1f]*"  # as str.strip has it
+_WORD = re.compile(r"[A-Za-z_][\w-]*")  # a key that a nested object may have without quotes
+_PLAIN = frozenset({"type", "title", "description", "default", "examples", "enum", "const"})
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that a call may name.
+
+    schema: the schema of its arguments, an object's, as `enforceable` leaves it
+    grammar: the grammar in Lark of a custom tool's one argument; "" if it has none
+    """
+
+    name: str
+    schema: dict[str, Any]
+    grammar: str = ""
+
+    def raw(self, format: OutputFormat | None) -> frozenset[str]:
+        """Return the arguments that a tagged format writes without quotes."""
+        tags = None if format is None else format.tagged
+        if tags is None or tags.quoted:
+            return frozenset()
+        properties = self.schema.get("properties")
+        return frozenset(
+            name
+            for name, schema in (properties if isinstance(properties, dict) else {}).items()
+            if isinstance(schema, dict)
+            and schema.get("type") == "string"
+            and schema.keys() <= _PLAIN
+            and not any(tags.value_close in value for value in _choices(schema) or ())
+        )
+
+
+def _choices(schema: dict[str, Any]) -> list[str] | None:
+    if "const" in schema:
+        return [schema["const"]] if isinstance(schema["const"], str) else []
+    found = schema.get("enum")
+    return None if found is None else [value for value in found if isinstance(value, str)]
+
+
+def output_grammar(
+    tokenizer: Tokenizer,
+    *,
+    format: OutputFormat | None = None,
+    functions: Sequence[Function] = (),
+    required: bool = False,
+    parallel: bool = True,
+    reasoning: Reasoning | None = None,
+    thinking: Thinking = "no",
+    once: bool = False,
+    content: str = "",
+    wrapper: tuple[str, ...] = (),
+) -> str:
+    """Return the grammar of text in which each call is complete and its arguments fit their schema.
+
+    format: the format of calls; without functions the text holds no call
+    required: whether there is at least one call, and no text before it
+    once: whether there is one stretch of reasoning at most, at the beginning
+    content: the limit of the text, as the right side of a rule; "" for any text
+    wrapper: the marks that may stand around the text
+    """
+    builder = _Builder(tokenizer)
+    if reasoning is not None and reasoning.channels:
+        return builder.build_channels(reasoning, functions, required, once, content)
+    options = (reasoning, thinking, content, wrapper)
+    return builder.build(format, functions, required, parallel, *options)
+
+
+def tags_grammar(
+    tokenizer: Tokenizer, tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]
+) -> str:
+    """Return the grammar of text in which a trigger begins one of the tags.
+
+    tags: (beginning, schema as `enforceable` leaves it, end) of each; its beginning begins with a
+        trigger
+    """
+    return _Builder(tokenizer).build_tags(tags, triggers)
+
+
+class _Builder:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        marks = {tokenizer.token_text(i): i for i in sorted(tokenizer.mark_ids)}
+        marks.pop("", None)
+        self._marks = marks
+        hidden = tokenizer.special_ids.union(tokenizer.eos_token_ids)
+        self._shown = {i for i in marks.values() if i not in hidden}
+        longest_first = sorted(marks, key=lambda text: -len(text))
+        self._cuts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._rules: list[str] = []
+        self._terminals: dict[tuple[Any, ...], str] = {}  # by the arguments of `_without`
+
+    def build(
+        self,
+        format: OutputFormat | None,
+        functions: Sequence[Function],
+        required: bool,
+        parallel: bool,
+        reasoning: Reasoning | None,
+        thinking: Thinking,
+        content: str,
+        wrapper: tuple[str, ...],
+    ) -> str:
+        self._rules = [_ANY, "SPACE: /\\n{0,2}/"]
+        trigger = format.trigger if format is not None else ""
+        if functions:
+            assert format is not None
+            self._calls(format, functions, parallel)
+
+        def body(name: str, starts: tuple[str, ...] = ()) -> None:
+            """Add the rule of the output behind reasoning."""
+            parts = []
+            if functions and not trigger:
+                starts += ("{",)
+            marks = (trigger, *(wrapper if wrapper and self._cuts.search(wrapper[0]) else ()))
+            if functions and (required or content or not trigger):
+                parts.append("SPACE calls" if trigger else "calls")
+            elif functions:
+                before = self._until(f"{name}_to_call", trigger, marks[1:], starts)
+                parts.append(f"{before} calls_rest")
+            if not required:
+                text = self._free(marks, starts)
+                if content:
+                    # As the parser tells calls and wrappers from it: by its beginning and its end.
+                    begins = (*starts, *filter(None, (trigger if functions else "",)), *wrapper[:1])
+                    text = self._limited(name, content, begins, wrapper[1:])
+                # Without a limit it may hold marks that are no tokens as it is.
+                if wrapper and (content or self._cuts.search(wrapper[0])):
+                    begin, end = map(self.literal, wrapper)
+                    text = f"({begin})? ({text}) ({end})?"
+                parts.append(text)
+            self._rules.append(f"{name}: {' | '.join(parts)}")
+
+        if reasoning is None or thinking == "no":
+            body("start")
+            return "\n".join(self._rules) + "\n"
+        body("body")
+        others = (trigger,) if functions else ()
+        thoughts = f"{self._until('thoughts', reasoning.end, others)} SPACE body"
+        if functions and trigger:
+            thoughts += (
+                f" | {self._until('thoughts_to_call', trigger, (reasoning.end,))} calls_rest"
+            )
+        if thinking == "open":
+            self._rules.append(f"start: {thoughts}")
+        else:
+            # Without thoughts, what begins as they do would be read as some.
+            body("at_once", (reasoning.start,))
+            self._rules.append(f"start: {self.literal(reasoning.start)} ({thoughts}) | at_once")
+        return "\n".join(self._rules) + "\n"
+
+    def _limited(
+        self, name: str, content: str, starts: tuple[str, ...], ends: tuple[str, ...]
+    ) -> str:
+        """Return the rule of content that begins and ends with none of these; JSON never does."""
+        if content.startswith(_JSON) or not (starts or ends):
+            return content
+        self._rules.append(f"{name.upper()}: {_without((), starts, ends, '', f'({content})')}")
+        return name.upper()
+
+    def build_tags(self, tags: Sequence[tuple[str, Any, str]], triggers: Sequence[str]) -> str:
+        self._rules = [_ANY]
+        behind: dict[str, list[str]] = {}
+        for i, (begin, schema, end) in enumerate(tags):
+            trigger = min((one for one in triggers if begin.startswith(one)), key=len)
+            for match in self._cuts.finditer(begin):
+                if match.start() < len(trigger) < match.end():
+                    trigger = begin[: match.end()]  # no half of a token begins anything
+            rest = begin[len(trigger) :]
+            parts = [self._spelled(rest)] if rest else []
+            parts += [_json(schema, _FREE), *([self._spelled(end)] if end else [])]
+            self._rules.append(f"tag_{i}: {' '.join(parts)}")
+            behind.setdefault(trigger, []).append(f"tag_{i}")
+        marks = tuple(dict.fromkeys((*triggers, *behind)))
+        alternatives = []
+        for i, (trigger, names) in enumerate(behind.items()):
+            others = tuple(one for one in marks if one != trigger)
+            before = self._until(f"until_{i}", trigger, others)
+            alternatives.append(f"{before} ({' | '.join(names)})")
+        self._rules.append(f"start: ({' | '.join(alternatives)})* {self._free(marks)}")
+        return "\n".join(self._rules) + "\n"
+
+    def build_channels(
+        self,
+        reasoning: Reasoning,
+        functions: Sequence[Function],
+        required: bool,
+        once: bool,
+        content: str,
+    ) -> str:
+        """Return the grammar of a turn in channels; its <|start|>assistant is in the prompt."""
+        again, comment = self.literal(f"{MESSAGE_START}assistant"), f"{CHANNEL}commentary"
+        message = self.literal(MESSAGE)
+        ends = (*MESSAGE_ENDS, MESSAGE_START)
+        self._rules = [_ANY]
+        self._rules += [
+            f'json: (" " {self.literal(CONSTRAIN)}? "json")?',
+            f"thoughts: {self.literal(reasoning.start)} "
+            f"{self._until('thoughts_text', reasoning.end, ends)} {again}",
+            f"comment: {self.literal(comment + MESSAGE)} "
+            f"{self._until('comment_text', reasoning.end, ends)} {again}",
+            f"final: {self.literal(f'{CHANNEL}final')} "
+            + (f"json {message} ({content})" if content else f"{message} {self._free(ends)}"),
+        ]
+        before = "thoughts?" if once else "thoughts*"
+        if not (content or required):
+            before = "thoughts? comment*" if once else "(thoughts | comment)*"
+        body = ["call"] if functions else []
+        body += [] if required else ["final"]
+        for i, function in enumerate(functions):
+            named = f" to=functions.{function.name}"
+            heads = f"{self.literal(comment + named)} | {self.literal(named + comment)}"
+            arguments = _json(function.schema, _COMPACT)
+            self._rules.append(f"call_{i}: ({heads}) json {message} {arguments}")
+        if functions:
+            self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+        return "\n".join([f"start: {before} ({' | '.join(body)})", *self._rules]) + "\n"
+
+    def literal(self, text: str) -> str:
+        """Return a text of a format as grammar, in which each mark is one token."""
+        return " /[0-9]{1,6}/ ".join(map(self._spelled, text.split(NUMBER)))
+
+    def _spelled(self, text: str) -> str:
+        parts, at = [], 0
+        for match in self._cuts.finditer(text):
+            if match.start() > at:
+                parts.append(_quoted(text[at : match.start()]))
+            parts.append(_tokens({self._marks[match.group()]}))
+            at = match.end()
+        if at < len(text) or not parts:
+            parts.append(_quoted(text[at:]))
+        return " ".join(parts)
+
+    def _free(
+        self,
+        marks: tuple[str, ...],
+        starts: tuple[str, ...] = (),
+        ends: tuple[str, ...] = (),
+        tail: str = "",
+    ) -> str:
+        """Return text as of `_without`, with shown tokens except those in the marks."""
+        head = self._up_to_shown(marks, starts)
+        if not head:
+            return self._terminal(marks, starts, ends, tail)
+        last = self._terminal(marks, (), ends, tail)
+        return f"({self._terminal(marks, starts, ends, tail)} | {head} {last})"
+
+    def _until(
+        self, name: str, mark: str, others: tuple[str, ...] = (), starts: tuple[str, ...] = ()
+    ) -> str:
+        """Return any text up to the first of this mark, and the mark.
+
+        others, starts: as of `_free`
+        """
+        if found := self._cuts.search(mark):
+            # The text goes up to the token: nothing else tells where it ends. The mark may begin
+            # as it ends, and then the text could have made one of its beginning.
+            tail = mark[: found.start()]
+            sizes = range(1, len(mark))
+            ends = tuple(mark[:-size] + tail for size in sizes if mark.endswith(mark[:size]))
+            text = self._free((mark, *others), starts, ends, tail)
+            return f"{text} {self.literal(mark[len(tail) :])}"
+        suffix = f"[suffix={_quoted(mark)}]: "
+        self._rules.append(f"{name}{suffix}{_without(others, starts)}")
+        head = self._up_to_shown((mark, *others), starts)
+        if not head:
+            return name
+        self._rules.append(f"{name}_last{suffix}{_without(others)}")
+        return f"({name} | {head} {name}_last)"
+
+    def _up_to_shown(self, marks: tuple[str, ...], starts: tuple[str, ...]) -> str:
+        """Return free text that ends with a shown token; "" if there is no such token."""
+        shown = self._shown - self._tokens_in(*marks)
+        first = shown - self._tokens_in(*starts)
+        if not first:
+            return ""
+        again = f"({self._terminal(marks)} {_tokens(shown)})*"
+        return f"{self._terminal(marks, starts)} {_tokens(first)} {again}"
+
+    def _tokens_in(self, *texts: str) -> set[int]:
+        return {self._marks[one] for text in texts for one in self._cuts.findall(text)}
+
+    def _terminal(
+        self,
+        marks: tuple[str, ...],
+        starts: tuple[str, ...] = (),
+        ends: tuple[str, ...] = (),
+        tail: str = "",
+    ) -> str:
+        """Return the name of the terminal of text as of `_without`."""
+        key = tuple(dict.fromkeys(filter(None, marks))), starts, ends, tail
+        if not any(key):
+            return "ANY"
+        if key not in self._terminals:
+            self._terminals[key] = f"TEXT_{len(self._terminals)}"
+            self._rules.append(f"{self._terminals[key]}: {_without(*key)}")
+        return self._terminals[key]
+
+    def _calls(self, format: OutputFormat, functions: Sequence[Function], parallel: bool) -> None:
+        head = format.opening + format.begin
+        again = f"({self.literal(format.separator + format.begin)} call)*"
+        more = [again] if parallel and format.parallel else []
+        more += [self.literal(format.closing)] if format.closing else []
+        self._rules.append(f"calls: {self.literal(head)} call_and_more")
+        rest = head[len(format.trigger) :]
+        self._rules.append(f"calls_rest: {self.literal(rest) + ' ' if rest else ''}call_and_more")
+        self._rules.append(f"call_and_more: {' '.join(['call', *more])}")
+        self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+        for i, function in enumerate(functions):
+            parts = [self.literal(function.name + format.middle)]
+            if format.dialect is not None:
+                parts += self._written(format.dialect, f"arguments_{i}", function.schema)
+            elif format.tagged is None:
+                parts.append(_json(function.schema, _FREE if format.indented else _COMPACT))
+            else:
+                parts += self._tagged(i, format, function)
+            if format.end:
+                parts.append(self.literal(format.end))
+            self._rules.append(f"call_{i}: {' '.join(parts)}")
+
+    def _tagged(self, index: int, format: OutputFormat, function: Function) -> list[str]:
+        tags = format.tagged
+        assert tags is not None
+        schema, raw = function.schema, function.raw(format)
+        required = schema.get("required") or []
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        parts = []
+        for place, (name, inner) in enumerate((schema.get("properties") or {}).items()):
+            _check_name(name, name, tags.key_close)
+            rule = f"argument_{index}_{place}"
+            close = self.literal(tags.value_close)
+            if name not in raw:
+                inner = {**shared, **inner} if isinstance(inner, dict) and shared else inner
+                value = f"{_json(inner, _COMPACT)} {close}"
+            elif function.grammar:
+                value = f"%lark {{\n{function.grammar}\n}} {close}"
+            elif (choices := _choices(inner)) is not None:
+                value = f"({' | '.join(map(_quoted, choices))}) {close}"
+            else:
+                value = self._until(f"{rule}_value", tags.value_close)
+            key = " ".join(
+                (self.literal(tags.key_open), _quoted(name), self.literal(tags.key_close))
+            )
+            self._rules.append(f"{rule}: {key} {value}")
+            parts.append(rule if name in required else f"{rule}?")
+        return parts
+
+    def _written(self, dialect: Dialect, rule: str, schema: dict[str, Any]) -> list[str]:
+        """Return the parts of a call's arguments, or of an object's properties, in a dialect."""
+        required = schema.get("required") or []
+        shared: dict[str, Any] = {
+            key: schema[key] for key in ("$defs", "definitions") if key in schema
+        }
+        items = dialect.ordered(schema.get("properties") or {})
+        between = self.literal(dialect.separator)
+        parts = []
+        for place, (name, inner) in enumerate(items):
+            _check_name(name, name.strip(), dialect.assign)
+            value = self._value(dialect, f"{rule}_{place}", inner, shared)
+            self._rules.append(f"{rule}_{place}: {_quoted(name + dialect.assign)} {value}")
+            parts.append(f"{rule}_{place}")
+        # What may follow an argument that is there: each rule has the next one's.
+        for place in range(len(items) - 1, 0, -1):
+            again = f"{between} {parts[place]}"
+            again = again if items[place][0] in required else f"({again})?"
+            rest = f" {rule}_behind_{place}" if place + 1 < len(items) else ""
+            self._rules.append(f"{rule}_behind_{place - 1}: {again}{rest}")
+        found = []
+        for place, (name, _) in enumerate(items):
+            behind = f" {rule}_behind_{place}" if place + 1 < len(items) else ""
+            found.append(parts[place] + behind)
+            if name in required:
+                break
+        else:
+            return [f"({' | '.join(found)})?"] if found else []
+        return [f"({' | '.join(found)})"]
+
+    def _value(self, dialect: Dialect, rule: str, schema: Any, shared: dict[str, Any]) -> str:
+        """Return the rule of a schema: in the dialect if that can say the same, else in JSON."""
+        if not isinstance(schema, dict):
+            return _json(schema, _COMPACT)
+        kind, keys = schema.get("type"), schema.keys()
+        several = schema.get("anyOf") if keys <= _PLAIN | {"anyOf"} else None
+        if isinstance(kind, list) and keys <= _PLAIN | {"anyOf"} - {"enum", "const"}:
+            several = [{**schema, "type": one} for one in kind]
+        choices = [schema["const"]] if "const" in schema else schema.get("enum")
+        if choices is not None and keys <= _PLAIN and not _any_nested(choices):
+            return f"({' | '.join(self._constant(dialect, one) for one in choices)})"
+        if several and choices is None:
+            found = [
+                self._value(dialect, f"{rule}_{place}", one, shared)
+                for place, one in enumerate(several)
+            ]
+            return f"({' | '.join(found)})"
+        if kind == "string" and dialect.raw and keys <= _PLAIN:
+            quote = dialect.quotes[0]
+            return f"{self.literal(quote)} {self._until(f'{rule}_text', quote)}"
+        if kind == "boolean" and keys <= _PLAIN:
+            return f"({_quoted(dialect.value(True))} | {_quoted(dialect.value(False))})"
+        if kind == "null" and keys <= _PLAIN:
+            return _quoted(dialect.value(None))
+        if dialect.nested and kind == "array" and keys <= _PLAIN | {"items"} and "items" in keys:
+            item = self._value(dialect, f"{rule}_item", schema["items"], shared)
+            self._rules.append(f"{rule}_item: {item}")
+            again = f"({self.literal(dialect.separator)} {rule}_item)*"
+            return f'"[" ({rule}_item {again})? "]"'
+        properties = schema.get("properties")
+        told = _PLAIN | {"properties", "required", "additionalProperties"}
+        named = isinstance(properties, dict) and all(map(_WORD.fullmatch, properties))
+        if dialect.nested and kind == "object" and keys <= told and properties and named:
+            inner = self._written(dialect, f"{rule}_in", {**shared, **schema})
+            return " ".join(['"{"', *inner, '"}"'])
+        return _json({**shared, **schema}, _COMPACT)
+
+    def _constant(self, dialect: Dialect, value: Any) -> str:
+        """Return a constant as models write it.
+
+        Strings in Python are in double quotes, as all strings that JSON's grammar gives.
+        """
+        if not isinstance(value, str):
+            return _quoted(dialect.value(value))
+        quote = dialect.quotes[0]
+        if not dialect.raw or quote in value:
+            return _quoted(_quoted(value))
+        return " ".join((self.literal(quote), _quoted(value), self.literal(quote)))
+
+
+def _check_name(name: str, read: str, end: str) -> None:
+    """Refuse the name of an argument that would be read as another. Raises InvalidRequest.
+
+    read: the name as its parser has it
+    end: the text behind the name
+    """
+    if name != read or not name or end in name + end[:-1]:
+        raise InvalidRequest(
+            f"this model's form of calls cannot have a property named {json.dumps(name)}",
+            code="not_supported",
+        )
+
+
+def _any_nested(values: list[Any]) -> bool:
+    return any(isinstance(value, dict | list) for value in values)
+
+
+def _without(
+    marks: Sequence[str],
+    starts: Sequence[str] = (),
+    ends: Sequence[str] = (),
+    tail: str = "",
+    of: str = "ANY",
+) -> str:
+    """Return the right side of a terminal: text that holds none of these marks.
+
+    The text begins with none of `starts` and ends with none of `ends`, but with `tail`.
+    """
+    parts = [of]
+    if held := "|".join(_escaped(mark) for mark in marks if mark):
+        parts.append(f"~/(.|\\n)*({held})(.|\\n)*/")
+    if begun := "|".join(map(_escaped, starts)):
+        parts.append(f"~/{_SPACES}({begun})(.|\\n)*/")
+    if ended := "|".join(map(_escaped, ends)):
+        parts.append(f"~/(.|\\n)*({ended})/")
+    if tail:
+        parts.append(f"/(.|\\n)*{_escaped(tail)}/")
+    return " & ".join(parts)
+
+
+def _escaped(text: str) -> str:
+    """Escape a text for a regular expression in Lark."""
+    return re.escape(text).replace("/", "\\/").replace("\n", "n")
+
+
+def _tokens(ids: set[int]) -> str:
+    """Return the grammar of one of these tokens; "" for none."""
+    ranges: list[list[int]] = []
+    for i in sorted(ids):
+        if ranges and ranges[-1][1] == i - 1:
+            ranges[-1][1] = i
+        else:
+            ranges.append([i, i])
+    spans = (str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    return f"<[{','.join(spans)}]>" if ranges else ""
+
+
+def json_content(schema: Any) -> str:
+    """Return the right side of a rule: a JSON document of a schema."""
+    return _json(schema, _FREE)
+
+
+def _json(schema: Any, options: dict[str, Any]) -> str:
+    if schema is True or schema is False:
+        schema = {} if schema else {"enum": []}
+    guided = {**schema, "x-guidance": {**options, **_UNICODE}}
+    return f"{_JSON} {json.dumps(guided, ensure_ascii=False)}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

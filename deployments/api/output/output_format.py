@@ -1,0 +1,313 @@
+"""OutputFormat: how a family of models writes tool calls; Reasoning: how it marks its thoughts."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.api.output.dialect import GEMMA, PYTHON, Dialect
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArguments:
+    """The syntax of arguments one by one: key_open KEY key_close VALUE value_close.
+
+    Strings are written as they are, everything else as JSON. So a string cannot hold value_close.
+
+    quoted: whether strings are JSON, too
+    """
+
+    key_open: str
+    key_close: str
+    value_close: str
+    quoted: bool = False
+
+    def value(self, value: Any) -> str:
+        """Return a value as a template writes it."""
+        raw = isinstance(value, str) and not self.quoted
+        return value if raw else json.dumps(value, ensure_ascii=False)
+
+
+# Digits, which count the calls of a conversation from 0.
+NUMBER = "\0"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """The calls of one message are
+
+        opening (begin NAME middle ARGUMENTS end), again after each separator, closing
+
+    trigger: the beginning of opening + begin that makes it a call; no other text may hold it. ""
+        where a call is only told from text by being the whole message.
+    NUMBER may stand in begin and in middle.
+    tagged, dialect: how arguments are written; neither: as one JSON object.
+    indented: templates print that object on several lines, this many columns to the right.
+    parallel: there can be several calls.
+    short_ids: the template takes only ids of nine letters and digits.
+    named_ids: the template shows of a call its id alone, which is functions.NAME:NUMBER.
+    """
+
+    name: str
+    trigger: str
+    begin: str
+    middle: str
+    end: str
+    opening: str = ""
+    separator: str = "\n"
+    closing: str = ""
+    tagged: TaggedArguments | None = None
+    dialect: Dialect | None = None
+    indented: int = 0
+    parallel: bool = True
+    short_ids: bool = False
+    named_ids: bool = False
+
+    def write(self, name: str, arguments: Mapping[str, Any], number: int = 0) -> str:
+        """Write one call, without the text around all calls."""
+        if self.dialect is not None:
+            written = self.dialect.write(arguments)
+        elif self.tagged is None:
+            indent = 4 if self.indented and arguments else None
+            written = json.dumps(arguments, ensure_ascii=False, indent=indent)
+            written = written.replace("\n", "\n" + " " * self.indented)
+        else:
+            tags = self.tagged
+            written = "".join(
+                f"{tags.key_open}{key}{tags.key_close}{tags.value(value)}{tags.value_close}"
+                for key, value in arguments.items()
+            )
+        begin, middle = (mark.replace(NUMBER, str(number)) for mark in (self.begin, self.middle))
+        return f"{begin}{name}{middle}{written}{self.end}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The marks around a model's reasoning.
+
+    channels: whether the answer is messages, each with a header; those of one channel are reasoning
+    efforts: (effort of the API, effort that the model knows) where these differ
+    """
+
+    start: str
+    end: str
+    channels: bool = False
+    efforts: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def known_by(self) -> str:
+        """The mark that tells a template with this reasoning.
+
+        The end of a message says nothing of it.
+        """
+        return self.start if self.channels else self.end
+
+    @property
+    def marks(self) -> str:
+        more = f"{MESSAGE_START}{MESSAGE}{''.join(MESSAGE_ENDS)}{CONSTRAIN}"
+        return f"{self.start} {self.end} {more if self.channels else ''}"
+
+
+# What stands around content, in models whose content has a mark at its beginning and its end.
+WRAPPERS = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+)
+
+# Of answers in channels, which are OpenAI's harmony.
+CHANNEL, MESSAGE, MESSAGE_START, CONSTRAIN = (
+    *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"),
+)
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+
+_NAME, _ARGUMENTS, _PARAMETERS = '{"name": "', '", "arguments": ', '", "parameters": '
+
+
+def _xml(name: str, tag: str) -> OutputFormat:
+    return OutputFormat(
+        name,
+        trigger=f"<{tag}>",
+        begin=f"<{tag}>\n<function=",
+        middle=">\n",
+        end=f"</function>\n</{tag}>",
+        tagged=TaggedArguments("<parameter=", ">\n", "\n</parameter>\n"),
+    )
+
+
+def _listed(name: str, opening: str, closing: str, **more: Any) -> OutputFormat:
+    return OutputFormat(
+        name,
+        trigger=opening,
+        opening=f"{opening}[",
+        begin=_NAME,
+        middle=_ARGUMENTS,
+        end="}",
+        separator=", ",
+        closing=f"]{closing}",
+        **more,
+    )
+
+
+# The first that a template writes is its model's: what is contained in another comes after it.
+FORMATS = (
+    _xml("qwen3-coder", "tool_call"),
+    _xml("seed-oss", "seed:tool_call"),
+    *(
+        OutputFormat(
+            f"hermes{'' if line else '-compact'}{'-longcat' if 'longcat' in tag else ''}",
+            trigger=f"<{tag}>",
+            begin=f"<{tag}>{line}{_NAME}",
+            middle=_ARGUMENTS,
+            end=f"}}{line}</{tag}>",
+        )
+        for tag in ("tool_call", "longcat_tool_call")
+        for line in ("\n", "")
+    ),
+    *(
+        OutputFormat(
+            name,
+            trigger="<tool_call>",
+            begin="<tool_call>",
+            middle=line,
+            end="</tool_call>",
+            tagged=TaggedArguments(
+                "<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}"
+            ),
+        )
+        for name, line in (("glm-4.5", "\n"), ("glm-4.7", ""))
+    ),
+    OutputFormat(
+        "minimax-m2",
+        trigger="<minimax:tool_call>",
+        opening="<minimax:tool_call>\n",
+        begin='<invoke name="',
+        middle='">\n',
+        end="</invoke>",
+        closing="\n</minimax:tool_call>",
+        tagged=TaggedArguments('<parameter name="', '">', "</parameter>\n"),
+    ),
+    OutputFormat(
+        "deepseek-v3",
+        trigger="<｜tool▁calls▁begin｜>",
+        opening="<｜tool▁calls▁begin｜>",
+        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        middle="\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+    OutputFormat(
+        "deepseek-v3.1",
+        trigger="<｜tool▁calls▁begin｜>",
+        opening="<｜tool▁calls▁begin｜>",
+        begin="<｜tool▁call▁begin｜>",
+        middle="<｜tool▁sep｜>",
+        end="<｜tool▁call▁end｜>",
+        separator="",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+    OutputFormat(
+        "mistral-v13",
+        trigger="[TOOL_CALLS]",
+        begin="[TOOL_CALLS]",
+        middle="[ARGS]",
+        end="",
+        separator="",
+        short_ids=True,
+    ),
+    _listed("mistral", "[TOOL_CALLS]", "", short_ids=True),
+    _listed("mistral-spaced", "[TOOL_CALLS] ", "", short_ids=True),
+    _listed("phi-4-mini", "<|tool_call|>", "<|/tool_call|>"),
+    _listed("hunyuan", "<tool_calls>", "</tool_calls>"),
+    OutputFormat(
+        "lfm2",
+        trigger="<|tool_call_start|>",
+        opening="<|tool_call_start|>[",
+        begin="",
+        middle="(",
+        end=")",
+        separator=", ",
+        closing="]<|tool_call_end|>",
+        dialect=PYTHON,
+    ),
+    OutputFormat(
+        "gemma4",
+        trigger="<|tool_call>",
+        begin="<|tool_call>call:",
+        middle="{",
+        end="}<tool_call|>",
+        separator="",
+        dialect=GEMMA,
+    ),
+    OutputFormat(
+        "kimi-k2",
+        trigger="<|tool_calls_section_begin|>",
+        opening="<|tool_calls_section_begin|>",
+        begin="<|tool_call_begin|>functions.",
+        middle=f":{NUMBER}<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+        separator="",
+        closing="<|tool_calls_section_end|>",
+        named_ids=True,
+    ),
+    OutputFormat(
+        "command-a",  # and Command R7B
+        trigger="<|START_ACTION|>",
+        opening="<|START_ACTION|>[\n",
+        begin=f'    {{"tool_call_id": "{NUMBER}", "tool_name": "',
+        middle=_PARAMETERS,
+        end="}",
+        separator=",\n",
+        closing="\n]<|END_ACTION|>",
+    ),
+    OutputFormat(
+        "command-r",
+        trigger="Action:\n```json\n[",
+        opening="Action:\n```json\n[\n",
+        begin='    {\n        "tool_name": "',
+        middle='",\n        "parameters": ',
+        end="\n    }",
+        separator=",\n",
+        closing="\n]```",
+        indented=8,
+    ),
+    OutputFormat(
+        "internlm2",
+        trigger="<|action_start|>",
+        begin="<|action_start|><|plugin|>\n" + _NAME,
+        middle=_PARAMETERS,
+        end="}<|action_end|>",
+        parallel=False,
+    ),
+    OutputFormat(
+        "llama3-json",
+        trigger="",
+        begin=_NAME,
+        middle=_PARAMETERS,
+        end="}",
+        parallel=False,
+    ),
+    # As a template prints a call. How models write it: `channel_parser` and `output_grammar`.
+    OutputFormat(
+        "harmony",
+        trigger=" to=functions.",
+        begin=" to=functions.",
+        middle="<|channel|>commentary json<|message|>",
+        end="<|call|>",
+        parallel=False,
+    ),
+)
+
+REASONING = (
+    Reasoning(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        channels=True,
+        efforts=(("none", "low"), ("minimal", "low"), ("xhigh", "high"), ("max", "high")),
+    ),
+    Reasoning("<think>", "</think>"),
+    Reasoning("[THINK]", "[/THINK]"),
+    Reasoning("<seed:think>", "</seed:think>"),
+    Reasoning("<|channel>thought\n", "<channel|>"),
+    Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
+)

@@ -1,0 +1,375 @@
+"""OutputParser: text of a model to content, reasoning and calls, piece by piece."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from deployments.api.output.dialect import DialectReader, overlap
+from deployments.api.output.output_format import NUMBER, OutputFormat, Reasoning
+from deployments.api.output.step_parser import Event, Kind, StepParser
+
+Thinking = Literal["open", "may", "no"]
+
+
+class OutputParser(StepParser):
+    """The parser of the text of one choice.
+
+    format: the format of calls; None if no tool may be called
+    raw: of each function, the string arguments that tagged formats write as they are; all others
+        are JSON
+    thinking: where the prompt leaves off: inside reasoning, where it may begin, or behind it
+    wrapper: the marks around content, which are no part of it
+    limited: whether a request limits the content. Then calls come at once or never, and content may
+        hold any mark that it does not begin or end with
+    """
+
+    def __init__(
+        self,
+        format: OutputFormat | None,
+        raw: Mapping[str, frozenset[str]],
+        reasoning: Reasoning | None,
+        thinking: Thinking,
+        wrapper: tuple[str, ...] = (),
+        limited: bool = False,
+    ) -> None:
+        self._format = format
+        self._wrapper = wrapper
+        self._limited = limited
+        self._raw = raw
+        self._reasoning = reasoning
+        self._spaces = ""  # at the end of what was shown; dropped where something else follows
+        # There was content. What the answer begins with is as the model wrote it: a prompt may end
+        # with a word, and not with a turn's beginning.
+        self._said = not wrapper and (reasoning is None or thinking != "open")
+        self._name = ""
+        self._first = True  # of the arguments
+        self._reader: DialectReader | None = None  # of the one that is being written
+        begin = {"open": self._reason, "may": self._may_reason, "no": self._begin}
+        super().__init__(begin[thinking if reasoning is not None else "no"])
+
+    @property
+    def reasons(self) -> bool:
+        return self._step == self._reason
+
+    def finish(self) -> list[Event]:
+        events = super().finish()
+        if self._step == self._content and self._spaces and self._said:
+            said = events.pop().text if events and events[-1].kind == "content" else ""
+            events.append(Event("content", said + self._spaces))
+        return events
+
+    def _show(self, kind: Kind, text: str) -> None:
+        """Show a part without the space at its end, and at its beginning behind another part."""
+        text = self._spaces + text
+        body = text.rstrip()
+        self._spaces = text[len(body) :]
+        if not self._said:
+            body = body.lstrip()
+        if body:
+            self._said = True
+            self._out.append(Event(kind, body))
+        elif not self._said:
+            self._spaces = ""
+
+    def _may_reason(self) -> bool:
+        assert self._reasoning is not None
+        start, text = self._reasoning.start, self._text.lstrip()
+        if text.startswith(start):
+            self._text = text[len(start) :]
+            self._said = False
+            self._step = self._reason
+        elif start.startswith(text) and not self._final:
+            return False
+        else:
+            self._step = self._begin
+        return True
+
+    def _reason(self) -> bool:
+        assert self._reasoning is not None
+        trigger = self._format.trigger if self._format is not None else ""
+        marks = (self._reasoning.end, trigger) if trigger else (self._reasoning.end,)
+        before, mark = self._take(marks)
+        self._show("reasoning", before)
+        if not mark:
+            return False
+        self._said, self._spaces = False, ""
+        if mark == self._reasoning.end:
+            self._step = self._begin
+        else:
+            self._text = mark + self._text
+            self._step = self._content
+        return True
+
+    def _begin(self) -> bool:
+        """Choose the step for the text behind the reasoning."""
+        if self._limited:
+            return self._begin_limited()
+        if self._format is None or self._format.trigger:
+            self._step = self._content
+            return True
+        text = self._text.lstrip()
+        if text.startswith(self._format.begin):
+            self._text = text[len(self._format.begin) :]
+            self._step = self._named
+        elif self._format.begin.startswith(text) and not self._final:
+            return False
+        else:
+            self._step = self._rest
+        return True
+
+    def _begin_limited(self) -> bool:
+        trigger = self._format.trigger or self._format.begin if self._format is not None else ""
+        text = self._text.lstrip()
+        if not self._final and any(mark.startswith(text) for mark in (trigger, *self._wrapper[:1])):
+            return False
+        self._text = text
+        if trigger and text.startswith(trigger):
+            self._step = self._opening
+        else:
+            if self._wrapper:
+                self._text = text.removeprefix(self._wrapper[0])
+            self._step = self._limited_content
+        return True
+
+    def _limited_content(self) -> bool:
+        end = self._wrapper[1] if self._wrapper else ""
+        text = self._text
+        keep = len(end) if end and text.endswith(end) else overlap(text, end)
+        shown, self._text = text[: len(text) - keep], text[len(text) - keep :]
+        if self._final:
+            shown, self._text = shown + self._text.removesuffix(end), ""
+        if shown:
+            self._said = True
+            self._out.append(Event("content", shown))
+        return False
+
+    def _content(self) -> bool:
+        trigger = self._format.trigger if self._format is not None else ""
+        marks = (trigger, *self._wrapper) if trigger else self._wrapper
+        if not marks:
+            self._step = self._rest
+            return True
+        before, mark = self._take(marks)
+        self._show("content", before)
+        if mark and mark == trigger:
+            self._text = mark + self._text
+            self._step = self._opening
+        return bool(mark)
+
+    def _rest(self) -> bool:
+        """Show all the remaining text as content: no call can come any more."""
+        text, self._text, self._spaces = self._spaces + self._text, "", ""
+        if not self._said:
+            text = text.lstrip()
+        if text:
+            self._said = True
+            self._out.append(Event("content", text))
+        return False
+
+    def _opening(self) -> bool:
+        assert self._format is not None
+        return self._literal(self._format.opening + self._format.begin, self._named)
+
+    def _literal(self, mark: str, then: Callable[[], bool]) -> bool:
+        size = _matched(mark, self._text)
+        if size >= 0:
+            self._text = self._text[size:]
+            self._step = then
+            return True
+        if size == _MAYBE:
+            if self._final:
+                self._text = ""
+            return False
+        self._step = self._rest
+        return True
+
+    def _named(self) -> bool:
+        """Read the name of a function, up to what follows it."""
+        assert self._format is not None
+        middle, size = self._format.middle, 0
+        if middle:
+            at, size = _found(middle, self._text)
+        else:  # the first argument or the end follows at once
+            tags = self._format.tagged
+            ends = [self._format.end] + ([tags.key_open] if tags is not None else [])
+            found = [at for mark in ends if (at := self._text.find(mark)) >= 0]
+            at = min(found, default=-1)
+        if at < 0:
+            if self._final:
+                self._text = ""
+            return False
+        self._name, self._text = self._text[:at], self._text[at + size :]
+        self._said, self._spaces = False, ""
+        self._call(self._name)
+        self._first = True
+        self._step = self._json if self._format.tagged is None else self._next_argument
+        if self._format.dialect is not None:
+            self._step = self._next_written
+        return True
+
+    def _json(self) -> bool:
+        complete = self._take_object()
+        if complete:
+            self._step = self._ending
+        return complete
+
+    def _next_argument(self) -> bool:
+        assert self._format is not None and self._format.tagged is not None
+        opens, end = self._format.tagged.key_open, self._format.end
+        text = self._text
+        if text.startswith(end):
+            self._out.append(Event("arguments", "{}" if self._first else "}"))
+            self._step = self._ending
+            return True
+        if text.startswith(opens):
+            close = self._format.tagged.key_close
+            at = text.find(close, len(opens))
+            if at < 0:
+                return False
+            key = text[len(opens) : at]
+            self._text = text[at + len(close) :]
+            self._key(key)
+            self._step = self._other_value
+            if key in self._raw.get(self._name, ()):
+                self._out.append(Event("arguments", '"'))
+                self._step = self._raw_value
+            return True
+        if opens.startswith(text) or end.startswith(text):
+            return False
+        self._out.append(Event("arguments", "{}" if self._first else "}"))
+        self._step = self._rest
+        return True
+
+    def _key(self, key: str) -> None:
+        self._out.append(Event("arguments", f"{'{' if self._first else ', '}{_quoted(key)}: "))
+        self._first = False
+
+    def _next_written(self) -> bool:
+        """Read the key of an argument in a dialect, up to its value, or the end of the call."""
+        assert self._format is not None and self._format.dialect is not None
+        end, assign = self._format.end, self._format.dialect.assign
+        self._text = self._text.lstrip()
+        if self._text.startswith(end):
+            self._out.append(Event("arguments", "{}" if self._first else "}"))
+            self._step = self._ending
+            return True
+        at = self._text.find(assign)
+        if at < 0 or end.startswith(self._text):
+            return False
+        self._key(self._text[:at].strip())
+        self._text = self._text[at + len(assign) :]
+        self._reader = DialectReader(self._format.dialect, end)
+        self._step = self._written_value
+        return True
+
+    def _written_value(self) -> bool:
+        assert self._reader is not None
+        told, self._text, behind = self._reader.take(self._text, self._final)
+        if told:
+            self._out.append(Event("arguments", told))
+        if behind:
+            self._step = self._next_written
+        return bool(behind)
+
+    def _raw_value(self) -> bool:
+        assert self._format is not None and self._format.tagged is not None
+        before, mark = self._take((self._format.tagged.value_close,))
+        if before or mark:
+            self._out.append(Event("arguments", _quoted(before)[1:-1] + ('"' if mark else "")))
+        if mark:
+            self._step = self._next_argument
+        return bool(mark)
+
+    def _other_value(self) -> bool:
+        """Begin a value that is not raw; its strings may hold the mark that ends it."""
+        if self._text:
+            self._begin_json()
+            self._step = self._json_value if self._text[0] in '"[{' else self._bare_value
+        return bool(self._text)
+
+    def _bare_value(self) -> bool:
+        assert self._format is not None and self._format.tagged is not None
+        before, mark = self._take((self._format.tagged.value_close,))
+        if before:
+            self._out.append(Event("arguments", before))
+        if mark:
+            self._step = self._next_argument
+        return bool(mark)
+
+    def _json_value(self) -> bool:
+        assert self._format is not None and self._format.tagged is not None
+        before, closed = self._take_json(self._format.tagged.value_close)
+        if before:
+            self._out.append(Event("arguments", before))
+        if closed:
+            self._step = self._next_argument
+        return closed
+
+    def _ending(self) -> bool:
+        assert self._format is not None
+        return self._literal(self._format.end, self._ended)
+
+    def _ended(self) -> bool:
+        self.calls += 1
+        self._out.append(Event("end"))
+        self._step = self._after
+        return True
+
+    def _after(self) -> bool:
+        """Read another call, the end of all calls, or text."""
+        assert self._format is not None
+        again = _matched(self._format.separator + self._format.begin, self._text)
+        closing = self._format.closing
+        if self._format.parallel and again >= 0:
+            self._text = self._text[again:]
+            self._step = self._named
+        elif closing and self._text.startswith(closing):
+            self._text = self._text[len(closing) :]
+            self._step = self._rest
+        elif again == _MAYBE or (closing and closing.startswith(self._text)):
+            if self._final:
+                self._text = ""
+            return False
+        else:
+            self._step = self._rest
+        return True
+
+
+_NO, _MAYBE = -2, -1
+
+
+def _matched(mark: str, text: str) -> int:
+    """Return how many characters a mark has at the beginning of a text.
+
+    _NO: the mark is not there. _MAYBE: all of the text is the beginning of one.
+    """
+    at = 0
+    for i, part in enumerate(mark.split(NUMBER)):
+        if i:
+            begin = at
+            while at < len(text) and text[at] in "0123456789":
+                at += 1
+            if at == len(text):
+                return _MAYBE
+            if at == begin:
+                return _NO
+        if not text.startswith(part, at):
+            return _MAYBE if part.startswith(text[at:]) else _NO
+        at += len(part)
+    return at
+
+
+def _found(mark: str, text: str) -> tuple[int, int]:
+    """Return where a text has this mark, and its size; (-1, 0) if it is not there as a whole."""
+    first = mark.partition(NUMBER)[0]
+    at = text.find(first)
+    while at >= 0:
+        size = _matched(mark, text[at:])
+        if size >= 0:
+            return at, size
+        at = text.find(first, at + 1) if size == _NO else -1
+    return -1, 0
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,196 @@
+"""render_options: what tools and reasoning add to the rendering of a chat."""
+
+import hashlib
+import json
+import re
+from typing import Any
+
+from deployments.api.bounds import EFFORTS
+from deployments.api.http.errors import invalid
+from deployments.api.output.detect import TemplateOutput, template_output
+from deployments.api.output.output_format import OutputFormat
+from deployments.api.output.request import RequestedTools
+from engine.text.tokenizer import Tokenizer
+
+# For templates that know nothing of tools.
+_TOOLS = """# Tools
+
+You may call functions to help with the request. These are their signatures:
+<tools>
+{}
+</tools>
+
+To call one, write a JSON object with its name and arguments between these tags:
+<tool_call>
+{{"name": "a function's name", "arguments": {{"an argument": "its value"}}}}
+</tool_call>"""
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+def render_options(
+    tokenizer: Tokenizer,
+    body: dict[str, Any],
+    messages: list[dict[str, Any]],
+    tools: RequestedTools | None,
+    shape: dict[str, Any],
+    ignored: list[str],
+) -> dict[str, Any]:
+    """Names for the template beside those in `shape`, which win. Changes messages to the form that
+    this template wants. ignored: fields that it does not read are added.
+
+    Raises ApiError 400: tools_not_supported, invalid_value.
+    """
+    known = template_output(tokenizer)
+    options: dict[str, Any] = {}
+    past = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    if past and known.history is not None:
+        messages[:] = _told_history(messages, known.history)
+    if tools is None:
+        template = tokenizer.chat_template
+        if past and template is not None and "tool_use" in template.sources:
+            options["tools"] = []  # takes the template that shows calls
+    elif known.told:
+        if tools.mode != "none":
+            _tell(messages, tools, known)
+    elif known.calls is not None:
+        options["tools"] = [tool.given for tool in tools.tools]
+    elif tools.mode != "none":
+        problems = "".join(f"; {one}" for one in known.problems)
+        raise invalid(
+            "this model takes no tools: it has no chat template, or one that writes tool calls "
+            f"in a format that is not known here{problems}",
+            "tools",
+            "tools_not_supported",
+        )
+    if known.single_calls:
+        messages[:] = _one_call_each(messages)
+    if known.calls is not None and known.calls.named_ids:
+        _name_ids(messages)
+    if known.calls is not None and known.calls.short_ids:
+        _shorten_ids(messages)
+    if known.text_arguments or known.empty_content or known.no_content or known.plan:
+        for message in messages:
+            _adapt(message, known)
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        if effort not in EFFORTS:
+            raise invalid(
+                f"reasoning_effort must be one of {', '.join(EFFORTS)}", "reasoning_effort"
+            )
+        efforts = dict(known.reasoning.efforts) if known.reasoning is not None else {}
+        for name in known.variables - shape.keys():
+            told = efforts.get(effort, effort)
+            options[name] = told if name == "reasoning_effort" else effort != "none"
+        if not known.variables:
+            ignored.append("reasoning_effort")
+    return options
+
+
+def _told_history(messages: list[dict[str, Any]], calls: OutputFormat) -> list[dict[str, Any]]:
+    """Calls and their results as contents: the template has no words for them."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        role, content = message["role"], message.get("content") or ""
+        if role == "assistant" and message.get("tool_calls"):
+            functions = (call["function"] for call in message["tool_calls"])
+            written = [calls.write(one["name"], one["arguments"]) for one in functions]
+            said = "\n".join([content, *written] if content else written)
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            out.append({**kept, "content": said})
+        elif role == "tool":
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if out and out[-1].get("results"):
+                out[-1]["content"] += f"\n{result}"
+            else:
+                out.append({"role": "user", "content": result, "results": True})
+        else:
+            out.append(dict(message))
+    for message in out:
+        message.pop("results", None)
+    return out
+
+
+def _tell(messages: list[dict[str, Any]], tools: RequestedTools, known: TemplateOutput) -> None:
+    """Tell of tools in a message: the template has no words for them."""
+    given = [json.dumps(tool.given, ensure_ascii=False) for tool in tools.tools]
+    text = _TOOLS.format("\n".join(given))
+    if messages[0]["role"] == "system" or known.told == "user":
+        messages[0]["content"] = f"{messages[0].get('content') or ''}\n\n{text}".lstrip()
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+
+
+def _adapt(message: dict[str, Any], known: TemplateOutput) -> None:
+    calls = message.get("tool_calls")
+    if not calls:
+        return
+    if known.no_content and message.get("content"):
+        # What is said before a call is thought, to such a template, if there are thoughts.
+        for name in ("reasoning_content", "reasoning"):
+            if message.get(name):
+                message[name] = f"{message[name]}\n{message.pop('content')}"
+                break
+    if known.plan:
+        given = [message.get(name) for name in ("reasoning_content", "reasoning", "content")]
+        if told := "\n".join(one for one in given if one):
+            message[known.plan] = told
+    if known.empty_content:
+        message.setdefault("content", "")
+    if known.text_arguments:
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, str):
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+
+
+def _name_ids(messages: list[dict[str, Any]]) -> None:
+    """Ids of calls as the model has written them, whatever they are to the client."""
+    ids: dict[str, str] = {}
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            named = f"functions.{call['function']['name']}:{count}"
+            ids[call["id"]] = named
+            call["id"] = named
+            count += 1
+        if message["role"] == "tool":
+            message["tool_call_id"] = ids[message["tool_call_id"]]
+
+
+def _shorten_ids(messages: list[dict[str, Any]]) -> None:
+    """Ids of calls in the form that the template takes: those of other dialects and of other
+    servers have another one."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            call["id"] = _short(call["id"])
+        if message["role"] == "tool":
+            message["tool_call_id"] = _short(message["tool_call_id"])
+
+
+def _short(id: str) -> str:
+    if _SHORT_ID.fullmatch(id):
+        return id
+    return hashlib.blake2b(id.encode(), digest_size=16).hexdigest()[:9]
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each call as a message of its own, with its results behind it."""
+    out: list[dict[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            out.append(message)
+            continue
+        results = []
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        for i, call in enumerate(calls):
+            out.append({**(message if i == 0 else {"role": "assistant"}), "tool_calls": [call]})
+            out += [one for one in results if one["tool_call_id"] == call["id"]]
+        asked = {call["id"] for call in calls}
+        out += [one for one in results if one["tool_call_id"] not in asked]
+    return out

@@ -1,0 +1,368 @@
+"""declared_output: how a model writes its answers, by the `response_template` of its checkpoint.
+
+That is the declaration of transformers (`tokenizer_config.json`, version 1): for each field of a
+message what opens and closes it, as texts or regular expressions, and how what stands between is
+read. A grammar has to write what such an expression only has to recognise. So expressions are taken
+that are texts, optional white space and the names of groups; which white space a model writes, its
+chat template shows.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.api.output.dialect import Dialect
+from deployments.api.output.output_format import OutputFormat, Reasoning, TaggedArguments
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_KEYS = frozenset({"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"})
+_SPACE = re.compile(r"(?:\\s|\\n|\\t|\n| )[*+?]\??")
+_GROUP = re.compile(r"\(\?P<(\w+)>")
+_CONTROLS = {"n": "\n", "t": "\t"}
+_WHOLE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+
+
+class _Unusable(Exception):
+    """An error whose text says of which part of the declaration no grammar can be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """A part of white space, as much as the chat template shows.
+
+    fallback: the space for a template that shows none of this
+    """
+
+    fallback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Other(_Space):
+    """A part of any text that the declaration reads over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    name: str
+
+
+_Part = str | _Space | _Captured
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredOutput:
+    """The output formats of a declaration.
+
+    A format is None, or wrapper (), if the declaration does not say it in a form that can be used.
+
+    problems: descriptions, for people, of what cannot be used
+    """
+
+    calls: OutputFormat | None = None
+    reasoning: Reasoning | None = None
+    wrapper: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def declared_output(
+    template: Any, name: str, key: str, value: str, examples: Sequence[str], ends: Iterable[str]
+) -> DeclaredOutput:
+    """Return the output formats that a response_template declares.
+
+    examples: what the chat template prints of a call to `name` with one argument, a text
+    ends: the texts of the tokens that end a turn
+    """
+    problems: list[str] = []
+    try:
+        fields = _fields(template)
+    except _Unusable as error:
+        return DeclaredOutput(problems=(f"response_template: {error}",))
+
+    def take(field: str, make: Any, *more: Any) -> Any:
+        if field not in fields:
+            return None
+        try:
+            return make(fields[field], *more)
+        except _Unusable as error:
+            problems.append(f"response_template.fields.{field}{error}")
+        except (AttributeError, LookupError, TypeError):
+            problems.append(f"response_template.fields.{field}: a value in it is of another type")
+        return None
+
+    calls = take("tool_calls", _calls, (name, key, value), examples, tuple(ends))
+    thoughts = next((one for one in _REASONING if one in fields), "")
+    reasoning = take(thoughts, _reasoning)
+    wrapper = take("content", _wrapper)
+    return DeclaredOutput(calls, reasoning, wrapper or (), tuple(problems))
+
+
+def _fields(template: Any) -> dict[str, dict[str, Any]]:
+    if not isinstance(template, dict):
+        raise _Unusable("it is no object")
+    if template.get("version", 1) != 1:
+        raise _Unusable(f"version {template['version']!r} is not known here, 1 is")
+    if unknown := sorted(template.keys() - _KEYS):
+        raise _Unusable(f"{', '.join(unknown)}: unknown keys")
+    fields = template.get("fields")
+    if not isinstance(fields, dict) or not all(isinstance(one, dict) for one in fields.values()):
+        raise _Unusable("fields must be an object of objects")
+    return fields
+
+
+def _reasoning(field: dict[str, Any]) -> Reasoning:
+    start, end = (_text(_mark(field, name), f".{name}").strip() for name in ("open", "close"))
+    if not start or not end:
+        raise _Unusable(": reasoning without a mark at its beginning and its end")
+    return Reasoning(start, end)
+
+
+def _wrapper(field: dict[str, Any]) -> tuple[str, ...] | None:
+    if not _mark(field, "open"):
+        return None  # what no other field takes
+    begin, end = (_text(_mark(field, name), f".{name}").strip() for name in ("open", "close"))
+    return (begin, end) if end else None
+
+
+def _calls(
+    field: dict[str, Any],
+    probe: tuple[str, str, str],
+    examples: Sequence[str],
+    ends: tuple[str, ...],
+) -> OutputFormat:
+    opened, closed = _mark(field, "open"), _mark(field, "close")
+    if not opened or not closed:
+        raise _Unusable(": calls without a mark at their beginning and their end")
+    last = closed[-1]
+    if isinstance(last, str):
+        end = next((one for one in ends if one and last.endswith(one)), "")
+        closed[-1] = last[: len(last) - len(end)]
+    kind = field.get("content", "text")
+    inner = field.get("content_args") or {}
+    each, repeats = bool(field.get("transform_each")), bool(field.get("repeats"))
+    named, keys = _transform(field.get("transform"), each)
+    head, tail = _split(opened, "name") if named else (opened, [])
+    if any(isinstance(part, _Captured) for part in (*head, *tail, *closed)):
+        raise _Unusable(".transform: it uses more than a name")
+    more: dict[str, Any] = {"parallel": repeats or each}
+    name, key, value = probe
+    if kind == "json" and not named:
+        if inner:
+            raise _Unusable(f".content_args: {', '.join(inner)} where the name is in the JSON")
+        before, between = f'{{"{keys[0]}": "', f'", "{keys[1]}": '
+        call: list[_Part] = [before, name, between, f'{{"{key}": "{value}"}}', "}"]
+        if each:
+            parts = [*head, _Space(), "[", _Space(), *call, _Space(), "]", _Space(), *closed]
+            texts = _shown(parts, examples)
+            at = texts.index(before)
+            return _made(
+                opening="".join(texts[:at]),
+                begin=before,
+                middle=between,
+                end="}",
+                separator=", ",
+                closing="".join(texts[at + len(call) :]),
+                **more,
+            )
+        texts = _shown([*head, _Space(), *call, _Space(), *closed], examples)
+        at = texts.index(before)
+        begin, rest = "".join(texts[: at + 1]), "".join(texts[at + 4 :])
+        return _made(begin=begin, middle=between, end=rest, **more)
+    if not named:
+        raise _Unusable(f".content: {kind} where the name is not in `open_pattern`")
+    if kind == "json":
+        dialect = _dialect(inner)
+        if dialect is None:
+            parts = [*head, name, *tail, _Space(), f'{{"{key}": "{value}"}}', _Space(), *closed]
+        else:
+            written = dialect.write({key: value})
+            parts = [*head, name, *tail, _Space(), "{", written, "}", _Space(), *closed]
+        texts = _shown(parts, examples)
+        at, size = len(head), 1 if dialect is None else 3
+        value_at = at + 1 + len(tail) + 1
+        brackets = ("", "") if dialect is None else ("{", "}")
+        return _made(
+            begin="".join(texts[:at]),
+            middle="".join(texts[at + 1 : value_at]) + brackets[0],
+            end=brackets[1] + "".join(texts[value_at + size :]),
+            dialect=dialect,
+            **more,
+        )
+    if kind == "xml-inline":
+        return _tagged(inner, head, tail, closed, probe, examples, more)
+    raise _Unusable(f".content: {kind} has no grammar here; json and xml-inline have")
+
+
+def _tagged(
+    inner: dict[str, Any],
+    head: list[_Part],
+    tail: list[_Part],
+    closed: list[_Part],
+    probe: tuple[str, str, str],
+    examples: Sequence[str],
+    more: dict[str, Any],
+) -> OutputFormat:
+    where = ".content_args.tag_pattern"
+    key_open, rest = _split(_parts(inner.get("tag_pattern"), where), "key", where)
+    key_close, value_close = _split(rest, "value", where)
+    if not key_open or not key_close or not value_close:
+        raise _Unusable(f"{where}: it needs a text before, between and behind its two groups")
+    reader = inner.get("value_parser") or {"name": "text"}
+    known = reader.get("name", "text") if isinstance(reader, dict) else None
+    options = (reader.get("args") or {}) if isinstance(reader, dict) else {}
+    if known not in ("text", "json") or options.keys() - {"allow_non_json", "strip"}:
+        raise _Unusable(".content_args.value_parser: only text and json have a grammar here")
+    quoted = known == "json" and not options.get("allow_non_json")
+    name, key, value = probe
+    shown = f'"{value}"' if quoted else value
+    call: list[list[_Part]] = [head, [name], [*tail, _Space()]]
+    argument: list[list[_Part]] = [key_open, [key], key_close, [shown], [*value_close, _Space()]]
+    groups: list[list[_Part]] = [*call, *argument, [_Other()], closed]
+    texts = iter(_shown([part for group in groups for part in group], examples))
+    made = ["".join(next(texts) for _ in group) for group in groups]
+    begin, _, middle, opens, _, closes, _, ended, other, last = made
+    tags = TaggedArguments(opens, closes, ended, quoted)
+    return _made(begin=begin, middle=middle, end=other + last, tagged=tags, **more)
+
+
+def _made(**marks: Any) -> OutputFormat:
+    """Return the format of these marks, whose trigger is the first word of the beginning."""
+    begin = marks.get("opening", "") + marks["begin"]
+    word = re.match(r"\s*\S+", begin)
+    if word is None:
+        raise _Unusable(".open: a call that begins with no mark cannot be told from text")
+    return OutputFormat("response_template", trigger=word.group(), **marks)
+
+
+def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
+    """Return whether the name is a group of the opening expression, and keys of the JSON.
+
+    If the name is no group, the keys are those of name and arguments.
+    """
+    function = transform.get("function") if isinstance(transform, dict) else None
+    if function == "{content}" and not each:
+        return False, ("name", "arguments")
+    if isinstance(function, dict):
+        found = [_WHOLE.fullmatch(str(function.get(one))) for one in ("name", "arguments")]
+        if all(found):
+            name, arguments = (match.group(1) for match in found if match is not None)
+            if not each and (name, arguments) == ("name", "content"):
+                return True, ("", "")
+            prefix = "" if each else "content."
+            keys = (name.removeprefix(prefix), arguments.removeprefix(prefix))
+            told = name.startswith(prefix) and arguments.startswith(prefix)
+            if told and not any("." in one for one in keys):
+                return False, keys
+    raise _Unusable(".transform: it says not plainly where a call's name and arguments are")
+
+
+def _dialect(options: dict[str, Any]) -> Dialect | None:
+    """Return the dialect of these options; None for plain JSON. Raises _Unusable."""
+    if not options.keys() - {"allow_non_json"}:
+        return None
+    pairs = options.get("string_delims") or []
+    same = [pair[0] for pair in pairs if len(pair) == 2 and pair[0] == pair[1]]
+    known = options.keys() <= {"unquoted_keys", "string_delims", "allow_non_json"}
+    if not known or not options.get("unquoted_keys") or len(same) != 1 or len(pairs) != 1:
+        raise _Unusable(".content_args: of JSON's variants one has a grammar here, unquoted_keys")
+    return Dialect(":", ",", (same[0], '"'), raw=True, nested=True)
+
+
+# --- marks and expressions ---
+
+
+def _mark(field: dict[str, Any], name: str) -> list[_Part]:
+    """Return the parts of a mark, of a list of texts the first; [] if there is no mark."""
+    text = field.get(name)
+    if isinstance(text, list) and text:
+        text = text[0]
+    if isinstance(text, str):
+        return [text]
+    pattern = f"{name}_pattern"
+    return _parts(field[pattern], f".{pattern}") if pattern in field else []
+
+
+def _text(parts: list[_Part], where: str) -> str:
+    """Return the text of a mark's parts, without white space that may be there."""
+    if any(isinstance(part, _Captured) for part in parts):
+        raise _Unusable(f"{where}_pattern: groups are for calls")
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _split(
+    parts: list[_Part], group: str, where: str = ".open_pattern"
+) -> tuple[list[_Part], list[_Part]]:
+    if _Captured(group) not in parts:
+        raise _Unusable(f"{where}: it has no group `{group}`")
+    at = parts.index(_Captured(group))
+    return parts[:at], parts[at + 1 :]
+
+
+def _parts(pattern: Any, where: str) -> list[_Part]:
+    """Split an expression into parts.
+
+    The expression may have texts, white space and groups with names, and no more. Raises _Unusable.
+    """
+    if not isinstance(pattern, str):
+        raise _Unusable(f"{where}: it must be a text")
+    parts: list[_Part] = []
+    at = 0
+    while at < len(pattern):
+        char = pattern[at]
+        if (space := _SPACE.match(pattern, at)) is not None:
+            parts.append(_Space(" " if "+" in space.group() else ""))
+            at = space.end()
+            continue
+        if (group := _GROUP.match(pattern, at)) is not None:
+            parts.append(_Captured(group.group(1)))
+            at = _behind_group(pattern, at)
+            continue
+        if char == "\\" and at + 1 < len(pattern):
+            char = pattern[at + 1]
+            if char.isalnum() and char not in _CONTROLS:
+                raise _Unusable(f"{where}: \\{char} is no text")
+            char = _CONTROLS.get(char, char)
+            at += 1
+        elif char in ".^$*+?[]()|{}":
+            raise _Unusable(f"{where}: {pattern[at : at + 12]!r} may be many texts")
+        at += 1
+        if pattern[at : at + 1] in ("*", "+", "?", "{"):
+            raise _Unusable(f"{where}: {pattern[at - 1 : at + 12]!r} may be many texts")
+        if parts and isinstance(parts[-1], str):
+            parts[-1] += char
+        else:
+            parts.append(char)
+    return parts
+
+
+def _behind_group(pattern: str, at: int) -> int:
+    depth, inside = 0, False  # of brackets, of a set of characters
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            at += 1
+        elif inside:
+            inside = char != "]"
+        elif char == "[":
+            inside = True
+        elif char in "()":
+            depth += 1 if char == "(" else -1
+            if depth == 0:
+                return at + 1
+        at += 1
+    return at
+
+
+def _shown(parts: Sequence[_Part], examples: Sequence[str]) -> list[str]:
+    """Return each part as the first example has it."""
+    whole = "".join(
+        f"({re.escape(part) if isinstance(part, str) else _expression(part)})" for part in parts
+    )
+    for example in examples:
+        if (match := re.search(whole, example, re.DOTALL)) is not None:
+            return list(match.groups())
+    return [part if isinstance(part, str) else getattr(part, "fallback", "") for part in parts]
+
+
+def _expression(part: _Part) -> str:
+    return ".*?" if isinstance(part, _Other) else r"\s*"

@@ -1,0 +1,139 @@
+"""StepParser: what parsers of models' text share, which goes on piece by piece."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from deployments.api.output.dialect import overlap
+
+Kind = Literal["content", "reasoning", "call", "arguments", "end"]
+
+
+class Event(NamedTuple):
+    """A parsed piece of an answer, by its kind.
+
+    call: text is the function's name
+    arguments: text is a piece of the call's JSON
+    end: the end of that call
+    """
+
+    kind: Kind
+    text: str = ""
+
+
+class StepParser:
+    """The base of parsers that go on piece by piece, whose result depends on the text alone.
+
+    However the text is cut, the pieces of each kind add up to the same. Parsing never fails: what
+    is no call after all is content.
+
+    Each step takes a part of _text, and tells whether there may be another.
+    """
+
+    def __init__(self, first: Callable[[], bool]) -> None:
+        self._text = ""  # not understood yet
+        self._out: list[Event] = []
+        self._final = False
+        self._depth, self._quoted, self._escaped = 0, False, False
+        self._step = first
+        self.calls = 0  # complete ones
+        self.opened = 0  # those whose name is known
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the next text is reasoning, or ends it."""
+        raise NotImplementedError
+
+    def feed(self, text: str) -> list[Event]:
+        self._text += text
+        return self._run()
+
+    def finish(self) -> list[Event]:
+        """Return what was held back, after the last text. A call without a name is not shown."""
+        self._final = True
+        return self._run()
+
+    def _run(self) -> list[Event]:
+        while self._step():
+            pass
+        out, self._out = self._out, []
+        merged: list[Event] = []
+        for event in out:
+            if merged and merged[-1].kind == event.kind and event.kind not in ("call", "end"):
+                event = Event(event.kind, merged.pop().text + event.text)
+            merged.append(event)
+        return merged
+
+    def _take(self, until: tuple[str, ...]) -> tuple[str, str]:
+        """Take the text before the first of these marks; return the text and the mark.
+
+        If no mark is there, it is "", and text that may begin one is left.
+        """
+        found = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            before, self._text = self._text[:at], self._text[at + len(mark) :]
+            return before, mark
+        keep = 0 if self._final else max((overlap(self._text, mark) for mark in until), default=0)
+        cut = len(self._text) - keep
+        before, self._text = self._text[:cut], self._text[cut:]
+        return before, ""
+
+    def _call(self, name: str) -> None:
+        self.opened += 1
+        self._out.append(Event("call", name))
+        self._begin_json()
+
+    def _begin_json(self) -> None:
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def _in_string(self, char: str) -> bool:
+        """Read the next character of JSON; return whether it belongs to a string."""
+        if not self._quoted:
+            self._quoted = char == '"'
+            return self._quoted
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._quoted = False
+        return True
+
+    def _take_json(self, mark: str) -> tuple[str, bool]:
+        """Take JSON that ends before a mark; return the JSON, and whether the mark has come.
+
+        Strings in the JSON may hold the mark.
+        """
+        text = self._text
+        for at, char in enumerate(text):
+            if not self._quoted and text.startswith(mark, at):
+                self._text = text[at + len(mark) :]
+                return text[:at], True
+            if not self._quoted and not self._final and mark.startswith(text[at:]):
+                self._text = text[at:]
+                return text[:at], False
+            self._in_string(char)
+        self._text = ""
+        return text, False
+
+    def _take_object(self) -> bool:
+        """Take what there is of one object, the arguments of a call; return whether it is complete.
+
+        Strings in the object may hold anything.
+        """
+        text = self._text
+        for at, char in enumerate(text):
+            if self._in_string(char):
+                continue
+            if char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._out.append(Event("arguments", text[: at + 1]))
+                    self._text = text[at + 1 :]
+                    return True
+        if text:
+            self._out.append(Event("arguments", text))
+        self._text = ""
+        return False

@@ -1,0 +1,193 @@
+"""/v1/adapters: the adapters of the served model, listed, added and removed while it runs."""
+
+from typing import Any
+
+import msgspec
+
+from deployments.adapters.record_store import AdapterRecord
+from deployments.api.body_fields import check_names, take_bool, take_str
+from deployments.api.context import ApiContext
+from deployments.api.fields.others import (
+    ADAPTER,
+    LOAD_LORA,
+    MAX_ADAPTER_NAME,
+    MAX_ADAPTER_PATH,
+    UNLOAD_LORA,
+)
+from deployments.api.fields.schema import TEXT
+from deployments.api.http.errors import NOT_FOUND, ApiError, did_you_mean, invalid, shown
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.route import DELETED, LIST, NAMES, PLAIN, READS, Operation, Route
+from engine.errors import AdapterError
+
+PATH = "/v1/adapters"
+LOAD = "/v1/load_lora_adapter"  # vLLM's
+UNLOAD = "/v1/unload_lora_adapter"
+PATHS = frozenset({PATH, LOAD, UNLOAD})  # for admins, with what is below the first
+
+
+async def adapters(context: ApiContext, exchange: HttpExchange) -> None:
+    """GET: all, or those of one model. POST: add one, or read it again."""
+    directory = context.backend.adapters
+    if exchange.method != "POST":
+        await directory.refresh()
+        model = _model(exchange)
+        bases = [name for name, card in context.backend.models().items() if card.parent is None]
+        if model and model not in bases:
+            raise ApiError(
+                404,
+                "model_not_found",
+                f"no model is called {shown(model)}{did_you_mean(model, bases)}",
+                param="model",
+                kind=NOT_FOUND,
+            )
+        pairs = [pair for pair in directory.by_model() if model in ("", pair[0])]
+        data = [_shown(record, base) for base, record in pairs]
+        await exchange.answer(200, msgspec.json.encode({"object": "list", "data": data}))
+        return
+    body = await context.read(exchange)
+    exchange.ignored += check_names(body, ADAPTER.known, strict=context.options.strict)
+    name = take_str(body, "name", MAX_ADAPTER_NAME)
+    if name is None:
+        raise invalid("name is required", "name", "missing_field")
+    path = take_str(body, "path", MAX_ADAPTER_PATH)
+    if path == "":
+        raise invalid("path must not be empty", "path")
+    try:
+        model = take_str(body, "model", MAX_ADAPTER_NAME) or ""
+        record = await directory.add(name, path or "", model)
+    except AdapterError as error:
+        if error.param is None:
+            by_name = path is None or error.code == "invalid_model_name"
+            error.param = "name" if by_name else "path"
+        raise
+    await exchange.answer(200, msgspec.json.encode(_shown(record, _base(context, record, model))))
+
+
+async def one_adapter(context: ApiContext, exchange: HttpExchange) -> None:
+    """GET: one. DELETE: take it away."""
+    directory = context.backend.adapters
+    name = exchange.path[len(PATH) + 1 :]
+    if exchange.method == "DELETE":
+        await directory.remove(name, _model(exchange))
+        gone = {"id": name, "object": "adapter", "deleted": True}
+        await exchange.answer(200, msgspec.json.encode(gone))
+        return
+    await directory.refresh()
+    record = directory.records.get(name)
+    if record is None:
+        raise ApiError(
+            404,
+            "adapter_not_found",
+            f"no adapter is called {shown(name)}{did_you_mean(name, directory.records)}",
+            kind=NOT_FOUND,
+        )
+    await exchange.answer(200, msgspec.json.encode(_shown(record, _base(context, record, ""))))
+
+
+async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
+    """Add an adapter as vLLM's clients do. Raises ApiError 400 where the name is taken, unless
+    load_inplace is set."""
+    body = await context.read(exchange)
+    exchange.ignored += check_names(body, LOAD_LORA.known, strict=context.options.strict)
+    name, path = _lora_name(body), take_str(body, "lora_path", MAX_ADAPTER_PATH)
+    if not path:
+        raise invalid("lora_path is required", "lora_path", "missing_field")
+    model = take_str(body, "base_model_name", MAX_ADAPTER_NAME) or ""
+    again = take_bool(body, "load_inplace")
+    directory = context.backend.adapters
+    await directory.refresh()
+    if name in directory.records and not again:
+        message = f"the adapter {shown(name)} is already loaded; load_inplace: true reads it again"
+        raise invalid(message, "lora_name", "adapter_exists")
+    try:
+        await directory.add(name, path, model)
+    except AdapterError as error:
+        if error.param is None:
+            error.param = "lora_name" if error.code == "invalid_model_name" else "lora_path"
+        raise
+    text = f"Success: LoRA adapter '{name}' added successfully."
+    await exchange.answer(200, text.encode(), b"text/plain; charset=utf-8")
+
+
+async def unload_lora(context: ApiContext, exchange: HttpExchange) -> None:
+    """Take an adapter away as vLLM's clients do."""
+    body = await context.read(exchange)
+    exchange.ignored += check_names(body, UNLOAD_LORA.known, strict=context.options.strict)
+    name = _lora_name(body)
+    await context.backend.adapters.remove(name)
+    text = f"Success: LoRA adapter '{name}' removed successfully."
+    await exchange.answer(200, text.encode(), b"text/plain; charset=utf-8")
+
+
+def _lora_name(body: dict[str, Any]) -> str:
+    name = take_str(body, "lora_name", MAX_ADAPTER_NAME)
+    if not name:
+        raise invalid("lora_name is required", "lora_name", "missing_field")
+    return name
+
+
+def _model(exchange: HttpExchange) -> str:
+    """The base model that the query names; "" for none."""
+    return exchange.parameters().get("model", "")
+
+
+def _base(context: ApiContext, record: AdapterRecord, model: str) -> str:
+    """The base model of an adapter that was found, or added to this one."""
+    bases = (base for base, one in context.backend.adapters.by_model() if one.name == record.name)
+    return model or next(bases, "")
+
+
+def _shown(record: AdapterRecord, base: str) -> dict[str, Any]:
+    """base: its model's name. revision null: no request has named it yet, so its files were not
+    read."""
+    return {
+        "id": record.name,
+        "object": "adapter",
+        "model": base,
+        "path": record.path,
+        "source": record.source,
+        "revision": record.revision or None,
+        "kind": record.kind or None,
+        "rank": record.rank or None,
+        "bytes": record.num_bytes or None,
+        "targets": record.targets,
+        "virtual_tokens": record.virtual_tokens,
+    }
+
+
+_ANSWER = ("id", "object", "path", "source")
+_CHANGES = (*READS, *NAMES, 409, 422, 503)
+ROUTES = (
+    Route(
+        PATH,
+        adapters,
+        get=Operation(
+            "Adapters, all or of one model", (503, *NAMES), answer=LIST, query={"model": TEXT}
+        ),
+        post=Operation("An adapter, added or read again", _CHANGES, ADAPTER, _ANSWER),
+    ),
+    Route(
+        LOAD,
+        load_lora,
+        post=Operation("An adapter, added as vLLM has it", _CHANGES, LOAD_LORA, kinds=(PLAIN,)),
+    ),
+    Route(
+        UNLOAD,
+        unload_lora,
+        post=Operation(
+            "An adapter, taken away as vLLM has it", _CHANGES, UNLOAD_LORA, kinds=(PLAIN,)
+        ),
+    ),
+    Route(
+        f"{PATH}/{{name}}",
+        one_adapter,
+        get=Operation("An adapter", (503, *NAMES), answer=_ANSWER),
+        delete=Operation(
+            "Take it away",
+            (503, *NAMES, 400, 409, 422),
+            answer=DELETED,
+            query={"model": TEXT},
+        ),
+    ),
+)

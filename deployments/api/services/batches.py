@@ -1,0 +1,382 @@
+"""The routes under /v1/files and /v1/batches."""
+
+import asyncio
+import mmap
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deployments.api.batch_folder import RUNNING, BatchFolder, Entry
+from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
+from deployments.api.context import ApiContext
+from deployments.api.fields.others import BATCH, FILE
+from deployments.api.fields.schema import TEXT, integer
+from deployments.api.http.errors import (
+    NOT_FOUND,
+    RATE_LIMIT,
+    TIMEOUT,
+    ApiError,
+    Headers,
+    invalid,
+    shown,
+)
+from deployments.api.http.exchange import ClientDisconnected, HttpExchange
+from deployments.api.route import BYTES, DELETED, LIST, NAMES, PAGES, READS, Operation, Route
+
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
+UPLOAD_SECONDS = 600.0
+
+_BOUNDARY = re.compile(rb'multipart/form-data;.*boundary="?([^";,]{1,200})"?', re.I)
+_NAME = re.compile(rb'[; ]name="([^"]*)"')
+_FILENAME = re.compile(rb'[; ]filename="([^"]*)"')
+_WINDOW = re.compile(r"(\d{1,3})([hd])")
+_CLOSE: Headers = (("connection", "close"),)
+_PART = 2**20
+_BINARY = b"application/octet-stream"
+
+
+def _folder(context: ApiContext) -> BatchFolder:
+    folder = context.options.batches
+    if folder is None:
+        raise ApiError(
+            404, "not_found", "batches are off here: the operator sets batch.folder", kind=NOT_FOUND
+        )
+    return folder
+
+
+async def files(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer GET and POST of /v1/files."""
+    folder, owner = _folder(context), exchange.caller.id
+    if exchange.method == "POST":
+        entry = await _upload(context, exchange, folder)
+        await _answer_one(exchange, entry)
+        return
+    found = await asyncio.to_thread(folder.files, owner)
+    purpose = exchange.parameters().get("purpose")
+    entries = [entry for entry in found if purpose in (None, entry.told["purpose"])]
+    await _answer_list(exchange, entries, 10_000, 10_000)
+
+
+async def one_file(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer GET and DELETE of /v1/files/{id}, and GET of /v1/files/{id}/content."""
+    folder = _folder(context)
+    id, _, rest = exchange.path[len(FILES) + 1 :].partition("/")
+    entry = await asyncio.to_thread(folder.file, id, exchange.caller.id)
+    if entry is None or rest not in ("", "content"):
+        raise _missing("file", id)
+    if exchange.method == "DELETE":
+        if id in await asyncio.to_thread(folder.in_use):
+            raise invalid("a batch that has not ended reads this file", "id", "file_in_use")
+        await asyncio.to_thread(folder.remove_file, id)
+        told = {"id": id, "object": "file", "deleted": True}
+        await exchange.answer(200, msgspec.json.encode(told))
+    elif rest:
+        await _send_file(exchange, folder.data(id))
+    else:
+        await _answer_one(exchange, entry)
+
+
+async def batches(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer GET and POST of /v1/batches."""
+    folder, owner = _folder(context), exchange.caller.id
+    if exchange.method == "POST":
+        told, keep = _checked(await context.read(exchange))
+        if await asyncio.to_thread(folder.file, told["input_file_id"], owner) is None:
+            raise invalid(
+                f"there is no file {shown(told['input_file_id'])}", "input_file_id", "not_found"
+            )
+        entries = await asyncio.to_thread(folder.batches, owner)
+        most = folder.settings.key_batches
+        if sum(entry.told["status"] in RUNNING for entry in entries) >= most:
+            raise ApiError(
+                429,
+                "rate_limit_exceeded",
+                f"{most} batches of this key have not ended (batch.key_batches)",
+                kind=RATE_LIMIT,
+                headers=(("retry-after", "60"),),
+            )
+        entry = await asyncio.to_thread(folder.add_batch, told, owner, keep)
+        await _answer_one(exchange, entry)
+        return
+    await _answer_list(exchange, await asyncio.to_thread(folder.batches, owner), 20, 100)
+
+
+async def one_batch(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer GET of /v1/batches/{id}, and POST of /v1/batches/{id}/cancel."""
+    folder = _folder(context)
+    id, _, rest = exchange.path[len(BATCHES) + 1 :].partition("/")
+    entry = await asyncio.to_thread(folder.batch, id, exchange.caller.id)
+    if entry is None or rest not in ("", "cancel"):
+        raise _missing("batch", id)
+    if rest:
+        if entry.told["status"] not in (*RUNNING, "cancelling"):
+            raise invalid(f"this batch is {entry.told['status']} already", "id")
+        await asyncio.to_thread(folder.cancel, id)
+        entry = await asyncio.to_thread(folder.batch, id, exchange.caller.id) or entry
+    await _answer_one(exchange, entry)
+
+
+def _missing(what: str, id: str) -> ApiError:
+    return ApiError(404, "not_found", f"there is no {what} {shown(id)}", param="id", kind=NOT_FOUND)
+
+
+def _checked(body: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
+    """Return a new batch, and the most seconds that its results are kept. Raises ApiError 400."""
+    for name in ("input_file_id", "endpoint", "completion_window"):
+        if not isinstance(body.get(name), str):
+            code = "missing_field" if body.get(name) is None else "invalid_type"
+            raise invalid(f"{name} must be a string", name, code)
+    if body["endpoint"] not in BATCH_ENDPOINTS:
+        raise invalid(f"endpoint must be one of {', '.join(BATCH_ENDPOINTS)}", "endpoint")
+    window = _WINDOW.fullmatch(body["completion_window"])
+    seconds = int(window[1]) * (3600 if window[2] == "h" else 86400) if window else 0
+    if not 0 < seconds <= MAX_BATCH_WINDOW:
+        raise invalid(
+            "completion_window must be hours or days, such as 24h or 7d, 30d at most",
+            "completion_window",
+        )
+    after = body.get("output_expires_after")
+    keep = None if after is None else _seconds_of(after, "output_expires_after")
+    metadata = body.get("metadata")
+    if metadata is not None and not (
+        isinstance(metadata, dict)
+        and len(metadata) <= MAX_BATCH_METADATA
+        and all(isinstance(text, str) and len(text) <= 512 for text in metadata.values())
+    ):
+        raise invalid("metadata must be up to 16 strings by name", "metadata")
+    now = int(time.time())
+    stamps = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")
+    told = {
+        "object": "batch",
+        "endpoint": body["endpoint"],
+        "errors": None,
+        "input_file_id": body["input_file_id"],
+        "completion_window": body["completion_window"],
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        "expires_at": now + seconds,
+        **{f"{stamp}_at": None for stamp in stamps},
+        "expired_at": None,
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": metadata,
+    }
+    return told, keep
+
+
+def _seconds_of(after: Any, name: str) -> float:
+    """Return the seconds of OpenAI's {"anchor": "created_at", "seconds": ...}.
+
+    Raises ApiError 400.
+    """
+    seconds = after.get("seconds") if isinstance(after, dict) else None
+    if (
+        not isinstance(seconds, int)
+        or after.get("anchor") != "created_at"
+        or not 3600 <= seconds <= MAX_BATCH_WINDOW
+    ):
+        raise invalid(
+            f'{name} must be {{"anchor": "created_at", "seconds": 3600 to {MAX_BATCH_WINDOW}}}',
+            name,
+        )
+    return float(seconds)
+
+
+async def _answer_one(exchange: HttpExchange, entry: Entry) -> None:
+    await exchange.answer(200, msgspec.json.encode(entry.told))
+
+
+async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int, most: int) -> None:
+    """Answer with a page of the entries, by `limit` and `after` of the query."""
+    query = exchange.parameters()
+    limit, after = query.get("limit", str(usual)), query.get("after")
+    if not limit.isdecimal() or not 1 <= int(limit) <= most:
+        raise invalid(f"limit must be 1 to {most}", "limit")
+    ids = [entry.told["id"] for entry in entries]
+    if after is not None:
+        if after not in ids:
+            raise invalid(f"there is no {shown(after)}", "after")
+        entries = entries[ids.index(after) + 1 :]
+    page = [entry.told for entry in entries[: int(limit)]]
+    told = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(entries) > len(page),
+    }
+    await exchange.answer(200, msgspec.json.encode(told))
+
+
+async def _send_file(exchange: HttpExchange, path: Path) -> None:
+    try:
+        file = await asyncio.to_thread(path.open, "rb")
+    except OSError:
+        raise _missing("file", path.stem) from None
+    with file:
+        if exchange.method == "HEAD":
+            await exchange.answer(200, b"", _BINARY)
+            return
+        await exchange.start(_BINARY, (("x-content-type-options", "nosniff"),))
+        while part := await asyncio.to_thread(file.read, _PART):
+            await exchange.write(part)
+        await exchange.write(b"", more=False)
+
+
+async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFolder) -> Entry:
+    """Write an upload to the disk as it arrives: multipart/form-data with `file` and `purpose`."""
+    if exchange.values(b"content-encoding"):
+        raise _unsupported("an upload must not have a content-encoding", "content-encoding")
+    kinds = exchange.values(b"content-type")
+    found = _BOUNDARY.match(kinds[0]) if len(kinds) == 1 else None
+    if found is None:
+        raise _unsupported(
+            "content-type must be multipart/form-data, with the fields file and purpose",
+            "content-type",
+        )
+    owner, most = exchange.caller.id, folder.settings.key_bytes
+    held = sum(entry.told["bytes"] for entry in await asyncio.to_thread(folder.files, owner))
+    if held >= most:
+        raise ApiError(
+            413,
+            "storage_full",
+            f"this key's files take {held} of {most} bytes (batch.key_bytes): delete some",
+            headers=_CLOSE,
+        )
+    raw, content = folder.upload(), folder.upload()
+    try:
+        await _receive(exchange, raw, min(folder.settings.file_bytes, most - held))
+        name, fields = await asyncio.to_thread(_take_form, raw, found[1], content)
+        purpose = fields.get("purpose", "")
+        if purpose != "batch":
+            raise invalid("purpose must be batch", "purpose")
+        keep = None
+        if "expires_after[seconds]" in fields:
+            given = fields["expires_after[seconds]"]
+            after = {
+                "anchor": fields.get("expires_after[anchor]"),
+                "seconds": int(given) if given.isdecimal() else None,
+            }
+            keep = _seconds_of(after, "expires_after")
+        return await asyncio.to_thread(folder.add_file, content, name, purpose, owner, keep)
+    finally:
+        for path in (raw, content):
+            path.unlink(missing_ok=True)
+
+
+def _unsupported(message: str, param: str) -> ApiError:
+    return ApiError(415, "unsupported_media_type", message, param=param, headers=_CLOSE)
+
+
+async def _receive(exchange: HttpExchange, path: Path, limit: int) -> None:
+    size = 0
+    with path.open("xb") as file:
+        path.chmod(0o600)
+        try:
+            async with asyncio.timeout(UPLOAD_SECONDS):
+                while True:
+                    message = await exchange.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > limit:
+                        raise ApiError(
+                            413,
+                            "body_too_large",
+                            f"the form is larger than {limit} bytes (batch.file_bytes, or what "
+                            "is left of batch.key_bytes)",
+                            headers=_CLOSE,
+                        )
+                    if part:
+                        await asyncio.to_thread(file.write, part)
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            late = f"the file did not arrive within {UPLOAD_SECONDS:g} s"
+            raise ApiError(408, "request_timeout", late, kind=TIMEOUT, headers=_CLOSE) from None
+
+
+def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[str, dict[str, str]]:
+    """Write the form's file to target; return its name and the other fields.
+
+    Raises ApiError 400.
+    """
+    fields: dict[str, str] = {}
+    name = ""
+    line = b"--" + boundary
+    if not raw.stat().st_size:
+        raise invalid("the form is empty", "file", "missing_field")
+    with raw.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(line)
+        while at >= 0:
+            at += len(line)
+            end = data.find(b"\r\n" + line, at)
+            head = data.find(b"\r\n\r\n", at)
+            if end < 0 or head < 0 or head > end:
+                break
+            headers = data[at : min(head, at + 4096)]
+            field = _NAME.search(headers)
+            if field is not None and field[1] == b"file":
+                given = _FILENAME.search(headers)
+                name = given[1].decode("utf-8", "replace")[:256] if given else "file"
+                target.touch(mode=0o600)
+                with target.open("wb") as into:
+                    for begin in range(head + 4, end, _PART):
+                        into.write(data[begin : min(end, begin + _PART)])
+            elif field is not None and end - head < 1024:
+                fields[field[1].decode("latin-1")] = data[head + 4 : end].decode("latin-1")
+            at = end + 2
+    if not name:
+        raise invalid("the form has no whole field `file`", "file", "missing_field")
+    return name, fields
+
+
+_FILE_ANSWER = ("id", "object", "bytes", "filename", "purpose")
+_BATCH_ANSWER = ("id", "object", "endpoint", "status", "input_file_id", "request_counts")
+ROUTES = (
+    Route(
+        FILES,
+        files,
+        get=Operation(
+            "Files of batches",
+            (400, 404),
+            answer=(*LIST, "has_more"),
+            query={**PAGES, "purpose": TEXT, "limit": integer(1, 10_000)},
+        ),
+        post=Operation("A new file", (*READS, 404), answer=_FILE_ANSWER, form=FILE),
+    ),
+    Route(
+        BATCHES,
+        batches,
+        get=Operation(
+            "Batches",
+            (400, 404),
+            answer=(*LIST, "has_more"),
+            query={**PAGES, "limit": integer(1, 100)},
+        ),
+        post=Operation("A new batch", (*READS, 404, 429), BATCH, _BATCH_ANSWER),
+    ),
+    Route(
+        f"{FILES}/{{id}}",
+        one_file,
+        get=Operation("A file", NAMES, answer=_FILE_ANSWER),
+        delete=Operation("Delete it", (400, *NAMES), answer=DELETED),
+    ),
+    Route(
+        f"{FILES}/{{id}}/content",
+        one_file,
+        get=Operation("Its bytes", NAMES, kinds=(BYTES,)),
+    ),
+    Route(f"{BATCHES}/{{id}}", one_batch, get=Operation("A batch", NAMES, answer=_BATCH_ANSWER)),
+    Route(
+        f"{BATCHES}/{{id}}/cancel",
+        one_batch,
+        post=Operation("Stop it", (400, *NAMES), answer=_BATCH_ANSWER),
+    ),
+)

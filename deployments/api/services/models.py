@@ -1,0 +1,184 @@
+"""/v1/models: what is served, listed, and, where there are several models, added, changed and taken
+away while the others serve."""
+
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from deployments.api.auth import authenticate
+from deployments.api.body_fields import take_str
+from deployments.api.context import ApiContext
+from deployments.api.fields.others import MAX_MODEL_NAME, MODEL
+from deployments.api.http.errors import PERMISSION, ApiError, invalid
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.options import ModelChanges
+from deployments.api.route import DELETED, LIST, NAMES, READS, Operation, Route
+from deployments.api.served_model import find_model
+from deployments.backend import ModelCard
+from engine.errors import ConfigError
+
+PATH = "/v1/models"
+VERSION_HEADER = b"anthropic-version"  # of Anthropic's clients, who know another list
+_MOST_LISTED = 1000
+
+
+def changes_models(method: str, path: str) -> bool:
+    """Whether a request needs a key that may change what is served."""
+    at = path == PATH or path.startswith(f"{PATH}/")
+    return at and method not in ("GET", "HEAD")
+
+
+async def models(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer GET with all models; for POST add a model, or change it."""
+    if exchange.method == "POST":
+        await _put(context, exchange)
+        return
+    await context.backend.adapters.refresh()
+    may_use = exchange.caller.may_use
+    served = [card for card in context.backend.models().values() if may_use(card.id)]
+    if exchange.values(VERSION_HEADER):
+        await exchange.answer(200, msgspec.json.encode(_page(served, exchange.query)))
+        return
+    cards = [_shown(context, card) for card in served]
+    await exchange.answer(200, msgspec.json.encode({"object": "list", "data": cards}))
+
+
+async def one_model(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer GET with one model; for DELETE take it away."""
+    name = exchange.path[len(PATH) + 1 :]
+    if exchange.method == "DELETE":
+        await _changes(context).remove(name)
+        gone = {"id": name, "object": "model", "deleted": True}
+        await exchange.answer(200, msgspec.json.encode(gone))
+        return
+    card = await find_model(name, context.backend, exchange.caller)
+    if exchange.values(VERSION_HEADER):
+        await exchange.answer(200, msgspec.json.encode(_for_anthropic(card)))
+        return
+    shown = _shown(context, card)
+    if shown.get("status") in ("starting", "sleeping") and _may_change(context, exchange):
+        assert context.options.models is not None
+        shown |= await context.options.models.trouble(card.id)
+    await exchange.answer(200, msgspec.json.encode(shown))
+
+
+async def _put(context: ApiContext, exchange: HttpExchange) -> None:
+    changes = _changes(context)
+    body = await context.read(exchange)
+    name = take_str(body, "name", MAX_MODEL_NAME)
+    if name is None:
+        raise invalid("name is required", "name", "missing_field")
+    # Unknown keys, too: the configuration refuses them, with the nearest right one.
+    section = {key: value for key, value in body.items() if key != "name" and value is not None}
+    try:
+        await changes.put(name, section)
+    except ConfigError as error:
+        raise invalid(error.message, error.param) from None
+    card = context.backend.models().get(name)
+    told = {"id": name, "object": "model", "status": "starting"}
+    await exchange.answer(
+        200, msgspec.json.encode(_shown(context, card) if card is not None else told)
+    )
+
+
+def _changes(context: ApiContext) -> ModelChanges:
+    """Return the endpoint's ModelChanges. Raises ApiError 403 permission_denied."""
+    if context.options.models is None:
+        raise ApiError(
+            403,
+            "permission_denied",
+            "this endpoint serves one model, out of a configuration without `models`",
+            kind=PERMISSION,
+        )
+    if not context.options.admin_keys:
+        raise ApiError(
+            403,
+            "permission_denied",
+            "models are changed with a key of http.admin_keys_file only, and it is not set",
+            kind=PERMISSION,
+        )
+    return context.options.models
+
+
+def _may_change(context: ApiContext, exchange: HttpExchange) -> bool:
+    """Whether the request has an admin's key.
+
+    The key is looked for here, because that has not been done where users need no key.
+    """
+    try:
+        authenticate(exchange, context.options, admin=True)
+    except ApiError:
+        return False
+    return bool(context.options.admin_keys)
+
+
+def _for_anthropic(card: ModelCard) -> dict[str, Any]:
+    created = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": card.id, "display_name": card.id, "created_at": created}
+
+
+def _page(served: list[ModelCard], query: bytes) -> dict[str, Any]:
+    """Return the part of Anthropic's list that `limit`, `after_id` and `before_id` ask for.
+
+    Raises ApiError 400.
+    """
+    asked = dict(parse_qsl(query.decode("latin-1")))
+    limit = asked.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MOST_LISTED):
+        raise invalid(f"limit must be between 1 and {_MOST_LISTED}", "limit")
+    names = [card.id for card in served]
+    begin, end = 0, len(served)
+    for field in ("after_id", "before_id"):
+        if field not in asked:
+            continue
+        if asked[field] not in names:
+            raise invalid(f"{field} is the id of no model", field)
+        at = names.index(asked[field])
+        begin, end = (at + 1, end) if field == "after_id" else (begin, at)
+    count = int(limit)
+    backwards = "before_id" in asked and "after_id" not in asked
+    listed = served[begin:end][-count:] if backwards else served[begin:end][:count]
+    return {
+        "data": [_for_anthropic(card) for card in listed],
+        "first_id": listed[0].id if listed else None,
+        "last_id": listed[-1].id if listed else None,
+        "has_more": end - begin > count,
+    }
+
+
+def _shown(context: ApiContext, card: ModelCard) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if card.parent is None and card.aliases:
+        more["aliases"] = card.aliases
+    if card.parent is None and context.options.models is not None:
+        more["status"] = context.options.models.status(card.id)
+    return {
+        "id": card.id,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "manta",
+        "root": card.root or card.id,
+        "parent": card.parent,
+        "max_model_len": card.max_model_len,
+        **more,
+    }
+
+
+ROUTES = (
+    Route(
+        PATH,
+        models,
+        get=Operation("What is served", (503,), answer=LIST),
+        post=Operation("A model, added or changed", (*READS, *NAMES, 503), MODEL, ("id", "status")),
+    ),
+    Route(
+        f"{PATH}/{{name}}",
+        one_model,
+        get=Operation(
+            "A model", (503, *NAMES), answer=("id", "object", "owned_by", "max_model_len")
+        ),
+        delete=Operation("Take it away", (400, 503, *NAMES), answer=DELETED),
+    ),
+)

@@ -1,0 +1,76 @@
+"""The routes about the server itself: health, readiness, version and metrics."""
+
+import msgspec
+
+from deployments.api.context import ApiContext
+from deployments.api.http.errors import OVERLOADED, ApiError
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.page.routes import PAGE
+from deployments.api.route import PLAIN, Operation, Route
+from deployments.backend import DRAINING
+from deployments.environment import installed_version
+
+
+async def root(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with the text that Ollama's clients look for before they ask anything.
+
+    A browser is sent to the page.
+    """
+    if context.options.page and any(b"text/html" in kind for kind in exchange.values(b"accept")):
+        place = (("location", exchange.root + PAGE),)
+        await exchange.answer(307, b"", b"text/plain; charset=utf-8", place)
+        return
+    await exchange.answer(200, b"Ollama is running", b"text/plain; charset=utf-8")
+
+
+async def health(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer that the router lives."""
+    await exchange.answer(200, b'{"status":"ok"}')
+
+
+async def ready(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer that a replica can take requests. Raises ApiError 503."""
+    if not context.backend.ready():
+        code, message = "not_ready", "no engine replica can take requests yet"
+        if context.backend.state().draining:
+            code, message = "draining", DRAINING
+        raise ApiError(503, code, message, kind=OVERLOADED, headers=(("retry-after", "1"),))
+    await exchange.answer(200, b'{"status":"ready"}')
+
+
+async def version(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with Manta's version."""
+    await exchange.answer(200, msgspec.json.encode({"version": installed_version()}))
+
+
+async def metrics(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer with the metrics as Prometheus text."""
+    text = await context.options.metrics() if context.options.metrics is not None else ""
+    await exchange.answer(200, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
+
+
+PROBES = (
+    Route(
+        "/",
+        root,
+        get=Operation("That a server is here, in Ollama's words", (307,), kinds=(PLAIN,)),
+        open=True,
+    ),
+    Route(
+        "/health", health, get=Operation("Whether the router lives", answer=("status",)), open=True
+    ),
+    Route(
+        "/ready",
+        ready,
+        get=Operation("Whether a replica can take requests", (503,), answer=("status",)),
+        open=True,
+    ),
+    Route(
+        "/ping",
+        ready,
+        get=Operation("The same, as SageMaker asks", (503,), answer=("status",)),
+        open=True,
+    ),
+)
+METRICS = Route("/metrics", metrics, get=Operation("Prometheus text", kinds=(PLAIN,)))
+VERSION = Route("/version", version, get=Operation("Of Manta", answer=("version",)))

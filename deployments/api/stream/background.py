@@ -1,0 +1,165 @@
+"""BackgroundRuns: answers of /v1/responses that are generated without a connection.
+
+A run's events are recorded in order, each under its sequence_number, so that any number of streams
+can begin behind any of them. A run belongs to its router, as kept answers do, and ends with it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from deployments.api.http.errors import OVERLOADED, ApiError, from_backend, internal
+from deployments.api.http.exchange import HttpExchange, UntilDisconnect
+from deployments.api.stream.item_answer import ItemAnswer, ItemWriter
+from deployments.api.stream.keepalive import COMMENT, EVENT_STREAM, STREAM_HEADERS
+from deployments.backend import Generation
+from engine.errors import MantaError, short_traceback
+
+log = logging.getLogger("manta.api")
+
+MAX_RUNS = 128  # at once, of one router
+
+
+class CancellableWriter(ItemWriter, Protocol):
+    """A writer whose answer has an id and can be cancelled."""
+
+    @property
+    def id(self) -> str: ...
+
+    def cancel(self) -> None: ...
+
+
+class BackgroundRun:
+    """An answer that is generated without a connection.
+
+    items: the conversation before the answer, for the store
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        answer: ItemAnswer,
+        writer: CancellableWriter,
+        generation: Generation,
+        items: list[dict[str, Any]],
+    ) -> None:
+        self.owner, self.items = owner, items
+        self.writer = writer
+        self.events: list[bytes] = []
+        self.size = 0  # bytes of events
+        self.ended = False
+        self.wanted = True  # False: it was deleted
+        self.task: asyncio.Task[None] | None = None
+        self._answer, self._generation = answer, generation
+        self._more = asyncio.Event()
+        self._record()
+
+    def response(self) -> dict[str, Any]:
+        return self.writer.whole()
+
+    async def all(self) -> None:
+        try:
+            await self._answer.run(self._generation, self._record)
+        except (ApiError, MantaError) as error:
+            self._fail(error if isinstance(error, ApiError) else from_backend(error))
+        except Exception as error:
+            log.error("the response %s failed: %s", self.writer.id, short_traceback(error))
+            self._fail(internal())
+        finally:
+            self._generation.abort()
+            if not self.ended:
+                self._end()
+
+    def cancel(self) -> None:
+        """Nothing more is generated. Once more it does nothing."""
+        if not self.ended:
+            self._generation.abort()
+            self.writer.cancel()
+            self._end()
+            if self.task is not None:
+                self.task.cancel()
+
+    def _fail(self, error: ApiError) -> None:
+        if not self.ended:  # an end that was wanted may look like a failure
+            self.writer.fail(error)
+
+    def _end(self) -> None:
+        self.ended = True
+        self._record()
+
+    def _record(self) -> bool:
+        """Whether there may be more."""
+        new = self._answer.take_events()
+        self.events += new
+        self.size += sum(map(len, new))
+        self._more.set()
+        self._more = asyncio.Event()
+        return not self.ended
+
+    async def some(self, seconds: float | None) -> bool:
+        """Whether another event comes, or the end, within so long."""
+        more = self._more
+        try:
+            async with asyncio.timeout(seconds):
+                await more.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class BackgroundRuns:
+    """The runs of one router that have not ended, by the id of their response."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, BackgroundRun] = {}
+
+    def check_room(self, most_bytes: int) -> None:
+        """Raises ApiError 503 overloaded."""
+        held = sum(run.size for run in self._runs.values())
+        if len(self._runs) >= MAX_RUNS or held > most_bytes:
+            raise ApiError(
+                503,
+                "overloaded",
+                f"{len(self._runs)} responses run in the background, with {held} bytes of events",
+                kind=OVERLOADED,
+                headers=(("retry-after", "5"),),
+            )
+
+    def get(self, id: str, owner: str) -> BackgroundRun | None:
+        run = self._runs.get(id)
+        return run if run is not None and run.owner == owner else None
+
+    def start(self, run: BackgroundRun, on_end: Callable[[], None]) -> None:
+        """Generate an answer in a task of its own.
+
+        on_end: called once, when the answer has ended
+        """
+        id = run.writer.id
+        self._runs[id] = run
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._runs[id]
+            on_end()
+
+        run.task = asyncio.create_task(run.all())
+        run.task.add_done_callback(ended)
+
+
+async def stream_run(
+    exchange: HttpExchange, run: BackgroundRun, after: int, keepalive: float
+) -> None:
+    """The events behind `after`, and those that come, until the answer ends. A client that leaves
+    does not end it."""
+    await exchange.start(EVENT_STREAM, STREAM_HEADERS)
+    async with UntilDisconnect(exchange.receive, lambda: None):
+        while True:
+            new, ended = run.events[after + 1 :], run.ended
+            after += len(new)
+            if new or ended:
+                await exchange.write(b"".join(new), more=not ended)
+            if ended:
+                return
+            idle = len(run.events) <= after + 1 and not run.ended
+            if idle and not await run.some(keepalive or None):
+                await exchange.write(COMMENT)

@@ -1,0 +1,300 @@
+"""ItemAnswer: an answer made of items or blocks, whole or as events that a writer makes.
+
+The events are a function of the answer's tokens, in whatever pieces these came. So an event's id
+need only say how many tokens and how many events have been shown: a stream that goes on makes all
+of its events again and leaves those out.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.http.errors import SERVER, ApiError, from_backend
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
+from deployments.api.output.chat_output import ParsedChoice, call_id
+from deployments.api.output.plan import OutputPlan
+from deployments.api.output.step_parser import Event
+from deployments.api.stream.event_ids import EventIds
+from deployments.api.stream.keepalive import (
+    COMMENT,
+    EVENT_STREAM,
+    STREAM_HEADERS,
+    first_items,
+)
+from deployments.api.stream.logprobs import chat_logprobs
+from deployments.api.stream.merge import ChoiceOutput
+from deployments.api.stream.replay import StreamReplay
+from deployments.backend import Generation, RecalledChoice
+from engine.errors import MantaError
+from engine.messages import Delta
+from engine.text.detokenizer import Decoded
+
+_json = msgspec.json.encode
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """The token counts of one answer.
+
+    cached: prompt tokens found in the prefix cache
+    reasoning: output tokens of the reasoning
+    """
+
+    prompt: int
+    output: int
+    cached: int
+    reasoning: int
+
+
+class Wire:
+    """The events of one writer, in order.
+
+    new: the events that are not yet sent
+    count: the number of all events so far
+    """
+
+    def __init__(self) -> None:
+        self.new: list[tuple[str, dict[str, Any]]] = []
+        self.count = 0
+
+    def push(self, name: str, fields: dict[str, Any]) -> None:
+        self.new.append((name, fields))
+        self.count += 1
+
+
+class ItemWriter(Protocol):
+    """The writer of one API dialect: it makes the events of a stream and the whole answer."""
+
+    wire: Wire
+
+    def open(self, usage: Usage) -> None:
+        """Begin the answer. usage: the counts before the first token, without the engines' own."""
+        ...
+
+    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None: ...
+
+    def end(self, reason: str, stop: str | int | None, usage: Usage) -> None: ...
+
+    def fail(self, error: ApiError) -> None: ...
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer so far."""
+        ...
+
+
+class Naming:
+    """The ids of an answer's parts, the same whenever this answer is computed again."""
+
+    def __init__(self, number: bytes, short: bool) -> None:
+        self._number, self._short = number, short
+
+    @classmethod
+    def of(cls, call: OpenAIRequest, number: bytes) -> "Naming":
+        """Return the naming of an answer, with tool call ids in the form of the model's own ids."""
+        format = call.output.format if call.output is not None else None
+        return cls(number, format is not None and format.short_ids)
+
+    def call(self, index: int, prefix: str = "") -> str:
+        """Return a tool call's id. prefix: the dialect's own prefix; "" is the model's form."""
+        return call_id(self._number, 0, index, self._short and not prefix, prefix or "call_")
+
+    def item(self, prefix: str, index: int) -> str:
+        return f"{prefix}_{self._number.hex()}{index:04x}"
+
+
+class _WrittenChoice(ParsedChoice):
+    """A parser whose events go to a writer as they are found."""
+
+    def __init__(self, plan: OutputPlan, call: OpenAIRequest, writer: ItemWriter) -> None:
+        super().__init__(plan, call.params, call.prompts[0])
+        self._writer = writer
+        self._call = call
+
+    def feed(self, delta: Delta) -> Decoded:
+        if self._call.params.logprobs is None or not delta.logprobs:
+            decoded = super().feed(delta)
+            for event in self.new:
+                self._writer.take(event, [])
+            return decoded
+        count = 0
+        for i, token in enumerate(delta.token_ids):
+            last = i == len(delta.token_ids) - 1
+            one = Delta(delta.id, [token], delta.finish if last else "")
+            one.stop_token = delta.stop_token if last else None
+            decoded = super().feed(one)
+            count += decoded.num_tokens
+            told = []
+            if self.is_content and self.is_content[0] and one.stop_token is None:
+                told = chat_logprobs(self._call.tokenizer, delta.logprobs[i : i + 1])
+            for event in self.new:
+                self._writer.take(event, told if event.kind == "content" else [])
+                told = []
+            if decoded.finish_reason is not None:
+                break
+        return Decoded("", decoded.finish_reason, decoded.stop_reason, count)
+
+
+class ItemAnswer:
+    """The answer to one call with one choice. ids, past: as for OpenAIResponse."""
+
+    media_type = EVENT_STREAM  # of a stream
+
+    def __init__(
+        self,
+        call: OpenAIRequest,
+        writer: ItemWriter,
+        *,
+        ids: EventIds | None = None,
+        past: Sequence[RecalledChoice | None] = (),
+    ) -> None:
+        self.call, self.writer, self.ids = call, writer, ids
+        plan = call.output
+        if plan is None:
+            plan = OutputPlan(call.tokenizer, None, None, "no", None, frozenset())
+        self._parsed = _WrittenChoice(plan, call, writer)
+        self.choice = ChoiceOutput(call, parsed=self._parsed)
+        self._told = 0  # events that the client has
+        self._skipping: dict[int, int] = {}
+        writer.open(self._usage())
+        self._replay: StreamReplay | None = None
+        if ids is not None and ids.resumed:
+            self._told = ids.told
+            self._replay = StreamReplay(call, ids, [self.choice], past)
+            self._skipping = self._replay.skipping
+            call.emitted = [self._replay.emitted]
+            if self.choice.finish_reason is not None:
+                self._end()
+
+    async def collect(self, generation: Generation) -> bytes:
+        """Wait for the end and return the JSON body. Raises ApiError, MantaError."""
+        while self.choice.finish_reason is None:
+            for delta in await _some(generation):
+                self._feed(delta, generation)
+        return await in_thread(lambda: _json(self.writer.whole()), self.choice.decoder.num_tokens)
+
+    async def stream(
+        self, generation: Generation, exchange: HttpExchange, keepalive: float
+    ) -> None:
+        """Write server-sent events until the end.
+
+        A failure before the first event is an ordinary error answer. A later failure is an event of
+        the answer's dialect.
+        Raises ApiError or MantaError before the start, ClientDisconnected at any time.
+        """
+        try:
+            deltas: list[Delta] = []
+            if self.choice.finish_reason is None:
+                deltas = [d for _, d in await first_items(generation, exchange, keepalive)]
+                if not deltas:
+                    raise _ended_early()
+            if not exchange.started:
+                await exchange.start(self.media_type, STREAM_HEADERS)
+            spoke = time.monotonic()
+            while True:
+                for delta in deltas:
+                    self._feed(delta, generation)
+                ended = self.choice.finish_reason is not None
+                if (data := self._lines()) or ended:
+                    await exchange.write(data, more=not ended)
+                elif self._skipping and keepalive and time.monotonic() > spoke + keepalive:
+                    await exchange.write(COMMENT)
+                    spoke = time.monotonic()
+                if ended:
+                    return
+                deltas = await _some(generation)
+        except (ApiError, MantaError) as error:
+            if not exchange.started:
+                raise
+            self.writer.fail(error if isinstance(error, ApiError) else from_backend(error))
+            await exchange.write(self._lines(), more=False)
+
+    async def run(self, generation: Generation, tell: Callable[[], bool]) -> None:
+        """Continue the answer until its end, without a connection. Raises ApiError, MantaError.
+
+        tell: the callback for possible new events; it returns False where none are wanted any more
+        """
+        while self.choice.finish_reason is None:
+            deltas = await _some(generation)
+            if not tell():
+                return
+            for delta in deltas:
+                self._feed(delta, generation)
+            tell()
+
+    def take_events(self) -> list[bytes]:
+        """Take the new events, each as the bytes of an event stream."""
+        new, wire = list(map(_event, self.writer.wire.new)), self.writer.wire
+        wire.new.clear()
+        return new
+
+    def _feed(self, delta: Delta, generation: Generation) -> None:
+        choice, ids = self.choice, self.ids
+        if choice.finish_reason is not None:
+            return
+        if self._skipping:
+            assert self._replay is not None
+            delta, decoded = self._replay.skip(0, choice, delta)
+        else:
+            decoded = choice.feed(delta)
+        ended = decoded.finish_reason is not None
+        if ids is not None:
+            ids.took(0, delta.token_ids[: decoded.num_tokens], choice.cached, ended)
+        if ended:
+            self._end()
+            if not delta.finish:
+                generation.abort()
+
+    def _end(self) -> None:
+        choice = self.choice
+        self.writer.end(choice.finish_reason or "stop", choice.stop_reason, self._usage())
+
+    def _usage(self) -> Usage:
+        shown = None if self.ids is None or not self.ids.shown else self.ids.shown[0]
+        return Usage(
+            prompt=sum(map(len, self.call.prompts)),
+            output=self._parsed.decoder.num_tokens,
+            cached=shown.cached if shown is not None and shown.tokens else self.choice.cached,
+            reasoning=self._parsed.reasoning_tokens,
+        )
+
+    def _lines(self) -> bytes:
+        """Return the bytes of the events that the client has not received."""
+        wire, ids = self.writer.wire, self.ids
+        out = []
+        for number, (name, fields) in enumerate(wire.new, wire.count - len(wire.new) + 1):
+            if number <= self._told:
+                continue
+            self._told = number
+            if ids is not None:
+                ids.tell(number)
+                out.append(ids.line())
+            out.append(_event((name, fields)))
+        wire.new.clear()
+        return b"".join(out)
+
+
+def _event(event: tuple[str, dict[str, Any]]) -> bytes:
+    name, fields = event
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _json(fields))
+
+
+def new_number(ids: EventIds | None) -> tuple[bytes, int]:
+    """Return the number of an answer and its creation time in Unix seconds."""
+    if ids is None:
+        return secrets.token_bytes(12), int(time.time())
+    return ids.number, ids.created
+
+
+async def _some(generation: Generation) -> list[Delta]:
+    items = await generation.next()
+    if not items:
+        raise _ended_early()
+    return [delta for _, delta in items]
+
+
+def _ended_early() -> ApiError:
+    return ApiError(500, "engine_error", "the generation ended early", kind=SERVER)

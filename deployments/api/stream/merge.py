@@ -1,0 +1,209 @@
+"""MergedGenerations: the generations of one request as one; ChoiceOutput: what each choice gave."""
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.http.errors import SERVER, ApiError, from_backend
+from deployments.api.output.chat_output import ParsedChoice
+from deployments.backend import Backend, Generation, Timing
+from engine.batch import TokenLogprobs
+from engine.errors import RequestFailed
+from engine.messages import Delta
+from engine.text.detokenizer import ChoiceDecoder, Decoded
+
+T = TypeVar("T")
+
+MAX_READY = 64  # deltas of several prompts that wait for the answer to take them
+
+
+class MergedGenerations:
+    """The generations of several prompts as one Generation.
+
+    choice = index of the prompt * n + its own choice. A generation is None if all choices of its
+    prompt have ended.
+
+    Each prompt has one task, a token none. The first error ends the whole. Deltas that the client
+    does not read stay with the generations, which bound them.
+    """
+
+    def __init__(self, generations: list[Generation | None], n: int) -> None:
+        self._generations = generations
+        self._n = n
+        self._ready: list[tuple[int, Delta]] = []
+        self._error: BaseException | None = None
+        self._news = asyncio.Event()
+        self._read = asyncio.Event()
+        self._tasks = [
+            asyncio.create_task(self._pump(i * n, generation))
+            for i, generation in enumerate(generations)
+            if generation is not None
+        ]
+        self._open = len(self._tasks)
+
+    async def _pump(self, base: int, generation: Generation) -> None:
+        try:
+            while items := await generation.next():
+                self._ready += [(base + choice, delta) for choice, delta in items]
+                self._news.set()
+                while len(self._ready) > MAX_READY:
+                    self._read.clear()
+                    await self._read.wait()
+        except Exception as error:
+            self._error = self._error or error
+        finally:
+            self._open -= 1
+            self._news.set()
+
+    async def next(self) -> list[tuple[int, Delta]]:
+        while not self._ready and self._open and self._error is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        ready, self._ready = self._ready, []
+        self._read.set()
+        return ready
+
+    def abort(self, choice: int | None = None) -> None:
+        if choice is not None:
+            generation = self._generations[choice // self._n]
+            if generation is not None:
+                generation.abort(choice % self._n)
+            return
+        for generation in filter(None, self._generations):
+            generation.abort()
+        for task in self._tasks:
+            task.cancel()
+
+    def timing(self) -> Timing:
+        parts = [generation.timing() for generation in filter(None, self._generations)]
+        return Timing(
+            max((part.queue_s for part in parts), default=0.0),
+            sum(part.migrations for part in parts),
+            tuple(replica for part in parts for replica in part.replicas),
+        )
+
+
+def start(call: OpenAIRequest, backend: Backend) -> Generation:
+    """Submit all prompts, or none. Raises MantaError."""
+    started: list[Generation | None] = []
+    try:
+        for request in call.requests():
+            over = bool(request.emitted) and all(tokens is None for tokens in request.emitted)
+            started.append(None if over else backend.generate(request))
+    except BaseException:
+        for generation in filter(None, started):
+            generation.abort()
+        raise
+    only = started[0] if len(started) == 1 else None
+    return MergedGenerations(started, call.params.n) if only is None else only
+
+
+class ChoiceOutput:
+    """The output of one choice so far: decoded text, kept tokens and their logprobs."""
+
+    __slots__ = (
+        "cached",
+        "decoder",
+        "finish_reason",
+        "logprobs",
+        "offsets",
+        "parsed",
+        "prompt_logprobs",
+        "stop_reason",
+        "text",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        call: OpenAIRequest,
+        index: int = 0,
+        *,
+        offsets: bool = False,
+        parsed: ParsedChoice | None = None,
+    ) -> None:
+        params = call.params
+        prompt = call.prompts[index // params.n]
+        self.parsed = parsed
+        if parsed is None and call.output is not None:
+            self.parsed = ParsedChoice(call.output, params, prompt)
+        self.decoder = (
+            ChoiceDecoder(call.tokenizer, params, prompt=prompt, offsets=offsets)
+            if self.parsed is None
+            else self.parsed.decoder
+        )
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.offsets: list[int] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.cached = 0
+
+    def feed(self, delta: Delta) -> Decoded:
+        """Take a delta; the caller has checked that the choice is not finished.
+
+        Raises ApiError when the engine gave this request up.
+        """
+        if delta.finish in ("error", "abort"):
+            raise failed(delta)
+        if self.parsed is None:
+            decoded = self.decoder.feed(delta.token_ids, delta.finish, delta.stop_token)
+        else:
+            decoded = self.parsed.feed(delta)
+        if delta.cached >= 0:
+            self.cached = delta.cached
+        if delta.prompt_logprobs:
+            self.prompt_logprobs += delta.prompt_logprobs
+        if decoded.finish_reason is not None:
+            self.finish_reason = decoded.finish_reason
+            self.stop_reason = decoded.stop_reason
+        return decoded
+
+    def bring(self, token_ids: list[int]) -> None:
+        """Take the tokens that the client has already, none of which ended the choice."""
+        if self.parsed is None:
+            self.decoder.feed(token_ids)
+        else:
+            self.parsed.feed(Delta(0, token_ids))
+            self.parsed.forget_new()
+
+
+def failed(delta: Delta) -> ApiError:
+    """Return the error of a choice that the engine ended by an error or an abort."""
+    code, _, message = delta.error.partition(": ")
+    if delta.finish == "abort" or not message:
+        return ApiError(500, "engine_error", "the engine gave this request up", kind=SERVER)
+    return from_backend(RequestFailed(message, code=code))
+
+
+def coalesce(items: list[tuple[int, Delta]], keep: int) -> list[tuple[int, Delta]]:
+    """Merge the deltas into one for each choice if more than `keep` a choice have piled up.
+
+    Deltas pile up when the client or this process is slow; fewer events are then the way to catch
+    up.
+    """
+    if len(items) <= keep or len(items) <= keep * len({choice for choice, _ in items}):
+        return items
+    merged: dict[int, Delta] = {}
+    for choice, delta in items:
+        into = merged.get(choice)
+        if into is None:
+            # A copy: the router may still hold the original.
+            merged[choice] = msgspec.structs.replace(delta, token_ids=list(delta.token_ids))
+            continue
+        into.token_ids += delta.token_ids
+        into.finish, into.stop_token, into.error = delta.finish, delta.stop_token, delta.error
+        into.cached = max(into.cached, delta.cached)
+        into.logprobs = _joined(into.logprobs, delta.logprobs)
+        into.prompt_logprobs = _joined(into.prompt_logprobs, delta.prompt_logprobs)
+    return list(merged.items())
+
+
+def _joined(a: list[T] | None, b: list[T] | None) -> list[T] | None:
+    return [*(a or ()), *(b or ())] if a or b else None

@@ -1,0 +1,448 @@
+"""The two ways to answer a generation: whole, or as server-sent events.
+
+The stream is the hot path of the router: a chunk's constant bytes are made once a choice, only its
+text is escaped, and everything that came in one wake-up leaves in one send. Be paranoid about
+adding lines to `stream`.
+"""
+
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from deployments.api.generation.openai_request import OpenAIRequest, scored_entries
+from deployments.api.http.errors import ApiError, from_backend
+from deployments.api.http.exchange import HttpExchange
+from deployments.api.http.off_loop import in_thread
+from deployments.api.stream.event_ids import ENDED, FINISHED, OPENED, EventIds
+from deployments.api.stream.keepalive import (
+    COMMENT,
+    EVENT_STREAM,
+    STREAM_HEADERS,
+    first_items,
+)
+from deployments.api.stream.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    with_first,
+)
+from deployments.api.stream.merge import ChoiceOutput, coalesce
+from deployments.api.stream.replay import StreamReplay
+from deployments.backend import Generation, RecalledChoice
+from engine.batch import TokenLogprobs
+from engine.errors import MantaError
+from engine.messages import Delta
+from engine.sampling_params import SamplingParams
+from engine.text.detokenizer import ChoiceDecoder, Decoded
+
+_ENTRY_CHARS = 16  # of a token with its log-probability, at least
+MAX_EVENTS = 4  # of one choice in one send; when more deltas have piled up they become one event
+
+_json = msgspec.json.encode
+
+
+class OpenAIResponse:
+    """The answer to one call.
+
+    chat: whether the answer is a chat completion, else a completion
+    ids: the event ids of a stream
+    past: for a resumed stream, the choices as replicas recall them
+    """
+
+    def __init__(
+        self,
+        call: OpenAIRequest,
+        *,
+        chat: bool,
+        ids: EventIds | None = None,
+        past: Sequence[RecalledChoice | None] = (),
+    ) -> None:
+        self.call = call
+        self.ids = ids
+        self.chat = chat
+        self.wants_logprobs = call.params.logprobs is not None
+        count = len(call.prompts) * call.params.n
+        offsets = self.wants_logprobs and not chat
+        self.choices = [ChoiceOutput(call, index, offsets=offsets) for index in range(count)]
+        number = secrets.token_bytes(12) if ids is None else ids.number
+        self._number = number
+        self.head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{number.hex()}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()) if ids is None else ids.created,
+            "model": call.card.id,
+            "system_fingerprint": call.card.fingerprint or None,
+        }
+        self._metered: Generation | None = None  # whose usage each event of a stream tells
+        self._echo_due = set(range(count)) if call.echo and self.wants_logprobs else set()
+        self._replay: StreamReplay | None = None
+        if ids is not None and ids.resumed:
+            self._replay = StreamReplay(call, ids, self.choices, past)
+            n = call.params.n
+            emitted = self._replay.emitted
+            call.emitted = [emitted[i : i + n] for i in range(0, count, n)]
+            self._echo_due = {i for i in self._echo_due if not ids.shown[i].phase}
+
+    # --- whole ---
+
+    async def collect(self, generation: Generation) -> bytes:
+        """Wait for all choices and return the JSON body. Raises ApiError, MantaError."""
+        choices = self.choices
+        left = len(choices)
+        while left:
+            items = await generation.next()
+            if not items:
+                raise _ended_early()
+            for index, delta in items:
+                choice = choices[index]
+                if choice.finish_reason is not None:
+                    continue
+                decoded = choice.feed(delta)
+                choice.text.append(decoded.text)
+                kept = decoded.num_tokens
+                choice.token_ids += delta.token_ids[:kept]
+                if self.wants_logprobs:
+                    choice.logprobs += self._scored(choice, delta, kept)
+                    choice.offsets += decoded.offsets[:kept]
+                if decoded.finish_reason is not None:
+                    left -= 1
+                    if left and not delta.finish:
+                        generation.abort(index)
+        usage = self.usage(generation)
+        return await in_thread(lambda: self._body(usage), self._logprobs_size())
+
+    def _body(self, usage: dict[str, Any]) -> bytes:
+        call = self.call
+        shaped = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
+        body = {**self.head, "choices": shaped, "usage": usage}
+        if self.chat and call.prompt_logprobs:
+            body["prompt_logprobs"] = self._prompt_logprobs(0)
+        if self.chat and call.return_token_ids:
+            body["prompt_token_ids"] = call.prompts[0]
+        return _json(body)
+
+    def _logprobs_size(self) -> int:
+        """Estimate the size of the answer's log-probabilities, in characters.
+
+        With few of them `in_thread` uses no thread.
+        """
+        params = self.call.params
+        prompts = 0 if params.prompt_logprobs is None else scored_entries(self.call)
+        outputs = sum(len(choice.logprobs) for choice in self.choices)
+        return _ENTRY_CHARS * (prompts + outputs * (1 + (params.logprobs or 0)))
+
+    def _whole(self, index: int, choice: ChoiceOutput) -> dict[str, Any]:
+        call = self.call
+        text = "" if call.score_only else "".join(choice.text)
+        shaped: dict[str, Any] = {"index": index}
+        if self.chat:
+            if choice.parsed is None:
+                shaped["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                shaped["message"] = choice.parsed.message(self._number, index)
+            shaped["logprobs"] = None
+            if self.wants_logprobs:
+                content = chat_logprobs(call.tokenizer, choice.logprobs, by_id=call.token_names)
+                shaped["logprobs"] = {"content": content, "refusal": None}
+        else:
+            prompt = self._prompt_of(index)
+            shaped["text"] = call.texts[prompt] + text if call.echo else text
+            shaped["logprobs"] = self._completion_logprobs(index, choice)
+            if call.prompt_logprobs:
+                shaped["prompt_logprobs"] = self._prompt_logprobs(index)
+            if call.return_token_ids:
+                shaped["prompt_token_ids"] = call.prompts[prompt]
+        shaped["finish_reason"] = "length" if call.score_only else choice.finish_reason
+        shaped["stop_reason"] = None if call.score_only else choice.stop_reason
+        if call.return_token_ids:
+            shaped["token_ids"] = [] if call.score_only else choice.token_ids
+        return shaped
+
+    def _prompt_of(self, index: int) -> int:
+        return index // self.call.params.n
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        length = len(self.call.prompts[self._prompt_of(index)])
+        items = with_first(self.choices[index].prompt_logprobs, length)
+        return prompt_logprobs(self.call.tokenizer, items)
+
+    def _completion_logprobs(self, index: int, choice: ChoiceOutput) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        call = self.call
+        echoed = self._echo_logprobs(index) if call.echo else None
+        if call.score_only:
+            return echoed
+        shift = len(call.texts[self._prompt_of(index)]) if call.echo else 0
+        own = completion_logprobs(
+            call.tokenizer,
+            choice.token_ids,
+            choice.logprobs,
+            [o + shift for o in choice.offsets],
+            by_id=call.token_names,
+        )
+        return own if echoed is None else {key: echoed[key] + own[key] for key in own}
+
+    def _echo_logprobs(self, index: int) -> dict[str, Any]:
+        """Return the prompt's own logprobs, for echo."""
+        call = self.call
+        place = self._prompt_of(index)
+        ids = call.prompts[place]
+        begin, end = call.tokenizer.written(call.texts[place], ids)
+        decoder = ChoiceDecoder(
+            call.tokenizer, SamplingParams(skip_special_tokens=False), offsets=True
+        )
+        decoded = decoder.feed(ids[begin:end], "length")
+        last = [len(decoded.text)] * (len(ids) - end)
+        offsets = [0] * begin + decoded.offsets + last
+        items = with_first(self.choices[index].prompt_logprobs, len(ids))
+        return completion_logprobs(call.tokenizer, ids, items, offsets, by_id=call.token_names)
+
+    def usage(self, generation: Generation) -> dict[str, Any]:
+        """Return the usage of the answer.
+
+        A prompt counts once, however many choices it has. Its cached tokens are those that all its
+        choices found.
+        """
+        call, n = self.call, self.call.params.n
+        prompt = sum(map(len, call.prompts))
+        output = 0 if call.score_only else sum(c.decoder.num_tokens for c in self.choices)
+        cached = sum(
+            min(map(self._cached, range(i * n, (i + 1) * n))) for i in range(len(call.prompts))
+        )
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        if call.output is not None and call.output.reasoning is not None:
+            thought = sum(c.parsed.reasoning_tokens for c in self.choices if c.parsed is not None)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
+        if call.timing:
+            told = generation.timing()
+            usage["timing"] = {
+                "queue_ms": round(told.queue_s * 1000, 3),
+                "migrations": told.migrations,
+                "replicas": told.replicas,
+            }
+        return usage
+
+    def _cached(self, index: int) -> int:
+        shown = None if self.ids is None else self.ids.shown[index]
+        return shown.cached if shown is not None and shown.tokens else self.choices[index].cached
+
+    # --- streamed ---
+
+    async def stream(
+        self, generation: Generation, exchange: HttpExchange, keepalive: float
+    ) -> None:
+        """Write server-sent events until all choices have ended.
+
+        The status is sent with the first tokens or the first sign of life, one every `keepalive`
+        seconds until then; what fails before is an ordinary error answer. What fails later is an
+        event ``data: {"error": ...}`` without ``[DONE]`` after it.
+        Raises ApiError or MantaError before the start, ClientDisconnected at any time.
+        """
+        choices, ids = self.choices, self.ids
+        skipping = {} if self._replay is None else self._replay.skipping
+        left = sum(choice.finish_reason is None for choice in choices)
+        plain = self.call.output is None and not (
+            self.wants_logprobs
+            or self.call.return_token_ids
+            or self.call.score_only
+            or self.call.continuous_usage
+        )
+        if self.call.continuous_usage:
+            self._metered = generation
+        before, after = self._frames()
+        try:
+            items = await first_items(generation, exchange, keepalive) if left else []
+            if left and not items:
+                raise _ended_early()
+            if not exchange.started:
+                await exchange.start(EVENT_STREAM, STREAM_HEADERS)
+            out = self._opening()
+            spoke = time.monotonic()
+            while True:
+                for index, delta in items if len(items) == 1 else coalesce(items, MAX_EVENTS):
+                    choice = choices[index]
+                    if choice.finish_reason is not None:
+                        continue
+                    if index in skipping:
+                        assert self._replay is not None
+                        delta, decoded = self._replay.skip(index, choice, delta)
+                    else:
+                        decoded = choice.feed(delta)
+                    if not plain and index in self._echo_due and (delta.token_ids or delta.finish):
+                        echo = partial(self._echo_event, index)
+                        out.append(await in_thread(echo, self._logprobs_size()))
+                    if ids is not None:
+                        shown = delta.token_ids[: decoded.num_tokens]
+                        ended = decoded.finish_reason is not None
+                        ids.took(index, shown, choice.cached, ended)
+                    if plain:
+                        # Without text too, while a character or a stop string is unfinished: a
+                        # client may wait for the first token or measure the pace.
+                        if decoded.text or (decoded.num_tokens and not decoded.finish_reason):
+                            if ids is not None:
+                                out.append(ids.line())
+                            out += (before[index], _json(decoded.text), after)
+                    else:
+                        out.append(self._event(index, delta, decoded))
+                    if decoded.finish_reason is not None:
+                        out.append(self._finish_event(index))
+                        left -= 1
+                        if left and not delta.finish:
+                            generation.abort(index)
+                if not left:
+                    break
+                if out:
+                    await exchange.write(b"".join(out))
+                    out = []
+                elif skipping and keepalive and time.monotonic() > spoke + keepalive:
+                    await exchange.write(COMMENT)
+                    spoke = time.monotonic()
+                items = await generation.next()
+                if not items:
+                    raise _ended_early()
+        except (ApiError, MantaError) as error:
+            if not exchange.started:
+                raise
+            answer = error if isinstance(error, ApiError) else from_backend(error)
+            await exchange.write(b"data: %b\n\n" % answer.body(), more=False)
+            return
+        if self.call.include_usage and not (ids is not None and ids.told):
+            if ids is not None:
+                ids.tell(1)
+            out.append(self._data({"choices": [], "usage": self.usage(generation)}))
+        out.append(b"data: [DONE]\n\n")
+        await exchange.write(b"".join(out), more=False)
+
+    def _data(self, fields: dict[str, Any]) -> bytes:
+        name = "chat.completion.chunk" if self.chat else "text_completion"
+        line = b"" if self.ids is None else self.ids.line()
+        return b"%bdata: %b\n\n" % (line, _json({**self.head, "object": name, **fields}))
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        fields: dict[str, Any] = {"choices": [choice]}
+        if self._metered is not None:
+            fields["usage"] = self.usage(self._metered)
+        elif self.call.include_usage:
+            fields["usage"] = None
+        return self._data(fields)
+
+    def _frames(self) -> tuple[list[bytes], bytes]:
+        """Return the bytes before an event's text, for each choice, and the bytes after it."""
+        mark = secrets.token_hex(16)
+        before = []
+        after = b""
+        for index in range(len(self.choices)):
+            event = self._chunk(self._shaped(index, mark, None))
+            start, after = event.split(_json(mark))
+            before.append(start[start.index(b"data: ") :])
+        return before, after
+
+    def _shaped(self, index: int, text: str, logprobs: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"delta": {"content": text}} if self.chat else {"text": text}
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": None}
+
+    def _opening(self) -> list[bytes]:
+        """Return the events before the first token.
+
+        An echo with logprobs has to wait for these. A resumed stream gets the opening events that
+        are missing, and the finish events that are due.
+        """
+        events = []
+        for i, choice in enumerate(self.choices):
+            phase = 0 if self.ids is None else self.ids.shown[i].phase
+            if phase == ENDED and choice.finish_reason is not None:
+                events.append(self._finish_event(i))
+            if phase or not (self.chat or (self.call.echo and not self.wants_logprobs)):
+                continue
+            if self.ids is not None:
+                self.ids.enter(i, OPENED)
+            shaped = self._shaped(i, "" if self.chat else self.call.texts[self._prompt_of(i)], None)
+            if self.chat:
+                # A client adds what follows to it; of calls alone nothing follows.
+                empty = None if self.call.output is not None and self.call.output.calls else ""
+                shaped["delta"] = {"role": "assistant", "content": empty}
+            events.append(self._chunk(shaped))
+        return events
+
+    def _echo_event(self, index: int) -> bytes:
+        """Return the event of the echoed prompt.
+
+        It is due once the prompt's logprobs are there: with the first token at the latest.
+        """
+        self._echo_due.discard(index)
+        if self.ids is not None:
+            self.ids.enter(index, OPENED)
+        text = self.call.texts[self._prompt_of(index)]
+        return self._chunk(self._shaped(index, text, self._echo_logprobs(index)))
+
+    def _event(self, index: int, delta: Delta, decoded: Decoded) -> bytes:
+        """Return an event with more than text in it; empty if there is nothing to send."""
+        call, choice = self.call, self.choices[index]
+        kept = decoded.num_tokens
+        made: dict[str, Any] | None = None
+        if choice.parsed is not None:
+            made = choice.parsed.delta(self._number, index)
+            scored = self.wants_logprobs and any(choice.parsed.is_content)
+            if not made and not (kept and (call.return_token_ids or scored)):
+                return b""
+        elif call.score_only or not (kept or decoded.text):
+            return b""
+        logprobs: dict[str, Any] | None = None
+        if self.wants_logprobs:
+            items = self._scored(choice, delta, kept)
+            if self.chat:
+                content = chat_logprobs(call.tokenizer, items, by_id=call.token_names)
+                logprobs = {"content": content, "refusal": None}
+            else:
+                shift = len(call.texts[self._prompt_of(index)]) if call.echo else 0
+                logprobs = completion_logprobs(
+                    call.tokenizer,
+                    delta.token_ids[:kept],
+                    items,
+                    [o + shift for o in decoded.offsets[:kept]],
+                    by_id=call.token_names,
+                )
+        shaped = self._shaped(index, decoded.text, logprobs)
+        if made is not None:
+            shaped["delta"] = made
+        if call.return_token_ids:
+            shaped["token_ids"] = delta.token_ids[:kept]
+        return self._chunk(shaped)
+
+    def _scored(self, choice: ChoiceOutput, delta: Delta, kept: int) -> list[TokenLogprobs]:
+        """Return the log-probabilities of a delta's content tokens, the only ones reported."""
+        items = (delta.logprobs or [])[:kept]
+        if choice.parsed is None:
+            return items
+        return [item for item, said in zip(items, choice.parsed.is_content, strict=False) if said]
+
+    def _finish_event(self, index: int) -> bytes:
+        choice = self.choices[index]
+        if self.ids is not None:
+            self.ids.enter(index, FINISHED)
+        body: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+        reason = "length" if self.call.score_only else choice.finish_reason
+        stop = None if self.call.score_only else choice.stop_reason
+        return self._chunk(
+            {
+                "index": index,
+                **body,
+                "logprobs": None,
+                "finish_reason": reason,
+                "stop_reason": stop,
+            }
+        )
+
+
+def _ended_early() -> ApiError:
+    return ApiError(500, "engine_error", "the generation ended early", kind="server_error")

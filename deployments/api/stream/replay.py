@@ -1,0 +1,146 @@
+"""StreamReplay: resumes a stream. What its client has is brought back without being sent again."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.stream.event_ids import (
+    ENDED,
+    FINISHED,
+    OPENED,
+    ChoiceProgress,
+    EventIds,
+    checksum,
+    lost,
+)
+from deployments.api.stream.merge import ChoiceOutput
+from deployments.backend import Backend, RecalledChoice
+from engine.messages import Delta
+from engine.text.detokenizer import Decoded
+
+
+async def recall(
+    call: OpenAIRequest, ids: EventIds, backend: Backend
+) -> list[RecalledChoice | None]:
+    """Return each choice's shown tokens, as a replica recalls them.
+
+    None stands for a choice that no replica recalls, or that needs no tokens. All results are of
+    the same weights.
+    """
+    n = call.params.n
+    wanted = {
+        (call.streams[i // n], i % n): i
+        for i, shown in enumerate(ids.shown)
+        if shown.tokens and shown.phase != FINISHED
+    }
+
+    def match(found: list[RecalledChoice]) -> dict[int, RecalledChoice]:
+        return {
+            wanted[past.stream, past.choice]: past
+            for past in found
+            if (past.stream, past.choice) in wanted
+            and _begins_with(past.token_ids, ids.shown[wanted[past.stream, past.choice]])
+        }
+
+    if not wanted:
+        return [None] * len(ids.shown)
+    known = match(
+        await backend.recall(
+            call.card.id, call.streams, lambda found: len(match(found)) == len(wanted)
+        )
+    )
+    weights = call.common.weights = next((past.weights for past in known.values()), "")
+    return [
+        past if (past := known.get(i)) is not None and past.weights == weights else None
+        for i in range(len(ids.shown))
+    ]
+
+
+def _begins_with(token_ids: Sequence[int], shown: ChoiceProgress) -> bool:
+    count = shown.tokens
+    return len(token_ids) >= count and checksum(token_ids[:count]) == shown.check
+
+
+class StreamReplay:
+    """The resumption of an answer's choices where their client is.
+
+    Tokens that a replica has kept are decoded at once, and the engines go on after them: `emitted`
+    is what each choice begins with. Tokens that no replica has are computed again; `skip` takes
+    these as they come, and sees that they are the same.
+    """
+
+    def __init__(
+        self,
+        call: OpenAIRequest,
+        ids: EventIds,
+        choices: list[ChoiceOutput],
+        past: Sequence[RecalledChoice | None],
+    ) -> None:
+        self.emitted: list[list[int] | None] = []
+        self.skipping: dict[int, int] = {}  # choice -> checksum of what was skipped so far
+        self._call, self._ids = call, ids
+        for index, shown in enumerate(ids.shown):
+            self.emitted.append(self._bring(index, choices[index], shown, past[index]))
+            if shown.tokens and self.emitted[-1] == []:
+                self.skipping[index] = 0
+
+    def _bring(
+        self, index: int, choice: ChoiceOutput, shown: ChoiceProgress, past: RecalledChoice | None
+    ) -> list[int] | None:
+        """Return the tokens that a choice begins with, [] for anew, None if it has ended."""
+        if shown.phase == FINISHED:
+            choice.finish_reason = choice.finish_reason or "told"
+            choice.decoder.num_tokens = shown.tokens
+            return None
+        if past is None or not shown.tokens:
+            return []
+        tokens = past.token_ids[: shown.tokens]
+        if shown.phase == OPENED:
+            choice.bring(tokens)
+            return tokens
+        # All of its text was shown, but not why it ended: by its last token, or a stop string.
+        whole = len(past.token_ids) == shown.tokens and past.finish in ("stop", "length")
+        if not (whole or self._stops(index, tokens)):
+            return []
+        delta = Delta(0, tokens, past.finish, past.stop_token) if whole else Delta(0, tokens)
+        choice.feed(delta)
+        return None
+
+    def _stops(self, index: int, tokens: list[int]) -> bool:
+        fresh = ChoiceOutput(self._call, index)
+        return fresh.feed(Delta(0, tokens)).finish_reason is not None
+
+    def skip(self, index: int, choice: ChoiceOutput, delta: Delta) -> tuple[Delta, Decoded]:
+        """Return the new part of a delta of a choice in `skipping`.
+
+        Raises ApiError 409 stream_lost, and as `ChoiceOutput.feed`.
+        """
+        shown = self._ids.shown[index]
+        left = shown.tokens - choice.decoder.num_tokens
+        head, rest = delta.token_ids[:left], delta.token_ids[left:]
+        self.skipping[index] = checksum(head, self.skipping[index])
+        reached = len(head) == left
+        # What ends it at its last token has been shown with that token, or comes with it now.
+        ends = not rest and shown.phase == ENDED
+        first = msgspec.structs.replace(delta, token_ids=head, logprobs=None, cached=-1)
+        if not ends:
+            first.finish, first.stop_token = "", None
+        if delta.finish in ("error", "abort"):
+            first.finish = delta.finish
+        ended = choice.feed(first).finish_reason
+        if choice.parsed is not None:
+            choice.parsed.forget_new()
+        if reached:
+            if self.skipping.pop(index) != shown.check or (ended is None) == (shown.phase == ENDED):
+                raise lost()
+        elif ended is not None or delta.finish:
+            raise lost()
+        nothing = Delta(delta.id, [], delta.finish)
+        if ended is not None or not (rest or (reached and delta.finish)):
+            return nothing, Decoded("", ended, choice.stop_reason, 0)
+        logprobs = None if delta.logprobs is None else delta.logprobs[left:]
+        second = msgspec.structs.replace(
+            delta, token_ids=rest, logprobs=logprobs, prompt_logprobs=None, cached=-1
+        )
+        return second, choice.feed(second)

@@ -1,0 +1,29 @@
+"""A random model that has to call tools. 200 seeds:
+`python -m tests.deployments.api.output.tool_seeds`"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.api.output.tool_seeds import FORMATS, wrong_calls
+from tests.deployments.api.output.tool_templates import DECLARED
+
+
+# Of what checkpoints declare one: grammars of the others are those of a family.
+@pytest.mark.parametrize(
+    "name", [one for one in FORMATS if one not in DECLARED or one == "tags around JSON"]
+)
+def test_a_random_model_calls_tools(name: str, tmp_path: Path) -> None:
+    """A call that is invalid, or that is cut, or not read as one."""
+    assert not wrong_calls(name, tmp_path, 8)
+
+
+@pytest.mark.slow
+def test_two_hundred_calls(tmp_path: Path) -> None:
+    """The same where only one seed of many shows it."""
+    assert not wrong_calls("hermes", tmp_path, 200)
+
+
+def test_calls_through_an_adapter(tmp_path: Path) -> None:
+    """An adapter whose rows are not masked, or whose logits are masked before it is added."""
+    assert not wrong_calls("hermes", tmp_path, seeds=2, adapter=True)
