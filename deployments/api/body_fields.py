@@ -82,7 +82,7 @@ def take_object(value: Any) -> dict[str, Any]:
 
 
 def check_names(
-    body: dict[str, Any], known: frozenset[str], *, strict: bool, generates: bool = False
+    body: Mapping[str, Any], known: frozenset[str], *, strict: bool, generates: bool = False
 ) -> list[str]:
     """Return the fields that will be ignored, as header-safe names.
 
@@ -131,7 +131,7 @@ def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
     return found if len(found) <= _MAX_NAMED else [*found[: _MAX_NAMED - 1], "..."]
 
 
-def take_bool(body: dict[str, Any], name: str, default: bool = False) -> bool:
+def take_bool(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
     value = body.get(name)
     if value is None:
         return default
@@ -140,7 +140,7 @@ def take_bool(body: dict[str, Any], name: str, default: bool = False) -> bool:
     return value
 
 
-def take_int(body: dict[str, Any], name: str, low: int, high: int) -> int | None:
+def take_int(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
     value = body.get(name)
     if value is None:
         return None
@@ -151,7 +151,7 @@ def take_int(body: dict[str, Any], name: str, low: int, high: int) -> int | None
     return value
 
 
-def take_str(body: dict[str, Any], name: str, max_bytes: int) -> str | None:
+def take_str(body: Mapping[str, Any], name: str, max_bytes: int) -> str | None:
     value = body.get(name)
     if value is None:
         return None
@@ -162,7 +162,7 @@ def take_str(body: dict[str, Any], name: str, max_bytes: int) -> str | None:
     return value
 
 
-def take_word(body: dict[str, Any], name: str, words: Sequence[str]) -> str | None:
+def take_word(body: Mapping[str, Any], name: str, words: Sequence[str]) -> str | None:
     """Return the field's value, one of these words, or None. Raises ApiError 400."""
     value = body.get(name)
     if value is not None and value not in words:
@@ -171,12 +171,19 @@ def take_word(body: dict[str, Any], name: str, words: Sequence[str]) -> str | No
     return value
 
 
-def take_cut(body: dict[str, Any], limit: int) -> int | None:
+def take_cut(body: Mapping[str, Any], limit: int) -> int | None:
     """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: it is not cut.
 
     limit: tokens that a prompt may have; -1 keeps these. Raises ApiError 400.
     """
-    cut = take_int(body, "truncate_prompt_tokens", -1, 2**31 - 1)
+    return kept_tokens(take_int(body, "truncate_prompt_tokens", -1, 2**31 - 1), limit)
+
+
+def kept_tokens(cut: int | None, limit: int) -> int | None:
+    """Return how many tokens of a prompt a value of `truncate_prompt_tokens` keeps.
+
+    limit: tokens that a prompt may have; -1 keeps these. Raises ApiError 400.
+    """
     if cut == 0:
         raise invalid(
             "truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes",

@@ -7,9 +7,10 @@ import msgspec
 
 from deployments.api import tokenize_routes
 from deployments.api.context import ApiContext
-from deployments.api.dialects import infill, liteqwen, openai
+from deployments.api.dialects import infill, liteqwen
 from deployments.api.dialects.anthropic import routes as anthropic
 from deployments.api.dialects.ollama import routes as ollama
+from deployments.api.dialects.openai import routes as openai
 from deployments.api.dialects.responses import routes as responses
 from deployments.api.fields.schema import Body
 from deployments.api.http.errors import INVALID, NOT_FOUND, ApiError, did_you_mean, shown

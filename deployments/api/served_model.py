@@ -68,7 +68,11 @@ def allowed(card: ModelCard, caller: Caller) -> ModelCard:
 
 def asked_model(body: dict[str, Any], backend: Backend) -> str:
     """What a body's model is called, as far as that can be told at once; else ""."""
-    name = body.get("model")
+    return known_model(body.get("model"), backend)
+
+
+def known_model(name: Any, backend: Backend) -> str:
+    """Return the id of the model that a request names, as far as it is known at once; else ""."""
     card = _known(name, backend) if name is None or isinstance(name, str) else None
     return "" if card is None else card.id
 

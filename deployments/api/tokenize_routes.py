@@ -5,8 +5,8 @@ import msgspec
 from deployments.api.body_fields import check_names, take_bool, take_str, take_token_ids
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import DETOKENIZE, TOKENIZE
+from deployments.api.generation.call import chat_ids, encode_texts
 from deployments.api.generation.messages import check_messages
-from deployments.api.generation.openai_request import chat_ids, encode_texts
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread

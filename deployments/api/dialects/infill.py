@@ -1,20 +1,23 @@
 """POST /infill: llama.cpp's request for what stands between two texts."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from deployments.api.body_fields import check_names, take_bool, take_int
 from deployments.api.context import ApiContext
+from deployments.api.fields.generation import QUEUED
 from deployments.api.fields.infill import INFILL, MAX_FILES, SAME
 from deployments.api.generate import DialectRequest, generate
-from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.generation.call import GenerationCall
+from deployments.api.generation.request import TextRequest
+from deployments.api.generation.sampling import take_sampling
+from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.output.step_parser import Event
-from deployments.api.renaming import Renaming
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
 from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
@@ -22,51 +25,60 @@ from deployments.backend import RecalledChoice
 from engine.text.infill import Gap
 
 PATH = "/infill"
+_NAMES: Mapping[str, str] = {
+    **{field: own for own, field in SAME.items()},
+    "prompt": "input_prefix",
+    "suffix": "input_suffix",
+    "max_tokens": "n_predict",
+}
 
 
 class InfillRequest(DialectRequest):
     """A request that becomes a completion with a gap."""
 
     def __init__(self, context: ApiContext) -> None:
-        super().__init__()
-        self._context = context
-        self.is_chat = False
+        self._options = context.options
 
-    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.ignored += check_names(body, INFILL.known, strict=self._context.options.strict)
-        names = Renaming()
-        names.add("prompt", "input_prefix")
-        names.add("suffix", "input_suffix")
-        names.add("max_tokens", "n_predict")
-        texts = {name: _text(body, name) for name in ("input_prefix", "input_suffix", "prompt")}
-        self.gap = Gap(texts["input_prefix"], texts["input_suffix"], texts["prompt"], _files(body))
-        made: dict[str, Any] = {"prompt": "", "n": 1, "stream": take_bool(body, "stream")}
-        for own, name in SAME.items():
-            if body.get(own) is not None:
-                made[name] = body[own]
-                names.add(name, own)
-        if made.get("seed") == -1:  # any
-            del made["seed"]
+    def read(self, body: Mapping[str, Any]) -> TextRequest:
+        ignored = check_names(body, INFILL.known, strict=self._options.strict)
+        prefix, suffix, prompt = (
+            _text(body, name) for name in ("input_prefix", "input_suffix", "prompt")
+        )
+        gap = Gap(prefix, suffix, prompt, _files(body))
+        fields = {field: body[own] for own, field in SAME.items() if body.get(own) is not None}
+        if fields.get("seed") == -1:  # any
+            del fields["seed"]
         most = take_int(body, "n_predict", -2, 2**31 - 1)
-        if most is not None and most >= 0:  # below: as far as the context reaches
-            made["max_tokens"] = most
-        self.names = names  # from now on: errors so far name fields of this body
-        return made
+        return TextRequest(
+            model=body.get("model"),
+            sampling=take_sampling(
+                {**fields, "n": 1},
+                # Below 0: as far as the context reaches.
+                max_tokens=None if most is None or most < 0 else most,
+            ),
+            queue=take_queue({name: body.get(name) for name in QUEUED}),
+            stream=take_bool(body, "stream"),
+            prompt_name="input_prefix",
+            limit_name="n_predict",
+            names=_NAMES,
+            gaps=(gap,),
+            ignored=tuple(ignored),
+        )
 
     def answer(
-        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer:
         return _Answer(call, _Writer(call.card.id))
 
 
-def _text(body: dict[str, Any], name: str) -> str:
+def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
         raise wrong_type(name, "a string")
     return value or ""
 
 
-def _files(body: dict[str, Any]) -> list[tuple[str, str]]:
+def _files(body: Mapping[str, Any]) -> list[tuple[str, str]]:
     value = body.get("input_extra")
     if value is None:
         return []
@@ -74,14 +86,14 @@ def _files(body: dict[str, Any]) -> list[tuple[str, str]]:
         raise wrong_type("input_extra", "a list")
     if len(value) > MAX_FILES:
         raise invalid(f"input_extra takes at most {MAX_FILES} files", "input_extra")
-    found = []
+    files = []
     for i, item in enumerate(value):
         text = item.get("text") if isinstance(item, dict) else None
         name = (item.get("filename") if isinstance(item, dict) else None) or "tmp"
         if not isinstance(text, str) or not isinstance(name, str):
             raise wrong_type(f"input_extra[{i}]", "an object with the strings text and filename")
-        found.append((name, text))
-    return found
+        files.append((name, text))
+    return files
 
 
 class _Writer:
@@ -143,7 +155,7 @@ class _Answer(ItemAnswer):
 
 async def infill(context: ApiContext, exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
-    await generate(context, exchange, chat=False, request=InfillRequest(context))
+    await generate(context, exchange, InfillRequest(context))
 
 
 ROUTES = (

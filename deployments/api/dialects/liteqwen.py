@@ -1,6 +1,6 @@
 """The routes of liteqwen: /chat, /stream_chat_post and /stop_generate, read into a chat."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,11 +17,14 @@ from deployments.api.context import ApiContext
 from deployments.api.fields.generation import QUEUED
 from deployments.api.fields.liteqwen import CHAT, KWARGS, MAX_HISTORY, STOP
 from deployments.api.generate import DialectRequest, generate
-from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.generation.call import GenerationCall
+from deployments.api.generation.messages import ChatBuilder, read_message, read_role
+from deployments.api.generation.request import ChatRequest
+from deployments.api.generation.sampling import take_sampling
+from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import NOT_FOUND, ApiError, invalid, wrong_type
 from deployments.api.http.exchange import MAX_REQUEST_ID, HttpExchange, request_id
 from deployments.api.output.step_parser import Event
-from deployments.api.renaming import Renaming
 from deployments.api.route import EVENTS, NAMES, QUEUES, READS, Operation, Route
 from deployments.api.stream.event_ids import LAST, EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Usage, Wire
@@ -43,44 +46,46 @@ _LIVE = ("waiting", "running")
 
 
 class LiteqwenRequest(DialectRequest):
-    def __init__(self, context: ApiContext, *, stream: bool) -> None:
-        super().__init__()
-        self._context, self._stream = context, stream
-        self._body: dict[str, Any] = {}
-        self._kwargs: dict[str, Any] = {}
+    """A request to /chat or /stream_chat_post."""
 
-    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        options = self._context.options
-        self.ignored = check_names(body, CHAT.known, strict=options.strict)
+    def __init__(self, context: ApiContext, *, stream: bool) -> None:
+        self._context, self._stream = context, stream
+        self._body: Mapping[str, Any] = {}
+        self._kwargs: Mapping[str, Any] = {}
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        ignored = check_names(body, CHAT.known, strict=self._context.options.strict)
         kwargs = body.get("gen_kwargs")
         if kwargs is None:
             kwargs = {}
         if not isinstance(kwargs, dict):
             raise wrong_type("gen_kwargs", "an object")
-        self.ignored += name_fields((n for n in kwargs if n not in KWARGS), "gen_kwargs.")
+        ignored += name_fields((n for n in kwargs if n not in KWARGS), "gen_kwargs.")
         self._body, self._kwargs = body, kwargs
         query, role = body.get("query"), body.get("role")
         if not isinstance(query, str):
             raise invalid("query must be a string", "query", "invalid_type")
-        names = self.names = Renaming()
-        history = _history(body.get("history"), names)
-        names.add("messages", "query")
-        names.add(f"messages[{len(history)}]", "query")
-        names.add(f"messages[{len(history)}].role", "role")
-        turn = {"role": "user" if role is None else role, "content": query}
-        chat: dict[str, Any] = {"messages": [*history, turn], "n": 1, "stream": self._stream}
-        chat |= {name: body[name] for name in ("user", *QUEUED) if name in body}
-        for name, same in _SAME.items():
-            if kwargs.get(name) is not None:
-                chat[same] = kwargs[name]
-                names.add(same, f"gen_kwargs.{name}")
-        if take_bool(kwargs, "return_logits"):
-            chat |= {"logprobs": True, "top_logprobs": MAX_LOGPROBS}
+        builder = ChatBuilder(ignored)
+        _add_history(builder, body.get("history"))
+        role = read_role("user" if role is None else role, "role")
+        builder.add(role, "query", query)
+        if role == "tool":
+            builder.check_answered(None, "query.tool_call_id")
+        given = [name for name in _SAME if kwargs.get(name) is not None]
+        fields = {_SAME[name]: kwargs[name] for name in given}
         for name in ("max_length", "max_new_tokens"):
-            names.add(name, f"gen_kwargs.{name}")
             take_int(kwargs, name, 1, 2**31 - 1)
-        chat["model"] = self._model(body.get("model"))
-        return chat
+        logprobs = MAX_LOGPROBS if take_bool(kwargs, "return_logits") else None
+        return ChatRequest(
+            model=self._model(body.get("model")),
+            sampling=take_sampling({**fields, "n": 1}, logprobs=logprobs),
+            queue=take_queue({name: body.get(name) for name in ("user", *QUEUED)}),
+            stream=self._stream,
+            prompt_name="query",
+            names={"messages": "query", **{_SAME[name]: f"gen_kwargs.{name}" for name in given}},
+            messages=builder.finish("query"),
+            ignored=tuple(ignored),
+        )
 
     def _model(self, name: Any) -> Any:
         adapter = take_str(self._kwargs, "adapter_name", 1024)
@@ -107,7 +112,7 @@ class LiteqwenRequest(DialectRequest):
             )
 
     def answer(
-        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer:
         kwargs, tokenizer, limit = self._kwargs, call.tokenizer, call.card.max_model_len
         (prompt,) = call.prompts
@@ -139,7 +144,7 @@ class LiteqwenWriter:
     """The answer, as events {text, delta, logits, code, flag} and as a whole. begin: what the
     caller has the reply begin with."""
 
-    def __init__(self, body: dict[str, Any], begin: str, *, logits: bool) -> None:
+    def __init__(self, body: Mapping[str, Any], begin: str, *, logits: bool) -> None:
         self.wire = Wire()
         self._body, self._begin = body, begin
         self._text = ""
@@ -208,11 +213,11 @@ class _Answer(ItemAnswer):
 
 
 async def chat(context: ApiContext, exchange: HttpExchange) -> None:
-    await generate(context, exchange, chat=True, request=LiteqwenRequest(context, stream=False))
+    await generate(context, exchange, LiteqwenRequest(context, stream=False))
 
 
 async def stream_chat(context: ApiContext, exchange: HttpExchange) -> None:
-    await generate(context, exchange, chat=True, request=LiteqwenRequest(context, stream=True))
+    await generate(context, exchange, LiteqwenRequest(context, stream=True))
 
 
 async def stop(context: ApiContext, exchange: HttpExchange) -> None:
@@ -235,34 +240,32 @@ async def stop(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer(200, msgspec.json.encode({"request_id": id, "stopped": count}))
 
 
-def _request_id(body: dict[str, Any]) -> str | None:
+def _request_id(body: Mapping[str, Any]) -> str | None:
     given = take_str(body, "request_id", MAX_REQUEST_ID)
     if given is not None and request_id([given.encode()]) != given:
         raise invalid("request_id takes letters, digits and . _ : - alone", "request_id")
     return given
 
 
-def _history(value: Any, names: Renaming) -> list[Any]:
-    """Messages, of these or of [question, answer] pairs."""
+def _add_history(builder: ChatBuilder, value: Any) -> None:
+    """Add messages, of these or of [question, answer] pairs. Raises ApiError 400."""
     if value is None:
-        return []
+        return
     if not isinstance(value, list):
         raise wrong_type("history", "a list of messages, or of [question, answer] pairs")
     if len(value) > MAX_HISTORY:
         raise invalid(f"history takes at most {MAX_HISTORY} items", "history")
-    found: list[Any] = []
     for i, item in enumerate(value):
-        names.add(f"messages[{len(found)}]", f"history[{i}]")
+        place = f"history[{i}]"
         if type(item) is not type(value[0]):
-            raise wrong_type(f"history[{i}]", "of the same kind as history[0]")
+            raise wrong_type(place, "of the same kind as history[0]")
         if isinstance(item, list):
             if len(item) != 2 or not all(isinstance(text, str) for text in item):
-                raise wrong_type(f"history[{i}]", "a question and an answer")
-            found.append({"role": "user", "content": item[0]})
-            found.append({"role": "assistant", "content": item[1]})
+                raise wrong_type(place, "a question and an answer")
+            builder.add("user", place, item[0])
+            builder.add("assistant", place, item[1])
         else:
-            found.append(item)
-    return found
+            builder.messages.append(read_message(item, place, builder))
 
 
 ROUTES = (

@@ -1,7 +1,9 @@
-"""check_messages: the chat of a request, validated, in the form that templates expect."""
+"""ChatBuilder: the messages of a chat as a dialect reads them, within the bounds of all dialects.
+check_messages: the messages of OpenAI's dialect."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 from deployments.api.bounds import (
     MAX_CALLS,
@@ -11,10 +13,26 @@ from deployments.api.bounds import (
     MAX_PARTS,
     ROLES,
 )
+from deployments.api.generation.request import (
+    ChatMessage,
+    ContentPart,
+    MediaPart,
+    TextPart,
+    ToolCall,
+)
 from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
 from deployments.api.http.json_body import MAX_CONTAINERS, parse_inner
 
-_MODALITIES = ("image_url", "input_image", "input_audio", "audio_url", "video_url", "file")
+_MOST_IGNORED = 16
+# The types of parts that are no text.
+_MEDIA: Mapping[str, Literal["image", "audio", "video", "file"]] = {
+    "image_url": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+    "file": "file",
+}
 # What answers carry and callers send back; of no use to a template.
 _ECHOED = frozenset({"refusal", "annotations", "audio", "function_call", "id", "parsed"})
 _KNOWN = frozenset(
@@ -25,15 +43,149 @@ _KNOWN = frozenset(
 )
 
 
-def check_messages(value: Any, ignored: list[str]) -> list[dict[str, Any]]:
-    """Return the messages with string contents and decoded tool arguments.
+class ChatBuilder:
+    """The messages of a chat so far, with the counts that bound them.
 
-    Unused keys go to ignored. Several text parts become one string, in order and with nothing
-    between them. Large chats belong in a thread.
+    ignored: the list that names of things without effect are added to
+    """
+
+    def __init__(self, ignored: list[str]) -> None:
+        self.messages: list[ChatMessage] = []
+        self._ignored = ignored
+        self._asked: set[str] = set()  # ids of calls, which may be answered
+        self._parts = self._calls = 0
+        # Brackets in tools' arguments, JSON in a string that was not counted with the body.
+        self._brackets = 0
+
+    def add(self, role: str, place: str, text: str | None = None) -> None:
+        """Add a message, with one text as its content or with none."""
+        content = None if text is None else (TextPart(text),)
+        self.messages.append(ChatMessage(role, place, content))
+
+    def change(self, **fields: Any) -> None:
+        """Change fields of the last message."""
+        self.messages[-1] = replace(self.messages[-1], **fields)
+
+    def ignore(self, path: str) -> None:
+        """Name something without effect, unless many are named already."""
+        if len(self._ignored) < _MOST_IGNORED:
+            self._ignored.append(path)
+
+    def content(self, parts: Any, path: str) -> tuple[TextPart, ...]:
+        """Return the checked parts of a list. Raises ApiError 400."""
+        if not 1 <= len(parts) <= MAX_MESSAGE_PARTS:
+            raise invalid(f"{path} must have 1 to {MAX_MESSAGE_PARTS} parts", path)
+        self._parts += len(parts)
+        if self._parts > MAX_PARTS:
+            raise invalid(f"messages may have at most {MAX_PARTS} parts together", path)
+        return tuple([_read_text(part, f"{path}[{i}]") for i, part in enumerate(parts)])
+
+    def count_calls(self, new: int, whole: int, path: str) -> None:
+        """Count tool calls of a message. Raises ApiError 400.
+
+        new: the calls that are counted now
+        whole: the calls of the message with these
+        """
+        if whole > MAX_MESSAGE_CALLS:
+            raise invalid(f"{path} may have at most {MAX_MESSAGE_CALLS} items", path)
+        self._calls += new
+        if self._calls > MAX_CALLS:
+            raise invalid(f"messages may have at most {MAX_CALLS} tool calls together", path)
+
+    def call(self, id: str, name: str, arguments: Any, path: str) -> ToolCall:
+        """Return a tool call, whose id may be answered from now on. Raises ApiError 400.
+
+        arguments: an object, or JSON in a string
+        path: the client's name of the arguments
+        """
+        self._asked.add(id)
+        return ToolCall(id, name, self._arguments(arguments, path))
+
+    def check_answered(self, id: Any, path: str) -> str:
+        """Return the id of an earlier tool call. Raises ApiError 400."""
+        if not isinstance(id, str) or id not in self._asked:
+            raise invalid(
+                f"{path} must be the id of a tool call in an earlier message",
+                path,
+                "invalid_tool_call_id",
+            )
+        return id
+
+    def finish(self, name: str = "messages") -> tuple[ChatMessage, ...]:
+        """Return the messages. name: the client's name of the list. Raises ApiError 400."""
+        check_count(self.messages, name)
+        empty = (TextPart(""),)
+        return tuple(
+            [
+                message
+                if message.content is not None or message.tool_calls
+                else replace(message, content=empty)
+                for message in self.messages
+            ]
+        )
+
+    def _arguments(self, value: Any, path: str) -> Any:
+        """Return a tool call's arguments as an object, which templates print."""
+        if value is None or value == "":
+            return {}
+        if isinstance(value, str):
+            self._brackets += value.count("[") + value.count("{")
+            if self._brackets > MAX_CONTAINERS:
+                raise invalid(
+                    f"the arguments of tool calls may have at most {MAX_CONTAINERS} lists and "
+                    "objects together",
+                    path,
+                    "json_too_large",
+                )
+            try:
+                value = parse_inner(value)
+            except ApiError as error:
+                if error.code != "invalid_json":
+                    raise invalid(f"{path}: {error.message}", path, error.code) from None
+        if isinstance(value, dict):
+            return value
+        # A model wrote it. Refused, it would end the conversation: the history keeps it for good.
+        self.ignore(path)
+        return {"_raw": value}
+
+
+def read_part(part: Any, path: str) -> ContentPart:
+    """Return a content part. Raises ApiError 400."""
+    if not isinstance(part, dict):
+        raise wrong_type(path, "an object with a type")
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in _MEDIA:
+        return MediaPart(_MEDIA[kind], part)
+    if kind not in ("text", "refusal"):
+        raise invalid(f'{path}.type must be "text"', f"{path}.type")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise wrong_type(f"{path}.{kind}", "a string")
+    return TextPart(text)
+
+
+def _read_text(value: Any, path: str) -> TextPart:
+    part = read_part(value, path)
+    if isinstance(part, TextPart):
+        return part
+    raise no_media(f"{path}.type")
+
+
+def no_media(path: str, message: str = "the models served here take text only") -> ApiError:
+    """Return the error for content that is no text."""
+    return invalid(message, path, "modality_not_supported")
+
+
+def check_messages(value: Any, ignored: list[str]) -> tuple[ChatMessage, ...]:
+    """Return the messages of a list in OpenAI's form, with decoded tool arguments.
+
+    Unused keys go to ignored. Large chats belong in a thread.
     Raises ApiError 400 naming the part at fault, e.g. ``messages[0].content[1].type``.
     """
-    seen = _ChatState(ignored)
-    return [_message(item, f"messages[{i}]", seen) for i, item in enumerate(take_messages(value))]
+    builder = ChatBuilder(ignored)
+    for i, item in enumerate(take_messages(value)):
+        builder.messages.append(read_message(item, f"messages[{i}]", builder))
+    return tuple(builder.messages)
 
 
 def take_messages(value: Any) -> list[Any]:
@@ -42,122 +194,89 @@ def take_messages(value: Any) -> list[Any]:
         raise invalid("messages is required", "messages", "missing_field")
     if not isinstance(value, list):
         raise wrong_type("messages", "a list")
-    if not 1 <= len(value) <= MAX_MESSAGES:
-        raise invalid(f"messages must have 1 to {MAX_MESSAGES} items", "messages")
+    check_count(value, "messages")
     return value
 
 
-@dataclass(slots=True)
-class _ChatState:
-    """The counts and tool call ids of the messages so far.
-
-    asked: the tool call ids that may be answered
-    brackets: the brackets in tools' arguments, JSON in a string that was not counted with the body
-    """
-
-    ignored: list[str]
-    asked: set[str] = field(default_factory=set)
-    parts: int = 0
-    calls: int = 0
-    brackets: int = 0
+def check_count(messages: Sequence[object], name: str) -> None:
+    """Check the number of messages. Raises ApiError 400."""
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise invalid(f"{name} must have 1 to {MAX_MESSAGES} items", name)
 
 
-def _message(item: Any, path: str, seen: _ChatState) -> dict[str, Any]:
+def read_message(item: Any, path: str, builder: ChatBuilder) -> ChatMessage:
+    """Return a message in OpenAI's form. path: the client's name of it. Raises ApiError 400."""
     if not isinstance(item, dict):
         raise wrong_type(path, "an object")
-    given = item.get("role")
-    if given is None:
-        raise invalid(f"{path}.role is required", f"{path}.role", "missing_field")
-    if not isinstance(given, str):
-        raise wrong_type(f"{path}.role", "a string")
-    role = ROLES.get(given)
-    if role is None:
-        raise invalid(
-            f"{path}.role {shown(given)} is unknown; use one of {', '.join(ROLES)}", f"{path}.role"
-        )
-    message: dict[str, Any] = {"role": role}
+    role = read_role(item.get("role"), f"{path}.role")
     calls = item.get("tool_calls") if role == "assistant" else None
     content = item.get("content")
     if role == "assistant" and (content == [] or (content is None and not calls)):
-        content = _unsaid(item, path)
-    if content is not None:
-        message["content"] = _content(content, f"{path}.content", seen)
+        content = _unsaid(item.get("refusal"), path)
+    parts: tuple[TextPart, ...] | None = None
+    if isinstance(content, str):
+        parts = (TextPart(content),)
+    elif content is not None:
+        if not isinstance(content, list):
+            raise wrong_type(f"{path}.content", "a string or a list of parts")
+        parts = builder.content(content, f"{path}.content")
     elif not calls:
         raise invalid(f"{path}.content is required", f"{path}.content", "missing_field")
     for name in ("name", "reasoning_content", "reasoning"):
-        if (value := item.get(name)) is not None:
-            if not isinstance(value, str):
-                raise wrong_type(f"{path}.{name}", "a string")
-            message[name] = value
-    if calls:
-        message["tool_calls"] = _tool_calls(calls, f"{path}.tool_calls", seen)
+        if not isinstance(item.get(name), str | None):
+            raise wrong_type(f"{path}.{name}", "a string")
+    tool_calls = _tool_calls(calls, f"{path}.tool_calls", builder) if calls else ()
+    answered = None
     if role == "tool":
-        answered = item.get("tool_call_id")
-        if not isinstance(answered, str) or answered not in seen.asked:
-            raise invalid(
-                f"{path}.tool_call_id must be the id of a tool call in an earlier message",
-                f"{path}.tool_call_id",
-                "invalid_tool_call_id",
-            )
-        message["tool_call_id"] = answered
+        answered = builder.check_answered(item.get("tool_call_id"), f"{path}.tool_call_id")
+    message = ChatMessage(
+        role,
+        path,
+        parts,
+        item.get("name"),
+        item.get("reasoning_content"),
+        item.get("reasoning"),
+        tool_calls,
+        answered,
+    )
     for name in item:
-        told = name in _KNOWN or (name == "refusal" and message.get("content") == item[name])
-        if not told and (name not in _ECHOED or item[name]) and len(seen.ignored) < 16:
+        known = name in _KNOWN
+        if not known and (name not in _ECHOED or item[name]):
+            if name == "refusal" and parts is not None and message.text == item[name]:
+                continue
             safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "?" for c in name)
-            seen.ignored.append(f"{path}.{safe[:64]}")
+            builder.ignore(f"{path}.{safe[:64]}")
     return message
 
 
-def _unsaid(item: dict[str, Any], path: str) -> str:
+def read_role(role: Any, path: str) -> str:
+    """Return the role as templates know it. Raises ApiError 400."""
+    if role is None:
+        raise invalid(f"{path} is required", path, "missing_field")
+    if not isinstance(role, str):
+        raise wrong_type(path, "a string")
+    known = ROLES.get(role)
+    if known is None:
+        raise invalid(f"{path} {shown(role)} is unknown; use one of {', '.join(ROLES)}", path)
+    return known
+
+
+def _unsaid(refusal: Any, path: str) -> str:
     """Return the content of an assistant's message that has none: its refusal, or nothing.
 
     Clients send back answers of reasoning alone and empty ones like this. Some clients leave out
     what is null or empty.
     """
-    refusal = item.get("refusal")
     if refusal is not None and not isinstance(refusal, str):
         raise wrong_type(f"{path}.refusal", "a string")
     return refusal or ""
 
 
-def _content(content: Any, path: str, seen: _ChatState) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong_type(path, "a string or a list of parts")
-    if not 1 <= len(content) <= MAX_MESSAGE_PARTS:
-        raise invalid(f"{path} must have 1 to {MAX_MESSAGE_PARTS} parts", path)
-    seen.parts += len(content)
-    if seen.parts > MAX_PARTS:
-        raise invalid(f"messages may have at most {MAX_PARTS} parts together", path)
-    return "".join([_part(part, f"{path}[{i}]") for i, part in enumerate(content)])
-
-
-def _part(part: Any, path: str) -> str:
-    if not isinstance(part, dict):
-        raise wrong_type(path, "an object with a type")
-    kind = part.get("type")
-    if kind in _MODALITIES:
-        raise invalid(
-            "the models served here take text only", f"{path}.type", "modality_not_supported"
-        )
-    if kind not in ("text", "refusal"):
-        raise invalid(f'{path}.type must be "text"', f"{path}.type")
-    text = part.get(kind)
-    if not isinstance(text, str):
-        raise wrong_type(f"{path}.{kind}", "a string")
-    return text
-
-
-def _tool_calls(calls: Any, path: str, seen: _ChatState) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, path: str, builder: ChatBuilder) -> tuple[ToolCall, ...]:
     if not isinstance(calls, list):
         raise wrong_type(path, "a list")
-    if len(calls) > MAX_MESSAGE_CALLS:
-        raise invalid(f"{path} may have at most {MAX_MESSAGE_CALLS} items", path)
-    seen.calls += len(calls)
-    if seen.calls > MAX_CALLS:
-        raise invalid(f"messages may have at most {MAX_CALLS} tool calls together", path)
-    found = []
+    builder.count_calls(len(calls), len(calls), path)
+    read = []
     for i, call in enumerate(calls):
         here = f"{path}[{i}]"
         kind = call.get("type", "function") if isinstance(call, dict) else None
@@ -168,45 +287,10 @@ def _tool_calls(calls: Any, path: str, seen: _ChatState) -> list[dict[str, Any]]
             raise wrong_type(f"{here}.id", "a string")
         if not isinstance(function.get("name"), str):
             raise wrong_type(f"{here}.{kind}.name", "a string")
-        seen.asked.add(call["id"])
         if kind == "custom":
             arguments: Any = {"input": function.get("input") or ""}
         else:
-            arguments = _arguments(function.get("arguments"), f"{here}.function.arguments", seen)
-        found.append(
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {
-                    "name": function["name"],
-                    "arguments": arguments,
-                },
-            }
-        )
-    return found
-
-
-def _arguments(value: Any, path: str, seen: _ChatState) -> Any:
-    """Return a tool call's arguments as an object, which templates print, from JSON in a string."""
-    if value is None or value == "":
-        return {}
-    if isinstance(value, str):
-        seen.brackets += value.count("[") + value.count("{")
-        if seen.brackets > MAX_CONTAINERS:
-            raise invalid(
-                f"the arguments of tool calls may have at most {MAX_CONTAINERS} lists and objects "
-                "together",
-                path,
-                "json_too_large",
-            )
-        try:
-            value = parse_inner(value)
-        except ApiError as error:
-            if error.code != "invalid_json":
-                raise invalid(f"{path}: {error.message}", path, error.code) from None
-    if isinstance(value, dict):
-        return value
-    # A model wrote it. Refused, it would end the conversation: the history keeps it for good.
-    if len(seen.ignored) < 16:
-        seen.ignored.append(path)
-    return {"_raw": value}
+            arguments = function.get("arguments")
+        where = f"{here}.function.arguments"
+        read.append(builder.call(call["id"], function["name"], arguments, where))
+    return tuple(read)

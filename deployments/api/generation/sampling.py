@@ -1,6 +1,7 @@
-"""sampling_params: from a request's fields to SamplingParams, with its own names in errors."""
+"""RequestedSampling: how a client wants tokens to be chosen."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -12,7 +13,6 @@ from engine.errors import InvalidRequest
 from engine.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_STOP_BYTES,
     RANGES,
     SamplingParams,
@@ -26,96 +26,101 @@ _AS_GIVEN = SAMPLING.keys() - {
 }
 
 
-def sampling_params(
-    body: dict[str, Any],
-    *,
-    max_tokens: int | None,
-    chat: bool,
-    defaults: Mapping[str, float] | None = None,
-) -> SamplingParams:
-    """Defaults are the model's, then OpenAI's; null is the default. max_tokens: the route's
-    default. defaults: of the model (`Tokenizer.sampling_defaults`).
+@dataclass(frozen=True, slots=True)
+class RequestedSampling:
+    """How a client wants tokens to be chosen.
 
-    chat: logprobs is a boolean with top_logprobs beside it.
-    Raises ApiError 400 naming the field.
+    values: the values of the fields of SamplingParams, whose ranges are not yet checked
+    bad_words: texts that the output may not have
+    suppressed: token ids that the output may not have
     """
-    body = _one_name_each(body)
-    given: dict[str, Any] = dict(defaults or {})
-    given |= {name: body[name] for name in _AS_GIVEN & body.keys() if body[name] is not None}
-    if given.get("stop") == "":
-        del given["stop"]
-    limit_name = "max_tokens"
-    if (limit := body.get("max_tokens")) is None:
-        limit = max_tokens
-    if (other := body.get("max_completion_tokens")) is not None:
-        # Type first: true == 1 must not pass as agreement.
-        if body.get("max_tokens") is not None and (type(limit), limit) != (type(other), other):
-            raise invalid(
-                "max_tokens and max_completion_tokens differ; give one of them",
-                "max_completion_tokens",
-                "conflicting_fields",
-            )
-        limit, limit_name = other, "max_completion_tokens"
-    given["max_tokens"] = limit
-    if (top_k := body.get("top_k")) is not None:
-        # -1 is how other servers spell "all".
-        given["top_k"] = 0 if type(top_k) is int and top_k == -1 else top_k
-    if (bias := body.get("logit_bias")) is not None:
-        given["logit_bias"] = _logit_bias(bias)
-    if chat:
-        given["logprobs"] = _chat_logprobs(body)
-    elif body.get("logprobs") is not False:
-        given["logprobs"] = take_int(body, "logprobs", 0, MAX_LOGPROBS)
-    try:
-        return SamplingParams(**given)
-    except InvalidRequest as error:
-        if error.param == "max_tokens":
-            message = error.message.replace("max_tokens", limit_name, 1)
-            raise invalid(message, limit_name, error.code) from None
-        raise invalid(error.message, error.param, error.code) from None
 
+    values: Mapping[str, Any]
+    bad_words: list[str] | None = None
+    suppressed: list[int] | None = None
 
-def add_bad_words(
-    params: SamplingParams, body: dict[str, Any], tokenizer: Tokenizer
-) -> SamplingParams:
-    """Return params with `bad_words` (texts) and `suppress_tokens` (ids) of a body among its
-    `bad_words_ids`.
+    @property
+    def size(self) -> int:
+        """The number of characters of text that cost as much to encode as the bad words."""
+        return _WORD_CHARS * len(self.bad_words or ())
 
-    A word is banned as the tokenizer writes it at the beginning of a text, behind a space and
-    behind a line break. Raises ApiError 400.
-    """
-    words, single = body.get("bad_words"), body.get("suppress_tokens")
-    if words is None and single is None:
-        return params
-    sequences = [list(ids) for ids in params.bad_words_ids]
-    if single is not None:
-        if not isinstance(single, list) or not all(type(token) is int for token in single):
-            raise wrong_type("suppress_tokens", "a list of token ids")
-        sequences += [[token] for token in single]
-    if words is not None:
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise wrong_type("bad_words", "a list of strings")
-        if len(words) > MAX_BAD_WORDS:
-            raise invalid(f"bad_words takes at most {MAX_BAD_WORDS} strings", "bad_words")
-        for index, word in enumerate(words):
-            if not word.strip() or len(word.encode()) > MAX_STOP_BYTES:
-                raise invalid(
-                    f"bad_words[{index}] must have 1 to {MAX_STOP_BYTES} bytes, and not only "
-                    "white space",
-                    "bad_words",
-                )
+    def params(self, tokenizer: Tokenizer) -> SamplingParams:
+        """Return the params for a model, whose own defaults go first. Raises InvalidRequest."""
+        params = SamplingParams(**{**tokenizer.sampling_defaults, **self.values})
+        if self.bad_words is None and self.suppressed is None:
+            return params
+        sequences = [list(ids) for ids in params.bad_words_ids]
+        sequences += [[token] for token in self.suppressed or ()]
+        for word in self.bad_words or ():
             sequences += _ways_to_write(word.lstrip(), tokenizer)
-    try:
-        return msgspec.structs.replace(params, bad_words_ids=sequences)
-    except InvalidRequest as error:
-        name = "bad_words" if words else "suppress_tokens"
-        raise invalid(error.message.replace("bad_words_ids", name), name, error.code) from None
+        try:
+            return msgspec.structs.replace(params, bad_words_ids=sequences)
+        except InvalidRequest as error:
+            name = "bad_words" if self.bad_words else "suppress_tokens"
+            message = error.message.replace("bad_words_ids", name)
+            raise InvalidRequest(message, param=name, code=error.code) from None
 
 
-def bad_words_size(body: dict[str, Any]) -> int:
-    """Return how many characters of text cost as much to encode as a body's `bad_words`."""
-    words = body.get("bad_words")
-    return _WORD_CHARS * len(words) if isinstance(words, list) else 0
+def take_sampling(
+    fields: Mapping[str, Any], *, max_tokens: Any = None, logprobs: int | None = None
+) -> RequestedSampling:
+    """Read the fields that say how tokens are chosen, by our names; null is the default.
+
+    max_tokens: the limit of output tokens; None: as far as the context reaches
+    logprobs: the alternatives to each token that are named; None: no log-probabilities
+
+    Raises ApiError 400.
+    """
+    values = {name: fields[name] for name in _AS_GIVEN & fields.keys() if fields[name] is not None}
+    if values.get("stop") == "":
+        del values["stop"]
+    values["max_tokens"] = max_tokens
+    values["logprobs"] = logprobs
+    if (top_k := fields.get("top_k")) is not None:
+        # -1 is how other servers spell "all".
+        values["top_k"] = 0 if type(top_k) is int and top_k == -1 else top_k
+    if (bias := fields.get("logit_bias")) is not None:
+        values["logit_bias"] = _logit_bias(bias)
+    words, single = fields.get("bad_words"), fields.get("suppress_tokens")
+    if words is None and single is None:
+        return RequestedSampling(values)
+    if single is not None and not (
+        isinstance(single, list) and all(type(token) is int for token in single)
+    ):
+        raise wrong_type("suppress_tokens", "a list of token ids")
+    if words is not None:
+        _check_words(words)
+    return RequestedSampling(values, words, single)
+
+
+def _check_words(words: Any) -> None:
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise wrong_type("bad_words", "a list of strings")
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid(f"bad_words takes at most {MAX_BAD_WORDS} strings", "bad_words")
+    for index, word in enumerate(words):
+        if not word.strip() or len(word.encode()) > MAX_STOP_BYTES:
+            raise invalid(
+                f"bad_words[{index}] must have 1 to {MAX_STOP_BYTES} bytes, and not only "
+                "white space",
+                "bad_words",
+            )
+
+
+def one_name_each(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body with other servers' names of fields replaced by ours. Raises ApiError 400."""
+    others = [name for name in SAME_FIELDS if body.get(name) is not None]
+    if not others:
+        return body
+    fields = dict(body)
+    for name in sorted(others):
+        own, value = SAME_FIELDS[name], body[name]
+        low, high = RANGES[own]
+        take_int(body, name, int(low), int(high))
+        if fields.get(own) is not None and (type(fields[own]), fields[own]) != (int, value):
+            raise invalid(f"{own} and {name} differ; give one of them", name, "conflicting_fields")
+        fields[own] = value
+    return fields
 
 
 def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:
@@ -128,42 +133,16 @@ def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:
     return [ids for index, ids in enumerate(ways) if ids and ids not in ways[:index]]
 
 
-def _one_name_each(body: dict[str, Any]) -> dict[str, Any]:
-    """The body with other servers' names of fields replaced by ours. Raises ApiError 400."""
-    others = {name for name in SAME_FIELDS.keys() & body.keys() if body[name] is not None}
-    if not others:
-        return body
-    made = dict(body)
-    for name in sorted(others):
-        own, value = SAME_FIELDS[name], body[name]
-        low, high = RANGES[own]
-        take_int(body, name, int(low), int(high))
-        if made.get(own) is not None and (type(made[own]), made[own]) != (int, value):
-            raise invalid(f"{own} and {name} differ; give one of them", name, "conflicting_fields")
-        made[own] = value
-    return made
-
-
-def _chat_logprobs(body: dict[str, Any]) -> int | None:
-    wanted = body.get("logprobs")
-    if wanted is not None and not isinstance(wanted, bool):
-        raise wrong_type("logprobs", "true or false")
-    top = take_int(body, "top_logprobs", 0, MAX_LOGPROBS)
-    if top and not wanted:
-        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    return (top or 0) if wanted else None
-
-
 def _logit_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, dict):
         raise wrong_type("logit_bias", "an object from token ids to numbers")
     if len(bias) > MAX_LOGIT_BIAS:
         raise invalid(f"logit_bias takes at most {MAX_LOGIT_BIAS} entries", "logit_bias")
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise invalid("each key of logit_bias must be a token id", "logit_bias")
-        found[int(key)] = value
-    if len(found) != len(bias):
+        biases[int(key)] = value
+    if len(biases) != len(bias):
         raise invalid("logit_bias names a token twice", "logit_bias", "duplicate_key")
-    return found
+    return biases

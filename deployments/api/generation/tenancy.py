@@ -1,7 +1,9 @@
-"""What a request says of itself beside its content: whose it is, how urgent, and until when it is
-of use."""
+"""QueueFields: what a request says of itself beside its content: whose it is, how urgent, and until
+when it is of use."""
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from deployments.api.body_fields import take_int, take_str
@@ -15,41 +17,76 @@ DEADLINE_HEADER = "x-deadline-seconds"
 _MAX_KEY = 256  # bytes of a name that goes into the key
 
 
-def key_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOptions) -> str:
-    """The tenant of a request, by `options.share_by`; "" for requests that name none."""
+@dataclass(frozen=True, slots=True)
+class QueueFields:
+    """What a request says of itself beside its content.
+
+    user: the name of the caller's user
+    deadline: seconds until the answer must have ended
+    priority: smaller runs earlier
+    cache_salt: the name of the prefix cache's part for this request; "" for the common one
+    """
+
+    user: str | None = None
+    deadline: float | None = None
+    priority: int | None = None
+    cache_salt: str = ""
+
+
+def take_queue(body: Mapping[str, Any]) -> QueueFields:
+    """Read the fields of a body that say how its request is queued. Raises ApiError 400."""
+    user = body.get("user")
+    salt = take_str(body, "cache_salt", MAX_SALT_BYTES)
+    if salt == "":
+        raise invalid("cache_salt must not be empty", "cache_salt")
+    return QueueFields(
+        user if isinstance(user, str) else None,
+        take_deadline(body),
+        take_int(body, "priority", LEAST_PRIORITY, 2**31 - 1),
+        salt or "",
+    )
+
+
+def take_deadline(body: Mapping[str, Any]) -> float | None:
+    """Return the seconds until the answer must have ended; None: any. Raises ApiError 400."""
+    seconds = body.get(DEADLINE)
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise wrong_type(DEADLINE, "a number")
+    return _checked(seconds, DEADLINE)
+
+
+def key_of(exchange: HttpExchange, user: str | None, options: ApiOptions) -> str:
+    """Return the tenant of a request, by `options.share_by`; "" for requests that name none."""
     if exchange.caller.tenant:
         return exchange.caller.tenant
     if options.share_by == "api_key":
         return exchange.caller.id
     if options.share_by == "user":
-        user = body.get("user")
-        given = [user.encode()[:_MAX_KEY]] if isinstance(user, str) else []
+        names = [] if user is None else [user.encode()[:_MAX_KEY]]
     else:
-        given = exchange.values(options.share_by.encode())
-    return hashlib.sha256(given[0].strip()).hexdigest()[:32] if given else ""
+        names = exchange.values(options.share_by.encode())
+    return hashlib.sha256(names[0].strip()).hexdigest()[:32] if names else ""
 
 
-def salt_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOptions) -> str:
-    """The root of its prefix-cache blocks: the key's own unless `options.share_prefixes`, with
-    `cache_salt` under it. What is cached tells by its time, and by usage, what others have asked.
+def salt_of(exchange: HttpExchange, salt: str, options: ApiOptions) -> str:
+    """Return the root of a request's prefix-cache blocks.
 
-    Raises ApiError 400 invalid_type, invalid_value.
+    The root is the key's own unless `options.share_prefixes`, with `cache_salt` under it. What is
+    cached tells by its time, and by usage, what others have asked.
     """
-    salt = take_str(body, "cache_salt", MAX_SALT_BYTES)
-    if salt == "":
-        raise invalid("cache_salt must not be empty", "cache_salt")
     own = "" if options.share_prefixes else exchange.caller.id
     # The key's part comes first and has one length: no salt reaches another key's blocks.
-    return f"{own}/{salt or ''}" if own else salt or ""
+    return f"{own}/{salt}" if own else salt
 
 
-def priority_of(exchange: HttpExchange, body: dict[str, Any]) -> int:
-    """Smaller runs earlier; 0 is the usual.
+def allowed_priority(exchange: HttpExchange, priority: int | None) -> int:
+    """Return the priority of a request that names this one.
 
-    Raises ApiError 400 invalid_type, invalid_value; 403 permission_denied: its key has no right to
-    be so urgent.
+    Raises ApiError 403 permission_denied.
     """
-    priority = take_int(body, "priority", LEAST_PRIORITY, 2**31 - 1) or 0
+    priority = priority or 0
     least = exchange.caller.least_priority
     if priority < least:
         raise ApiError(
@@ -63,18 +100,16 @@ def priority_of(exchange: HttpExchange, body: dict[str, Any]) -> int:
     return priority
 
 
-def deadline_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOptions) -> float | None:
-    """When it must have ended, in monotonic seconds: the header or the field, the sooner of both,
-    else the operator's default.
+def deadline_after(
+    exchange: HttpExchange, asked: float | None, options: ApiOptions
+) -> float | None:
+    """Return the deadline of a request in monotonic seconds; None: it has none.
+
+    asked: the seconds that the body names; the header `x-deadline-seconds` may name less
 
     Raises ApiError 400 invalid_type, invalid_value.
     """
-    seconds = options.deadline_s
-    value = body.get(DEADLINE)
-    if value is not None:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise wrong_type(DEADLINE, "a number")
-        seconds = _checked(value, DEADLINE)
+    seconds = options.deadline_s if asked is None else asked
     headers = exchange.values(DEADLINE_HEADER.encode())
     if headers:
         name = DEADLINE_HEADER
@@ -82,7 +117,7 @@ def deadline_of(exchange: HttpExchange, body: dict[str, Any], options: ApiOption
             given = _checked(float(headers[0][:32]), name)
         except ValueError:
             raise wrong_type(name, "a number") from None
-        seconds = given if value is None or seconds is None else min(given, seconds)
+        seconds = given if asked is None or seconds is None else min(given, seconds)
     return None if seconds is None else exchange.began + seconds
 
 

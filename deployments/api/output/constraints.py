@@ -1,5 +1,6 @@
 """RequestedGrammar: what a request limits its output to, read from the fields that say it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,19 +67,30 @@ class RequestedGrammar:
         return Grammar("gbnf" if "::=" in self.value else "lark", self.value), []
 
 
-def take_constraint(body: dict[str, Any]) -> RequestedGrammar | None:
-    """Return the output limit of a request, its contents unchecked; None: any text.
+def take_constraint(body: Mapping[str, Any]) -> RequestedGrammar | None:
+    """Return the output limit of a body in OpenAI's form, its contents unchecked; None: any text.
 
     Raises ApiError 400: invalid_type, invalid_value, missing_field, not_supported;
     conflicting_fields, if there are two.
     """
-    found = [_response_format(body.get("response_format"))]
-    found.append(_structured_outputs(body.get("structured_outputs")))
+    constraints = [
+        take_response_format(body.get("response_format")),
+        take_structured_outputs(body.get("structured_outputs")),
+    ]
     for name, kind in ALIASES.items():
         value = body.get(name)
         # llama.cpp's clients send an empty text where they have no grammar.
-        found.append(None if name == "grammar" and value == "" else _checked(name, kind, value))
-    given = [one for one in found if one is not None]
+        if value is not None and not (name == "grammar" and value == ""):
+            constraints.append(_checked(name, kind, value))
+    return only_constraint(*constraints)
+
+
+def only_constraint(*constraints: RequestedGrammar | None) -> RequestedGrammar | None:
+    """Return the one constraint that is there; None: none is.
+
+    Raises ApiError 400 conflicting_fields, if there are two.
+    """
+    given = [constraint for constraint in constraints if constraint is not None]
     if len(given) > 1:
         raise invalid(
             f"{given[0].where} and {given[1].where} exclude each other; give one of them",
@@ -88,36 +100,50 @@ def take_constraint(body: dict[str, Any]) -> RequestedGrammar | None:
     return given[0] if given else None
 
 
-def _response_format(value: Any) -> RequestedGrammar | None:
+def take_response_format(
+    value: Any, path: str = "response_format", inner: str | None = None
+) -> RequestedGrammar | None:
+    """Return the output limit of a response format; None: any text. Raises ApiError 400.
+
+    path: the client's name of the format
+    inner: the client's name of the object with the schema; None: `json_schema` of the format
+    """
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise wrong_type("response_format", "an object")
+        raise wrong_type(path, "an object")
     kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":  # some servers take a schema beside it
         schema = value.get("schema")
-        where = "response_format" if schema is None else "response_format.schema"
-        found = _checked(where, "json", {"type": "object"} if schema is None else schema)
-        assert found is not None
-        found.ignored = _others(value, "response_format", "type", "schema")
-        return found
+        where = path if schema is None else f"{path}.schema"
+        constraint = schema_constraint({"type": "object"} if schema is None else schema, where)
+        constraint.ignored = _others(value, path, "type", "schema")
+        return constraint
     if kind == "json_schema":
-        return _json_schema(value)
+        if inner is None:
+            return _json_schema(value.get("json_schema"), f"{path}.json_schema")
+        return _json_schema(value, inner, "type")
     if kind == "structural_tag":
-        return _structural_tag(value, "response_format")
+        return _structural_tag(value, path)
     raise invalid(
-        f"response_format of type {shown(kind)} is not supported; text, json_object, json_schema "
+        f"{path} of type {shown(kind)} is not supported; text, json_object, json_schema "
         "and structural_tag are",
-        "response_format.type",
+        f"{path}.type",
         "not_supported",
     )
 
 
-def _json_schema(value: dict[str, Any]) -> RequestedGrammar:
-    path = "response_format.json_schema"
-    inner = value.get("json_schema")
+def schema_constraint(schema: Any, where: str) -> RequestedGrammar:
+    """Return the limit to documents of a JSON schema. Raises ApiError 400."""
+    constraint = _checked(where, "json", schema)
+    assert constraint is not None
+    return constraint
+
+
+def _json_schema(inner: Any, path: str, *beside: str) -> RequestedGrammar:
+    """Return the limit of an object with a name and a schema. beside: other known keys."""
     if not isinstance(inner, dict):
         raise wrong_type(path, "an object")
     name = inner.get("name")
@@ -133,14 +159,14 @@ def _json_schema(value: dict[str, Any]) -> RequestedGrammar:
         raise wrong_type(f"{path}.strict", "true or false")
     if inner.get("schema") is None:
         raise invalid(f"{path}.schema is required", f"{path}.schema", "missing_field")
-    found = _checked(f"{path}.schema", "json", inner["schema"])
-    assert found is not None
-    found.strict = bool(strict)
-    found.ignored = _others(inner, path, "name", "strict", "schema")
-    return found
+    constraint = schema_constraint(inner["schema"], f"{path}.schema")
+    constraint.strict = bool(strict)
+    constraint.ignored = _others(inner, path, "name", "strict", "schema", *beside)
+    return constraint
 
 
-def _structured_outputs(value: Any) -> RequestedGrammar | None:
+def take_structured_outputs(value: Any) -> RequestedGrammar | None:
+    """Return the output limit of vLLM's field `structured_outputs`. Raises ApiError 400."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -226,7 +252,7 @@ def _checked(where: str, kind: ConstraintKind, value: Any) -> RequestedGrammar |
     return RequestedGrammar(where, kind, value)
 
 
-def _others(value: dict[str, Any], path: str, *known: str) -> list[str]:
+def _others(value: Mapping[str, Any], path: str, *known: str) -> list[str]:
     return name_fields(
         (name for name, one in value.items() if name not in known and one is not None), f"{path}."
     )

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from deployments.api.bounds import EFFORTS
@@ -11,6 +12,9 @@ from deployments.api.output.detect import TemplateOutput, template_output
 from deployments.api.output.output_format import OutputFormat
 from deployments.api.output.request import RequestedTools
 from engine.text.tokenizer import Tokenizer
+
+TemplateMessage = dict[str, Any]
+TemplateVariables = dict[str, Any]
 
 # For templates that know nothing of tools.
 _TOOLS = """# Tools
@@ -27,21 +31,35 @@ To call one, write a JSON object with its name and arguments between these tags:
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
+def check_effort(value: Any, name: str = "reasoning_effort") -> str | None:
+    """Return how much a model should think; None: as its template has it. Raises ApiError 400.
+
+    name: the client's name of the field
+    """
+    if value is not None and value not in EFFORTS:
+        raise invalid(f"{name} must be one of {', '.join(EFFORTS)}", name)
+    effort: str | None = value
+    return effort
+
+
 def render_options(
     tokenizer: Tokenizer,
-    body: dict[str, Any],
-    messages: list[dict[str, Any]],
+    messages: list[TemplateMessage],
     tools: RequestedTools | None,
-    shape: dict[str, Any],
+    effort: str | None,
+    variables: Collection[str],
     ignored: list[str],
-) -> dict[str, Any]:
-    """Names for the template beside those in `shape`, which win. Changes messages to the form that
-    this template wants. ignored: fields that it does not read are added.
+) -> TemplateVariables:
+    """Return variables for the template; change messages to the form that this template wants.
 
-    Raises ApiError 400: tools_not_supported, invalid_value.
+    effort: how much the model should think; if the template has no variable for it,
+        `reasoning_effort` is added to `ignored`
+    variables: names that the request itself sets
+
+    Raises ApiError 400 tools_not_supported.
     """
     known = template_output(tokenizer)
-    options: dict[str, Any] = {}
+    options: TemplateVariables = {}
     past = any("tool_calls" in message or message["role"] == "tool" for message in messages)
     if past and known.history is not None:
         messages[:] = _told_history(messages, known.history)
@@ -55,7 +73,7 @@ def render_options(
     elif known.calls is not None:
         options["tools"] = [tool.given for tool in tools.tools]
     elif tools.mode != "none":
-        problems = "".join(f"; {one}" for one in known.problems)
+        problems = "".join(f"; {problem}" for problem in known.problems)
         raise invalid(
             "this model takes no tools: it has no chat template, or one that writes tool calls "
             f"in a format that is not known here{problems}",
@@ -71,24 +89,19 @@ def render_options(
     if known.text_arguments or known.empty_content or known.no_content or known.plan:
         for message in messages:
             _adapt(message, known)
-    effort = body.get("reasoning_effort")
     if effort is not None:
-        if effort not in EFFORTS:
-            raise invalid(
-                f"reasoning_effort must be one of {', '.join(EFFORTS)}", "reasoning_effort"
-            )
         efforts = dict(known.reasoning.efforts) if known.reasoning is not None else {}
-        for name in known.variables - shape.keys():
-            told = efforts.get(effort, effort)
-            options[name] = told if name == "reasoning_effort" else effort != "none"
+        for name in known.variables - set(variables):
+            value = efforts.get(effort, effort)
+            options[name] = value if name == "reasoning_effort" else effort != "none"
         if not known.variables:
             ignored.append("reasoning_effort")
     return options
 
 
-def _told_history(messages: list[dict[str, Any]], calls: OutputFormat) -> list[dict[str, Any]]:
+def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[TemplateMessage]:
     """Calls and their results as contents: the template has no words for them."""
-    out: list[dict[str, Any]] = []
+    out: list[TemplateMessage] = []
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         if role == "assistant" and message.get("tool_calls"):
@@ -110,7 +123,7 @@ def _told_history(messages: list[dict[str, Any]], calls: OutputFormat) -> list[d
     return out
 
 
-def _tell(messages: list[dict[str, Any]], tools: RequestedTools, known: TemplateOutput) -> None:
+def _tell(messages: list[TemplateMessage], tools: RequestedTools, known: TemplateOutput) -> None:
     """Tell of tools in a message: the template has no words for them."""
     given = [json.dumps(tool.given, ensure_ascii=False) for tool in tools.tools]
     text = _TOOLS.format("\n".join(given))
@@ -120,7 +133,7 @@ def _tell(messages: list[dict[str, Any]], tools: RequestedTools, known: Template
         messages.insert(0, {"role": "system", "content": text})
 
 
-def _adapt(message: dict[str, Any], known: TemplateOutput) -> None:
+def _adapt(message: TemplateMessage, known: TemplateOutput) -> None:
     calls = message.get("tool_calls")
     if not calls:
         return
@@ -143,7 +156,7 @@ def _adapt(message: dict[str, Any], known: TemplateOutput) -> None:
                 call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
 
 
-def _name_ids(messages: list[dict[str, Any]]) -> None:
+def _name_ids(messages: list[TemplateMessage]) -> None:
     """Ids of calls as the model has written them, whatever they are to the client."""
     ids: dict[str, str] = {}
     count = 0
@@ -157,7 +170,7 @@ def _name_ids(messages: list[dict[str, Any]]) -> None:
             message["tool_call_id"] = ids[message["tool_call_id"]]
 
 
-def _shorten_ids(messages: list[dict[str, Any]]) -> None:
+def _shorten_ids(messages: list[TemplateMessage]) -> None:
     """Ids of calls in the form that the template takes: those of other dialects and of other
     servers have another one."""
     for message in messages:
@@ -173,9 +186,9 @@ def _short(id: str) -> str:
     return hashlib.blake2b(id.encode(), digest_size=16).hexdigest()[:9]
 
 
-def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _one_call_each(messages: list[TemplateMessage]) -> list[TemplateMessage]:
     """Each call as a message of its own, with its results behind it."""
-    out: list[dict[str, Any]] = []
+    out: list[TemplateMessage] = []
     at = 0
     while at < len(messages):
         message = messages[at]

@@ -1,11 +1,12 @@
 """take_tools: the fields of a chat that say which tools there are and which may be called."""
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from deployments.api.body_fields import take_bool
 from deployments.api.bounds import MAX_TOOLS, TOOL_NAME
-from deployments.api.http.errors import invalid, shown, wrong_type
+from deployments.api.http.errors import ApiError, invalid, shown, wrong_type
 
 Mode = Literal["none", "auto", "required"]
 _MODES: dict[str, Mode] = {"none": "none", "auto": "auto", "required": "required"}
@@ -46,45 +47,67 @@ class RequestedTools:
     parallel: bool
 
 
-def take_tools(body: dict[str, Any]) -> RequestedTools | None:
-    """Return the tools of a chat's body; None if there are none.
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which tools may be called, and whether one has to be.
+
+    callable: the names of the tools that may be called
+    named: whether one tool was asked for by its name
+    """
+
+    mode: Mode
+    callable: frozenset[str]
+    named: bool = False
+
+
+def take_tools(body: Mapping[str, Any]) -> RequestedTools | None:
+    """Return the tools of a body in OpenAI's form; None if there are none.
 
     Raises ApiError 400 naming the field: invalid_type, invalid_value, missing_field, not_supported.
     """
     _refuse_functions(body)
-    tools = _tools(body.get("tools"))
+    tools = read_tools(body.get("tools"))
     parallel = take_bool(body, "parallel_tool_calls", True)
-    names = {tool.name for tool in tools}
-    mode, chosen, named = _choice(body.get("tool_choice"), names)
+    return requested_tools(tools, read_choice(body.get("tool_choice"), tools), parallel=parallel)
+
+
+def requested_tools(
+    tools: list[RequestedTool], choice: ToolChoice, *, parallel: bool
+) -> RequestedTools | None:
+    """Return the tools of a request and the choice among them; None if there are none.
+
+    Raises ApiError 400.
+    """
     if not tools:
-        if mode == "required":
+        if choice.mode == "required":
             raise invalid('tool_choice "required" needs tools', "tool_choice")
         return None
-    return RequestedTools(tools, mode, frozenset(chosen), named, parallel and not named)
+    parallel = parallel and not choice.named
+    return RequestedTools(tools, choice.mode, choice.callable, choice.named, parallel)
 
 
-def refuse_tools(body: dict[str, Any]) -> None:
+def refuse_tools(body: Mapping[str, Any]) -> None:
     """Refuse tools, for a route that has none. Raises ApiError 400 not_supported."""
     _refuse_functions(body)
     if body.get("tools"):
         raise invalid("tools are for chat completions", "tools", "not_supported")
 
 
-def _refuse_functions(body: dict[str, Any]) -> None:
+def _refuse_functions(body: Mapping[str, Any]) -> None:
     for field in ("functions", "function_call"):
         asks = field == "functions" or body.get(field) not in ("none", "auto")
         if body.get(field) and asks:
             raise invalid(f"{field} is not supported; use tools", field, "not_supported")
 
 
-def _tools(value: Any) -> list[RequestedTool]:
+def read_tools(value: Any) -> list[RequestedTool]:
+    """Return the tools of a list in OpenAI's form. Raises ApiError 400."""
     if value is None:
         return []
     if not isinstance(value, list):
         raise wrong_type("tools", "a list")
-    if len(value) > MAX_TOOLS:
-        raise invalid(f"tools takes at most {MAX_TOOLS} items", "tools")
-    found: list[RequestedTool] = []
+    check_tool_count(value)
+    tools: list[RequestedTool] = []
     for i, tool in enumerate(value):
         where = f"tools[{i}]"
         if not isinstance(tool, dict):
@@ -97,40 +120,63 @@ def _tools(value: Any) -> list[RequestedTool]:
                 "not_supported",
             )
         function = tool.get(kind)
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(function, dict) or not isinstance(name, str):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong_type(where, "an object with a function that has a name")
-        where = f"{where}.{kind}"
-        if not TOOL_NAME.fullmatch(name):
-            raise invalid(
-                f"{where}.name must be 1 to 64 letters, digits, underscores, dots or dashes",
-                f"{where}.name",
-            )
-        if any(other.name == name for other in found):
-            raise invalid(f"{where}.name {shown(name)} is there twice", f"{where}.name")
-        strict = function.get("strict")
-        if strict is not None and not isinstance(strict, bool):
-            raise wrong_type(f"{where}.strict", "true or false")
-        described = function.get("description")
-        if described is not None and not isinstance(described, str):
-            raise wrong_type(f"{where}.description", "a string")
-        if kind == "custom":
-            found.append(_custom(name, described, function.get("format"), where))
-            continue
-        path = f"{where}.parameters"
-        schema = function.get("parameters")
-        # In the order of the request, which is what templates print. Without parameters it is told
-        # as transformers tells a function that has none.
-        told = dict(function)
-        told.setdefault("description", "")
-        if schema is None:
-            told["parameters"] = {"type": "object", "properties": {}}
-            schema = {**told["parameters"], "additionalProperties": False}
-        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-            raise wrong_type(path, "the JSON schema of an object")
-        given = {"type": "function", "function": told}
-        found.append(RequestedTool(name, given, {"type": "object", **schema}, bool(strict), path))
-    return found
+        add_tool(tools, function, f"{where}.{kind}", custom=kind == "custom")
+    return tools
+
+
+def check_tool_count(tools: Sequence[object]) -> None:
+    """Raise ApiError 400 if a request has too many tools."""
+    if len(tools) > MAX_TOOLS:
+        raise invalid(f"tools takes at most {MAX_TOOLS} items", "tools")
+
+
+def add_tool(
+    tools: list[RequestedTool],
+    function: Mapping[str, Any],
+    where: str,
+    *,
+    custom: bool = False,
+    schema_name: str = "parameters",
+) -> None:
+    """Check a tool and add it to those of the request. Raises ApiError 400.
+
+    function: the keys name (a string), description, strict, parameters or format
+    where: the client's name of the tool
+    custom: whether the tool takes a text
+    schema_name: the client's name of the parameters
+    """
+    name = function["name"]
+    if not TOOL_NAME.fullmatch(name):
+        raise invalid(
+            f"{where}.name must be 1 to 64 letters, digits, underscores, dots or dashes",
+            f"{where}.name",
+        )
+    if any(other.name == name for other in tools):
+        raise invalid(f"{where}.name {shown(name)} is there twice", f"{where}.name")
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise wrong_type(f"{where}.strict", "true or false")
+    described = function.get("description")
+    if described is not None and not isinstance(described, str):
+        raise wrong_type(f"{where}.description", "a string")
+    if custom:
+        tools.append(_custom(name, described, function.get("format"), where))
+        return
+    path = f"{where}.{schema_name}"
+    schema = function.get("parameters")
+    # In the order of the request, which is what templates print. Without parameters it is told
+    # as transformers tells a function that has none.
+    declared = dict(function)
+    declared.setdefault("description", "")
+    if schema is None:
+        declared["parameters"] = {"type": "object", "properties": {}}
+        schema = {**declared["parameters"], "additionalProperties": False}
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise wrong_type(path, "the JSON schema of an object")
+    given = {"type": "function", "function": declared}
+    tools.append(RequestedTool(name, given, {"type": "object", **schema}, bool(strict), path))
 
 
 def _custom(name: str, described: str | None, format: Any, where: str) -> RequestedTool:
@@ -165,37 +211,49 @@ def _custom(name: str, described: str | None, format: Any, where: str) -> Reques
     return RequestedTool(name, given, schema, True, f"{where}.format", True, grammar)
 
 
-def _choice(choice: Any, names: set[str]) -> tuple[Mode, set[str], bool]:
-    """Return the mode of calls, the callable names, and whether one function was named."""
+def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:
+    """Return a tool choice in OpenAI's form. Raises ApiError 400."""
+    names = frozenset([tool.name for tool in tools])
     if choice is None:
-        return "auto", names, False
+        return ToolChoice("auto", names)
     if isinstance(choice, str) and choice in _MODES:
-        return _MODES[choice], names, False
+        return ToolChoice(_MODES[choice], names)
     if not isinstance(choice, dict):
-        raise _no_choice()
+        raise no_choice()
     if choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)  # the Responses API has no inner object
         mode = allowed.get("mode") if isinstance(allowed, dict) else None
-        tools = allowed.get("tools") if isinstance(allowed, dict) else None
-        if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
-            where = "tool_choice.allowed_tools"
-            raise invalid(f'{where} takes a mode, "auto" or "required", and tools', where)
-        return mode, {_named(tool, names) for tool in tools}, False
-    return "required", {_named(choice, names)}, True
+        listed = allowed.get("tools") if isinstance(allowed, dict) else None
+        return allowed_tools(mode, listed, lambda tool: named_tool(_named(tool), names))
+    return named_tool(_named(choice), names)
 
 
-def _named(choice: Any, names: set[str]) -> str:
-    kind = choice.get("type", "function") if isinstance(choice, dict) else None
-    function = choice.get(kind) if kind in ("function", "custom") else None
-    name = function.get("name") if isinstance(function, dict) else None
+def allowed_tools(mode: Any, listed: Any, read: Callable[[Any], ToolChoice]) -> ToolChoice:
+    """Return the choice among some tools. read: the reader of one of them. Raises ApiError 400."""
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        where = "tool_choice.allowed_tools"
+        raise invalid(f'{where} takes a mode, "auto" or "required", and tools', where)
+    chosen = frozenset[str]().union(*(read(tool).callable for tool in listed))
+    return ToolChoice(mode, chosen)
+
+
+def named_tool(name: Any, names: Collection[str]) -> ToolChoice:
+    """Return the choice of one tool. names: the tools of the request. Raises ApiError 400."""
     if not isinstance(name, str):
-        raise _no_choice()
+        raise no_choice()
     if name not in names:
         raise invalid(f"tool_choice names {shown(name)}, which is not in tools", "tool_choice")
-    return name
+    return ToolChoice("required", frozenset((name,)), named=True)
 
 
-def _no_choice() -> Exception:
+def _named(choice: Any) -> Any:
+    kind = choice.get("type", "function") if isinstance(choice, dict) else None
+    function = choice.get(kind) if kind in ("function", "custom") else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def no_choice() -> ApiError:
+    """Return the error for a tool choice of no known form."""
     return invalid(
         'tool_choice must be "none", "auto", "required", name a function or be allowed_tools',
         "tool_choice",

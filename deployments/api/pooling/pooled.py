@@ -35,18 +35,18 @@ from deployments.api.fields.pooled import (
     MAX_TEXTS,
 )
 from deployments.api.fields.schema import Body
-from deployments.api.generation.messages import check_messages
-from deployments.api.generation.openai_request import (
+from deployments.api.generation.call import (
     chat_ids,
     template_options,
     too_many_tokens,
 )
-from deployments.api.generation.tenancy import deadline_of, key_of, priority_of
+from deployments.api.generation.messages import check_messages
+from deployments.api.generation.tenancy import allowed_priority, deadline_after, key_of, take_queue
 from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
-from deployments.api.served_model import asked_model, find_model
+from deployments.api.served_model import find_model, known_model
 from deployments.api.stream.merge import failed
 from deployments.backend import Backend, Generation, GenerationRequest, ModelCard
 from engine.errors import Overloaded, context_too_long, no_vectors
@@ -230,10 +230,11 @@ async def _checked(
     exchange.ignored += check_names(body, fields.known, strict=context.options.strict)
     if read is not None:
         body = read(body)
-    key = key_of(exchange, body, context.options)
-    deadline = deadline_of(exchange, body, context.options)
-    priority = priority_of(exchange, body)
-    context.backend.admit(key, asked_model(body, context.backend))
+    queue = take_queue(body)
+    key = key_of(exchange, queue.user, context.options)
+    deadline = deadline_after(exchange, queue.deadline, context.options)
+    priority = allowed_priority(exchange, queue.priority)
+    context.backend.admit(key, known_model(body.get("model"), context.backend))
     card = await find_model(body.get("model"), context.backend, exchange.caller)
     if card.pooling is None:
         raise no_vectors()

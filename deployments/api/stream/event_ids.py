@@ -19,7 +19,7 @@ from binascii import a2b_base64, b2a_base64
 from collections.abc import Sequence
 from zlib import crc32
 
-from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import NO_RETRY, SERVER, ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
 
@@ -81,7 +81,7 @@ class EventIds:
         """The seed of a request that names none, the same when the request comes again."""
         return int.from_bytes(hashlib.blake2b(self.number, digest_size=8).digest(), "big") >> 1
 
-    def bind(self, call: OpenAIRequest) -> None:
+    def bind(self, call: GenerationCall) -> None:
         """Bind the ids to a complete call, and set the call's seed and stream names.
 
         Raises ApiError 409 if the call has changed since the stream began: by an adapter that was
@@ -189,7 +189,7 @@ def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | 
     return EventIds(secret, binding, secrets.token_bytes(12), int(time.time()))
 
 
-def fingerprint(call: OpenAIRequest) -> bytes:
+def fingerprint(call: GenerationCall) -> bytes:
     """Return a hash of the engines' input beside the body: token ids and the adapter's revision."""
     digest = hashlib.blake2b(digest_size=4)
     digest.update(call.common.adapter_key.encode())

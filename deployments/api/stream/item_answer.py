@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import SERVER, ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
@@ -93,7 +93,7 @@ class Naming:
         self._number, self._short = number, short
 
     @classmethod
-    def of(cls, call: OpenAIRequest, number: bytes) -> "Naming":
+    def of(cls, call: GenerationCall, number: bytes) -> "Naming":
         """Return the naming of an answer, with tool call ids in the form of the model's own ids."""
         format = call.output.format if call.output is not None else None
         return cls(number, format is not None and format.short_ids)
@@ -109,7 +109,7 @@ class Naming:
 class _WrittenChoice(ParsedChoice):
     """A parser whose events go to a writer as they are found."""
 
-    def __init__(self, plan: OutputPlan, call: OpenAIRequest, writer: ItemWriter) -> None:
+    def __init__(self, plan: OutputPlan, call: GenerationCall, writer: ItemWriter) -> None:
         super().__init__(plan, call.params, call.prompts[0])
         self._writer = writer
         self._call = call
@@ -145,7 +145,7 @@ class ItemAnswer:
 
     def __init__(
         self,
-        call: OpenAIRequest,
+        call: GenerationCall,
         writer: ItemWriter,
         *,
         ids: EventIds | None = None,

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import SERVER, ApiError, from_backend
 from deployments.api.output.chat_output import ParsedChoice
 from deployments.backend import Backend, Generation, Timing
@@ -87,7 +87,7 @@ class MergedGenerations:
         )
 
 
-def start(call: OpenAIRequest, backend: Backend) -> Generation:
+def start(call: GenerationCall, backend: Backend) -> Generation:
     """Submit all prompts, or none. Raises MantaError."""
     started: list[Generation | None] = []
     try:
@@ -120,7 +120,7 @@ class ChoiceOutput:
 
     def __init__(
         self,
-        call: OpenAIRequest,
+        call: GenerationCall,
         index: int = 0,
         *,
         offsets: bool = False,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.generation.call import GenerationCall
 from deployments.api.stream.event_ids import (
     ENDED,
     FINISHED,
@@ -21,7 +21,7 @@ from engine.text.detokenizer import Decoded
 
 
 async def recall(
-    call: OpenAIRequest, ids: EventIds, backend: Backend
+    call: GenerationCall, ids: EventIds, backend: Backend
 ) -> list[RecalledChoice | None]:
     """Return each choice's shown tokens, as a replica recalls them.
 
@@ -72,7 +72,7 @@ class StreamReplay:
 
     def __init__(
         self,
-        call: OpenAIRequest,
+        call: GenerationCall,
         ids: EventIds,
         choices: list[ChoiceOutput],
         past: Sequence[RecalledChoice | None],

@@ -1,10 +1,10 @@
-"""messages_request: the body of a request to /v1/messages as the body of a chat."""
+"""messages_request: the body of a request to /v1/messages as a ChatRequest."""
 
-import json
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from deployments.api.body_fields import check_names, name_fields, take_bool, take_int
+from deployments.api.dialects.openai.request import take_budget
 from deployments.api.fields.agents import (
     BLOCK_ROLES,
     CHOICES,
@@ -13,156 +13,189 @@ from deployments.api.fields.agents import (
     MESSAGES_IGNORED,
     MESSAGES_REFUSED,
 )
+from deployments.api.generation.call import template_options
+from deployments.api.generation.messages import ChatBuilder, no_media
+from deployments.api.generation.request import ChatMessage, ChatRequest, TextPart
+from deployments.api.generation.sampling import one_name_each, take_sampling
+from deployments.api.generation.tenancy import QueueFields, take_queue
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
-from deployments.api.renaming import Renaming
+from deployments.api.options import ApiOptions
+from deployments.api.output.constraints import (
+    RequestedGrammar,
+    only_constraint,
+    schema_constraint,
+    take_structured_outputs,
+)
+from deployments.api.output.prompt import check_effort
+from deployments.api.output.request import (
+    RequestedTool,
+    RequestedTools,
+    ToolChoice,
+    add_tool,
+    check_tool_count,
+    named_tool,
+    read_choice,
+    requested_tools,
+)
 
 # A client's accounting puts a hash of each request at the very front of its system prompt, where
 # it would keep every prefix from being found again.
 _ACCOUNTING = "x-anthropic-billing-header"
-_OWN = frozenset(
-    {
-        *("messages", "system", "stop_sequences", "tools", "tool_choice"),
-        *("thinking", "output_config", "metadata"),
-    }
-)
+_KNOWN = MESSAGES.known
+_SAMPLING = MESSAGES.taken.keys() - {"max_tokens"}
 _MOST_NAMED = 32
 
-
-@dataclass(slots=True)
-class MessagesRequest:
-    """A request to /v1/messages that was read into a chat.
-
-    chat: the body of the chat
-    names: the names of the chat's fields in this request
-    ignored: the fields and blocks without effect
-    """
-
-    chat: dict[str, Any]
-    names: Renaming
-    ignored: list[str]
+Block = Mapping[str, Any]
 
 
 def messages_request(
-    body: dict[str, Any], *, strict: bool, counts: bool = False
-) -> MessagesRequest:
-    """Convert the body of a request to /v1/messages into the body of a chat.
+    body: Mapping[str, Any], options: ApiOptions, *, counts: bool = False
+) -> ChatRequest:
+    """Read the body of a request to /v1/messages. Raises ApiError 400 naming the field.
 
-    Unknown blocks are left out and named in `ignored`. Raises ApiError 400 naming the field.
+    Unknown blocks are left out and named in x-ignored-fields.
 
     counts: whether the request only counts tokens; max_tokens is optional then
     """
     for name, instead in MESSAGES_REFUSED.items():
         if body.get(name):
             raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
-    known = MESSAGES.known
-    for name in body.keys() - known - MESSAGES_IGNORED if strict else ():
+    for name in body.keys() - _KNOWN - MESSAGES_IGNORED if options.strict else ():
         raise invalid(
-            f"unknown field {shown(name)}{did_you_mean(name, known)}", name[:128], "unknown_field"
+            f"unknown field {shown(name)}{did_you_mean(name, _KNOWN)}", name[:128], "unknown_field"
         )
-    told = {name: value for name, value in body.items() if name not in MESSAGES_IGNORED}
+    named = {name: value for name, value in body.items() if name not in MESSAGES_IGNORED}
     ignored = name_fields(sorted(n for n in MESSAGES_IGNORED & body.keys() if n != "cache_control"))
-    ignored += check_names(told, known, strict=False, generates=True)
-    names = Renaming()
-    chat = {name: body[name] for name in (MESSAGES.taken.keys() - _OWN) & body.keys()}
-    chat["n"] = 1
-    made = MessagesRequest(chat, names, ignored)
-    for own, other in (
-        ("stop_sequences", "stop"),
-        ("output_config.format", "response_format"),
-        ("output_config.format", "response_format.json_schema"),
-        ("thinking", "reasoning_effort"),
-        ("tool_choice.disable_parallel_tool_use", "parallel_tool_calls"),
-        ("metadata.user_id", "user"),
-    ):
-        names.add(other, own)
-    if take_int(body, "max_tokens", 1, 2**31 - 1) is None and not counts:
+    ignored += check_names(named, _KNOWN, strict=False, generates=True)
+    limit = take_int(body, "max_tokens", 1, 2**31 - 1)
+    if limit is None and not counts:
         raise invalid("max_tokens is required", "max_tokens", "missing_field")
-    if body.get("stop_sequences"):
-        chat["stop"] = body["stop_sequences"]
-    _tools(body, made)
-    _thinking(body, made)
-    metadata = body.get("metadata")
-    if isinstance(metadata, dict) and isinstance(metadata.get("user_id"), str):
-        chat["user"] = metadata["user_id"]  # requests may take turns by it
-    elif metadata:
-        ignored.append("metadata")
-    reader = _Reader(made)
+    tools = _tools(body, ignored)
+    thinking, budget = _thinking(body.get("thinking"))
+    asked, constraint = _output_config(body.get("output_config"), ignored)
+    effort, effort_name = thinking, "thinking"
+    if asked is not None and thinking != "none":
+        effort_name = "output_config.effort"
+        effort = check_effort(asked, effort_name)
+    user = _user(body.get("metadata"), ignored)
+    fields = dict(one_name_each({name: body[name] for name in _SAMPLING & body.keys()}))
+    fields |= {"n": 1, "stop": body.get("stop_sequences") or None}
+    budget_name = "thinking.budget_tokens"
+    if budget is None:
+        budget, budget_name = body.get("thinking_token_budget"), "thinking_token_budget"
+    reader = _Reader(ignored)
     reader.system(body.get("system"))
-    reader.messages(body.get("messages"))
-    last: dict[str, Any] = reader.out[-1] if reader.out else {"role": ""}
-    if last["role"] == "assistant" and "tool_calls" not in last and last.get("content"):
-        chat["continue_final_message"] = True  # the model goes on where it ends
-    chat["messages"] = reader.out
-    return made
+    messages = reader.messages(body.get("messages"))
+    last = messages[-1]
+    continues = last.role == "assistant" and not last.tool_calls and bool(last.text)
+    variables = {"chat_template_kwargs": body.get("chat_template_kwargs")}
+    queue = take_queue(body)
+    return ChatRequest(
+        model=body.get("model"),
+        sampling=take_sampling(fields, max_tokens=limit),
+        queue=QueueFields(user, queue.deadline, queue.priority, queue.cache_salt),
+        stream=take_bool(body, "stream"),
+        constraint=only_constraint(
+            constraint, take_structured_outputs(body.get("structured_outputs"))
+        ),
+        names={
+            "stop": "stop_sequences",
+            "reasoning_effort": effort_name,
+            "thinking_token_budget": budget_name,
+        },
+        messages=messages,
+        # The model goes on where an assistant's message ends.
+        template=template_options({**variables, "continue_final_message": continues}, options),
+        tools=tools,
+        effort=effort,
+        thinking_budget=take_budget(budget, budget_name),
+        ignored=tuple(ignored),
+    )
 
 
-def _tools(body: dict[str, Any], made: MessagesRequest) -> None:
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
+def _user(metadata: Any, ignored: list[str]) -> str | None:
+    """Return the user, by whom requests may take turns."""
+    if isinstance(metadata, dict) and isinstance(metadata.get("user_id"), str):
+        user: str = metadata["user_id"]
+        ignored.append("metadata.user_id")  # requests may take turns by it, and that is all
+        return user
+    if metadata:
+        ignored.append("metadata")
+    return None
+
+
+def _tools(body: Mapping[str, Any], ignored: list[str]) -> RequestedTools | None:
+    listed = body.get("tools") or []
+    if not isinstance(listed, list):
         raise wrong_type("tools", "a list")
-    found: list[dict[str, Any]] = []
-    for i, tool in enumerate(tools):
+    tools: list[RequestedTool] = []
+    for i, tool in enumerate(listed):
         where = f"tools[{i}]"
         if not isinstance(tool, dict):
             raise wrong_type(where, "an object")
         schema = tool.get("input_schema")
         if schema is None:  # of the server's own: a client sends those that it has
-            if len(made.ignored) < _MOST_NAMED:
-                made.ignored.append(where)
+            if len(ignored) < _MOST_NAMED:
+                ignored.append(where)
             continue
-        at = f"tools[{len(found)}].function"
-        made.names.add(f"{at}.parameters", f"{where}.input_schema")
-        made.names.add(at, where)
-        made.names.add(f"tools[{len(found)}]", where)
-        function = {"name": tool.get("name"), "parameters": schema}
+        if not isinstance(tool.get("name"), str):
+            raise wrong_type(where, "an object with a function that has a name")
+        function = {"name": tool["name"], "parameters": schema}
         function |= {name: tool[name] for name in ("description", "strict") & tool.keys()}
-        found.append({"type": "function", "function": function})
-    if found:
-        made.chat["tools"] = found
+        add_tool(tools, function, where, schema_name="input_schema")
+    check_tool_count(tools)
     choice = body.get("tool_choice")
-    if choice is None:
-        return
+    serial = choice is not None and take_bool(_object(choice), "disable_parallel_tool_use")
+    return requested_tools(tools, _choice(choice, tools), parallel=not serial)
+
+
+def _object(choice: Any) -> Mapping[str, Any]:
+    return choice if isinstance(choice, dict) else {}
+
+
+def _choice(choice: Any, tools: list[RequestedTool]) -> ToolChoice:
     kind = choice.get("type") if isinstance(choice, dict) else None
+    if choice is None:
+        return read_choice(None, tools)
     if kind == "tool":
-        made.chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif isinstance(kind, str) and kind in CHOICES:
-        if found or kind == "any":
-            made.chat["tool_choice"] = CHOICES[kind]
-    else:
-        raise invalid("tool_choice.type must be auto, any, tool or none", "tool_choice.type")
-    if take_bool(choice, "disable_parallel_tool_use"):
-        made.chat["parallel_tool_calls"] = False
+        return named_tool(choice.get("name"), [tool.name for tool in tools])
+    if isinstance(kind, str) and kind in CHOICES:
+        return read_choice(CHOICES[kind] if tools or kind == "any" else None, tools)
+    raise invalid("tool_choice.type must be auto, any, tool or none", "tool_choice.type")
 
 
-def _thinking(body: dict[str, Any], made: MessagesRequest) -> None:
-    chat = made.chat
-    thinking = body.get("thinking")
-    if thinking is not None:
-        kind = thinking.get("type") if isinstance(thinking, dict) else None
-        if kind not in ("enabled", "disabled", "adaptive"):
-            raise invalid("thinking.type must be enabled, disabled or adaptive", "thinking.type")
-        if kind != "adaptive":
-            chat["reasoning_effort"] = "none" if kind == "disabled" else "medium"
-        if kind == "enabled" and thinking.get("budget_tokens") is not None:
-            chat["thinking_token_budget"] = thinking["budget_tokens"]
-            made.names.add("thinking_token_budget", "thinking.budget_tokens")
-    config = body.get("output_config")
+def _thinking(thinking: Any) -> tuple[str | None, Any]:
+    """Return the effort that `thinking` asks for, and its budget, which is not yet checked."""
+    if thinking is None:
+        return None, None
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise invalid("thinking.type must be enabled, disabled or adaptive", "thinking.type")
+    if kind == "adaptive":
+        return None, None
+    if kind == "disabled":
+        return "none", None
+    return "medium", thinking.get("budget_tokens")
+
+
+def _output_config(config: Any, ignored: list[str]) -> tuple[Any, RequestedGrammar | None]:
+    """Return the effort of `output_config`, not yet checked, and its limit of the output."""
     if config is None:
-        return
+        return None, None
     if not isinstance(config, dict):
         raise wrong_type("output_config", "an object")
-    if config.get("effort") is not None and chat.get("reasoning_effort") != "none":
-        chat["reasoning_effort"] = config["effort"]
-        made.names.add("reasoning_effort", "output_config.effort")
+    effort = config.get("effort")
     others = (n for n in config if n not in ("effort", "format") and config[n] is not None)
-    made.ignored += name_fields(others, "output_config.")
+    ignored += name_fields(others, "output_config.")
     format = config.get("format")
     if format is None:
-        return
+        return effort, None
     if not isinstance(format, dict) or format.get("type") != "json_schema":
         raise invalid("output_config.format must be of type json_schema", "output_config.format")
-    inner = {"name": "output", "schema": format.get("schema")}
-    chat["response_format"] = {"type": "json_schema", "json_schema": inner}
+    where = "output_config.format.schema"
+    if format.get("schema") is None:
+        raise invalid(f"{where} is required", where, "missing_field")
+    return effort, schema_constraint(format["schema"], where)
 
 
 class _Reader:
@@ -171,25 +204,20 @@ class _Reader:
     A tool's result becomes a message of its own.
     """
 
-    def __init__(self, made: MessagesRequest) -> None:
-        self.out: list[dict[str, Any]] = []
-        self._made = made
-
-    def _add(self, message: dict[str, Any], place: str) -> str:
-        at = f"messages[{len(self.out)}]"
-        self._made.names.add(at, place)
-        self.out.append(message)
-        return at
+    def __init__(self, ignored: list[str]) -> None:
+        self._builder = ChatBuilder(ignored)
+        self._ignored = ignored
 
     def _leave_out(self, place: str) -> None:
-        if len(self._made.ignored) < _MOST_NAMED:
-            self._made.ignored.append(place)
+        if len(self._ignored) < _MOST_NAMED:
+            self._ignored.append(place)
 
     def system(self, system: Any) -> None:
+        """Read the field `system`."""
         texts = self._texts(system, "system") if system is not None else []
-        kept = [text for text in texts if text and not text.startswith(_ACCOUNTING)]
-        if kept:
-            self._add({"role": "system", "content": "\n\n".join(kept)}, "system")
+        lasting = [text for text in texts if text and not text.startswith(_ACCOUNTING)]
+        if lasting:
+            self._builder.add("system", "system", "\n\n".join(lasting))
 
     def _texts(self, value: Any, place: str) -> list[str]:
         """Return the texts of a string or of a list of text blocks. Raises ApiError 400."""
@@ -197,20 +225,21 @@ class _Reader:
             return [value]
         if not isinstance(value, list):
             raise wrong_type(place, "a string or a list of blocks")
-        found = []
+        texts = []
         for i, block in enumerate(value):
             kind = block.get("type") if isinstance(block, dict) else None
             if kind in DATA:
-                raise _not_text(f"{place}[{i}]")
+                raise no_media(f"{place}[{i}].type")
             if kind != "text":
                 self._leave_out(f"{place}[{i}]")
             elif not isinstance(block.get("text"), str):
                 raise wrong_type(f"{place}[{i}].text", "a string")
             else:
-                found.append(block["text"])
-        return found
+                texts.append(block["text"])
+        return texts
 
-    def messages(self, messages: Any) -> None:
+    def messages(self, messages: Any) -> tuple[ChatMessage, ...]:
+        """Read the field `messages`, and return all messages."""
         if messages is None:
             raise invalid("messages is required", "messages", "missing_field")
         if not isinstance(messages, list) or not messages:
@@ -222,69 +251,63 @@ class _Reader:
                 raise invalid(f"{place}.role must be user, assistant or system", f"{place}.role")
             content, place = message.get("content"), f"{place}.content"
             if isinstance(content, str):
-                self._add({"role": role, "content": content}, place)
+                self._builder.add(role, place, content)
             elif not isinstance(content, list):
                 raise wrong_type(place, "a string or a list of blocks")
             elif role == "system":
-                texts = self._texts(content, place)
-                self._add({"role": role, "content": "\n\n".join(texts)}, place)
+                self._builder.add(role, place, "\n\n".join(self._texts(content, place)))
             else:
                 self._blocks(role, content, place)
+        return self._builder.finish()
 
     def _blocks(self, role: str, blocks: list[Any], place: str) -> None:
-        said: dict[str, Any] | None = None
+        added = False  # whether the last message is of these blocks, and may get more
         if role == "assistant" and not blocks:  # an answer that was empty
-            self._add({"role": role, "content": ""}, place)
+            self._builder.add(role, place, "")
+        known = ("text", "thinking", "tool_use") if role == "assistant" else ("text",)
         for i, block in enumerate(blocks):
             here = f"{place}[{i}]"
             kind = block.get("type") if isinstance(block, dict) else None
             if kind in DATA:
-                raise _not_text(here)
+                raise no_media(f"{here}.type")
             if kind == "tool_result" and role == "user":
-                said = None
+                added = False
                 self._result(block, here)
                 continue
-            known = ("text", "thinking", "tool_use") if role == "assistant" else ("text",)
             if kind not in known:
                 self._leave_out(here)
                 continue
-            if said is None:
-                said = {"role": role}
-                self._add(said, place)
+            if not added:
+                added = True
+                self._builder.add(role, place)
             if kind == "tool_use":
-                self._call(block, said, here)
+                self._call(block, here)
                 continue
             text = block.get(kind)
             if not isinstance(text, str):
                 raise wrong_type(f"{here}.{kind}", "a string")
-            name = "reasoning_content" if kind == "thinking" else "content"
-            said[name] = said.get(name, "") + text
-        if said is not None and not said.keys() & {"content", "tool_calls"}:
-            said["content"] = ""
+            last = self._builder.messages[-1]
+            if kind == "thinking":
+                self._builder.change(reasoning_content=(last.reasoning_content or "") + text)
+            else:
+                self._builder.change(content=(TextPart(last.text + text),))
 
-    def _call(self, block: dict[str, Any], said: dict[str, Any], here: str) -> None:
+    def _call(self, block: Block, here: str) -> None:
         for name in ("id", "name"):
             if not isinstance(block.get(name), str):
                 raise wrong_type(f"{here}.{name}", "a string")
-        calls = said.setdefault("tool_calls", [])
-        at = f"messages[{len(self.out) - 1}].tool_calls[{len(calls)}]"
-        self._made.names.add(at, here)
-        self._made.names.add(f"{at}.function.arguments", f"{here}.input")
-        arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-        function = {"name": block["name"], "arguments": arguments}
-        calls.append({"id": block["id"], "type": "function", "function": function})
+        last = self._builder.messages[-1]
+        count = len(last.tool_calls) + 1
+        self._builder.count_calls(1, count, f"{last.place}.tool_calls")
+        arguments = block.get("input") or {}
+        call = self._builder.call(block["id"], block["name"], arguments, f"{here}.input")
+        self._builder.change(tool_calls=(*last.tool_calls, call))
 
-    def _result(self, block: dict[str, Any], here: str) -> None:
+    def _result(self, block: Block, here: str) -> None:
         content = block.get("content")
         texts = [] if content is None else self._texts(content, f"{here}.content")
-        id = block.get("tool_use_id")
-        at = self._add({"role": "tool", "tool_call_id": id, "content": "".join(texts)}, here)
-        self._made.names.add(f"{at}.tool_call_id", f"{here}.tool_use_id")
+        id = self._builder.check_answered(block.get("tool_use_id"), f"{here}.tool_use_id")
+        self._builder.add("tool", here, "".join(texts))
+        self._builder.change(tool_call_id=id)
         if block.get("is_error"):
             self._leave_out(f"{here}.is_error")
-
-
-def _not_text(place: str) -> Exception:
-    return invalid(
-        "the models served here take text only", f"{place}.type", "modality_not_supported"
-    )

@@ -1,6 +1,6 @@
 """The routes under /v1/messages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -9,16 +9,14 @@ from deployments.api.context import ApiContext
 from deployments.api.dialects.anthropic.request import messages_request
 from deployments.api.dialects.anthropic.writer import MessagesWriter, error_body
 from deployments.api.fields.agents import COUNTED, MESSAGES
-from deployments.api.generate import DialectRequest, generate
-from deployments.api.generation.openai_request import OpenAIRequest, chat_call
-from deployments.api.http.errors import ApiError
+from deployments.api.generate import DialectRequest, count_prompt, generate
+from deployments.api.generation.call import GenerationCall
+from deployments.api.generation.request import ChatRequest
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.http.off_loop import in_thread
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
 from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.backend import RecalledChoice
-from engine.errors import MantaError
 
 __all__ = ["PATH", "MessagesDialect", "count", "create", "error_body"]
 
@@ -26,41 +24,30 @@ PATH = "/v1/messages"
 
 
 class MessagesDialect(DialectRequest):
-    def __init__(self, *, strict: bool, counts: bool = False) -> None:
-        super().__init__()
-        self._strict, self._counts = strict, counts
+    """A request to /v1/messages. counts: whether only the tokens of its prompt are counted."""
 
-    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        request = messages_request(body, strict=self._strict, counts=self._counts)
-        self.ignored, self.names = request.ignored, request.names
-        return request.chat
+    def __init__(self, context: ApiContext, *, counts: bool = False) -> None:
+        self._options, self._counts = context.options, counts
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        return messages_request(body, self._options, counts=self._counts)
 
     def answer(
-        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer:
         number, _ = new_number(ids)
         return ItemAnswer(call, MessagesWriter(call, Naming.of(call, number)), ids=ids, past=past)
 
 
 async def create(context: ApiContext, exchange: HttpExchange) -> None:
-    await generate(
-        context, exchange, chat=True, request=MessagesDialect(strict=context.options.strict)
-    )
+    """Answer a chat in blocks. Raises ApiError, MantaError."""
+    await generate(context, exchange, MessagesDialect(context))
 
 
 async def count(context: ApiContext, exchange: HttpExchange) -> None:
-    """Tokens of the prompt that a request would have: clients compact by it."""
-    body = await context.read(exchange)
-    turn = MessagesDialect(strict=context.options.strict, counts=True)
-    chat = await in_thread(lambda: turn.chat(body), exchange.body_size)
-    try:
-        call = await chat_call(
-            chat, exchange.body_size, context.backend, context.options, exchange.caller
-        )
-    except (ApiError, MantaError) as error:
-        raise turn.error(error) from None
-    exchange.ignored += turn.ignored
-    await exchange.answer(200, msgspec.json.encode({"input_tokens": len(call.prompts[0])}))
+    """Answer with the number of tokens of a request's prompt: clients compact by it."""
+    tokens = await count_prompt(context, exchange, MessagesDialect(context, counts=True))
+    await exchange.answer(200, msgspec.json.encode({"input_tokens": tokens}))
 
 
 _ANSWER = ("id", "type", "role", "model", "content", "stop_reason", "usage")

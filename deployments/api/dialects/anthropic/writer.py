@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
@@ -40,7 +40,7 @@ def error_body(error: ApiError) -> bytes:
 class MessagesWriter:
     """The writer of an answer to /v1/messages. One block is open at a time."""
 
-    def __init__(self, call: OpenAIRequest, naming: Naming) -> None:
+    def __init__(self, call: GenerationCall, naming: Naming) -> None:
         self.wire = Wire()
         self._naming = naming
         self._blocks: list[dict[str, Any]] = []

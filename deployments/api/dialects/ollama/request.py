@@ -1,6 +1,6 @@
-"""ollama_chat, ollama_generate: bodies of Ollama's routes as the body of a chat or a completion."""
+"""ollama_chat, ollama_generate: bodies of Ollama's routes as a ChatRequest or a TextRequest."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from deployments.api.body_fields import check_names, name_fields, take_bool, take_int
@@ -16,55 +16,73 @@ from deployments.api.fields.ollama import (
     THINK,
 )
 from deployments.api.fields.schema import Body
-from deployments.api.generation.messages import take_messages
+from deployments.api.generation.messages import ChatBuilder, no_media, take_messages
+from deployments.api.generation.request import (
+    ChatMessage,
+    ChatRequest,
+    TemplateOptions,
+    TextRequest,
+)
+from deployments.api.generation.sampling import take_sampling
+from deployments.api.generation.tenancy import QueueFields, take_queue
 from deployments.api.http.errors import ApiError, invalid, wrong_type
-from deployments.api.renaming import Renaming
+from deployments.api.output.constraints import RequestedGrammar, schema_constraint
+from deployments.api.output.request import read_choice, read_tools, requested_tools
 from engine.sampling_params import MAX_LOGPROBS
+from engine.text.infill import Gap
 
-_TAKEN_AS_THEY_ARE = ("model", "tools", "priority", "deadline_seconds")
 _MESSAGE = frozenset(
     {"role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id"}
 )
+_NAMES: Mapping[str, str] = {
+    **{field: f"options.{name}" for name, field in SAME.items()},
+    "max_tokens": "options.num_predict",
+    "reasoning_effort": "think",
+}
 
 
-@dataclass(slots=True)
-class OllamaRequest:
-    """chat: the body of the chat, or of the completion. names: of its fields in this request.
-    ignored: without effect. loads: it asks for no text, only that the model is there."""
+def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) -> ChatRequest | None:
+    """Read a body of /api/chat; None: it asks for no text, only that the model is there.
 
-    chat: dict[str, Any] = field(default_factory=dict)
-    names: Renaming = field(default_factory=Renaming)
-    ignored: list[str] = field(default_factory=list)
-    is_chat: bool = True
-    loads: bool = False
+    The answer is streamed unless `stream` is false. Raises ApiError 400 naming the field.
 
-
-def ollama_chat(body: dict[str, Any], *, strict: bool) -> OllamaRequest:
-    """Streamed unless `stream` is false. Raises ApiError 400 naming the field."""
-    made = _read(body, CHAT, strict)
-    chat = made.chat
+    ignored: the list that names of fields without effect are added to
+    """
+    common = _read(body, CHAT, ignored, strict)
+    effort = _effort(body.get("think"))
     if body.get("messages") in (None, []):
-        made.loads = True
-        return made
-    chat["messages"] = _messages(body.get("messages"), made)
-    last = chat["messages"][-1]
-    if last["role"] == "assistant" and "tool_calls" not in last:
+        return None
+    messages = _messages(body.get("messages"), ignored)
+    last, template, names = messages[-1], TemplateOptions(), _NAMES
+    if last.role == "assistant" and not last.tool_calls:
         # The model goes on where it ends. Where that is its beginning there is nothing to say.
-        if last["content"]:
-            chat |= {"continue_final_message": True, "add_generation_prompt": False}
-            made.names.add("continue_final_message", f"messages[{len(chat['messages']) - 1}]")
-        elif len(chat["messages"]) > 1 and not last["reasoning_content"]:
-            chat["messages"].pop()
-    return made
+        if last.text:
+            template = TemplateOptions(opens=False, continues=True)
+            names = {**_NAMES, "continue_final_message": last.place}
+        elif len(messages) > 1 and not last.reasoning_content:
+            messages = messages[:-1]
+    tools = read_tools(body.get("tools"))
+    return ChatRequest(
+        **common,
+        names=names,
+        messages=messages,
+        template=template,
+        tools=requested_tools(tools, read_choice(None, tools), parallel=True),
+        effort=effort,
+        ignored=tuple(ignored),
+    )
 
 
-def ollama_generate(body: dict[str, Any], *, strict: bool, template: bool) -> OllamaRequest:
+def ollama_generate(
+    body: Mapping[str, Any], ignored: list[str], *, strict: bool, template: bool
+) -> ChatRequest | TextRequest | None:
     """Read a body of /api/generate as `ollama_chat` reads one.
 
-    template: the model has one, so the prompt is a user's message unless the
-    request says `raw`."""
-    made = _read(body, GENERATE, strict)
-    chat, names = made.chat, made.names
+    template: whether the model has one, so that the prompt is a user's message unless the request
+        says `raw`
+    """
+    common = _read(body, GENERATE, ignored, strict)
+    effort = _effort(body.get("think"))
     for name, reason in REFUSED.items():
         if body.get(name):
             code = "modality_not_supported" if name == "images" else "not_supported"
@@ -72,91 +90,108 @@ def ollama_generate(body: dict[str, Any], *, strict: bool, template: bool) -> Ol
     prompt, suffix, system = (_text(body, name) for name in ("prompt", "suffix", "system"))
     raw = take_bool(body, "raw")
     if not prompt and not suffix:
-        made.loads = True
-        return made
-    if system and (raw or suffix or not template):
+        return None
+    if not raw and not suffix and template:
+        builder = ChatBuilder(ignored)
+        if system:
+            builder.add("system", "system", system)
+        builder.add("user", "prompt", prompt)
+        return ChatRequest(
+            **common,
+            prompt_name="prompt",
+            names={**_NAMES, "messages": "prompt"},
+            messages=builder.finish(),
+            effort=effort,
+            ignored=tuple(ignored),
+        )
+    if system:
         what = "raw" if raw else "suffix" if suffix else "a model without a chat template"
         raise invalid(f"system: {what} leaves no place for it", "system", "conflicting_fields")
-    if raw or suffix or not template:
-        made.is_chat = False
-        chat["prompt"] = prompt
-        if suffix:
-            chat["suffix"] = suffix
-        if (alternatives := chat.pop("top_logprobs", None)) is not None:
-            chat["logprobs"] = alternatives
-        return made
-    messages = [{"role": "system", "content": system}] if system else []
-    names.add(f"messages[{len(messages)}]", "prompt")
-    names.add("messages", "prompt")
-    chat["messages"] = [*messages, {"role": "user", "content": prompt}]
-    if messages:
-        names.add("messages[0]", "system")
-    return made
+    if effort is not None:
+        ignored.append("think")
+    return TextRequest(
+        **common,
+        names=_NAMES,
+        prompts=() if suffix else (prompt,),
+        gaps=(Gap(prompt, suffix),) if suffix else (),
+        ignored=tuple(ignored),
+    )
 
 
-def _text(body: dict[str, Any], name: str) -> str:
+def own_queue(body: Mapping[str, Any]) -> QueueFields:
+    """Read the fields that say how a request is queued: Ollama's bodies have no cache_salt."""
+    names = ("user", "priority", "deadline_seconds")
+    return take_queue({name: body.get(name) for name in names})
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
         raise wrong_type(name, "a string")
     return value or ""
 
 
-def _read(body: dict[str, Any], fields: Body, strict: bool) -> OllamaRequest:
-    """The fields that both routes have."""
-    made = OllamaRequest()
-    chat, names = made.chat, made.names
-    given = {name: value for name, value in body.items() if name not in IGNORED}
-    made.ignored += name_fields(sorted(n for n in IGNORED & body.keys() if body[n] is not None))
-    made.ignored += check_names(given, fields.known, strict=strict)
-    taken = [name for name in _TAKEN_AS_THEY_ARE if name in fields.known]
-    chat |= {name: body[name] for name in (*taken, "user") if name in body}
-    chat |= {"n": 1, "stream": take_bool(body, "stream", True)}
-    _options(body.get("options"), made)
-    alternatives = take_int(body, "top_logprobs", 0, MAX_LOGPROBS)
-    if take_bool(body, "logprobs"):
-        chat |= {"logprobs": True, "top_logprobs": alternatives or 0}
-    format = body.get("format")
-    names.add("response_format", "format")
+def _read(
+    body: Mapping[str, Any], fields: Body, ignored: list[str], strict: bool
+) -> dict[str, Any]:
+    """Return the fields of GenerationFields that both routes have."""
+    named = {name: value for name, value in body.items() if name not in IGNORED}
+    ignored += name_fields(sorted(n for n in IGNORED & body.keys() if body[n] is not None))
+    ignored += check_names(named, fields.known, strict=strict)
+    values, limit = _options(body.get("options"), ignored)
+    alternatives = take_int(body, "top_logprobs", 0, MAX_LOGPROBS) or 0
+    logprobs = alternatives if take_bool(body, "logprobs") else None
+    return {
+        "model": body.get("model"),
+        "sampling": take_sampling({**values, "n": 1}, max_tokens=limit, logprobs=logprobs),
+        "queue": own_queue(body),
+        "stream": take_bool(body, "stream", True),
+        "constraint": _format(body.get("format")),
+        "limit_name": _NAMES["max_tokens"],
+    }
+
+
+def _format(format: Any) -> RequestedGrammar | None:
     if format == "json":
-        chat["response_format"] = {"type": "json_object"}
-    elif isinstance(format, dict):
-        names.add("response_format.json_schema.schema", "format")
-        inner = {"name": "format", "schema": format}
-        chat["response_format"] = {"type": "json_schema", "json_schema": inner}
-    elif format not in (None, ""):
+        return schema_constraint({"type": "object"}, "format")
+    if isinstance(format, dict):
+        return schema_constraint(format, "format")
+    if format not in (None, ""):
         raise invalid('format must be "json" or a JSON schema', "format")
-    think = body.get("think")
-    names.add("reasoning_effort", "think")
-    if think is not None and think != "":
-        if not isinstance(think, bool | str) or think not in THINK:
-            raise invalid("think must be true, false, low, medium, high or max", "think")
-        chat["reasoning_effort"] = THINK[think]
-    return made
+    return None
 
 
-def _options(options: Any, made: OllamaRequest) -> None:
+def _effort(think: Any) -> str | None:
+    if think is None or think == "":
+        return None
+    if not isinstance(think, bool | str) or think not in THINK:
+        raise invalid("think must be true, false, low, medium, high or max", "think")
+    return THINK[think]
+
+
+def _options(options: Any, ignored: list[str]) -> tuple[Mapping[str, Any], int | None]:
+    """Return the fields of SamplingParams in `options`, and the limit of output tokens."""
     if options is None:
-        return
+        return {}, None
     if not isinstance(options, dict):
         raise wrong_type("options", "an object")
-    made.ignored += name_fields((n for n in options if n not in OPTIONS), "options.")
-    for name, same in SAME.items():
-        if options.get(name) is not None:
-            made.chat[same] = options[name]
-            made.names.add(same, f"options.{name}")
+    ignored += name_fields((n for n in options if n not in OPTIONS), "options.")
     try:
         most = take_int(options, "num_predict", -2, 2**31 - 1)
     except ApiError as error:
         raise invalid(f"options.{error.message}", "options.num_predict", error.code) from None
-    made.names.add("max_tokens", "options.num_predict")
-    if most is not None and most >= 0:  # below: as far as the context reaches
-        made.chat["max_tokens"] = most
+    values = {field: options[name] for name, field in SAME.items() if options.get(name) is not None}
+    # Below 0: as far as the context reaches.
+    return values, None if most is None or most < 0 else most
 
 
-def _messages(value: Any, made: OllamaRequest) -> list[dict[str, Any]]:
-    """Calls have ids in a chat and need none here: a result answers the first open call of its
-    function, or the first one at all."""
-    found: list[dict[str, Any]] = []
+def _messages(value: Any, ignored: list[str]) -> tuple[ChatMessage, ...]:
+    """Return the messages of a chat.
+
+    Calls have ids in a chat and need none here: a result answers the first open call of its
+    function, or the first one at all.
+    """
+    builder = ChatBuilder(ignored)
     waiting: list[tuple[str, str]] = []  # (id, function) of calls without a result
     count = 0  # of calls
     for i, message in enumerate(take_messages(value)):
@@ -165,38 +200,38 @@ def _messages(value: Any, made: OllamaRequest) -> list[dict[str, Any]]:
         if role not in ROLES:
             raise invalid(f"{place}.role must be one of {', '.join(ROLES)}", f"{place}.role")
         if message.get("images"):
-            raise invalid(
-                f"{place}.images: the models served here take text only",
-                f"{place}.images",
-                "modality_not_supported",
-            )
-        made.ignored += name_fields((n for n in message if n not in _MESSAGE), f"{place}.")
+            path = f"{place}.images"
+            raise no_media(path, f"{path}: the models served here take text only")
+        ignored += name_fields((n for n in message if n not in _MESSAGE), f"{place}.")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise wrong_type(f"{place}.content", "a string")
-        told: dict[str, Any] = {"role": role, "content": "" if content is None else content}
+        builder.add(role, place, content or "")
         if role == "assistant":
-            made.names.add(f"{place}.reasoning_content", f"{place}.thinking")
-            told["reasoning_content"] = message.get("thinking")
-            if calls := _calls(message.get("tool_calls"), f"{place}.tool_calls", count):
+            thinking = message.get("thinking")
+            if thinking is not None and not isinstance(thinking, str):
+                raise wrong_type(f"{place}.thinking", "a string")
+            builder.change(reasoning_content=thinking)
+            path = f"{place}.tool_calls"
+            if calls := _calls(message.get("tool_calls"), path, count):
                 count += len(calls)
-                waiting += [(call["id"], call["function"]["name"]) for call in calls]
-                told["tool_calls"] = calls
+                waiting += [(id, name) for id, name, _ in calls]
+                builder.count_calls(len(calls), len(calls), path)
+                builder.change(tool_calls=tuple(builder.call(*call, path) for call in calls))
         elif role == "tool":
-            told["tool_call_id"] = _answered(message, waiting, place)
-        found.append(told)
-    return found
+            builder.change(tool_call_id=_answered(message, waiting, place))
+    return builder.finish()
 
 
-def _calls(value: Any, place: str, count: int) -> list[dict[str, Any]]:
-    """count: of calls before these."""
+def _calls(value: Any, place: str, count: int) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """Return the id, the name and the arguments of each call. count: the calls before these."""
     if value is None:
         return []
     if not isinstance(value, list):
         raise wrong_type(place, "a list")
     if len(value) > MAX_MESSAGE_CALLS:
         raise invalid(f"{place} may have at most {MAX_MESSAGE_CALLS} items", place)
-    found = []
+    calls: list[tuple[str, str, Mapping[str, Any]]] = []
     for i, call in enumerate(value):
         here = f"{place}[{i}].function"
         function = call.get("function") if isinstance(call, dict) else None
@@ -211,14 +246,12 @@ def _calls(value: Any, place: str, count: int) -> list[dict[str, Any]]:
         if id is not None and not isinstance(id, str):
             raise wrong_type(f"{place}[{i}].id", "a string")
         # Nine letters and digits: some templates take no others.
-        id = id or f"call{count + i:05d}"
-        function = {"name": function["name"], "arguments": arguments or {}}
-        found.append({"id": id, "type": "function", "function": function})
-    return found
+        calls.append((id or f"call{count + i:05d}", function["name"], arguments or {}))
+    return calls
 
 
-def _answered(message: dict[str, Any], waiting: list[tuple[str, str]], place: str) -> str:
-    """The id of the call whose result this is; it waits no longer."""
+def _answered(message: Mapping[str, Any], waiting: list[tuple[str, str]], place: str) -> str:
+    """Return the id of the call whose result this is; it waits no longer."""
     for key in ("tool_call_id", "tool_name"):
         if not isinstance(message.get(key) or "", str):
             raise wrong_type(f"{place}.{key}", "a string")
@@ -230,6 +263,6 @@ def _answered(message: dict[str, Any], waiting: list[tuple[str, str]], place: st
             place,
             "invalid_tool_call_id",
         )
-    one = named[0] if named else waiting[0]
-    waiting.remove(one)
-    return one[0]
+    call = named[0] if named else waiting[0]
+    waiting.remove(call)
+    return call[0]

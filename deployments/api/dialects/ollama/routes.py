@@ -1,7 +1,7 @@
 """Ollama's /api/chat and /api/generate, read into a chat or a completion, and its routes that would
 manage models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,16 +10,17 @@ from deployments.api.body_fields import check_names, take_bool
 from deployments.api.context import ApiContext
 from deployments.api.dialects.ollama import embed, models
 from deployments.api.dialects.ollama.names import asked_name, served_name
-from deployments.api.dialects.ollama.request import OllamaRequest, ollama_chat, ollama_generate
+from deployments.api.dialects.ollama.request import ollama_chat, ollama_generate, own_queue
 from deployments.api.dialects.ollama.writer import GenerateWriter, OllamaWriter, loaded
 from deployments.api.fields import ollama as fields
 from deployments.api.generate import DialectRequest, generate
-from deployments.api.generation.openai_request import OpenAIRequest
-from deployments.api.generation.tenancy import deadline_of, key_of
+from deployments.api.generation.call import GenerationCall
+from deployments.api.generation.request import ChatRequest, TextRequest
+from deployments.api.generation.tenancy import deadline_after, key_of
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, Operation, Route
-from deployments.api.served_model import asked_model, find_model
+from deployments.api.served_model import find_model, known_model
 from deployments.api.services.server import version
 from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
@@ -37,32 +38,30 @@ _LINES = b"application/x-ndjson"
 class OllamaDialect(DialectRequest):
     """A request to /api/chat."""
 
+    is_chat = True
+
     def __init__(self, context: ApiContext) -> None:
-        super().__init__()
         self._context = context
-        self._made = OllamaRequest()
-        self._body: dict[str, Any] = {}
+        self._body: Mapping[str, Any] = {}
+        self._ignored: list[str] = []
 
-    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._body = body = {**body, "model": served_name(body.get("model"), self._context.backend)}
-        self._made = made = self._read(body, self._context.options.strict)
-        self.ignored, self.names, self.is_chat = made.ignored, made.names, made.is_chat
-        return made.chat
+    def read(self, body: Mapping[str, Any]) -> ChatRequest | TextRequest | None:
+        context = self._context
+        self._body = {**body, "model": served_name(body.get("model"), context.backend)}
+        return self._read(self._body, context.options.strict)
 
-    def _read(self, body: dict[str, Any], strict: bool) -> OllamaRequest:
-        return ollama_chat(body, strict=strict)
+    def _read(self, body: Mapping[str, Any], strict: bool) -> ChatRequest | TextRequest | None:
+        return ollama_chat(body, self._ignored, strict=strict)
 
-    async def settle(self, exchange: HttpExchange) -> bool:
-        if not self._made.loads:
-            return False
+    async def settle(self, exchange: HttpExchange) -> None:
+        exchange.ignored += self._ignored
         context = self._context
         card = await find_model(self._body.get("model"), context.backend, exchange.caller)
         await _wake(context, exchange, self._body, card)
-        await exchange.answer(200, loaded(card.id, chat=not isinstance(self, GenerateDialect)))
-        return True
+        await exchange.answer(200, loaded(card.id, chat=self.is_chat))
 
     def answer(
-        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer:
         number, _ = new_number(None)
         return _Answer(call, self._writer(call.card.id, Naming.of(call, number)))
@@ -74,11 +73,13 @@ class OllamaDialect(DialectRequest):
 class GenerateDialect(OllamaDialect):
     """A request to /api/generate."""
 
-    def _read(self, body: dict[str, Any], strict: bool) -> OllamaRequest:
+    is_chat = False
+
+    def _read(self, body: Mapping[str, Any], strict: bool) -> ChatRequest | TextRequest | None:
         backend = self._context.backend
-        name = asked_model(body, backend)
-        known = bool(name) and backend.tokenizer(name).chat_template is not None
-        return ollama_generate(body, strict=strict, template=known or not name)
+        name = known_model(body.get("model"), backend)
+        template = not name or backend.tokenizer(name).chat_template is not None
+        return ollama_generate(body, self._ignored, strict=strict, template=template)
 
     def _writer(self, model: str, naming: Naming) -> OllamaWriter:
         return GenerateWriter(model, naming)
@@ -102,11 +103,11 @@ class _Answer(ItemAnswer):
 
 
 async def chat(context: ApiContext, exchange: HttpExchange) -> None:
-    await generate(context, exchange, chat=True, request=OllamaDialect(context))
+    await generate(context, exchange, OllamaDialect(context))
 
 
 async def generate_text(context: ApiContext, exchange: HttpExchange) -> None:
-    await generate(context, exchange, chat=True, request=GenerateDialect(context))
+    await generate(context, exchange, GenerateDialect(context))
 
 
 async def pull(context: ApiContext, exchange: HttpExchange) -> None:
@@ -142,12 +143,13 @@ def _managed(reason: str) -> ApiError:
 
 
 async def _wake(
-    context: ApiContext, exchange: HttpExchange, body: dict[str, Any], card: ModelCard
+    context: ApiContext, exchange: HttpExchange, body: Mapping[str, Any], card: ModelCard
 ) -> None:
     """Wait until a model that sleeps has made a token. One that is awake is left alone."""
     changes = context.options.models
     if changes is None or changes.status(card.parent or card.id) == "ready":
         return
+    queue = own_queue(body)
     pooled = not card.facts.generates
     params = SamplingParams(max_tokens=0 if pooled else 1, temperature=0.0, pooled=pooled)
     request = GenerationRequest(
@@ -156,8 +158,8 @@ async def _wake(
         token_ids=[card.eos_token_ids[0] if card.eos_token_ids else 0],
         params=params,
         seed=0,
-        deadline=deadline_of(exchange, body, context.options),
-        key=key_of(exchange, body, context.options),
+        deadline=deadline_after(exchange, queue.deadline, context.options),
+        key=key_of(exchange, queue.user, context.options),
         owner=exchange.caller.id,
         trace=exchange.trace,
     )

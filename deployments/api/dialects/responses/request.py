@@ -1,10 +1,11 @@
-"""responses_chat: the body of a request to /v1/responses as the body of a chat."""
+"""responses_request: the body of a request to /v1/responses as a ChatRequest."""
 
-import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deployments.api.body_fields import check_names, name_fields, take_bool, take_int
+from deployments.api.dialects.openai.request import take_budget
 from deployments.api.fields.agents import (
     ITEM_ROLES,
     MAX_ITEMS,
@@ -15,120 +16,169 @@ from deployments.api.fields.agents import (
     RESPONSES_REPEATED,
     TEXT_PARTS,
 )
+from deployments.api.generation.call import template_options
+from deployments.api.generation.messages import ChatBuilder
+from deployments.api.generation.request import ChatMessage, ChatRequest, TextPart
+from deployments.api.generation.sampling import one_name_each, take_sampling
+from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
-from deployments.api.renaming import Renaming
+from deployments.api.options import ApiOptions
+from deployments.api.output.constraints import (
+    RequestedGrammar,
+    only_constraint,
+    take_response_format,
+    take_structured_outputs,
+)
+from deployments.api.output.prompt import check_effort
+from deployments.api.output.request import (
+    RequestedTool,
+    ToolChoice,
+    add_tool,
+    allowed_tools,
+    check_tool_count,
+    named_tool,
+    no_choice,
+    read_choice,
+    requested_tools,
+)
 from engine.sampling_params import MAX_LOGPROBS
 
-# Fields of a request that a chat has by the same name, and what is given on as it is.
-_SAME = RESPONSES.taken.keys() - {
-    *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"),
-    *("reasoning", "include", "previous_response_id", "store", "truncation", "metadata"),
-    *("stream_options", "background"),
-}
-# name -> what truncation, include and the like may say without effect.
+Item = dict[str, Any]  # of a conversation, as the client wrote it
+
+_KNOWN = RESPONSES.known
+_SAMPLING = RESPONSES.taken.keys()
+# The values of include without effect.
 _INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
+_MOST_IGNORED = 32
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """chat: the body of the chat. names: of its fields in this request. echo: what the answer
-    repeats. items: the conversation so far, for the store. places: name of a function in the chat
-    -> (namespace or "", its own name). custom: those of them that take a text.
-    stream: events of an answer in the background are wanted; the chat knows nothing of it."""
+    """A request to /v1/responses.
 
-    chat: dict[str, Any]
-    names: Renaming
-    ignored: list[str]
-    echo: dict[str, Any]
-    items: list[dict[str, Any]]
-    places: dict[str, tuple[str, str]] = field(default_factory=dict)
-    custom: frozenset[str] = frozenset()
-    store: bool = False
-    background: bool = False
-    stream: bool = False
+    chat: the chat that the request asks for
+    echo: what the answer repeats
+    items: the conversation so far, for the store
+    places: name of a function in the chat -> (namespace or "", its own name)
+    custom: those of them that take a text
+    stream: whether the events of an answer in the background are wanted, of which the chat knows
+        nothing
+    """
+
+    chat: ChatRequest
+    echo: Mapping[str, Any]
+    items: list[Item]
+    places: Mapping[str, tuple[str, str]]
+    custom: frozenset[str]
+    store: bool
+    background: bool
+    stream: bool
 
 
 def responses_request(
-    body: dict[str, Any], past: list[dict[str, Any]], *, stores: bool, strict: bool
+    body: Mapping[str, Any], past: list[Item], *, stores: bool, options: ApiOptions
 ) -> ResponsesRequest:
-    """past: items of `previous_response_id` and those before. stores: the service keeps answers.
+    """Read the body of a request. Raises ApiError 400 naming the field.
 
     Items that are not known are left out and named, so that the history of any client can be read.
-    Raises ApiError 400 naming the field.
+
+    past: the items of `previous_response_id` and those before
+    stores: whether the service keeps answers
     """
-    ignored = _check_names(body, strict)
-    names = Renaming()
-    chat: dict[str, Any] = {name: body[name] for name in _SAME & body.keys()}
-    chat["n"] = 1
+    ignored = _check_names(body, options.strict)
+    fields = one_name_each({name: body[name] for name in _SAMPLING & body.keys()})
+    limit = take_int(body, "max_output_tokens", 1, 2**31 - 1)
     if body.get("user") is not None:
-        chat["user"] = body["user"]  # requests may take turns by it
-    made = ResponsesRequest(chat, names, ignored, {}, [])
-    for own, other in (
-        ("input", "messages"),
-        ("max_output_tokens", "max_completion_tokens"),
-        ("text.format", "response_format"),
-        ("text.format", "response_format.json_schema"),
-        ("reasoning.effort", "reasoning_effort"),
-        ("top_logprobs", "logprobs"),
-    ):
-        names.add(other, own)
-    if (limit := take_int(body, "max_output_tokens", 1, 2**31 - 1)) is not None:
-        chat["max_completion_tokens"] = limit
-    _switches(body, made, stores)
-    _text(body, made)
-    _reasoning(body, made)
-    _include(body, made)
-    _tools(body, made)
-    items = _items(body.get("input"))
-    made.items = [*past, *items]
-    if len(made.items) > MAX_ITEMS:
+        ignored.append("user")  # requests may take turns by it, and that is all
+    store, background = _switches(body, ignored, stores)
+    stream = take_bool(body, "stream")
+    constraint = only_constraint(
+        _take_text(body.get("text"), ignored),
+        take_structured_outputs(body.get("structured_outputs")),
+    )
+    effort = _effort(body.get("reasoning"), ignored)
+    logprobs = _logprobs(body, ignored)
+    tools = _Tools(body, ignored)
+    items = [*past, *_items(body.get("input"))]
+    if len(items) > MAX_ITEMS:
         raise invalid(f"input and what came before it have more than {MAX_ITEMS} items", "input")
-    chat["messages"] = _Messages(made, len(past)).read(body.get("instructions"))
-    made.echo = _echo(body, made)
-    return made
+    reader = _Messages(ignored)
+    messages = reader.read(body.get("instructions"), items, len(past))
+    chat = ChatRequest(
+        model=body.get("model"),
+        sampling=take_sampling({**fields, "n": 1}, max_tokens=limit, logprobs=logprobs),
+        queue=take_queue(body),
+        stream=stream and not background,
+        constraint=constraint,
+        prompt_name="input",
+        limit_name="max_output_tokens",
+        names={
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "reasoning_effort": "reasoning.effort",
+            "logprobs": "top_logprobs",
+        },
+        messages=messages,
+        template=template_options(
+            {"chat_template_kwargs": body.get("chat_template_kwargs")}, options
+        ),
+        tools=requested_tools(
+            tools.tools, tools.choice, parallel=take_bool(body, "parallel_tool_calls", True)
+        ),
+        effort=effort,
+        thinking_budget=take_budget(body.get("thinking_token_budget"), "thinking_token_budget"),
+        ignored=tuple(ignored),
+    )
+    return ResponsesRequest(
+        chat,
+        _echo(body, store=store, background=background),
+        items,
+        tools.places,
+        frozenset(tools.custom),
+        store,
+        background,
+        stream and background,
+    )
 
 
-def _check_names(body: dict[str, Any], strict: bool) -> list[str]:
+def _check_names(body: Mapping[str, Any], strict: bool) -> list[str]:
     for name, instead in RESPONSES_REFUSED.items():
         if body.get(name) is not None:
             raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
-    known = RESPONSES.known
     silent = RESPONSES_REPEATED | RESPONSES_IGNORED
-    found = [name for name in silent & body.keys() if body[name] is not None and name != "user"]
+    unused = [name for name in silent & body.keys() if body[name] is not None and name != "user"]
     rest = {name: value for name, value in body.items() if name not in silent}
-    for name in rest.keys() - known if strict else ():
+    for name in rest.keys() - _KNOWN if strict else ():
         raise invalid(
-            f"unknown field {shown(name)}{did_you_mean(name, known)}", name[:128], "unknown_field"
+            f"unknown field {shown(name)}{did_you_mean(name, _KNOWN)}", name[:128], "unknown_field"
         )
-    return name_fields(sorted(found)) + check_names(rest, known, strict=strict, generates=True)
+    return name_fields(sorted(unused)) + check_names(rest, _KNOWN, strict=strict, generates=True)
 
 
-def _switches(body: dict[str, Any], made: ResponsesRequest, stores: bool) -> None:
-    made.store = take_bool(body, "store", stores) and stores
-    made.background = take_bool(body, "background")
-    if made.background:
-        if not stores:
-            raise invalid(
-                "background needs answers that are kept: the operator sets http.store_bytes",
-                "background",
-                "not_supported",
-            )
-        if not made.store:
-            raise invalid("background needs store: true", "background", "conflicting_fields")
-        made.stream = take_bool(made.chat, "stream")
-        made.chat.pop("stream", None)
+def _switches(body: Mapping[str, Any], ignored: list[str], stores: bool) -> tuple[bool, bool]:
+    """Return whether the answer is stored, and whether it is generated in the background."""
+    store = take_bool(body, "store", stores) and stores
+    background = take_bool(body, "background")
+    if background and not stores:
+        raise invalid(
+            "background needs answers that are kept: the operator sets http.store_bytes",
+            "background",
+            "not_supported",
+        )
+    if background and not store:
+        raise invalid("background needs store: true", "background", "conflicting_fields")
     if body.get("store") and not stores:
-        made.ignored.append("store")
+        ignored.append("store")
     truncation = body.get("truncation")
     if truncation not in (None, "auto", "disabled"):
         raise invalid('truncation must be "auto" or "disabled"', "truncation")
     if truncation == "auto":
-        made.ignored.append("truncation")
-    options = body.get("stream_options")
-    if options is not None:
-        if not isinstance(options, dict):
+        ignored.append("truncation")
+    stream_options = body.get("stream_options")
+    if stream_options is not None:
+        if not isinstance(stream_options, dict):
             raise wrong_type("stream_options", "an object")
-        made.ignored += name_fields(options, "stream_options.")
+        ignored += name_fields(stream_options, "stream_options.")
     metadata = body.get("metadata")
     if metadata is not None and (
         not isinstance(metadata, dict)
@@ -136,124 +186,114 @@ def _switches(body: dict[str, Any], made: ResponsesRequest, stores: bool) -> Non
         or not all(isinstance(value, str) for value in metadata.values())
     ):
         raise wrong_type("metadata", f"an object of at most {MAX_METADATA} strings")
+    return store, background
 
 
-def _text(body: dict[str, Any], made: ResponsesRequest) -> None:
-    text = body.get("text")
+def _take_text(text: Any, ignored: list[str]) -> RequestedGrammar | None:
+    """Return the limit of the output that `text.format` asks for."""
     if text is None:
-        return
+        return None
     if not isinstance(text, dict):
         raise wrong_type("text", "an object")
-    made.ignored += name_fields((n for n in text if n != "format" and text[n] is not None), "text.")
-    format = text.get("format")
-    if format is None:
-        return
-    if not isinstance(format, dict):
-        raise wrong_type("text.format", "an object")
-    if format.get("type") == "json_schema":
-        inner = {name: value for name, value in format.items() if name != "type"}
-        format = {"type": "json_schema", "json_schema": inner}
-    made.chat["response_format"] = format
+    ignored += name_fields((n for n in text if n != "format" and text[n] is not None), "text.")
+    return take_response_format(text.get("format"), "text.format", "text.format")
 
 
-def _reasoning(body: dict[str, Any], made: ResponsesRequest) -> None:
-    reasoning = body.get("reasoning")
+def _effort(reasoning: Any, ignored: list[str]) -> str | None:
     if reasoning is None:
-        return
+        return None
     if not isinstance(reasoning, dict):
         raise wrong_type("reasoning", "an object")
     others = (n for n in reasoning if n != "effort" and reasoning[n] is not None)
-    made.ignored += name_fields(others, "reasoning.")
-    if reasoning.get("effort") is not None:
-        made.chat["reasoning_effort"] = reasoning["effort"]
+    ignored += name_fields(others, "reasoning.")
+    return check_effort(reasoning.get("effort"), "reasoning.effort")
 
 
-def _include(body: dict[str, Any], made: ResponsesRequest) -> None:
+def _logprobs(body: Mapping[str, Any], ignored: list[str]) -> int | None:
     include = body.get("include")
     if include is None:
         include = []
-    if not isinstance(include, list) or not all(isinstance(one, str) for one in include):
+    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
         raise wrong_type("include", "a list of strings")
-    made.ignored += name_fields((one for one in include if one not in _INCLUDES), "include.")
-    if _INCLUDES[1] in include or take_int(body, "top_logprobs", 0, MAX_LOGPROBS):
-        made.chat["logprobs"] = True
-    else:
-        made.chat.pop("top_logprobs", None)
+    ignored += name_fields((name for name in include if name not in _INCLUDES), "include.")
+    top = take_int(body, "top_logprobs", 0, MAX_LOGPROBS)
+    return (top or 0) if top or _INCLUDES[1] in include else None
 
 
-def _tools(body: dict[str, Any], made: ResponsesRequest) -> None:
-    tools = body.get("tools")
-    if tools is None:
-        tools = []
-    if not isinstance(tools, list):
-        raise wrong_type("tools", "a list")
-    found: list[dict[str, Any]] = []
-    custom: set[str] = set()
+class _Tools:
+    """The tools of a request, those in namespaces among them.
 
-    def add(tool: Any, where: str, space: str) -> None:
+    places: name of a tool in the chat -> (namespace or "", its own name)
+    custom: the names of tools that take a text
+    """
+
+    def __init__(self, body: Mapping[str, Any], ignored: list[str]) -> None:
+        self.tools: list[RequestedTool] = []
+        self.places: dict[str, tuple[str, str]] = {}
+        self.custom: set[str] = set()
+        self._ignored = ignored
+        tools = body.get("tools")
+        if tools is None:
+            tools = []
+        if not isinstance(tools, list):
+            raise wrong_type("tools", "a list")
+        for i, tool in enumerate(tools):
+            self._add(tool, f"tools[{i}]", "")
+        check_tool_count(self.tools)
+        self.choice = self._choice(body.get("tool_choice"))
+
+    def _add(self, tool: Any, where: str, space: str) -> None:
         kind = tool.get("type", "function") if isinstance(tool, dict) else None
         if kind == "namespace" and not space and isinstance(tool.get("tools"), list):
             if not isinstance(tool.get("name"), str) or not tool["name"]:
                 raise wrong_type(f"{where}.name", "a string")
             for i, inner in enumerate(tool["tools"]):
-                add(inner, f"{where}.tools[{i}]", tool["name"])
+                self._add(inner, f"{where}.tools[{i}]", tool["name"])
             return
         if kind not in ("function", "custom"):
             # One refused turn would end a client's session: it sends the tools that it has.
-            if len(made.ignored) < 32:
-                made.ignored.append(where)
+            if len(self._ignored) < _MOST_IGNORED:
+                self._ignored.append(where)
             return
         name = tool.get("name")
         if not isinstance(name, str):
             raise wrong_type(f"{where}.name", "a string")
-        given = {n: v for n, v in tool.items() if n not in ("type", "defer_loading")}
-        full = given["name"] = f"{space}__{name}" if space else name
+        function = {n: v for n, v in tool.items() if n not in ("type", "defer_loading")}
+        full = function["name"] = f"{space}__{name}" if space else name
         if kind == "custom":
-            custom.add(full)
-            format = given.get("format")
+            self.custom.add(full)
+            format = function.get("format")
             if isinstance(format, dict) and format.get("type") == "grammar":
                 inner = {n: v for n, v in format.items() if n != "type"}
-                given["format"] = {"type": "grammar", "grammar": inner}
-        made.places[full] = (space, name)
-        made.names.add(f"tools[{len(found)}].{kind}", where)
-        made.names.add(f"tools[{len(found)}]", where)
-        found.append({"type": kind, kind: given})
+                function["format"] = {"type": "grammar", "grammar": inner}
+        self.places[full] = (space, name)
+        add_tool(self.tools, function, where, custom=kind == "custom")
 
-    for i, tool in enumerate(tools):
-        add(tool, f"tools[{i}]", "")
-    made.custom = frozenset(custom)
-    if found:
-        made.chat["tools"] = found
-    choice = body.get("tool_choice")
-    if choice is None:
-        return
-    if isinstance(choice, str):
-        if found or choice == "required":
-            made.chat["tool_choice"] = choice
-        return
-    made.chat["tool_choice"] = _choice(choice)
+    def _choice(self, choice: Any) -> ToolChoice:
+        if isinstance(choice, str):
+            return read_choice(choice if self.tools or choice == "required" else None, self.tools)
+        if choice is None or not isinstance(choice, dict):
+            return read_choice(choice, self.tools)
+        kind = choice.get("type")
+        if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+            return allowed_tools(choice.get("mode"), choice.get("tools"), self._one)
+        return self._one(choice)
 
-
-def _choice(choice: Any) -> Any:
-    if not isinstance(choice, dict):
-        return choice
-    kind = choice.get("type")
-    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
-        tools = [_choice(one) for one in choice["tools"]]
-        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    if kind in ("function", "custom"):
-        name = choice.get("name")
-        space = choice.get("namespace")
-        return {"type": kind, kind: {"name": f"{space}__{name}" if space else name}}
-    raise invalid(
-        f"tool_choice of type {shown(kind)} is not supported; function, custom and allowed_tools "
-        "are",
-        "tool_choice",
-        "not_supported",
-    )
+    def _one(self, choice: Any) -> ToolChoice:
+        if not isinstance(choice, dict):
+            raise no_choice()
+        kind, name, space = choice.get("type"), choice.get("name"), choice.get("namespace")
+        if kind not in ("function", "custom"):
+            raise invalid(
+                f"tool_choice of type {shown(kind)} is not supported; function, custom and "
+                "allowed_tools are",
+                "tool_choice",
+                "not_supported",
+            )
+        return named_tool(f"{space}__{name}" if space else name, self.places)
 
 
-def _items(value: Any) -> list[dict[str, Any]]:
+def _items(value: Any) -> list[Item]:
     if value is None:
         raise invalid("input is required", "input", "missing_field")
     if isinstance(value, str):
@@ -267,92 +307,100 @@ def _items(value: Any) -> list[dict[str, Any]]:
 
 
 class _Messages:
-    """Items to messages: what one turn of the assistant has said is one message."""
+    """The conversion of items to messages: what one turn of the assistant says is one message."""
 
-    def __init__(self, made: ResponsesRequest, past: int) -> None:
-        self._made, self._past = made, past
-        self._out: list[dict[str, Any]] = []
-        self._turn: dict[str, Any] | None = None  # of the assistant, the last in _out
+    def __init__(self, ignored: list[str]) -> None:
+        self._builder = ChatBuilder(ignored)
+        self._ignored = ignored
         self._place = ""
+        self._said = False  # whether the last message is the assistant's, and may get more
 
-    def read(self, instructions: Any) -> list[dict[str, Any]]:
+    def read(self, instructions: Any, items: list[Item], past: int) -> tuple[ChatMessage, ...]:
+        """Return the messages. past: the items that the client did not send with this request."""
         if instructions is not None:
             if not isinstance(instructions, str):
                 raise wrong_type("instructions", "a string")
             if instructions:
-                self._add({"role": "system", "content": instructions}, "instructions")
-        for i, item in enumerate(self._made.items):
-            own = i - self._past
+                self._builder.add("system", "instructions", instructions)
+        for i, item in enumerate(items):
+            own = i - past
             self._place = f"input[{own}]" if own >= 0 else "previous_response_id"
             self._item(item)
-        return self._merged()
+        self._merge()
+        return self._builder.finish("input")
 
-    def _add(self, message: dict[str, Any], place: str = "") -> dict[str, Any]:
-        self._made.names.add(f"messages[{len(self._out)}]", place or self._place)
-        self._out.append(message)
-        self._turn = None
-        return message
+    @property
+    def _last(self) -> ChatMessage:
+        return self._builder.messages[-1]
 
-    def _assistant(self) -> dict[str, Any]:
-        if self._turn is None:
-            self._turn = self._add({"role": "assistant"})
-        return self._turn
+    def _assistant(self) -> ChatMessage:
+        """Return the assistant's open message; a new one if there is none."""
+        if not self._said:
+            self._builder.add("assistant", self._place)
+            self._said = True
+        return self._last
 
-    def _item(self, item: dict[str, Any]) -> None:
+    def _item(self, item: Item) -> None:
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
             self._message(item)
         elif kind == "reasoning":
             text = "".join(_texts(item.get("content")) or _texts(item.get("summary")))
             if text:
-                if self._turn is not None and (
-                    "content" in self._turn or "tool_calls" in self._turn
-                ):
-                    self._turn = None
-                turn = self._assistant()
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+                self._close_if(self._said and self._last.content is not None)
+                self._close_if(self._said and bool(self._last.tool_calls))
+                before = self._assistant().reasoning_content or ""
+                self._builder.change(reasoning_content=before + text)
         elif kind in ("function_call", "custom_tool_call"):
             self._call(item, kind)
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            output = item.get("output")
-            if isinstance(output, list):
-                output = [self._part(part) for part in output]
-            elif not isinstance(output, str):
-                raise wrong_type(f"{self._place}.output", "a string or a list of parts")
-            at = f"messages[{len(self._out)}]"
-            self._made.names.add(f"{at}.tool_call_id", f"{self._place}.call_id")
-            self._made.names.add(f"{at}.content", f"{self._place}.output")
-            answer = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output or ""}
-            self._add(answer)
-        elif len(self._made.ignored) < 32:
-            self._made.ignored.append(self._place)
+            self._output(item)
+        elif len(self._ignored) < _MOST_IGNORED:
+            self._ignored.append(self._place)
 
-    def _message(self, item: dict[str, Any]) -> None:
+    def _close_if(self, closed: bool) -> None:
+        if closed:
+            self._said = False
+
+    def _output(self, item: Item) -> None:
+        output = item.get("output")
+        if not isinstance(output, str | list):
+            raise wrong_type(f"{self._place}.output", "a string or a list of parts")
+        content = self._content(output, f"{self._place}.output")
+        id = self._builder.check_answered(item.get("call_id"), f"{self._place}.call_id")
+        self._builder.add("tool", self._place)
+        self._builder.change(content=content, tool_call_id=id)
+        self._said = False
+
+    def _message(self, item: Item) -> None:
         role = item.get("role")
         if role not in ITEM_ROLES:
             raise invalid(
                 f"{self._place}.role must be one of {', '.join(ITEM_ROLES)}", f"{self._place}.role"
             )
-        content = item.get("content")
-        if isinstance(content, list):
-            content = [self._part(part) for part in content]
-        elif not isinstance(content, str):
+        given = item.get("content")
+        if not isinstance(given, str | list):
             raise wrong_type(f"{self._place}.content", "a string or a list of parts")
+        content = self._content(given, f"{self._place}.content")
         if role == "assistant":
-            if self._turn is not None and self._turn.keys() & {"content", "tool_calls"}:
-                self._turn = None
-            if content != []:
-                self._assistant()["content"] = content
+            open_call = self._said and bool(self._last.tool_calls)
+            self._close_if(open_call or (self._said and self._last.content is not None))
+            if given != []:
+                self._assistant()
+                self._builder.change(content=content)
             return
-        self._add({"role": "system" if role == "developer" else role, "content": content or ""})
+        self._builder.add("system" if role == "developer" else role, self._place)
+        self._builder.change(content=content)
+        self._said = False
 
-    def _part(self, part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in TEXT_PARTS:
-            return {"type": "text", "text": part.get("text")}
-        return {**part, "type": "file"} if kind == "input_file" else part
+    def _content(self, content: str | list[Any], path: str) -> tuple[TextPart, ...]:
+        if not content:
+            return (TextPart(""),)
+        if isinstance(content, str):
+            return (TextPart(content),)
+        return self._builder.content([_as_part(part) for part in content], path)
 
-    def _call(self, item: dict[str, Any], kind: str) -> None:
+    def _call(self, item: Item, kind: str) -> None:
         name, id = item.get("name"), item.get("call_id")
         if not isinstance(name, str):
             raise wrong_type(f"{self._place}.name", "a string")
@@ -362,26 +410,30 @@ class _Messages:
             name = f"{space}__{name}"
         arguments = item.get("arguments")
         if kind == "custom_tool_call":
-            arguments = json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
-        calls = self._assistant().setdefault("tool_calls", [])
-        at = f"messages[{len(self._out) - 1}].tool_calls[{len(calls)}]"
-        self._made.names.add(at, self._place)
-        self._made.names.add(f"{at}.function", self._place)
-        function = {"name": name, "arguments": arguments}
-        calls.append({"id": id, "type": "function", "function": function})
+            arguments = {"input": item.get("input") or ""}
+        message = self._assistant()
+        self._builder.count_calls(1, len(message.tool_calls) + 1, f"{message.place}.tool_calls")
+        call = self._builder.call(id, name, arguments, f"{self._place}.arguments")
+        self._builder.change(tool_calls=(*message.tool_calls, call))
 
-    def _merged(self) -> list[dict[str, Any]]:
-        """Templates take one system message, at the beginning."""
+    def _merge(self) -> None:
+        """Make one of the system messages at the beginning: templates take one."""
+        messages = self._builder.messages
         leading = 0
-        while leading < len(self._out) and self._out[leading]["role"] == "system":
+        while leading < len(messages) and messages[leading].role == "system":
             leading += 1
-        if leading < 2:
-            return self._out
-        parts = [m["content"] for m in self._out[:leading]]
-        texts = [p if isinstance(p, str) else "".join(_texts(p)) for p in parts]
-        first = {"role": "system", "content": "\n\n".join(texts)}
-        self._made.names.shift("messages", leading - 1)
-        return [first, *self._out[leading:]]
+        if leading > 1:
+            text = "\n\n".join(message.text for message in messages[:leading])
+            first = replace(messages[leading - 1], content=(TextPart(text),))
+            messages[:leading] = [first]
+
+
+def _as_part(part: Any) -> Any:
+    """Return a part in the form that OpenAI's chats have."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXT_PARTS:
+        return {"type": "text", "text": part.get("text")}
+    return {**part, "type": "file"} if kind == "input_file" else part
 
 
 def _texts(parts: Any) -> list[str]:
@@ -390,18 +442,18 @@ def _texts(parts: Any) -> list[str]:
     return [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
 
 
-def _format_echo(format: dict[str, Any]) -> dict[str, Any]:
+def _format_echo(format: Mapping[str, Any]) -> Mapping[str, Any]:
     """Repeat the format as asked, without what is null.
 
     Of a schema with the fields that Open Responses requires,
     where OpenAI's description is a text and never null."""
-    told = {name: value for name, value in format.items() if value is not None}
+    asked = {name: value for name, value in format.items() if value is not None}
     if format.get("type") != "json_schema":
-        return told
-    return {"description": "", **told, "strict": bool(format.get("strict"))}
+        return asked
+    return {"description": "", **asked, "strict": bool(format.get("strict"))}
 
 
-def _echo(body: dict[str, Any], made: ResponsesRequest) -> dict[str, Any]:
+def _echo(body: Mapping[str, Any], *, store: bool, background: bool) -> Mapping[str, Any]:
     """Fields of the answer that say what was asked; null where nothing was."""
     text = body.get("text") or {}
     reasoning = body.get("reasoning") or {}
@@ -426,8 +478,8 @@ def _echo(body: dict[str, Any], made: ResponsesRequest) -> dict[str, Any]:
         "user": body.get("user"),
         "max_output_tokens": body.get("max_output_tokens"),
         "max_tool_calls": body.get("max_tool_calls"),
-        "store": made.store,
-        "background": made.background,
+        "store": store,
+        "background": background,
         "service_tier": "default",
         "metadata": body.get("metadata") or {},
         "safety_identifier": body.get("safety_identifier"),

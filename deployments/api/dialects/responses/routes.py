@@ -1,78 +1,80 @@
 """The routes under /v1/responses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from deployments.api.context import ApiContext
-from deployments.api.dialects.responses.request import ResponsesRequest, responses_request
+from deployments.api.dialects.responses.request import Item, ResponsesRequest, responses_request
 from deployments.api.dialects.responses.stored_events import events_of, stream_stored, take_after
 from deployments.api.dialects.responses.writer import ResponsesWriter
 from deployments.api.fields.agents import RESPONSES
 from deployments.api.fields.schema import BOOLEAN, integer, one_of
-from deployments.api.generate import DialectRequest, generate
-from deployments.api.generation.openai_request import OpenAIRequest, chat_call
-from deployments.api.http.errors import ApiError, invalid, shown
+from deployments.api.generate import DialectRequest, count_prompt, generate
+from deployments.api.generation.call import GenerationCall
+from deployments.api.generation.request import ChatRequest
+from deployments.api.http.errors import invalid, shown
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.http.off_loop import in_thread
 from deployments.api.response_store import StoredResponse
 from deployments.api.route import DELETED, LIST, NAMES, PAGES, QUEUES, STREAMS, Operation, Route
 from deployments.api.stream.background import BackgroundRun, stream_run
 from deployments.api.stream.event_ids import EventIds
 from deployments.api.stream.item_answer import ItemAnswer, Naming, new_number
 from deployments.backend import Generation, RecalledChoice
-from engine.errors import MantaError
 
 PATH = "/v1/responses"
 
 
 class ResponsesDialect(DialectRequest):
+    """A request to /v1/responses."""
+
     def __init__(self, context: ApiContext, owner: str) -> None:
-        super().__init__()
         self._context = context
         self._owner = owner
         self._request: ResponsesRequest | None = None
         self._writer: ResponsesWriter | None = None
+        self._answer: ItemAnswer | None = None
 
-    def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        store, options = self._context.responses, self._context.options
-        past: list[dict[str, Any]] = []
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        context = self._context
+        store = context.responses
+        past: list[Item] = []
         before = body.get("previous_response_id")
         if before is not None:
             if not isinstance(before, str):
                 raise invalid(
                     "previous_response_id must be a string", "previous_response_id", "invalid_type"
                 )
-            if self._context.background.get(before, self._owner) is not None:
+            if context.background.get(before, self._owner) is not None:
                 raise invalid(
                     "this response has not ended", "previous_response_id", "response_not_ended"
                 )
-            found = store.get(before, self._owner, "previous_response_id")
-            past = msgspec.json.decode(found.items) + msgspec.json.decode(found.response)["output"]
-        self._request = responses_request(body, past, stores=store.on, strict=options.strict)
-        self.ignored, self.names = self._request.ignored, self._request.names
-        if self._request.background:
-            self._context.background.check_room(store.max_bytes)
-        return self._request.chat
+            stored = store.get(before, self._owner, "previous_response_id")
+            output = msgspec.json.decode(stored.response)["output"]
+            past = msgspec.json.decode(stored.items) + output
+        request = responses_request(body, past, stores=store.on, options=context.options)
+        if request.background:
+            context.background.check_room(store.max_bytes)
+        self._request = request
+        return request.chat
 
     def answer(
-        self, call: OpenAIRequest, ids: EventIds | None, past: Sequence[RecalledChoice | None]
+        self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer:
         assert self._request is not None
         number, created = new_number(ids)
         self._writer = ResponsesWriter(self._request, call, Naming.of(call, number), created)
-        return ItemAnswer(call, self._writer, ids=ids, past=past)
+        self._answer = ItemAnswer(call, self._writer, ids=ids, past=past)
+        return self._answer
 
-    async def detach(
-        self, exchange: HttpExchange, answer: ItemAnswer, generation: Generation
-    ) -> bool:
+    async def detach(self, exchange: HttpExchange, generation: Generation) -> bool:
         request = self._request
         if request is None or not request.background:
             return False
-        assert self._writer is not None
+        assert self._writer is not None and self._answer is not None
         context = self._context
-        run = BackgroundRun(self._owner, answer, self._writer, generation, request.items)
+        run = BackgroundRun(self._owner, self._answer, self._writer, generation, request.items)
 
         def on_end() -> None:
             context.counter.in_flight -= 1
@@ -89,7 +91,7 @@ class ResponsesDialect(DialectRequest):
         return True
 
     def keep(self) -> None:
-        """The answer, if it is to be kept and has come to its end."""
+        """Store the answer, if it is to be kept and has come to its end."""
         writer, request = self._writer, self._request
         if writer is None or request is None or not request.store or request.background:
             return
@@ -99,24 +101,17 @@ class ResponsesDialect(DialectRequest):
 
 
 async def create(context: ApiContext, exchange: HttpExchange) -> None:
-    turn = ResponsesDialect(context, exchange.caller.id)
-    await generate(context, exchange, chat=True, request=turn)
-    turn.keep()
+    """Answer a chat in items. Raises ApiError, MantaError."""
+    dialect = ResponsesDialect(context, exchange.caller.id)
+    await generate(context, exchange, dialect)
+    dialect.keep()
 
 
 async def count(context: ApiContext, exchange: HttpExchange) -> None:
-    """Tokens of the prompt that a request would have."""
-    body = await context.read(exchange)
-    turn = ResponsesDialect(context, exchange.caller.id)
-    chat = await in_thread(lambda: turn.chat(body), exchange.body_size)
-    try:
-        call = await chat_call(
-            chat, exchange.body_size, context.backend, context.options, exchange.caller
-        )
-    except (ApiError, MantaError) as error:
-        raise turn.error(error) from None
-    told = {"object": "response.input_tokens", "input_tokens": len(call.prompts[0])}
-    await exchange.answer(200, msgspec.json.encode(told))
+    """Answer with the number of tokens of the prompt that a request would have."""
+    tokens = await count_prompt(context, exchange, ResponsesDialect(context, exchange.caller.id))
+    answer = {"object": "response.input_tokens", "input_tokens": tokens}
+    await exchange.answer(200, msgspec.json.encode(answer))
 
 
 async def one(context: ApiContext, exchange: HttpExchange) -> None:
@@ -160,7 +155,7 @@ async def one(context: ApiContext, exchange: HttpExchange) -> None:
         await exchange.answer(200, found.response)
 
 
-def _told_items(id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _told_items(id: str, items: list[Item]) -> list[Item]:
     """The conversation before an answer, in the form of OpenAI's list: contents are parts, and each
     item has a type, an id and, but for thoughts, a status."""
     told = []
@@ -181,7 +176,7 @@ def _told_items(id: str, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return told
 
 
-def _page(query: dict[str, str], items: list[dict[str, Any]]) -> dict[str, Any]:
+def _page(query: dict[str, str], items: list[Item]) -> dict[str, Any]:
     """Items, the newest first, as `order`, `after` and `limit` of the query say. Raises ApiError
     400."""
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from deployments.api.dialects.responses.request import ResponsesRequest
-from deployments.api.generation.openai_request import OpenAIRequest
+from deployments.api.generation.call import GenerationCall
 from deployments.api.http.errors import ApiError
 from deployments.api.output.step_parser import Event
 from deployments.api.stream.item_answer import Naming, Usage, Wire
@@ -16,7 +16,7 @@ class ResponsesWriter:
     """One item is open at a time: reasoning, a message, or a call."""
 
     def __init__(
-        self, request: ResponsesRequest, call: OpenAIRequest, naming: Naming, created: int
+        self, request: ResponsesRequest, call: GenerationCall, naming: Naming, created: int
     ) -> None:
         self.wire = Wire()
         self._request = request

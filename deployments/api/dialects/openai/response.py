@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.generation.openai_request import OpenAIRequest, scored_entries
+from deployments.api.generation.call import GenerationCall, scored_entries
 from deployments.api.http.errors import ApiError, from_backend
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
@@ -55,7 +55,7 @@ class OpenAIResponse:
 
     def __init__(
         self,
-        call: OpenAIRequest,
+        call: GenerationCall,
         *,
         chat: bool,
         ids: EventIds | None = None,

@@ -1,0 +1,418 @@
+"""GenerationCall: a request for a model, with the token ids of its prompts and its params."""
+
+import dataclasses
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from deployments.api.body_fields import kept_tokens, take_bool, take_token_ids
+from deployments.api.caller import ANYONE, Caller
+from deployments.api.generation.request import (
+    ChatMessage,
+    ChatRequest,
+    PromptCut,
+    TemplateOptions,
+    TextRequest,
+)
+from deployments.api.http.errors import invalid, shown, wrong_type
+from deployments.api.http.off_loop import in_thread
+from deployments.api.options import ApiOptions
+from deployments.api.output.constraints import RequestedGrammar
+from deployments.api.output.plan import OutputPlan, plan_output
+from deployments.api.output.prompt import check_effort, render_options
+from deployments.api.output.request import RequestedTools
+from deployments.api.served_model import find_model
+from deployments.backend import Backend, GenerationRequest, ModelCard
+from engine.errors import InvalidRequest, context_too_long
+from engine.sampling_params import SamplingParams
+from engine.text.infill import FillMarks
+from engine.text.tokenizer import Tokenizer, TooManyTokens
+
+MAX_KWARGS_BYTES = 64 * 1024
+MAX_SCORED = 131_072  # log-probabilities of prompt tokens in an answer: some 8 MB of JSON
+
+
+@dataclass(slots=True)
+class GenerationCall:
+    """A checked generation request.
+
+    request: what the client asked for
+    prompts: the token ids of each prompt
+    texts: the texts that `echo` repeats, one for each prompt
+    common: the common part of the backend's requests for these prompts. Its token_ids are empty,
+        and its seed is the drawn one, for a request that names none
+    continuous_usage: whether each event of a stream reports the usage up to it
+    token_names: whether log-probabilities name tokens by their ids
+    prompt_logprobs: whether the request has this field, and not echo alone
+    score_only: whether only the prompt's logprobs are computed (max_tokens 0 with echo)
+    timing: whether usage reports how the request fared (the header x-return-timing)
+    streams, emitted: one for each prompt, or none; see GenerationRequest
+    constraint: the limit of the output; params have its grammar once it is compiled
+    output: the plan for reading the answer's text; None: the text is the answer
+    ignored: the fields that have no effect with this model
+    """
+
+    request: ChatRequest | TextRequest
+    card: ModelCard
+    tokenizer: Tokenizer
+    common: GenerationRequest
+    prompts: list[list[int]]
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    token_names: bool = False
+    prompt_logprobs: bool = False
+    echo: bool = False
+    texts: list[str] = field(default_factory=list)
+    score_only: bool = False
+    timing: bool = False
+    streams: list[str] = field(default_factory=list)
+    emitted: list[list[list[int] | None]] = field(default_factory=list)
+    constraint: RequestedGrammar | None = None
+    output: OutputPlan | None = None
+    ignored: list[str] = field(default_factory=list)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.common.params
+
+    def change_params(self, **fields: Any) -> None:
+        self.common.params = msgspec.structs.replace(self.common.params, **fields)
+
+    def _seed_for(self, prompt: list[int]) -> int:
+        seed = self.params.seed_for(prompt, self.card.seed)
+        return self.common.seed if seed is None else seed
+
+    def requests(self) -> list[GenerationRequest]:
+        """Return the requests for the backend, one for each prompt."""
+        params = self.params
+        if self.score_only:  # an engine always makes a token; it is dropped here
+            params = msgspec.structs.replace(params, max_tokens=1)
+        return [
+            dataclasses.replace(
+                self.common,
+                token_ids=ids,
+                params=params,
+                seed=self._seed_for(ids),
+                stream=self.streams[i] if self.streams else "",
+                emitted=self.emitted[i] if self.emitted else [],
+            )
+            for i, ids in enumerate(self.prompts)
+        ]
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], special: bool, limit: int
+) -> list[list[int]]:
+    """Return the token ids of each text.
+
+    Encoding ends at the first text that has more than `limit` tokens: the others are not worth the
+    work then. Raises TooManyTokens.
+    """
+    prompts = []
+    for text in texts:
+        tokenizer.check_length(text, limit)
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        if len(ids) > limit:
+            raise TooManyTokens(len(ids), limit)
+        prompts.append(ids)
+    return prompts
+
+
+async def prepare(
+    request: ChatRequest | TextRequest,
+    size: int,
+    backend: Backend,
+    options: ApiOptions,
+    caller: Caller = ANYONE,
+) -> GenerationCall:
+    """Check a request against the model that it names, and encode its prompts.
+
+    size: the bytes of the request's body
+
+    Raises ApiError 400, 403, 404; InvalidRequest. These name fields by our names.
+    """
+    card = await find_model(request.model, backend, caller)
+    tokenizer = backend.tokenizer(card.id)
+    fill = _fill_chat if isinstance(request, ChatRequest) else _fill_texts
+
+    def work() -> GenerationCall:
+        call = _with_params(request, card, tokenizer)
+        fill(call, options)
+        return call
+
+    try:
+        return await in_thread(work, size + request.sampling.size)
+    except TooManyTokens as error:
+        raise too_many_tokens(error, request.prompt_name) from None
+    except InvalidRequest as error:
+        raise invalid(error.message, error.param, error.code) from None
+
+
+def _with_params(
+    request: ChatRequest | TextRequest, card: ModelCard, tokenizer: Tokenizer
+) -> GenerationCall:
+    """Return the call without its prompts. Raises ApiError 400, InvalidRequest."""
+    params = request.sampling.params(tokenizer)
+    params.check_vocabulary(card.vocab_size)
+    if params.max_tokens == 0 and isinstance(request, ChatRequest):
+        raise invalid("max_tokens must be at least 1", "max_tokens")
+    if request.stream and params.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs", "conflicting_fields")
+    if request.best_of is not None and request.best_of != params.n:
+        raise invalid("best_of must equal n; choices are not ranked", "best_of")
+    return GenerationCall(
+        request=request,
+        card=card,
+        tokenizer=tokenizer,
+        common=GenerationRequest("", card.id, [], params, seed=secrets.randbits(63)),
+        prompts=[],
+        stream=request.stream,
+        include_usage=request.usage,
+        continuous_usage=request.continuous_usage,
+        return_token_ids=request.return_token_ids,
+        token_names=request.token_names,
+        prompt_logprobs=params.prompt_logprobs is not None,
+        constraint=request.constraint,
+    )
+
+
+def _fill_chat(call: GenerationCall, options: ApiOptions) -> None:
+    """Set the prompt of a chat and the plan of its answer. Raises as `prepare`."""
+    request = call.request
+    assert isinstance(request, ChatRequest)
+    tools, tokenizer, limit = request.tools, call.tokenizer, call.card.max_model_len
+    cut = _kept(request.cut, call)
+    unread: list[str] = []
+    most = limit if cut is None else sys.maxsize
+    template = (request.template, request.effort, unread, most)
+    ids = _render(tokenizer, request.messages, tools, *template)
+    if request.cut is not None and cut is not None:
+        ids = _cut(ids, cut, request.cut)
+    if not ids:
+        raise invalid("the messages render to an empty prompt", "messages")
+    call.prompts = [ids]
+    check_choices(call, options)
+    plan = plan_output(tokenizer, tools, ids, generation=request.template.opens)
+    budget = request.thinking_budget
+    if budget is not None and (plan is None or plan.thinking == "no"):
+        unread.append("thinking_token_budget")
+    elif plan is not None:
+        plan.budget = budget
+    if plan is not None:
+        plan.limited = call.constraint is not None
+        plan.shows_reasoning = request.shows_reasoning
+        if not request.separate_reasoning and plan.reasoning is not None:
+            raise invalid(
+                "separate_reasoning: false is not supported; reasoning is told beside content",
+                "separate_reasoning",
+                "not_supported",
+            )
+    call.output = plan
+    call.ignored += map(request.own_name, unread)
+
+
+def chat_ids(
+    tokenizer: Tokenizer,
+    body: Mapping[str, Any],
+    messages: Sequence[ChatMessage],
+    tools: RequestedTools | None,
+    options: ApiOptions,
+    ignored: list[str],
+    max_tokens: int,
+) -> tuple[list[int], bool]:
+    """Return the token ids of a chat's prompt, and whether it opens the model's turn.
+
+    body: the fields about the template, in OpenAI's form
+    ignored: the list that fields are added to that the template does not read
+
+    Raises ApiError 400, InvalidRequest and TooManyTokens.
+    """
+    template = template_options(body, options)
+    effort = check_effort(body.get("reasoning_effort"))
+    ids = _render(tokenizer, messages, tools, template, effort, ignored, max_tokens)
+    return ids, template.opens
+
+
+def _render(
+    tokenizer: Tokenizer,
+    messages: Sequence[ChatMessage],
+    tools: RequestedTools | None,
+    template: TemplateOptions,
+    effort: str | None,
+    ignored: list[str],
+    max_tokens: int,
+) -> list[int]:
+    written = [message.for_template() for message in messages]
+    variables = template.variables
+    found = render_options(tokenizer, written, tools, effort, variables.keys(), ignored)
+    return tokenizer.encode_chat(
+        written,
+        max_tokens=max_tokens,
+        add_generation_prompt=template.opens,
+        continue_final_message=template.continues,
+        **{**variables, **found},
+    )
+
+
+def template_options(body: Mapping[str, Any], options: ApiOptions) -> TemplateOptions:
+    """Read add_generation_prompt, continue_final_message and allowed chat_template_kwargs.
+
+    Raises ApiError 400.
+    """
+    continues = take_bool(body, "continue_final_message")
+    opens = take_bool(body, "add_generation_prompt", not continues)
+    if continues and opens:
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message",
+            "conflicting_fields",
+        )
+    variables = body.get("chat_template_kwargs")
+    if variables is None:
+        return TemplateOptions(opens, continues)
+    if not isinstance(variables, dict):
+        raise wrong_type("chat_template_kwargs", "an object")
+    for name in variables:
+        if name not in options.template_kwargs:
+            raise invalid(
+                f"chat_template_kwargs cannot set {shown(name)}; allowed are "
+                f"{', '.join(sorted(options.template_kwargs))}",
+                "chat_template_kwargs",
+                "field_not_allowed",
+            )
+    if len(msgspec.json.encode(variables)) > MAX_KWARGS_BYTES:
+        raise invalid(
+            f"chat_template_kwargs is larger than {MAX_KWARGS_BYTES} bytes", "chat_template_kwargs"
+        )
+    return TemplateOptions(opens, continues, variables)
+
+
+def _kept(cut: PromptCut | None, call: GenerationCall) -> int | None:
+    """Return how many tokens of each prompt are kept; None: all are. Raises ApiError 400."""
+    context = call.card.max_model_len
+    tokens = None if cut is None else kept_tokens(cut.tokens, context)
+    return None if tokens is None else min(tokens, max(1, context - (call.params.max_tokens or 1)))
+
+
+def _cut(ids: list[int], tokens: int, cut: PromptCut) -> list[int]:
+    return ids[-tokens:] if cut.keeps_end else ids[:tokens]
+
+
+def _fill_texts(call: GenerationCall, options: ApiOptions) -> None:
+    """Set the prompts of a completion. Raises as `prepare`."""
+    request = call.request
+    assert isinstance(request, TextRequest)
+    call.echo = request.echo
+    if call.params.max_tokens == 0:
+        if not request.echo:
+            raise invalid("max_tokens must be at least 1 unless echo is set", "max_tokens")
+        call.score_only = True
+    if request.echo and call.params.logprobs is not None and call.params.prompt_logprobs is None:
+        call.change_params(prompt_logprobs=call.params.logprobs)
+    if request.gaps:
+        _fill_gaps(call, request)
+    else:
+        _fill_prompts(call, request)
+    check_choices(call, options)
+
+
+def _fill_gaps(call: GenerationCall, request: TextRequest) -> None:
+    """Set prompts in which the model sees the text behind its answer (fill in the middle)."""
+    marks = FillMarks.of(call.tokenizer)
+    if marks is None:
+        raise invalid(
+            "suffix: this model's tokenizer has no tokens for filling a gap (fill in the middle)",
+            "suffix",
+            "suffix_not_supported",
+        )
+    tokenizer, limit = call.tokenizer, call.card.max_model_len
+    special = request.special
+    call.prompts = [marks.ids(tokenizer, gap, limit, special=special) for gap in request.gaps]
+    if not call.params.ignore_eos:
+        ends = dict.fromkeys((*call.params.stop_token_ids, *marks.ends))
+        call.change_params(stop_token_ids=list(ends))
+
+
+def _fill_prompts(call: GenerationCall, request: TextRequest) -> None:
+    tokenizer = call.tokenizer
+    prompts: tuple[str | list[int], ...] = request.prompts
+    cut = _kept(request.cut, call)
+    limit = call.card.max_model_len if cut is None else sys.maxsize
+    texts: list[str] = []
+    for i, prompt in enumerate(prompts):
+        path = f"prompt[{i}]" if request.many else "prompt"
+        if isinstance(prompt, str):
+            texts.append(prompt)
+        elif not prompt:
+            raise invalid(f"{path} must not be empty", "prompt")
+        elif len(prompt) > limit:
+            raise context_too_long(limit, len(prompt), param=path)
+        else:
+            call.prompts.append(take_token_ids(prompt, path, call.card.vocab_size))
+    if texts:
+        call.texts = texts
+        call.prompts = encode_texts(tokenizer, texts, request.special, limit)
+    if request.cut is not None and cut is not None:
+        call.prompts = [_cut(ids, cut, request.cut) for ids in call.prompts]
+    if call.echo and (cut is not None or not call.texts):
+        call.texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in call.prompts]
+    for i, ids in enumerate(call.prompts):
+        if not ids and tokenizer.bos_token_id is not None:
+            call.prompts[i] = [tokenizer.bos_token_id]
+        elif not ids:
+            raise invalid("prompt must not be empty: this model has no BOS token", "prompt")
+
+
+def check_choices(call: GenerationCall, options: ApiOptions) -> None:
+    """Check how many choices a request has. Raises ApiError 400 too_many_choices."""
+    count, most = len(call.prompts) * call.params.n, options.max_choices
+    if count > most:
+        raise invalid(
+            f"{len(call.prompts)} prompts with n {call.params.n} are {count} choices; one request "
+            f"takes {most} (limits.choices)",
+            "n",
+            "too_many_choices",
+        )
+
+
+def check_context(call: GenerationCall) -> None:
+    """Check the prompts against the model's context, and the number of prompt log-probabilities.
+
+    Called when the card is known to be the adapter's, whose virtual tokens leave less room. Raises
+    InvalidRequest context_length_exceeded, about the prompt if that alone is too long; ApiError 400
+    where the log-probabilities of the prompt are too many.
+    """
+    limit, wanted = call.card.max_model_len, call.params.max_tokens
+    where = call.request.prompt_name
+    for ids in call.prompts:
+        if len(ids) + (wanted or 1) > limit:
+            fits = len(ids) < limit and wanted is not None
+            param = call.request.limit_name if fits else where
+            raise context_too_long(limit, len(ids), wanted, param=param, where=where)
+    if call.params.prompt_logprobs is not None and scored_entries(call) > MAX_SCORED:
+        top = call.params.prompt_logprobs
+        raise invalid(
+            f"log-probabilities of {sum(map(len, call.prompts))} prompt tokens, each with {top} "
+            f"alternatives, for {call.params.n} choices: at most {MAX_SCORED} in one request",
+            "prompt_logprobs" if call.prompt_logprobs else "logprobs",
+        )
+
+
+def scored_entries(call: GenerationCall) -> int:
+    """Return how many log-probabilities of prompt tokens the answer will have.
+
+    Alternatives are included.
+    """
+    alternatives = call.params.prompt_logprobs or 0
+    return sum(map(len, call.prompts)) * (1 + alternatives) * call.params.n
+
+
+def too_many_tokens(error: TooManyTokens, param: str) -> InvalidRequest:
+    """Return the error for a text that was too long to be encoded as a whole."""
+    return context_too_long(error.limit, error.at_least, param=param, where=param, at_least=True)

@@ -1,0 +1,214 @@
+"""ChatRequest and TextRequest: what a client asks for, in whichever dialect."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from deployments.api.generation.sampling import RequestedSampling
+from deployments.api.generation.tenancy import QueueFields
+from deployments.api.http.errors import ApiError, from_backend
+from deployments.api.output.constraints import RequestedGrammar
+from deployments.api.output.prompt import TemplateMessage
+from deployments.api.output.request import RequestedTools
+from engine.errors import MantaError
+from engine.text.infill import Gap
+
+_MESSAGE = re.compile(r"messages\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A part of a message's content that is a text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """A part of a message's content that is no text.
+
+    source: the part as the client wrote it
+    """
+
+    kind: Literal["image", "audio", "video", "file"]
+    source: Mapping[str, Any]
+
+
+ContentPart = TextPart | MediaPart
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call in the message of an assistant. arguments: an object, which templates print."""
+
+    id: str
+    name: str
+    arguments: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A checked message of a chat.
+
+    place: the client's name of the message, e.g. ``messages[2]`` or ``instructions``
+    content: the parts, all of them texts today; None: the message has no content
+    tool_call_id: the call whose result the message is
+    """
+
+    role: str
+    place: str
+    content: tuple[TextPart, ...] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the content, its parts with nothing between them."""
+        return "".join([part.text for part in self.content or ()])
+
+    def for_template(self) -> TemplateMessage:
+        """Return the message as templates expect it: one string, and calls with a type."""
+        message: TemplateMessage = {"role": self.role}
+        if self.content is not None:
+            parts = self.content
+            message["content"] = parts[0].text if len(parts) == 1 else self.text
+        if self.name is not None:
+            message["name"] = self.name
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        if self.reasoning is not None:
+            message["reasoning"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """How a chat is rendered.
+
+    opens: whether the prompt opens the model's turn
+    continues: whether the model goes on with the last message
+    variables: further names for the template
+    """
+
+    opens: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCut:
+    """The part of a prompt that is kept.
+
+    tokens: the number of tokens; -1: as many as the model takes
+    keeps_end: whether a longer prompt loses its beginning
+    """
+
+    tokens: int
+    keeps_end: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationFields:
+    """What chats and completions have in common.
+
+    model: the name that the client gave; None: the only model
+    usage, continuous_usage: whether a stream reports usage at its end, and in each event
+    token_names: whether log-probabilities name tokens by their ids
+    best_of: a number that has to equal the number of choices
+    prompt_name: the client's name of the prompt
+    limit_name: the client's name of the limit of output tokens
+    names: our names of fields -> the client's, where these differ
+    ignored: the fields without effect
+    """
+
+    model: Any
+    sampling: RequestedSampling
+    queue: QueueFields
+    stream: bool = False
+    usage: bool = False
+    continuous_usage: bool = False
+    constraint: RequestedGrammar | None = None
+    cut: PromptCut | None = None
+    return_token_ids: bool = False
+    token_names: bool = False
+    best_of: int | None = None
+    prompt_name: str = "messages"
+    limit_name: str = "max_tokens"
+    names: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    def own_name(self, name: str) -> str:
+        """Return the client's name of one of our fields."""
+        return self.names.get(name, name)
+
+    def own_error(self, error: ApiError | MantaError) -> ApiError:
+        """Return an error with the client's name of the field at fault."""
+        answer = error if isinstance(error, ApiError) else from_backend(error)
+        if answer.param is None or (own := self.own_name(answer.param)) == answer.param:
+            return answer
+        plain = rf"(?<![\w.\]]){re.escape(answer.param)}(?![\w\[])"
+        message = re.sub(plain, lambda _: own, answer.message)
+        return ApiError(
+            answer.status,
+            answer.code,
+            message,
+            param=own,
+            kind=answer.kind,
+            headers=answer.headers,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(GenerationFields):
+    """A chat that a client asks for.
+
+    effort: how much the model should think; None: as its template has it
+    thinking_budget: the most tokens of thinking; None: any number
+    """
+
+    messages: tuple[ChatMessage, ...]
+    template: TemplateOptions = TemplateOptions()
+    tools: RequestedTools | None = None
+    effort: str | None = None
+    thinking_budget: int | None = None
+    shows_reasoning: bool = True
+    separate_reasoning: bool = True
+
+    def own_name(self, name: str) -> str:
+        match = _MESSAGE.fullmatch(name)
+        if match is not None and int(match[1]) < len(self.messages):
+            return self.messages[int(match[1])].place
+        return self.names.get(name, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest(GenerationFields):
+    """A completion that a client asks for.
+
+    prompts: texts, or lists of token ids
+    many: whether the client gave a list of prompts, and not one
+    gaps: the gaps that the model fills, in the place of prompts
+    special: whether special tokens are put before the texts
+    """
+
+    prompts: tuple[str, ...] | tuple[list[int], ...] = ()
+    many: bool = False
+    gaps: tuple[Gap, ...] = ()
+    echo: bool = False
+    special: bool = True
+    prompt_name: str = "prompt"
