@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 
 from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGES
+from deployments.api.fields.body import struct_body
 from deployments.api.fields.generation import (
     QUEUED,
     SAMPLING,
     TOOLS,
     TOP_LOGPROBS,
 )
-from deployments.api.fields.pooled import TEXTS
+from deployments.api.fields.pooled import TEXTS, PoolingBody, PoolingOptions, Positive, TextInput
 from deployments.api.fields.schema import (
     BOOLEAN,
     NOTHING,
@@ -104,16 +105,37 @@ PULL = Body(
     {"model": TEXT, "name": TEXT, "stream": BOOLEAN},
     ignored=frozenset({"insecure", "username", "password"}),
 )
-_UNHEEDED = frozenset({"keep_alive", "options"})
-EMBED = _body(
-    {
-        "model": TEXT,
-        "input": either(TEXT, one_of([]), *TEXTS[1:]),
-        "truncate": BOOLEAN,
-        "dimensions": integer(1, 2**31 - 1),
-        **QUEUED,
-    },
-    _UNHEEDED,
-    required=("input",),
-)
-EMBEDDINGS = _body({"model": TEXT, "prompt": TEXT, **QUEUED}, _UNHEEDED, required=("prompt",))
+
+
+class OllamaInput(TextInput):
+    """A TextInput that may be empty."""
+
+    SCHEMA = either(TEXT, one_of([]), *TEXTS[1:])
+    EMPTY = True
+
+
+class OllamaEmbed(PoolingBody, kw_only=True):
+    """The body of /api/embed."""
+
+    input: OllamaInput
+    truncate: bool | None = None
+    dimensions: Positive | None = None
+
+    def pooling_options(self) -> PoolingOptions:
+        """Long texts are cut unless the request says otherwise."""
+        return PoolingOptions(truncate=self.truncate is not False)
+
+
+class OllamaEmbeddings(PoolingBody, kw_only=True):
+    """The body of /api/embeddings."""
+
+    prompt: str
+
+    def pooling_options(self) -> PoolingOptions:
+        """Long texts are cut."""
+        return PoolingOptions(truncate=True)
+
+
+_OF_OLLAMA = frozenset({"keep_alive", "options"})
+EMBED = struct_body(OllamaEmbed, ignored=_OF_OLLAMA)
+EMBEDDINGS = struct_body(OllamaEmbeddings, ignored=_OF_OLLAMA)

@@ -1,137 +1,458 @@
-"""EMBEDDINGS, RERANK, SCORE, CLASSIFY and others: bodies of the routes that ask for vectors of
-texts."""
+"""EMBEDDINGS, RERANK, SCORE, CLASSIFY and others: the bodies of the routes of pooling models."""
 
 from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from deployments.api.fields.generation import CHAT_MESSAGES, QUEUED, TEMPLATE, TRUNCATION
+from msgspec import Meta
+
+from deployments.api.fields.body import Fault, Shape, struct_body, words
+from deployments.api.fields.common import UINT31, Queued, Side, TokenCut
+from deployments.api.fields.generation import CHAT_MESSAGES
 from deployments.api.fields.schema import (
-    BOOLEAN,
     FILLED,
     NOTHING,
     TEXT,
     TOKEN,
     Schema,
     either,
-    integer,
     list_of,
     one_of,
-    openai_body,
     record,
-    text,
 )
 
 MAX_TEXTS = 2048  # OpenAI's
-MAX_PROMPT_NAME = 256  # bytes
 BYTES, BYTES_ONLY = "bytes", "bytes_only"
-FORMATS = ("float", "base64", BYTES, BYTES_ONLY)
-DTYPES = ("float32", "float16", "bfloat16")
-ENDIANNESS = ("native", "little", "big")
-DIRECTIONS = ("Left", "Right")  # the same in TEI's words
 MAX_PARTS = 1024  # of one text
-TASKS = ("embed", "classify")
 # Names of one field: whether a sigmoid, a softmax or a division by the length ends the numbers.
 ACTIVATION = ("use_activation", "activation", "softmax", "normalize")
-UINT31 = 2**31 - 1
 
-_COMMON: Mapping[str, Schema] = {
-    **QUEUED,
-    "model": TEXT,
-    "truncate": BOOLEAN,
-    **TRUNCATION,
-    "add_special_tokens": BOOLEAN,
-    "use_activation": BOOLEAN,
-}
-_ACTIVATED = dict.fromkeys(("activation", "softmax"), BOOLEAN)
+Format = Literal["float", "base64", "bytes", "bytes_only"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+Endianness = Literal["native", "little", "big"]
+Direction = Literal["Left", "Right"]  # Side in TEI's words
+Task = Literal["embed", "classify"]
+PromptName = Annotated[str, Meta(max_length=256)]
+Positive = Annotated[int, Meta(ge=1, le=UINT31)]
+
 TEXTS: tuple[Schema, ...] = (
     FILLED,
     list_of(TOKEN, 1),
     list_of(FILLED, 1, MAX_TEXTS),
     list_of(list_of(TOKEN, 1), 1, MAX_TEXTS),
 )
-_INPUT: Mapping[str, Schema] = {
-    "input": either(*TEXTS),
-    "prompt_name": text(MAX_PROMPT_NAME),
-    "messages": CHAT_MESSAGES,
-    **TEMPLATE,
-}
-_WRITTEN: Mapping[str, Schema] = {
-    "encoding_format": one_of(*FORMATS),
-    "embed_dtype": one_of(*DTYPES),
-    "endianness": one_of(*ENDIANNESS),
-    "dimensions": integer(1, UINT31),
-}
 _PARTS = list_of(record({"type": one_of("text"), "text": TEXT}), 1, MAX_PARTS)
-_ONE = either(TEXT, record({"text": TEXT}), record({"content": either(TEXT, _PARTS)}))
-_SOME = either(_ONE, list_of(_ONE, 1, MAX_TEXTS))
-_RERANKED: Mapping[str, Schema] = {
-    **_COMMON,
-    **_ACTIVATED,
-    "query": either(FILLED, record({"text": FILLED})),
-    "documents": list_of(_ONE, 1, MAX_TEXTS),
-    "top_n": integer(1, UINT31),
-    "return_documents": BOOLEAN,
-    "max_tokens_per_doc": integer(1, UINT31),
-}
-_TEI: Mapping[str, Schema] = {"raw_scores": BOOLEAN, "truncation_direction": one_of(*DIRECTIONS)}
+_DOCUMENT = either(TEXT, record({"text": TEXT}), record({"content": either(TEXT, _PARTS)}))
+_PAIR = list_of(TEXT, 1, 2)
 
-EMBEDDINGS = openai_body({**_COMMON, **_INPUT, **_WRITTEN, "normalize": BOOLEAN})
-POOLING = openai_body(
-    {
-        **_COMMON,
-        **_INPUT,
-        **_WRITTEN,
-        **_ACTIVATED,
-        "normalize": BOOLEAN,
-        "task": one_of(*TASKS),
-    }
-)
-RERANK = openai_body(_RERANKED, ("query", "documents"))
-# Of /rerank alone: `texts` in the place of `documents`.
-RERANK_TEXTS = openai_body(
-    {**_RERANKED, **_TEI, "texts": list_of(_ONE, 1, MAX_TEXTS), "return_text": BOOLEAN}, ("query",)
-)
-# Names of the two sides of a score.
+
+def _check_count(values: list[Any]) -> None:
+    if len(values) > MAX_TEXTS:
+        raise Fault(f"takes at most {MAX_TEXTS} texts, got {len(values)}", code="invalid_value")
+
+
+class TextInput(Shape):
+    """A text, the token ids of one, or a list of either.
+
+    items: the texts, or their token ids, which are not looked into
+    many: whether the field is a list of texts
+    """
+
+    SCHEMA = either(*TEXTS)
+    EMPTY: ClassVar[bool] = False  # whether there may be no text
+
+    def __init__(self, items: list[Any], many: bool) -> None:
+        self.items = items
+        self.many = many
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        if not isinstance(value, (str, list)):
+            raise Fault("must be a string, a list of token ids, or a list of these")
+        if not value and cls.EMPTY:
+            return cls([], True)
+        if not value:
+            raise Fault("must not be empty", code="invalid_value")
+        if isinstance(value, str) or not isinstance(value[0], (str, list)):
+            return cls([value], False)
+        _check_count(value)
+        kinds = [type(item) for item in value]
+        if len(set(kinds)) > 1:
+            place = next(i for i, kind in enumerate(kinds) if kind is not kinds[0])
+            raise Fault("must be of the same kind as the first", f"[{place}]")
+        return cls(value, True)
+
+
+class Document(Shape):
+    """A text as a string, or in the `text` or `content` of an object."""
+
+    SCHEMA = _DOCUMENT
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        text = value
+        if isinstance(value, dict):
+            text = value.get("text")
+            if (content := value.get("content")) is not None:
+                text = content if isinstance(content, str) else _joined(content)
+        if not isinstance(text, str):
+            raise Fault("must be a string, or an object with a string in text or content")
+        return cls(text)
+
+
+class Documents(Shape):
+    """One document, or a list of them. An empty text is accepted: of a thousand one may be."""
+
+    SCHEMA = either(_DOCUMENT, list_of(_DOCUMENT, 1, MAX_TEXTS))
+
+    def __init__(self, texts: list[str], many: bool) -> None:
+        self.texts = texts
+        self.many = many
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        many = isinstance(value, list)
+        items = value if many else [value]
+        if not 1 <= len(items) <= MAX_TEXTS:
+            message = f"takes 1 to {MAX_TEXTS} texts, got {len(items)}"
+            raise Fault(message, code="invalid_value")
+        texts = []
+        for i, item in enumerate(items):
+            try:
+                texts.append(Document.parse(item).text)
+            except Fault as fault:
+                raise Fault(fault.message, f"[{i}]" if many else "") from None
+        return cls(texts, many)
+
+
+class Query(Shape):
+    """A document that is not empty."""
+
+    SCHEMA = either(FILLED, record({"text": FILLED}))
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        documents = Documents.parse(value)
+        if documents.many:
+            raise Fault("must be a string")
+        if not documents.texts[0]:
+            raise Fault("must not be empty", code="invalid_value")
+        return cls(documents.texts[0])
+
+
+class DocumentList(Documents):
+    """A list of documents."""
+
+    SCHEMA = list_of(_DOCUMENT, 1, MAX_TEXTS)
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        documents = super().parse(value)
+        if not documents.many:
+            raise Fault("must be a list of texts")
+        return documents
+
+
+class Pairs(Shape):
+    """A text, a list of one or two, or a list of such lists."""
+
+    SCHEMA = either(FILLED, _PAIR, list_of(_PAIR, 1, MAX_TEXTS))
+
+    def __init__(self, items: list[list[str]], many: bool) -> None:
+        self.items = items
+        self.many = many
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        many = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+        items = value if many else [value]
+        _check_count(items)
+        pairs = [item if isinstance(item, list) else [item] for item in items]
+        for i, texts in enumerate(pairs):
+            if not 1 <= len(texts) <= 2 or any(not isinstance(text, str) for text in texts):
+                place = f"[{i}]" if many else ""
+                raise Fault("must be a text, or a list of one or two texts", place)
+        return cls(pairs, many)
+
+
+class CohereInput(Shape):
+    """The text in the `content` of an object."""
+
+    SCHEMA = record({"content": either(TEXT, _PARTS)})
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        content = value.get("content") if isinstance(value, dict) else None
+        text = content if isinstance(content, str) else _joined(content)
+        if text is None:
+            raise Fault("must be text")
+        return cls(text)
+
+
+def _joined(parts: Any) -> str | None:
+    """Return the text of content in parts; None if some parts are no texts."""
+    if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_PARTS:
+        return None
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ]
+    return "".join(texts) if len(texts) == len(parts) else None
+
+
+class PoolingOptions(NamedTuple):
+    """What a request wants of its texts and of their numbers.
+
+    truncate: whether longer texts are cut, at their end
+    keep_end: whether they are cut at their beginning instead
+    special: whether a text gets the special tokens that tokenizer.json puts around it
+    cut: the most tokens of a text, -1 for those of the model; None: those of the model, too
+    activations: the values of the names in ACTIVATION
+    """
+
+    truncate: bool = False
+    keep_end: bool = False
+    special: bool = True
+    cut: int | None = None
+    activations: Mapping[str, bool] = {}
+
+
+class PoolingBody(Queued, kw_only=True):
+    """A base class of the bodies of pooling models."""
+
+    def pooling_options(self) -> PoolingOptions:
+        """Return what the body wants of its texts and of their numbers."""
+        return PoolingOptions()
+
+
+class Texts(PoolingBody, kw_only=True):
+    """What most bodies about texts have."""
+
+    truncate: bool | None = None
+    truncate_prompt_tokens: TokenCut | None = None
+    truncation_side: Annotated[Side, words(Side)] | None = None
+    add_special_tokens: bool | None = None
+    use_activation: bool | None = None
+
+    def pooling_options(self) -> PoolingOptions:
+        names = {name: getattr(self, name, None) for name in ACTIVATION}
+        return PoolingOptions(
+            bool(self.truncate),
+            self.truncation_side == "left",
+            self.add_special_tokens is not False,
+            self.truncate_prompt_tokens,
+            {name: value for name, value in names.items() if value is not None},
+        )
+
+
+class _Activated(Texts, kw_only=True):
+    activation: bool | None = None
+    softmax: bool | None = None
+
+
+class Inputs(Texts, kw_only=True):
+    """A body with texts, or with a chat that becomes one."""
+
+    input: TextInput | None = None
+    prompt_name: PromptName | None = None
+    messages: Annotated[Any, Meta(extra_json_schema=CHAT_MESSAGES)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Embeddings(Inputs, kw_only=True):
+    """The body of /v1/embeddings."""
+
+    encoding_format: Annotated[Format, words(Format)] | None = None
+    embed_dtype: Annotated[Dtype, words(Dtype)] | None = None
+    endianness: Annotated[Endianness, words(Endianness)] | None = None
+    dimensions: Positive | None = None
+    normalize: bool | None = None
+
+
+class Pooled(Embeddings, kw_only=True):
+    """The body of /pooling."""
+
+    activation: bool | None = None
+    softmax: bool | None = None
+    task: Annotated[Task, words(Task)] | None = None
+
+
+class Classify(Inputs, kw_only=True):
+    """The body of /v1/classify."""
+
+    activation: bool | None = None
+    softmax: bool | None = None
+
+
+class Reranked(_Activated, kw_only=True):
+    """The bodies of the routes that order documents."""
+
+    query: Query
+    top_n: Positive | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Positive | None = None
+
+
+class Rerank(Reranked, kw_only=True):
+    """The body of /v1/rerank and /v2/rerank."""
+
+    documents: DocumentList
+
+
+class RerankTexts(Reranked, kw_only=True):
+    """The body of /rerank, which takes TEI's `texts` in the place of `documents`."""
+
+    raw_scores: bool | None = None
+    truncation_direction: Annotated[Direction, words(Direction)] | None = None
+    documents: DocumentList | None = None
+    texts: DocumentList | None = None
+    return_text: bool | None = None
+
+    def pooling_options(self) -> PoolingOptions:
+        return _tei_options(super().pooling_options(), self)
+
+
+class Score(_Activated, kw_only=True):
+    """The body of /v1/score: each side of the pairs has several names."""
+
+    text_1: Documents | None = None
+    queries: Documents | None = None
+    data_1: Documents | None = None
+    text_2: Documents | None = None
+    documents: Documents | None = None
+    items: Documents | None = None
+    data_2: Documents | None = None
+
+
 FIRST = ("text_1", "queries", "data_1")
 SECOND = ("text_2", "documents", "items", "data_2")
-SCORE = openai_body(
-    {**_COMMON, **_ACTIVATED, **dict.fromkeys((*FIRST, *SECOND), _SOME)},
-    refused={"label_token_ids": NOTHING},
-)
-CLASSIFY = openai_body({**_COMMON, **_ACTIVATED, **_INPUT})
 
-COHERE_TYPES = ("float", "base64", "binary", "ubinary")
-COHERE_CUTS = ("NONE", "START", "END")
-INPUT_TYPES = ("search_document", "search_query", "classification", "clustering")
-COHERE_EMBED = openai_body(
-    {
-        **QUEUED,
-        "model": TEXT,
-        "texts": list_of(FILLED, 1, MAX_TEXTS),
-        "inputs": list_of(record({"content": either(TEXT, _PARTS)}), 1, MAX_TEXTS),
-        "input_type": one_of(*INPUT_TYPES),
-        "embedding_types": list_of(one_of(*COHERE_TYPES), 1),
-        "output_dimension": integer(1, UINT31),
-        "max_tokens": integer(1, UINT31),
-        "truncate": one_of(*COHERE_CUTS),
+CohereType = Literal["float", "base64", "binary", "ubinary"]
+CohereCut = Literal["NONE", "START", "END"]
+InputType = Literal["search_document", "search_query", "classification", "clustering"]
+_OneType = Annotated[
+    CohereType,
+    Meta(
+        extra={
+            "expected": f"one of {', '.join(get_args(CohereType))}",
+            "code": "invalid_value",
+        }
+    ),
+]
+
+
+class CohereEmbed(PoolingBody, kw_only=True):
+    """The body of /v2/embed and /v1/embed."""
+
+    texts: (
+        Annotated[
+            list[
+                Annotated[str, Meta(extra_json_schema={"minLength": 1}, extra={"expected": "text"})]
+            ],
+            Meta(min_length=1, max_length=MAX_TEXTS, extra={"items": "texts"}),
+        ]
+        | None
+    ) = None
+    inputs: (
+        Annotated[
+            list[CohereInput], Meta(min_length=1, max_length=MAX_TEXTS, extra={"items": "texts"})
+        ]
+        | None
+    ) = None
+    input_type: Annotated[InputType, words(InputType)] | None = None
+    embedding_types: (
+        Annotated[
+            list[_OneType],
+            Meta(
+                min_length=1, extra={"expected": "a list that is not empty", "code": "invalid_type"}
+            ),
+        ]
+        | None
+    ) = None
+    output_dimension: Positive | None = None
+    max_tokens: Positive | None = None
+    truncate: Annotated[CohereCut, words(CohereCut)] | None = None
+
+    def pooling_options(self) -> PoolingOptions:
+        """Long texts are cut unless the request says otherwise."""
+        return PoolingOptions(self.truncate != "NONE", self.truncate == "START")
+
+
+class Tei(Texts, kw_only=True):
+    """What the bodies of TEI's own routes have."""
+
+    raw_scores: bool | None = None
+    truncation_direction: Annotated[Direction, words(Direction)] | None = None
+
+    def pooling_options(self) -> PoolingOptions:
+        return _tei_options(super().pooling_options(), self)
+
+
+def _tei_options(options: PoolingOptions, body: RerankTexts | Tei) -> PoolingOptions:
+    if body.truncation_direction is not None:
+        options = options._replace(keep_end=body.truncation_direction == "Left")
+    if body.raw_scores:
+        activations = {**options.activations, "use_activation": False}
+        options = options._replace(activations=activations)
+    return options
+
+
+class TeiEmbed(Tei, kw_only=True):
+    """The body of /embed."""
+
+    inputs: TextInput
+    normalize: bool | None = None
+    prompt_name: PromptName | None = None
+    dimensions: Positive | None = None
+
+    def pooling_options(self) -> PoolingOptions:
+        """Vectors have the length 1 unless the request says otherwise."""
+        options = super().pooling_options()
+        if Texts.pooling_options(self).activations:
+            return options
+        return options._replace(activations={**options.activations, "normalize": True})
+
+
+class TeiPredict(Tei, kw_only=True):
+    """The body of /predict."""
+
+    inputs: Pairs
+
+
+EMBEDDINGS = struct_body(Embeddings)
+POOLING = struct_body(Pooled)
+CLASSIFY = struct_body(Classify)
+RERANK = struct_body(Rerank)
+RERANK_TEXTS = struct_body(RerankTexts)
+SCORE = struct_body(
+    Score,
+    refused={"label_token_ids": NOTHING},
+    rejected={
+        "label_token_ids": (
+            "label_token_ids: scores here are those of rerankers and embedders, not of tokens",
+            "not_supported",
+        )
     },
+)
+COHERE_EMBED = struct_body(
+    CohereEmbed,
     refused={"images": NOTHING},
-)
-_TEI_INPUT: Mapping[str, Schema] = {**_COMMON, **_TEI}
-TEI_EMBED = openai_body(
-    {
-        **_TEI_INPUT,
-        "inputs": either(*TEXTS),
-        "normalize": BOOLEAN,
-        "prompt_name": text(MAX_PROMPT_NAME),
-        "dimensions": integer(1, UINT31),
+    rejected={
+        "images": ("images: the models served here take text only", "modality_not_supported")
     },
-    ("inputs",),
 )
-_PAIR = list_of(TEXT, 1, 2)  # one text, or two
-TEI_PREDICT = openai_body(
-    {
-        **_TEI_INPUT,
-        "inputs": either(FILLED, _PAIR, list_of(_PAIR, 1, MAX_TEXTS)),
-    },
-    ("inputs",),
-)
+TEI_EMBED = struct_body(TeiEmbed)
+TEI_PREDICT = struct_body(TeiPredict)

@@ -1,9 +1,10 @@
 """POST /v1/embeddings: vectors of texts, in OpenAI's shape. POST /pooling: what the model makes of
 texts, whatever that is, in vLLM's."""
 
-from deployments.api.body_fields import take_int, take_word
+from typing import TypeVar
+
 from deployments.api.context import ApiContext
-from deployments.api.fields.pooled import EMBEDDINGS, POOLING, TASKS, UINT31
+from deployments.api.fields.pooled import EMBEDDINGS, POOLING, Embeddings
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
@@ -11,6 +12,8 @@ from deployments.api.pooling.pooled import PooledCall, pooled_call, take_input
 from deployments.api.pooling.vector_format import VectorFormat
 from engine.errors import no_vectors
 from engine.pooling import Vector, as_array
+
+E = TypeVar("E", bound=Embeddings)
 
 
 async def embeddings(context: ApiContext, exchange: HttpExchange) -> None:
@@ -25,20 +28,18 @@ async def pooling(context: ApiContext, exchange: HttpExchange) -> None:
     """Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, POOLING) as call:
         own = "classify" if call.pooling.labels else "embed"
-        task = take_word(call.body, "task", TASKS)
-        if task not in (None, own):
+        if call.body.task not in (None, own):
             raise invalid(f"task: this model can {own}", "task", "task_not_supported")
         await _answer(exchange, call, "pooling", "data")
 
 
-async def _answer(exchange: HttpExchange, call: PooledCall, kind: str, name: str) -> None:
+async def _answer(exchange: HttpExchange, call: PooledCall[E], kind: str, name: str) -> None:
     """kind: of an item; name: of its vector."""
     body, classes = call.body, call.pooling.labels
-    form = VectorFormat.take(body)
-    size = take_int(body, "dimensions", 1, UINT31)
+    form, size = VectorFormat.of(body), body.dimensions
     if size is not None:
         call.pooling.check_dimensions(size, call.card.vector_size)
-    prompts = await take_input(call, body)
+    prompts = await take_input(call)
     found = await call.vectors(prompts)
     tokens = sum(map(len, prompts))
 

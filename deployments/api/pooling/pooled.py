@@ -13,36 +13,23 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.body_fields import (
-    check_names,
-    name_fields,
-    take_bool,
-    take_cut,
-    take_str,
-    take_token_ids,
-    take_word,
-)
+from deployments.api.body_fields import kept_tokens, take_token_ids
 from deployments.api.context import ApiContext
-from deployments.api.fields.generation import SIDES, TEMPLATE
-from deployments.api.fields.pooled import (
-    ACTIVATION,
-    MAX_PROMPT_NAME,
-    MAX_TEXTS,
-)
-from deployments.api.fields.schema import Body
+from deployments.api.fields.body import StructBody
+from deployments.api.fields.pooled import Inputs, PoolingBody, PoolingOptions, TextInput
+from deployments.api.generation.messages import check_messages
 from deployments.api.generation.call import (
     chat_ids,
     template_options,
     too_many_tokens,
 )
-from deployments.api.generation.messages import check_messages
-from deployments.api.generation.tenancy import allowed_priority, deadline_after, key_of, take_queue
-from deployments.api.http.errors import invalid, wrong_type
+from deployments.api.generation.tenancy import allowed_priority, deadline_after, key_of
+from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
 from deployments.api.options import ApiOptions
@@ -58,14 +45,16 @@ from engine.text.tokenizer import Tokenizer, TooManyTokens
 FIRST_WINDOW = 16  # texts of one call at the engines; one more for each that is done
 MAX_WINDOW = 256
 
-ReadBody = Callable[[dict[str, Any]], dict[str, Any]]
+T = TypeVar("T", bound=PoolingBody)
+In = TypeVar("In", bound=Inputs)
+NameModel = Callable[[str | None, Backend], str | None]
 
 _POOLED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True)
 _UNSCALED = SamplingParams(max_tokens=0, temperature=0.0, pooled=True, unscaled=True)
 
 
 @dataclass(slots=True)
-class PooledCall:
+class PooledCall(Generic[T]):
     """A checked HTTP request for embeddings, or for the scores of a classifier.
 
     limit: the most tokens of a text
@@ -77,7 +66,7 @@ class PooledCall:
     """
 
     exchange: HttpExchange
-    body: dict[str, Any]
+    body: T
     backend: Backend
     card: ModelCard
     pooling: Pooling
@@ -198,44 +187,45 @@ class PooledCall:
         )
 
 
+def _as_named(name: str | None, backend: Backend) -> str | None:
+    return name
+
+
 @asynccontextmanager
 async def pooled_call(
-    context: ApiContext, exchange: HttpExchange, fields: Body, read: ReadBody | None = None
-) -> AsyncIterator[PooledCall]:
+    context: ApiContext,
+    exchange: HttpExchange,
+    fields: StructBody[T],
+    name_model: NameModel = _as_named,
+) -> AsyncIterator[PooledCall[T]]:
     """Read the request, and count it as in flight until the block ends.
 
     fields: the fields of this route
-    read: the conversion of the route's body into one with the field names of all routes
+    name_model: the conversion of a model's name in this route to its name in others
 
     Raises ApiError, MantaError.
     """
     context.check_room()  # a request that is refused for it is not counted
     context.count_request(exchange)
-    body = await context.read(exchange)
+    decoded = await context.read(exchange)
     context.counter.in_flight += 1
     try:
-        yield await _checked(context, exchange, body, fields, read)
+        read = partial(fields.read, decoded, exchange.ignored, strict=context.options.strict)
+        body = await in_thread(read, exchange.body_size)
+        key = key_of(exchange, decoded, context.options)
+        yield await _admitted(context, exchange, body, key, name_model(body.model, context.backend))
     finally:
         context.counter.in_flight -= 1
 
 
-async def _checked(
-    context: ApiContext,
-    exchange: HttpExchange,
-    body: dict[str, Any],
-    fields: Body,
-    read: ReadBody | None,
-) -> PooledCall:
-    """Return the call of a body, after the checks of the fields that all routes have."""
-    exchange.ignored += check_names(body, fields.known, strict=context.options.strict)
-    if read is not None:
-        body = read(body)
-    queue = take_queue(body)
-    key = key_of(exchange, queue.user, context.options)
-    deadline = deadline_after(exchange, queue.deadline, context.options)
-    priority = allowed_priority(exchange, queue.priority)
-    context.backend.admit(key, known_model(body.get("model"), context.backend))
-    card = await find_model(body.get("model"), context.backend, exchange.caller)
+async def _admitted(
+    context: ApiContext, exchange: HttpExchange, body: T, key: str, model: str | None
+) -> PooledCall[T]:
+    """Return the call of a body, after the checks that all routes have."""
+    deadline = deadline_after(exchange, body.deadline_seconds, context.options)
+    priority = allowed_priority(exchange, body.priority)
+    context.backend.admit(key, known_model(model, context.backend))
+    card = await find_model(model, context.backend, exchange.caller)
     if card.pooling is None:
         raise no_vectors()
     adapter = None
@@ -244,7 +234,8 @@ async def _checked(
         card = context.backend.models().get(card.id, card)
     assert card.pooling is not None
     limit = min(card.max_model_len, card.pooling.max_tokens or card.max_model_len)
-    cut = take_cut(body, limit)
+    wanted = body.pooling_options()
+    cut = kept_tokens(wanted.cut, limit)
     return PooledCall(
         exchange,
         body,
@@ -253,48 +244,50 @@ async def _checked(
         card.pooling,
         context.backend.tokenizer(card.id),
         limit if cut is None else cut,
-        take_bool(body, "truncate") or cut is not None,
-        take_bool(body, "add_special_tokens", True),
+        wanted.truncate or cut is not None,
+        wanted.special,
         key,
         priority,
         deadline,
         adapter,
         partial(context.charge, exchange),
         context.options,
-        take_word(body, "truncation_side", SIDES) == "left",
-        _take_activation(body, fields),
+        wanted.keep_end,
+        _activation(wanted),
     )
 
 
-def _take_activation(body: dict[str, Any], fields: Body) -> bool | None:
-    asked = {
-        name: take_bool(body, name)
-        for name in ACTIVATION
-        if name in fields.taken and body.get(name) is not None
-    }
-    if len(set(asked.values())) > 1:
-        raise invalid(f"{' and '.join(asked)} disagree", next(iter(asked)), "conflicting_fields")
-    return next(iter(asked.values()), None)
+def _activation(wanted: PoolingOptions) -> bool | None:
+    """Return the one value of all names of this field. Raises ApiError 400 if they disagree."""
+    names = wanted.activations
+    if len(set(names.values())) > 1:
+        raise invalid(f"{' and '.join(names)} disagree", next(iter(names)), "conflicting_fields")
+    return next(iter(names.values()), None)
 
 
-async def take_input(call: PooledCall, body: dict[str, Any]) -> list[list[int]]:
+async def take_input(call: PooledCall[In]) -> list[list[int]]:
     """Return the token ids of the texts of `input`, or of `messages` in the chat template.
 
     Raises ApiError, InvalidRequest.
     """
-    # A text that is there has no turn behind it, unless the request says so.
-    opens = take_bool(body, "add_generation_prompt")
-    shape = {**body, "add_generation_prompt": opens}
-    template_options(shape, call.options)
-    if body.get("messages") is None:
-        call.exchange.ignored += name_fields(n for n in TEMPLATE if body.get(n) is not None)
-        return await take_prompts(call, body, "input")
+    body = call.body
+    template = {
+        # A text that is there has no turn behind it, unless the request says so.
+        "add_generation_prompt": bool(body.add_generation_prompt),
+        "continue_final_message": body.continue_final_message,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+    template_options(template, call.options)
+    if body.messages is None:
+        names = (name for name in template if getattr(body, name) is not None)
+        call.exchange.ignored += names
+        return await take_prompts(call, body.input, "input", body.prompt_name)
     for name in ("input", "prompt_name"):
-        if body.get(name) is not None:
+        if getattr(body, name) is not None:
             raise invalid(
                 f"messages and {name} exclude each other", "messages", "conflicting_fields"
             )
-    if take_bool(body, "add_special_tokens"):
+    if body.add_special_tokens:
         raise invalid(
             "add_special_tokens: the chat template writes those of messages",
             "add_special_tokens",
@@ -303,9 +296,9 @@ async def take_input(call: PooledCall, body: dict[str, Any]) -> list[list[int]]:
     ignored = call.exchange.ignored
 
     def work() -> list[int]:
-        messages = check_messages(body["messages"], ignored)
+        messages = check_messages(body.messages, ignored)
         most = sys.maxsize if call.truncate else call.limit
-        ids, _ = chat_ids(call.tokenizer, shape, messages, None, call.options, ignored, most)
+        ids, _ = chat_ids(call.tokenizer, template, messages, None, call.options, ignored, most)
         return call.checked(ids, "messages")
 
     try:
@@ -317,45 +310,34 @@ async def take_input(call: PooledCall, body: dict[str, Any]) -> list[list[int]]:
     return [ids]
 
 
-async def take_prompts(call: PooledCall, body: dict[str, Any], name: str) -> list[list[int]]:
-    """Return the token ids of a text, of token ids, or of a list of either.
+async def take_prompts(
+    call: PooledCall[T], texts: TextInput | None, name: str, prompt_name: str | None = None
+) -> list[list[int]]:
+    """Return the token ids of each text.
 
-    The model's prompt of the name `prompt_name` goes before each text.
+    name: the field of the texts
+    prompt_name: the name of the model's prompt that goes before each text
 
     Raises ApiError, InvalidRequest.
     """
-    value = body.get(name)
-    prompt_name = take_str(body, "prompt_name", MAX_PROMPT_NAME)
     before = call.pooling.prompt(prompt_name) if prompt_name else ""
-    if value is None:
+    if texts is None:
         raise invalid(f"{name} is required", name, "missing_field")
-    if not isinstance(value, (str, list)):
-        raise wrong_type(name, "a string, a list of token ids, or a list of these")
-    if not value:
-        raise invalid(f"{name} must not be empty", name)
-    many = isinstance(value, list) and isinstance(value[0], (str, list))
-    items: list[Any] = value if many else [value]  # type: ignore[assignment]
-    if len(items) > MAX_TEXTS:
-        raise invalid(f"{name} takes at most {MAX_TEXTS} texts, got {len(items)}", name)
-    if before and isinstance(items[0], list):
+    if before and isinstance(texts.items[0], list):
         raise invalid("prompt_name goes before texts, not token ids", "prompt_name")
 
     def work() -> list[list[int]]:
-        return [
-            _take_one(call, item, type(items[0]), f"{name}[{i}]" if many else name, before)
-            for i, item in enumerate(items)
-        ]
+        paths = (f"{name}[{i}]" if texts.many else name for i in range(len(texts.items)))
+        return [_encoded(call, *pair, before) for pair in zip(texts.items, paths, strict=True)]
 
     return await in_thread(work, call.exchange.body_size)
 
 
-def _take_one(call: PooledCall, item: Any, kind: Any, path: str, before: str) -> list[int]:
-    if type(item) is not kind:
-        raise wrong_type(path, "of the same kind as the first")
-    if isinstance(item, str):
-        ids = call.encode(before + item, path)
-    elif item:
-        ids = call.checked(take_token_ids(item, path, call.card.vocab_size), path)
+def _encoded(call: PooledCall[T], text: str | list[Any], path: str, before: str) -> list[int]:
+    if isinstance(text, str):
+        ids = call.encode(before + text, path)
+    elif text:
+        ids = call.checked(take_token_ids(text, path, call.card.vocab_size), path)
     else:
         ids = []
     if not ids:

@@ -4,35 +4,36 @@ of texts and of pairs of texts. An embedder scores a pair by the cosine of its t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from deployments.api.body_fields import take_bool, take_int
 from deployments.api.context import ApiContext
 from deployments.api.fields.pooled import (
     CLASSIFY,
     FIRST,
-    MAX_PARTS,
-    MAX_TEXTS,
     RERANK,
     RERANK_TEXTS,
     SCORE,
     SECOND,
-    UINT31,
+    Documents,
+    Reranked,
+    Score,
 )
-from deployments.api.http.errors import ApiError, invalid, wrong_type
+from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
-from deployments.api.pooling.pooled import PooledCall, pooled_call, take_input
-from deployments.api.pooling.tei import tei_reader
+from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_input
+from deployments.api.pooling.tei import only_model
 from engine.pooling import as_array
 
-TEI = "/rerank"  # takes TEI's `texts` as well
 COHERE = "/v2/rerank"  # its documents are not repeated, and long ones are cut
 _COHERE_TOKENS = 4096  # of a document
 _SEARCH = 100  # documents that Cohere counts as one search unit
+
+
+R = TypeVar("R", bound=Reranked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,53 +44,83 @@ class _Text:
 
 async def rerank(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with documents, ordered by relevance to a query. Raises ApiError, MantaError."""
-    cohere, plain = exchange.path == COHERE, exchange.path == TEI
-    fields, read = (RERANK_TEXTS, tei_reader(context.backend)) if plain else (RERANK, None)
-    async with pooled_call(context, exchange, fields, read) as call:
+    async with pooled_call(context, exchange, RERANK) as call:
+        cohere, body = exchange.path == COHERE, call.body
+        documents = _located(body.documents, "documents")
+        most = body.max_tokens_per_doc or (_COHERE_TOKENS if cohere else None)
+        shown = not cohere if body.return_documents is None else body.return_documents
+        scores, tokens = await _relevances(call, documents, most)
+        answer = _ranking(call, scores, documents if shown else None, tokens, cohere=cohere)
+        await exchange.answer(200, msgspec.json.encode(answer))
+
+
+async def rerank_texts(context: ApiContext, exchange: HttpExchange) -> None:
+    """Answer as `rerank`, or for `texts` in TEI's form. Raises ApiError, MantaError."""
+    async with pooled_call(context, exchange, RERANK_TEXTS, only_model) as call:
         body = call.body
-        bare = plain and body.get("texts") is not None  # as TEI asks and is answered
-        if bare and body.get("documents") is not None:
+        if body.texts is not None and body.documents is not None:
             message = "documents and texts exclude each other"
             raise invalid(message, "documents", "conflicting_fields")
-        query = _texts(body, "query")
-        if isinstance(body["query"], list):
-            raise wrong_type("query", "a string")
-        if not query[0].text:
-            raise invalid("query must not be empty", "query")
+        bare = body.texts is not None
         name = "texts" if bare else "documents"
-        documents = _texts(body, name)
-        if not isinstance(body[name], list):
-            raise wrong_type(name, "a list of texts")
-        top = take_int(body, "top_n", 1, UINT31)
-        told = take_bool(body, "return_documents", not cohere and not bare)
-        told |= plain and take_bool(body, "return_text")
-        most = take_int(body, "max_tokens_per_doc", 1, UINT31)
-        if cohere and most is None:
-            most = _COHERE_TOKENS
-        if most is not None:
-            call.truncate = take_bool(body, "truncate", True)
-        scores, tokens = await _scores(call, query * len(documents), documents, most)
-        order = sorted(range(len(scores)), key=lambda i: -scores[i])[:top]
-        results: list[dict[str, Any]] = []
-        for i in order:
-            result: dict[str, Any] = {"index": i}
-            result["score" if bare else "relevance_score"] = scores[i]
-            if told:
-                text = documents[i].text
-                result |= {"text": text} if bare else {"document": {"text": text}}
-            results.append(result)
-        if bare:
-            await exchange.answer(200, msgspec.json.encode(results))
+        documents = _located(body.texts or body.documents, name)
+        shown = body.return_documents is not False if not bare else bool(body.return_documents)
+        shown |= bool(body.return_text)
+        scores, tokens = await _relevances(call, documents, body.max_tokens_per_doc)
+        if not bare:
+            answer = _ranking(call, scores, documents if shown else None, tokens)
+            await exchange.answer(200, msgspec.json.encode(answer))
             return
-        units = {"search_units": -(-len(documents) // _SEARCH)}
-        answer = {
-            "id": exchange.request_id,
-            "model": call.card.id,
-            "results": results,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            "meta": cohere_meta("2" if cohere else "1", units, tokens),
+        results = [
+            {"index": i, "score": scores[i], **({"text": documents[i].text} if shown else {})}
+            for i in _order(call, scores)
+        ]
+        await exchange.answer(200, msgspec.json.encode(results))
+
+
+async def _relevances(
+    call: PooledCall[R], documents: list[_Text], most: int | None
+) -> tuple[list[float], int]:
+    """Return the score of each document, and the number of computed tokens.
+
+    most: the most tokens of a document; None: its length is not limited by itself
+    """
+    if most is not None:
+        call.truncate = call.body.truncate is not False
+    query = [_Text("query", call.body.query.text)]
+    return await _scores(call, query * len(documents), documents, most)
+
+
+def _order(call: PooledCall[R], scores: list[float]) -> list[int]:
+    """Return the indices of the best documents, the best first."""
+    return sorted(range(len(scores)), key=lambda i: -scores[i])[: call.body.top_n]
+
+
+def _ranking(
+    call: PooledCall[R],
+    scores: list[float],
+    documents: list[_Text] | None,
+    tokens: int,
+    *,
+    cohere: bool = False,
+) -> dict[str, Any]:
+    """Return the answer of a ranking. documents: None if they are not repeated."""
+    results = [
+        {
+            "index": i,
+            "relevance_score": scores[i],
+            **({} if documents is None else {"document": {"text": documents[i].text}}),
         }
-        await exchange.answer(200, msgspec.json.encode(answer))
+        for i in _order(call, scores)
+    ]
+    units = {"search_units": -(-len(scores) // _SEARCH)}
+    return {
+        "id": call.exchange.request_id,
+        "model": call.card.id,
+        "results": results,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "meta": cohere_meta("2" if cohere else "1", units, tokens),
+    }
 
 
 def cohere_meta(version: str, units: dict[str, int], tokens: int) -> dict[str, Any]:
@@ -104,22 +135,15 @@ def cohere_meta(version: str, units: dict[str, int], tokens: int) -> dict[str, A
 async def score(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the scores of pairs of texts. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, SCORE) as call:
-        body = call.body
-        if body.get("label_token_ids"):
-            raise invalid(
-                "label_token_ids: scores here are those of rerankers and embedders, not of tokens",
-                "label_token_ids",
-                "not_supported",
-            )
-        names = _side(body, FIRST), _side(body, SECOND)
-        first, second = (_texts(body, name) for name in names)
+        first_name, first = _side(call.body, FIRST)
+        second_name, second = _side(call.body, SECOND)
         if len(first) == 1:
             first *= len(second)
         if len(first) != len(second):
             raise invalid(
-                f"{names[1]} must have as many texts as {names[0]}, or {names[0]} one: "
+                f"{second_name} must have as many texts as {first_name}, or {first_name} one: "
                 f"{len(first)} and {len(second)}",
-                names[1],
+                second_name,
             )
         scores, tokens = await _scores(call, first, second)
         data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
@@ -129,11 +153,10 @@ async def score(context: ApiContext, exchange: HttpExchange) -> None:
 async def classify(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the labels of texts. Raises ApiError, MantaError."""
     async with pooled_call(context, exchange, CLASSIFY) as call:
-        body = call.body
         labels = call.pooling.labels
         if not labels:
             raise _unsupported("this model classifies nothing: its head has no labels", "classify")
-        prompts = await take_input(call, body)
+        prompts = await take_input(call)
         data = []
         for i, vector in enumerate(await call.vectors(prompts)):
             probs = call.pooling.probabilities(as_array(vector), raw=call.raw).tolist()
@@ -146,65 +169,33 @@ def _unsupported(message: str, what: str) -> ApiError:
     return invalid(message, "model", f"{what}_not_supported")
 
 
-def _side(body: dict[str, Any], names: Sequence[str]) -> str:
-    """Return the field that has the texts of one side.
+def _side(body: Score, names: Sequence[str]) -> tuple[str, list[_Text]]:
+    """Return the name of the field that has the texts of one side, and the texts.
 
     Raises ApiError 400 if two fields have them.
     """
-    found = [name for name in names if body.get(name) is not None]
-    if len(found) > 1:
-        raise invalid(f"{' and '.join(found)} exclude each other", found[1], "conflicting_fields")
-    return found[0] if found else names[0]
+    sides: dict[str, Documents] = {
+        name: documents for name in names if (documents := getattr(body, name)) is not None
+    }
+    if len(sides) > 1:
+        name = list(sides)[1]
+        raise invalid(f"{' and '.join(sides)} exclude each other", name, "conflicting_fields")
+    name = next(iter(sides), names[0])
+    return name, _located(sides.get(name), name)
 
 
-def _said(item: Any) -> Any:
-    """Return the text of an item, if the item has one."""
-    if not isinstance(item, dict):
-        return item
-    if (parts := item.get("content")) is None or isinstance(parts, str):
-        return item.get("text") if parts is None else parts
-    return joined(parts)
-
-
-def joined(parts: Any) -> str | None:
-    """Return the text of content in parts; None if some parts are no texts."""
-    if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_PARTS:
-        return None
-    texts = [
-        part["text"]
-        for part in parts
-        if isinstance(part, dict)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    ]
-    return "".join(texts) if len(texts) == len(parts) else None
-
-
-def _texts(body: dict[str, Any], name: str) -> list[_Text]:
-    """Return the text of a field, or the list of its texts. Raises ApiError 400.
-
-    Each text is a string, or an object with one in `text` or `content`. An empty text is accepted:
-    a list of a thousand does not fail for one of them.
-    """
-    value = body.get(name)
-    if value is None:
+def _located(documents: Documents | None, name: str) -> list[_Text]:
+    """Return the documents of a field with their paths. Raises ApiError 400 missing_field."""
+    if documents is None:
         raise invalid(f"{name} is required", name, "missing_field")
-    many = isinstance(value, list)
-    items = value if many else [value]
-    if not 1 <= len(items) <= MAX_TEXTS:
-        raise invalid(f"{name} takes 1 to {MAX_TEXTS} texts, got {len(items)}", name)
-    found = []
-    for i, item in enumerate(items):
-        path = f"{name}[{i}]" if many else name
-        text = _said(item)
-        if not isinstance(text, str):
-            raise wrong_type(path, "a string, or an object with a string in text or content")
-        found.append(_Text(path, text))
-    return found
+    return [
+        _Text(f"{name}[{i}]" if documents.many else name, text)
+        for i, text in enumerate(documents.texts)
+    ]
 
 
 async def _scores(
-    call: PooledCall, first: list[_Text], second: list[_Text], most: int | None = None
+    call: PooledCall[T], first: list[_Text], second: list[_Text], most: int | None = None
 ) -> tuple[list[float], int]:
     """Return the score of each pair, and the number of computed tokens.
 
@@ -230,7 +221,7 @@ async def _scores(
 
 
 async def _pairs(
-    call: PooledCall, first: list[_Text], second: list[_Text], most: int | None
+    call: PooledCall[T], first: list[_Text], second: list[_Text], most: int | None
 ) -> tuple[list[float], int]:
     def paired() -> list[list[int]]:
         return [_pair(call, a, b, most) for a, b in zip(first, second, strict=True)]
@@ -241,7 +232,7 @@ async def _pairs(
     return scores, sum(map(len, prompts))
 
 
-def _pair(call: PooledCall, first: _Text, second: _Text, most: int | None) -> list[int]:
+def _pair(call: PooledCall[T], first: _Text, second: _Text, most: int | None) -> list[int]:
     ids = call.encode_pair(first.text, second.text, second.path, most)
     if not ids:
         raise invalid(f"{first.path} and {second.path} are both empty", second.path)
@@ -249,7 +240,7 @@ def _pair(call: PooledCall, first: _Text, second: _Text, most: int | None) -> li
 
 
 async def _cosines(
-    call: PooledCall, first: list[_Text], second: list[_Text], most: int | None
+    call: PooledCall[T], first: list[_Text], second: list[_Text], most: int | None
 ) -> tuple[list[float], int]:
     """Return the cosine of each pair's embeddings, and the number of computed tokens.
 

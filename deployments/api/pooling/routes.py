@@ -3,7 +3,7 @@
 from deployments.api.fields import pooled as fields
 from deployments.api.pooling import cohere, tei
 from deployments.api.pooling.embeddings import embeddings, pooling
-from deployments.api.pooling.rerank import classify, rerank, score
+from deployments.api.pooling.rerank import classify, rerank, rerank_texts, score
 from deployments.api.route import BYTES, JSON, LIST, NAMES, QUEUES, Operation, Route
 
 _VECTORS = (*LIST, "id", "created", "model", "usage")
@@ -33,7 +33,7 @@ ROUTES = (
     Route("/v2/rerank", rerank, post=_RERANK),
     Route(
         "/rerank",
-        rerank,
+        rerank_texts,
         post=Operation("Order documents, or TEI's texts", QUEUES, fields.RERANK_TEXTS, None),
     ),
     Route(cohere.EMBED, cohere.embed, post=_COHERE),

@@ -4,25 +4,12 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.body_fields import take_bool, take_int, take_word
 from deployments.api.context import ApiContext
-from deployments.api.fields.pooled import (
-    ACTIVATION,
-    DIRECTIONS,
-    MAX_TEXTS,
-    TEI_EMBED,
-    TEI_PREDICT,
-    UINT31,
-)
-from deployments.api.http.errors import ApiError, invalid, wrong_type
+from deployments.api.fields.pooled import MAX_TEXTS, TEI_EMBED, TEI_PREDICT
+from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.http.off_loop import in_thread
-from deployments.api.pooling.pooled import (
-    PooledCall,
-    ReadBody,
-    pooled_call,
-    take_prompts,
-)
+from deployments.api.pooling.pooled import PooledCall, T, pooled_call, take_prompts
 from deployments.api.served_model import allowed
 from deployments.backend import Backend
 from deployments.environment import installed_version
@@ -40,21 +27,7 @@ def error_body(error: ApiError) -> bytes:
     return msgspec.json.encode({**told, "code": error.code, "param": error.param})
 
 
-def tei_reader(backend: Backend) -> ReadBody:
-    """Return the conversion of a body in TEI's fields into one in the fields of other routes."""
-
-    def read(body: dict[str, Any]) -> dict[str, Any]:
-        found = {**body, "model": _only_model(body.get("model"), backend)}
-        if (side := take_word(body, "truncation_direction", DIRECTIONS)) is not None:
-            found["truncation_side"] = side.lower()
-        if take_bool(body, "raw_scores"):
-            found["use_activation"] = False
-        return found
-
-    return read
-
-
-def _only_model(name: Any, backend: Backend) -> Any:
+def only_model(name: str | None, backend: Backend) -> str | None:
     """Return the request's model; for a request that names none, the only pooling model."""
     cards = [card for card in backend.models().values() if card.parent is None and card.pooling]
     return cards[0].id if name is None and len(cards) == 1 else name
@@ -62,19 +35,13 @@ def _only_model(name: Any, backend: Backend) -> Any:
 
 async def embed(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with embeddings in TEI's form. Raises ApiError, MantaError."""
-    reader = tei_reader(context.backend)
-
-    def read(body: dict[str, Any]) -> dict[str, Any]:
-        told = any(body.get(name) is not None for name in ACTIVATION)
-        return reader(body if told else {**body, "normalize": True})
-
-    async with pooled_call(context, exchange, TEI_EMBED, read) as call:
+    async with pooled_call(context, exchange, TEI_EMBED, only_model) as call:
         if call.pooling.labels:
             raise no_vectors()
-        size = take_int(call.body, "dimensions", 1, UINT31)
+        size = call.body.dimensions
         if size is not None:
             call.pooling.check_dimensions(size, call.card.vector_size)
-        prompts = await take_prompts(call, call.body, "inputs")
+        prompts = await take_prompts(call, call.body.inputs, "inputs", call.body.prompt_name)
         vectors = await call.vectors(prompts)
 
         def answer() -> bytes:
@@ -88,7 +55,7 @@ async def predict(context: ApiContext, exchange: HttpExchange) -> None:
 
     Raises ApiError, MantaError.
     """
-    async with pooled_call(context, exchange, TEI_PREDICT, tei_reader(context.backend)) as call:
+    async with pooled_call(context, exchange, TEI_PREDICT, only_model) as call:
         labels = call.pooling.labels
         if not labels:
             raise invalid(
@@ -96,20 +63,12 @@ async def predict(context: ApiContext, exchange: HttpExchange) -> None:
                 "model",
                 "classify_not_supported",
             )
-        asked = call.body.get("inputs")
-        items: list[Any] = [asked]
-        many = isinstance(asked, list) and bool(asked) and isinstance(asked[0], list)
-        if many and isinstance(asked, list):
-            items = asked
-        if asked is None:
-            raise invalid("inputs is required", "inputs", "missing_field")
-        if len(items) > MAX_TEXTS:
-            raise invalid(f"inputs takes at most {MAX_TEXTS} texts, got {len(items)}", "inputs")
+        pairs = call.body.inputs
 
         def work() -> list[list[int]]:
             return [
-                _encoded(call, item, f"inputs[{i}]" if many else "inputs")
-                for i, item in enumerate(items)
+                _encoded(call, texts, f"inputs[{i}]" if pairs.many else "inputs")
+                for i, texts in enumerate(pairs.items)
             ]
 
         prompts = await in_thread(work, exchange.body_size)
@@ -118,13 +77,11 @@ async def predict(context: ApiContext, exchange: HttpExchange) -> None:
             scores = call.pooling.probabilities(as_array(vector), raw=call.raw).tolist()
             ranked = sorted(zip(scores, labels, strict=True), reverse=True)
             found.append([{"score": score, "label": label} for score, label in ranked])
-        await exchange.answer(200, msgspec.json.encode(found if many else found[0]))
+        await exchange.answer(200, msgspec.json.encode(found if pairs.many else found[0]))
 
 
-def _encoded(call: PooledCall, item: Any, path: str) -> list[int]:
-    texts = item if isinstance(item, list) else [item]
-    if not 1 <= len(texts) <= 2 or any(not isinstance(text, str) for text in texts):
-        raise wrong_type(path, "a text, or a list of one or two texts")
+def _encoded(call: PooledCall[T], texts: list[str], path: str) -> list[int]:
+    """Return the token ids of one text or two. Raises ApiError 400, InvalidRequest."""
     if len(texts) == 1:
         ids = call.encode(texts[0], path)
     else:
@@ -136,7 +93,7 @@ def _encoded(call: PooledCall, item: Any, path: str) -> list[int]:
 
 async def info(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with the only pooling model. Raises InvalidRequest unless there is just one."""
-    name = _only_model(None, context.backend)
+    name = only_model(None, context.backend)
     if name is None:
         raise no_vectors()
     card = allowed(context.backend.models()[name], exchange.caller)

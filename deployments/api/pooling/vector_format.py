@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from deployments.api.body_fields import take_word
-from deployments.api.fields.pooled import BYTES, BYTES_ONLY, DTYPES, ENDIANNESS, FORMATS
+from deployments.api.fields.pooled import BYTES, BYTES_ONLY, Dtype, Embeddings, Format
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange
-from deployments.api.pooling.pooled import PooledCall
+from deployments.api.pooling.pooled import PooledCall, T
 from engine.pooling import Vector
 
 _MAX_METADATA = 8192  # bytes of a header
@@ -22,22 +21,20 @@ _BINARY = b"application/octet-stream"
 class VectorFormat:
     """The format of embeddings in an answer.
 
-    form: one of FORMATS
-    dtype: one of DTYPES
+    form: how JSON has them, or bytes instead of JSON
+    dtype: the type of an element
     big: whether the highest byte comes first
     """
 
-    form: str
-    dtype: str
+    form: Format
+    dtype: Dtype
     big: bool
 
     @classmethod
-    def take(cls, body: dict[str, Any]) -> "VectorFormat":
-        """Read the format from the body of a request. Raises ApiError 400."""
-        form = take_word(body, "encoding_format", FORMATS) or "float"
-        dtype = take_word(body, "embed_dtype", DTYPES) or "float32"
-        order = take_word(body, "endianness", ENDIANNESS)
-        return cls(form, dtype, order == "big")
+    def of(cls, body: Embeddings) -> "VectorFormat":
+        """Return the format that a body asks for."""
+        form, dtype = body.encoding_format or "float", body.embed_dtype or "float32"
+        return cls(form, dtype, body.endianness == "big")
 
     @property
     def binary(self) -> bool:
@@ -62,7 +59,9 @@ class VectorFormat:
             return _bfloat16(values)
         return values.astype(np.float16).astype(np.float32) if self.dtype == "float16" else values
 
-    async def answer(self, exchange: HttpExchange, call: PooledCall, vectors: list[Vector]) -> None:
+    async def answer(
+        self, exchange: HttpExchange, call: PooledCall[T], vectors: list[Vector]
+    ) -> None:
         """Answer with the bytes of all embeddings, one after the other.
 
         With "bytes" the header `metadata` tells them apart. Raises ApiError 400 if that header is
@@ -73,7 +72,7 @@ class VectorFormat:
         if self.form == BYTES:
             items, start = [], 0
             for index, one in enumerate(packed):
-                item = {"index": index, "embed_dtype": self.dtype, "start": start}
+                item: dict[str, Any] = {"index": index, "embed_dtype": self.dtype, "start": start}
                 item |= {"endianness": "big" if self.big else "little"}
                 start += len(one)
                 items.append({**item, "end": start, "shape": [len(vectors[index])]})

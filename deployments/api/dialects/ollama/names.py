@@ -9,7 +9,7 @@ _LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
 
 
 def served_name(name: Any, backend: Backend) -> Any:
-    """The name without the tag that says nothing, unless it is one that is served."""
+    """Return the name without the tag that says nothing, unless it is one that is served."""
     if isinstance(name, str) and name.endswith(_LATEST) and name not in backend.models():
         return name.removesuffix(_LATEST)
     return name

@@ -1,0 +1,285 @@
+"""StructBody: a body as a msgspec Struct, from which its check, its schema and its page come.
+
+The Struct says which fields there are, of which types and in which ranges. What a type cannot say
+is said where the body is read (token ids of the vocabulary, fields that exclude each other).
+Errors are written here, once, from the type at the place where msgspec stopped. Beside what the
+type says, `Meta(extra=...)` may hold
+
+    expected   "X must be ...", for a type that has no short name
+    items      what a list is of, where its length is refused: "X takes 1 to 9 texts, got 10"
+    code       the error's code, where it is not invalid_type or invalid_value
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Self, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta, inspect
+
+from deployments.api.body_fields import check_names
+from deployments.api.fields.schema import Body, Schema, openai_body
+from deployments.api.http.errors import ApiError, invalid, wrong_type
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PLACE = re.compile(r" - at `(?:key in )?\$(.*)`$")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+_MISSING = re.compile(r"Object missing required field `([^`]+)`")
+_NAMES: Mapping[type[inspect.Type], str] = {
+    inspect.BoolType: "true or false",
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a number",
+    inspect.StrType: "a string",
+    inspect.ListType: "a list",
+    inspect.DictType: "an object",
+    inspect.StructType: "an object",
+}
+
+
+class Fault(ValueError):
+    """A value that a `Shape` does not take.
+
+    message: the text behind the path of the field
+    place: the path inside the value, such as ``[3]``
+    """
+
+    def __init__(self, message: str, place: str = "", code: str = "invalid_type") -> None:
+        super().__init__(message)
+        self.message = message
+        self.place = place
+        self.code = code
+
+
+class Shape:
+    """A base class of values that JSON has in several forms. SCHEMA: what the forms are."""
+
+    SCHEMA: ClassVar[Schema]
+
+    @classmethod
+    def parse(cls, value: Any) -> Self:
+        """Read a value. Raises Fault."""
+        raise NotImplementedError
+
+
+def words(literal: Any) -> Meta:
+    """Return the Meta of a Literal, whose values an error lists in their order."""
+    return Meta(extra={"expected": " or ".join(map(str, get_args(literal)))})
+
+
+@dataclass(frozen=True, slots=True)
+class StructBody(Body, Generic[T]):
+    """The Struct of a body, with the fields that are taken without effect or refused.
+
+    rejected: the fields of which only a value that asks for nothing is taken, with the message
+        and the code of the error
+    """
+
+    struct: type[T] = field(kw_only=True)
+    rejected: Mapping[str, tuple[str, str]] = field(kw_only=True, default_factory=dict)
+
+    def read(self, body: dict[str, Any], ignored: list[str], *, strict: bool) -> T:
+        """Return the Struct of a body; add the names of fields without effect to `ignored`.
+
+        Raises ApiError 400.
+        """
+        ignored += check_names(body, self.known, strict=strict)
+        for name, (message, code) in self.rejected.items():
+            if body.get(name):
+                raise invalid(message, name, code)
+        try:
+            read = msgspec.convert(body, self.struct, dec_hook=_parse)
+        except msgspec.ValidationError as error:
+            raise _explained(error, self.struct, body) from None
+        for name, most in _byte_limits(self.struct):
+            text = getattr(read, name)
+            if isinstance(text, str) and len(text.encode()) > most:
+                raise _too_long(name, most)
+        return read
+
+
+def struct_body(
+    struct: type[T],
+    *,
+    rejected: Mapping[str, tuple[str, str]] | None = None,
+    ignored: frozenset[str] = frozenset(),
+    refused: Mapping[str, Schema] | None = None,
+) -> StructBody[T]:
+    """Return the body of a Struct with OpenAI's ignored fields and those that none may set."""
+    taken, required = fields_of(struct)
+    common = openai_body(taken, required, refused)
+    return StructBody(
+        taken,
+        required,
+        common.ignored | ignored,
+        refused=common.refused,
+        struct=struct,
+        rejected=rejected or {},
+    )
+
+
+def fields_of(struct: type[msgspec.Struct]) -> tuple[dict[str, Schema], tuple[str, ...]]:
+    """Return the JSON schemas of a Struct's fields, null left out, and the required names."""
+    _, components = msgspec.json.schema_components(
+        (struct,), schema_hook=_schema_of, ref_template="{name}"
+    )
+    own = next(schema for name, schema in components.items() if name == struct.__name__)
+    schemas = {
+        name: _without_null(_inlined(schema, components))
+        for name, schema in own["properties"].items()
+    }
+    return schemas, tuple(own["required"])
+
+
+def _schema_of(shape: type[Shape]) -> Schema:
+    return shape.SCHEMA
+
+
+def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
+    """Return a schema with the schemas of inner Structs in their places."""
+    if isinstance(schema, list):
+        return [_inlined(part, components) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(components[schema["$ref"]], components)
+    names = {key: part for key, part in schema.items() if key not in ("title", "default")}
+    if "properties" in names:
+        names["properties"] = {
+            key: _inlined(part, components) for key, part in names["properties"].items()
+        }
+        names.pop("description", None)  # of the class, for its readers
+        if not names["required"]:
+            del names["required"]
+        return names
+    return {key: _inlined(part, components) for key, part in names.items()}
+
+
+def _without_null(schema: Schema) -> Schema:
+    if "anyOf" not in schema:
+        return schema
+    others = [part for part in schema["anyOf"] if part != {"type": "null"}]
+    rest = {key: part for key, part in schema.items() if key != "anyOf"}
+    return {**others[0], **rest} if len(others) == 1 else {**rest, "anyOf": others}
+
+
+def _parse(shape: type[Any], value: Any) -> Any:
+    return shape.parse(value)
+
+
+def _explained(error: msgspec.ValidationError, struct: type[Any], body: Any) -> ApiError:
+    """Return the answer to an error of msgspec, in the words of this API."""
+    text = str(error)
+    match = _PLACE.search(text)
+    place = match[1] if match else ""
+    shape: inspect.Type = inspect.type_info(struct)
+    value, path = body, ""
+    for name, index in _STEP.findall(place):
+        shape, _ = _plain(shape, value)
+        if name:
+            value = value.get(name) if isinstance(value, dict) else None
+            path = f"{path}.{name}" if path else name
+            shape = _inside(shape, name)
+        else:
+            value = value[int(index)] if isinstance(value, list) else None
+            path += f"[{index}]"
+            shape = shape.item_type if isinstance(shape, inspect.ListType) else inspect.AnyType()
+    shape, extra = _plain(shape, value)
+    if missing := _MISSING.match(text):
+        value, path = None, f"{path}.{missing[1]}" if path else missing[1]
+    if value is None and not path.endswith("]"):
+        return invalid(f"{path} is required", path, "missing_field")
+    if isinstance(fault := error.__cause__, Fault):
+        path += fault.place
+        return invalid(f"{path} {fault.message}", path, fault.code)
+    return _refusal(shape, value, path, extra)
+
+
+def _inside(shape: inspect.Type, name: str) -> inspect.Type:
+    if isinstance(shape, inspect.StructType):
+        return next(field.type for field in shape.fields if field.encode_name == name)
+    return shape.value_type if isinstance(shape, inspect.DictType) else inspect.AnyType()
+
+
+def _plain(shape: inspect.Type, value: Any) -> tuple[inspect.Type, dict[str, Any]]:
+    """Return the type without annotations and without the forms that the value does not have."""
+    extra: dict[str, Any] = {}
+    while True:
+        if isinstance(shape, inspect.Metadata):
+            extra |= shape.extra or {}
+            shape = shape.type
+        elif isinstance(shape, inspect.UnionType):
+            forms = [form for form in shape.types if not isinstance(form, inspect.NoneType)]
+            fitting = [form for form in forms if _has_form(form, value)]
+            if len(forms) > 1 and not fitting:
+                names = [_NAMES.get(type(_plain(form, value)[0]), "") for form in forms]
+                return shape, {"expected": " or ".join(names), **extra}
+            shape = (fitting or forms)[0]
+        else:
+            return shape, extra
+
+
+def _has_form(shape: inspect.Type, value: Any) -> bool:
+    while isinstance(shape, inspect.Metadata):
+        shape = shape.type
+    if isinstance(shape, inspect.LiteralType):
+        return type(value) in map(type, shape.values)
+    if isinstance(shape, inspect.IntType):
+        return type(value) is int
+    if isinstance(shape, inspect.FloatType):
+        return type(value) in (int, float)
+    kinds: Mapping[type[inspect.Type], type] = {
+        inspect.BoolType: bool,
+        inspect.StrType: str,
+        inspect.ListType: list,
+        inspect.DictType: dict,
+        inspect.StructType: dict,
+    }
+    return isinstance(value, kinds.get(type(shape), object))
+
+
+def _refusal(shape: inspect.Type, value: Any, path: str, extra: dict[str, Any]) -> ApiError:
+    fits = _has_form(shape, value)
+    code = extra.get("code") or ("invalid_value" if fits else "invalid_type")
+    if "expected" in extra:
+        return invalid(f"{path} must be {extra['expected']}", path, code)
+    if not fits:
+        return wrong_type(path, _NAMES.get(type(shape), "of another type"))
+    if isinstance(shape, inspect.IntType):
+        return invalid(f"{path} must be between {shape.ge} and {shape.le}", path)
+    if isinstance(shape, inspect.FloatType):
+        low = (
+            f"above {shape.gt:g} and at most"
+            if shape.gt is not None
+            else f"between {shape.ge:g} and"
+        )
+        return invalid(f"{path} must be {low} {shape.le:g}", path)
+    if isinstance(shape, inspect.ListType):
+        what = extra.get("items", "items")
+        takes = f"{shape.min_length or 0} to {shape.max_length} {what}"
+        return invalid(f"{path} takes {takes}, got {len(value)}", path)
+    if isinstance(shape, inspect.StrType) and shape.max_length is not None and value:
+        return _too_long(path, shape.max_length)
+    return invalid(f"{path} must not be empty", path)
+
+
+def _too_long(path: str, most: int) -> ApiError:
+    return invalid(f"{path} must have at most {most} bytes", path)
+
+
+_LIMITS: dict[type[Any], tuple[tuple[str, int], ...]] = {}
+
+
+def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
+    """Return the fields whose texts have a greatest length, which msgspec counts in characters."""
+    if struct not in _LIMITS:
+        info = inspect.type_info(struct)
+        assert isinstance(info, inspect.StructType)
+        shapes = [(field.name, _plain(field.type, "")[0]) for field in info.fields]
+        _LIMITS[struct] = tuple(
+            (name, shape.max_length)
+            for name, shape in shapes
+            if isinstance(shape, inspect.StrType) and shape.max_length is not None
+        )
+    return _LIMITS[struct]

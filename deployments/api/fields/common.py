@@ -1,0 +1,20 @@
+"""Queued: the fields that bodies of several routes share."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from deployments.api.bounds import MAX_DEADLINE
+from deployments.api.caller import LEAST_PRIORITY
+
+UINT31 = 2**31 - 1
+Side = Literal["left", "right"]  # of a text that is cut
+TokenCut = Annotated[int, Meta(ge=-1, le=UINT31, extra_json_schema={"not": {"const": 0}})]
+
+
+class Queued(Struct, kw_only=True):
+    """What every request for a model has."""
+
+    model: str | None = None
+    priority: Annotated[int, Meta(ge=LEAST_PRIORITY, le=UINT31)] | None = None
+    deadline_seconds: Annotated[float, Meta(gt=0, le=MAX_DEADLINE)] | None = None
