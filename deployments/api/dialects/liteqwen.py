@@ -14,7 +14,7 @@ from deployments.api.body_fields import (
     take_token_ids,
 )
 from deployments.api.context import ApiContext
-from deployments.api.fields.generation import QUEUED
+from deployments.api.fields.common import QUEUED
 from deployments.api.fields.liteqwen import CHAT, KWARGS, MAX_HISTORY, STOP
 from deployments.api.generate import DialectRequest, generate
 from deployments.api.generation.call import GenerationCall

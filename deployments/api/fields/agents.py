@@ -10,15 +10,9 @@ from deployments.api.body_fields import NOT_ALLOWED, WITHOUT_EFFECT
 from deployments.api.bounds import MAX_MESSAGE_PARTS
 from deployments.api.fields.generation import (
     ARGUMENTS,
-    CACHE_SALT,
-    QUEUED,
-    REASONING_EFFORT,
-    SAMPLING,
-    STRUCTURED_OUTPUTS,
-    TEMPLATE,
-    THINKING_BUDGET,
+    CHAT,
     TOOL_NAMED,
-    TOP_LOGPROBS,
+    Sampling,
 )
 from deployments.api.fields.schema import (
     BOOLEAN,
@@ -47,16 +41,12 @@ BLOCK_ROLES = ("user", "assistant", "system")
 CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 
 _OURS: Mapping[str, Schema] = {
-    **{
-        name: schema
-        for name, schema in SAMPLING.items()
-        if name not in ("n", "max_tokens", "max_new_tokens", "logprobs", "prompt_logprobs")
-    },
-    **QUEUED,
-    "cache_salt": CACHE_SALT,
-    "chat_template_kwargs": TEMPLATE["chat_template_kwargs"],
-    "thinking_token_budget": THINKING_BUDGET,
-    "structured_outputs": STRUCTURED_OUTPUTS,
+    name: CHAT.taken[name]
+    for name in (
+        *Sampling.__struct_fields__,
+        *("stop", "cache_salt", "chat_template_kwargs"),
+        *("thinking_token_budget", "structured_outputs"),
+    )
 }
 _AT_LEAST_ONE = integer(1, 2**31 - 1)
 _NOT_ALLOWED: Mapping[str, Schema] = dict.fromkeys(sorted(NOT_ALLOWED), NEVER)
@@ -116,7 +106,7 @@ _RESPONSES: Mapping[str, Schema] = {
     "tool_choice": either(TEXT, record({"type": one_of("function", "custom", "allowed_tools")})),
     "parallel_tool_calls": BOOLEAN,
     "text": record({}, format=OBJECT),
-    "reasoning": record({}, effort=REASONING_EFFORT),
+    "reasoning": record({}, effort=CHAT.taken["reasoning_effort"]),
     "include": list_of(TEXT),
     "previous_response_id": TEXT,
     "store": BOOLEAN,
@@ -126,7 +116,7 @@ _RESPONSES: Mapping[str, Schema] = {
         "additionalProperties": TEXT,
         "maxProperties": MAX_METADATA,
     },
-    "top_logprobs": TOP_LOGPROBS,
+    "top_logprobs": CHAT.taken["top_logprobs"],
     "background": BOOLEAN,
 }
 # Repeated in the answer, without effect otherwise.
@@ -172,7 +162,7 @@ _MESSAGES: Mapping[str, Schema] = {
     "messages": list_of(record({"role": one_of(*BLOCK_ROLES), "content": _TEXTS}), 1),
     "system": _TEXTS,
     "max_tokens": _AT_LEAST_ONE,
-    "stop_sequences": either(SAMPLING["stop"], NOTHING),
+    "stop_sequences": either(CHAT.taken["stop"], NOTHING),
     "stream": BOOLEAN,
     "tools": either(list_of(_MESSAGES_TOOL), NOTHING),
     "tool_choice": record(
@@ -180,7 +170,7 @@ _MESSAGES: Mapping[str, Schema] = {
     ),
     "thinking": record({"type": one_of("enabled", "disabled", "adaptive")}),
     "output_config": record(
-        {}, effort=REASONING_EFFORT, format=record({"type": one_of("json_schema")})
+        {}, effort=CHAT.taken["reasoning_effort"], format=record({"type": one_of("json_schema")})
     ),
     "metadata": {},
 }

@@ -8,6 +8,7 @@ type says, `Meta(extra=...)` may hold
     expected   "X must be ...", for a type that has no short name
     items      what a list is of, where its length is refused: "X takes 1 to 9 texts, got 10"
     code       the error's code, where it is not invalid_type or invalid_value
+    fault      a function that returns the InvalidRequest of the whole value, or None
 """
 
 import re
@@ -63,9 +64,11 @@ class Shape:
         raise NotImplementedError
 
 
-def words(literal: Any) -> Meta:
-    """Return the Meta of a Literal, whose values an error lists in their order."""
-    return Meta(extra={"expected": " or ".join(map(str, get_args(literal)))})
+def words(literal: Any, before: str = "", between: str = " or ", **extra: str) -> Meta:
+    """Return the Meta of a Literal, whose values errors and schemas list in their order."""
+    values = get_args(literal)
+    expected = before + between.join(map(str, values))
+    return Meta(examples=list(values), extra={"expected": expected, **extra})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +77,19 @@ class StructBody(Body, Generic[T]):
 
     rejected: the fields of which only a value that asks for nothing is taken, with the message
         and the code of the error
+    generates: whether fields of other servers that limit an output are refused
     """
 
     struct: type[T] = field(kw_only=True)
     rejected: Mapping[str, tuple[str, str]] = field(kw_only=True, default_factory=dict)
+    generates: bool = field(kw_only=True, default=False)
 
     def read(self, body: dict[str, Any], ignored: list[str], *, strict: bool) -> T:
         """Return the Struct of a body; add the names of fields without effect to `ignored`.
 
         Raises ApiError 400.
         """
-        ignored += check_names(body, self.known, strict=strict)
+        ignored += check_names(body, self.known, strict=strict, generates=self.generates)
         for name, (message, code) in self.rejected.items():
             if body.get(name):
                 raise invalid(message, name, code)
@@ -105,9 +110,19 @@ def struct_body(
     rejected: Mapping[str, tuple[str, str]] | None = None,
     ignored: frozenset[str] = frozenset(),
     refused: Mapping[str, Schema] | None = None,
+    generates: bool = False,
+    narrower: Mapping[str, Schema] | None = None,
+    required: tuple[str, ...] = (),
 ) -> StructBody[T]:
-    """Return the body of a Struct with OpenAI's ignored fields and those that none may set."""
-    taken, required = fields_of(struct)
+    """Return the body of a Struct with OpenAI's ignored fields and those that none may set.
+
+    narrower: what the schemas of some fields have beside what the Struct says, as the next
+    required: the fields that the Struct does not require
+    """
+    taken, always = fields_of(struct)
+    required = always + required
+    for name, schema in (narrower or {}).items():
+        taken[name] = {**taken[name], **schema}
     common = openai_body(taken, required, refused)
     return StructBody(
         taken,
@@ -116,6 +131,7 @@ def struct_body(
         refused=common.refused,
         struct=struct,
         rejected=rejected or {},
+        generates=generates,
     )
 
 
@@ -124,16 +140,23 @@ def fields_of(struct: type[msgspec.Struct]) -> tuple[dict[str, Schema], tuple[st
     _, components = msgspec.json.schema_components(
         (struct,), schema_hook=_schema_of, ref_template="{name}"
     )
-    own = next(schema for name, schema in components.items() if name == struct.__name__)
-    schemas = {
-        name: _without_null(_inlined(schema, components))
-        for name, schema in own["properties"].items()
-    }
-    return schemas, tuple(own["required"])
+    own = _object(components[struct.__name__], components)
+    fields = {name: _without_null(schema) for name, schema in own["properties"].items()}
+    return fields, tuple(own["required"])
 
 
 def _schema_of(shape: type[Shape]) -> Schema:
     return shape.SCHEMA
+
+
+def _object(struct: Schema, components: Mapping[str, Schema]) -> Schema:
+    """Return the schema of a Struct without its title, with those of inner Structs in it."""
+    fields = {
+        name: {key: part for key, part in schema.items() if key != "default"}
+        for name, schema in struct["properties"].items()
+    }
+    names = {name: _inlined(schema, components) for name, schema in fields.items()}
+    return {"type": "object", "properties": names, "required": struct["required"]}
 
 
 def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
@@ -142,18 +165,11 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
         return [_inlined(part, components) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    if "$ref" in schema:
-        return _inlined(components[schema["$ref"]], components)
-    names = {key: part for key, part in schema.items() if key not in ("title", "default")}
-    if "properties" in names:
-        names["properties"] = {
-            key: _inlined(part, components) for key, part in names["properties"].items()
-        }
-        names.pop("description", None)  # of the class, for its readers
-        if not names["required"]:
-            del names["required"]
-        return names
-    return {key: _inlined(part, components) for key, part in names.items()}
+    if schema.get("$ref") in components:
+        return _object(components[schema["$ref"]], components)
+    if "enum" in schema and "examples" in schema:
+        return {"enum": schema["examples"]}  # in their own order
+    return {key: _inlined(part, components) for key, part in schema.items()}
 
 
 def _without_null(schema: Schema) -> Schema:
@@ -176,7 +192,9 @@ def _explained(error: msgspec.ValidationError, struct: type[Any], body: Any) -> 
     shape: inspect.Type = inspect.type_info(struct)
     value, path = body, ""
     for name, index in _STEP.findall(place):
-        shape, _ = _plain(shape, value)
+        shape, extra = _plain(shape, value)
+        if "fault" in extra:
+            break
         if name:
             value = value.get(name) if isinstance(value, dict) else None
             path = f"{path}.{name}" if path else name
@@ -240,6 +258,8 @@ def _has_form(shape: inspect.Type, value: Any) -> bool:
 
 
 def _refusal(shape: inspect.Type, value: Any, path: str, extra: dict[str, Any]) -> ApiError:
+    if "fault" in extra and (error := extra["fault"](value)) is not None:
+        return invalid(error.message.replace(error.param or "", path, 1), path, error.code)
     fits = _has_form(shape, value)
     code = extra.get("code") or ("invalid_value" if fits else "invalid_type")
     if "expected" in extra:

@@ -1,12 +1,13 @@
 """CHAT and COMPLETION: the bodies of /v1/chat/completions and /v1/completions."""
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, get_args
 
+from msgspec import Meta
+
+from deployments.api.body_fields import name_fields
 from deployments.api.bounds import (
-    ALIASES,
-    DEADLINE,
-    EFFORTS,
-    MAX_DEADLINE,
     MAX_MESSAGE_CALLS,
     MAX_MESSAGE_PARTS,
     MAX_MESSAGES,
@@ -16,8 +17,10 @@ from deployments.api.bounds import (
     ROLES,
     SCHEMA_NAME,
     TOOL_NAME,
+    Effort,
 )
-from deployments.api.caller import LEAST_PRIORITY
+from deployments.api.fields.body import Fault, Shape, struct_body, words
+from deployments.api.fields.common import UINT31, Queued, Side, TokenCut
 from deployments.api.fields.schema import (
     BOOLEAN,
     FILLED,
@@ -28,14 +31,13 @@ from deployments.api.fields.schema import (
     TOKEN,
     Schema,
     either,
-    integer,
     list_of,
     number,
     one_of,
-    openai_body,
     record,
     text,
 )
+from engine.errors import InvalidRequest
 from engine.sampling_params import (
     ABOVE_LEAST,
     BIAS_RANGE,
@@ -49,43 +51,96 @@ from engine.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     RANGES,
+    SamplingParams,
 )
 from engine.structured.grammar import MAX_BYTES, MAX_CHOICES
-
-
-def _range(name: str) -> Schema:
-    low, high = RANGES[name]
-    if isinstance(low, int):
-        return integer(low, high)
-    return number(low, high, above=name in ABOVE_LEAST)
-
 
 # Other servers' names -> the field that says the same.
 SAME_FIELDS: Mapping[str, str] = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _STOP: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
-# Fields of both routes that change what is generated or returned.
-SAMPLING: Mapping[str, Schema] = {
-    **{name: _range(name) for name in RANGES},
-    **{name: _range(own) for name, own in SAME_FIELDS.items()},
-    "top_k": integer(-1, RANGES["top_k"][1]),  # -1 is how other servers spell "all"
-    "stop": either(_STOP, list_of(_STOP, 0, MAX_STOP_STRINGS), one_of("")),
-    "stop_token_ids": list_of(TOKEN, 0, MAX_STOP_TOKEN_IDS),
-    "include_stop_str_in_output": BOOLEAN,
-    "ignore_eos": BOOLEAN,
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": number(*BIAS_RANGE),
-        "maxProperties": MAX_LOGIT_BIAS,
-    },
-    "skip_special_tokens": BOOLEAN,
-    "allowed_token_ids": list_of(TOKEN, 0, MAX_ALLOWED_IDS),
-    "bad_words": list_of(
-        {"type": "string", "pattern": r"\S", "maxLength": MAX_STOP_BYTES}, 0, MAX_BAD_WORDS
-    ),
-    "bad_words_ids": list_of(list_of(TOKEN, 1, MAX_BAD_WORD_IDS), 0, MAX_BAD_WORDS),
-    "suppress_tokens": list_of(TOKEN, 0, MAX_BAD_WORDS),
-}
+
+
+def _fault_of(name: str, value: Any) -> InvalidRequest | None:
+    """Return what SamplingParams says of a field's value; None if it takes the value."""
+    try:
+        SamplingParams(**{name: value})
+    except InvalidRequest as error:
+        return error
+    return None
+
+
+def sampled(name: str, **limits: Any) -> Meta:
+    """Return the range of a field of SamplingParams, whose words its errors have."""
+    extra = {"fault": partial(_fault_of, name)}
+    if name not in RANGES:
+        return Meta(**limits, extra=extra)
+    low, high = RANGES[name]
+    if name in ABOVE_LEAST:
+        return Meta(gt=low, le=high, extra=extra)
+    return Meta(**{"ge": low, "le": high, **limits}, extra=extra)
+
+
+def of_schema(schema: Schema) -> Meta:
+    """Return the schema of a field that is checked where it is read."""
+    return Meta(extra_json_schema=schema)
+
+
+_TokenId = Annotated[int, Meta(ge=0)]
+_UInt31 = Annotated[int, Meta(ge=0, le=UINT31)]
+Stop = Annotated[Any, of_schema(either(_STOP, list_of(_STOP, 0, MAX_STOP_STRINGS), one_of("")))]
+
+
+class Sampling(Queued, kw_only=True):
+    """The fields of all generations that change how tokens are chosen."""
+
+    min_tokens: Annotated[int, sampled("min_tokens")] | None = None
+    min_new_tokens: _UInt31 | None = None
+    temperature: Annotated[float, sampled("temperature")] | None = None
+    top_p: Annotated[float, sampled("top_p")] | None = None
+    # -1 is how other servers spell "all".
+    top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
+    min_p: Annotated[float, sampled("min_p")] | None = None
+    repetition_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, sampled("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, sampled("frequency_penalty")] | None = None
+    seed: Annotated[int, sampled("seed")] | None = None
+    stop_token_ids: (
+        Annotated[list[_TokenId], sampled("stop_token_ids", max_length=MAX_STOP_TOKEN_IDS)] | None
+    ) = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[
+        Any,
+        of_schema(
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                "additionalProperties": number(*BIAS_RANGE),
+                "maxProperties": MAX_LOGIT_BIAS,
+            }
+        ),
+    ] = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: (
+        Annotated[list[_TokenId], sampled("allowed_token_ids", max_length=MAX_ALLOWED_IDS)] | None
+    ) = None
+    bad_words: Annotated[
+        Any,
+        of_schema(
+            list_of(
+                {"type": "string", "pattern": r"\S", "maxLength": MAX_STOP_BYTES}, 0, MAX_BAD_WORDS
+            )
+        ),
+    ] = None
+    bad_words_ids: (
+        Annotated[
+            list[Annotated[list[_TokenId], Meta(min_length=1, max_length=MAX_BAD_WORD_IDS)]],
+            sampled("bad_words_ids", max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = None
+    suppress_tokens: Annotated[Any, of_schema(list_of(TOKEN, 0, MAX_BAD_WORDS))] = None
+
 
 _JSON_SCHEMA: Schema = either(OBJECT, BOOLEAN, text(MAX_BYTES))
 _GRAMMAR: Schema = {"type": "string", "maxLength": MAX_BYTES, "pattern": r"\S"}
@@ -117,8 +172,6 @@ STRUCTURED_OUTPUTS: Schema = either(
     record({"json_object": one_of(True)}, structural_tag=NULL),
     record({"structural_tag": either(record(_TAGS), text(MAX_BYTES))}),
 )
-STREAM_OPTIONS = record({}, include_usage=BOOLEAN, continuous_usage_stats=BOOLEAN)
-
 TOOL_NAMED: Schema = {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"}
 ARGUMENTS: Schema = {"type": "object", "properties": {"type": one_of("object")}}
 _TEXT_FORMAT = either(
@@ -220,77 +273,128 @@ CHAT_MESSAGES = list_of(
     1,
     MAX_MESSAGES,
 )
-TEMPLATE: Mapping[str, Schema] = {
-    "add_generation_prompt": BOOLEAN,
-    "continue_final_message": BOOLEAN,
-    "chat_template_kwargs": OBJECT,
-}
-SIDES = ("left", "right")  # of a text that is cut
-TRUNCATION: Mapping[str, Schema] = {
-    "truncate_prompt_tokens": either(one_of(-1), integer(1, 2**31 - 1)),
-    "truncation_side": one_of(*SIDES),
-}
-# Of every request that is queued.
-QUEUED: Mapping[str, Schema] = {
-    "priority": integer(LEAST_PRIORITY, 2**31 - 1),
-    DEADLINE: number(0, MAX_DEADLINE, above=True),
-}
-CACHE_SALT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_SALT_BYTES}
-THINKING_BUDGET = integer(-1, 2**31 - 1)
-REASONING_EFFORT = one_of(*EFFORTS)
-TOP_LOGPROBS = integer(0, MAX_LOGPROBS)
 
-_COMMON: Mapping[str, Schema] = {
-    **SAMPLING,
-    **QUEUED,
-    "model": TEXT,
-    "stream": BOOLEAN,
-    "stream_options": STREAM_OPTIONS,
-    "cache_salt": CACHE_SALT,
-    "return_token_ids": BOOLEAN,
-    "return_tokens_as_token_ids": BOOLEAN,
-    **TRUNCATION,
-    "best_of": integer(1, MAX_N),
-    "response_format": RESPONSE_FORMAT,
-    "structured_outputs": STRUCTURED_OUTPUTS,
-    **{name: _GRAMMARS[kind] for name, kind in ALIASES.items()},
-    "grammar": either(_GRAMMAR, one_of("")),
-}
+
+class StreamOptions(Shape):
+    """The options of a stream.
+
+    asks: whether any option is set
+    others: the names of the options without effect
+    """
+
+    SCHEMA = record({}, include_usage=BOOLEAN, continuous_usage_stats=BOOLEAN)
+
+    def __init__(self, value: Mapping[str, Any]) -> None:
+        names = ("include_usage", "continuous_usage_stats")
+        for name in names:
+            if value.get(name) is not None and not isinstance(value[name], bool):
+                raise Fault("must be true or false", f".{name}")
+        self.include_usage, self.continuous_usage_stats = (bool(value.get(name)) for name in names)
+        self.asks = any(option not in (None, False) for option in value.values())
+        self.others = name_fields((name for name in value if name not in names), "stream_options.")
+
+    @classmethod
+    def parse(cls, value: Any) -> "StreamOptions":
+        if not isinstance(value, dict):
+            raise Fault("must be an object")
+        return cls(value)
+
+
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_BYTES)]
+ThinkingBudget = Annotated[int, Meta(ge=-1, le=UINT31)]  # -1: none
+ReasoningEffort = Annotated[Effort, words(Effort, "one of ", ", ", code="invalid_value")]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class Generation(Sampling, kw_only=True):
+    """The fields of both routes."""
+
+    n: Annotated[int, sampled("n")] | None = None
+    max_tokens: Annotated[int, sampled("max_tokens")] | None = None
+    max_new_tokens: _UInt31 | None = None
+    max_completion_tokens: Annotated[int, sampled("max_tokens")] | None = None
+    prompt_logprobs: Annotated[int, sampled("prompt_logprobs")] | None = None
+    stop: Stop = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: CacheSalt | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: TokenCut | None = None
+    truncation_side: Annotated[Side, words(Side)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    response_format: Annotated[Any, of_schema(RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, of_schema(STRUCTURED_OUTPUTS)] = None
+    guided_json: Annotated[Any, of_schema(_GRAMMARS["json"])] = None
+    guided_regex: Annotated[Any, of_schema(_GRAMMARS["regex"])] = None
+    guided_choice: Annotated[Any, of_schema(_GRAMMARS["choice"])] = None
+    guided_grammar: Annotated[Any, of_schema(_GRAMMARS["grammar"])] = None
+    regex: Annotated[Any, of_schema(_GRAMMARS["regex"])] = None
+    ebnf: Annotated[Any, of_schema(_GRAMMARS["grammar"])] = None
+    grammar: Annotated[Any, of_schema(either(_GRAMMAR, one_of("")))] = None
+    json_schema: Annotated[Any, of_schema(_GRAMMARS["json"])] = None
+
+
+class Chat(Generation, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[Any, of_schema(CHAT_MESSAGES)]
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[Any, of_schema(TOOLS)] = None
+    tool_choice: Annotated[Any, of_schema(_TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+    modalities: Annotated[Any, of_schema(one_of(["text"]))] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Completion(Generation, kw_only=True):
+    """The body of /v1/completions. A `prompt` is not required where a gap is filled."""
+
+    prompt: Annotated[
+        Any,
+        of_schema(either(TEXT, list_of(TOKEN, 1), list_of(TEXT, 1), list_of(list_of(TOKEN, 1), 1))),
+    ] = None
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: Annotated[
+        Any,
+        of_schema(
+            either({"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}, one_of(False))
+        ),
+    ] = None
+    add_special_tokens: bool | None = None
+
+
 _OLD_TOOLS: Mapping[str, Schema] = {
     "functions": NOTHING,
     "function_call": one_of(*NOTHING["enum"], "none", "auto"),
 }
-
-_CHAT: Mapping[str, Schema] = {
-    **_COMMON,
-    "messages": CHAT_MESSAGES,
-    "max_tokens": integer(1, RANGES["max_tokens"][1]),
-    "max_completion_tokens": integer(1, RANGES["max_tokens"][1]),
-    "max_new_tokens": integer(1, RANGES["max_tokens"][1]),
-    "include_reasoning": BOOLEAN,
-    "separate_reasoning": BOOLEAN,
-    "logprobs": BOOLEAN,
-    "top_logprobs": TOP_LOGPROBS,
-    "tools": TOOLS,
-    "tool_choice": _TOOL_CHOICE,
-    "parallel_tool_calls": BOOLEAN,
-    "reasoning_effort": REASONING_EFFORT,
-    "thinking_token_budget": THINKING_BUDGET,
-    "modalities": one_of(["text"]),
-    **TEMPLATE,
-}
-CHAT = openai_body(_CHAT, ("messages",), _OLD_TOOLS)
-_COMPLETION: Mapping[str, Schema] = {
-    **_COMMON,
-    "prompt": either(TEXT, list_of(TOKEN, 1), list_of(TEXT, 1), list_of(list_of(TOKEN, 1), 1)),
-    "suffix": TEXT,
-    "echo": BOOLEAN,
-    "max_completion_tokens": _range("max_tokens"),
-    "logprobs": either(_range("logprobs"), one_of(False)),
-    "add_special_tokens": BOOLEAN,
-}
-COMPLETION = openai_body(
-    _COMPLETION,
-    ("prompt",),
-    {"tools": NOTHING, **_OLD_TOOLS},
+_FROM_ONE: Schema = {"minimum": 1}  # an answer in turns has at least one token
+CHAT = struct_body(
+    Chat,
+    refused=_OLD_TOOLS,
+    generates=True,
+    narrower=dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), _FROM_ONE),
 )
+COMPLETION = struct_body(
+    Completion,
+    refused={"tools": NOTHING, **_OLD_TOOLS},
+    generates=True,
+    required=("prompt",),
+)
+# Fields of both routes that change how tokens are chosen or which of them are returned.
+SAMPLING: Mapping[str, Schema] = {
+    name: COMPLETION.taken[name]
+    for name in (
+        *(name for name in Sampling.__struct_fields__ if name not in Queued.__struct_fields__),
+        *("n", "max_tokens", "max_new_tokens", "prompt_logprobs", "stop", "logprobs"),
+    )
+}
+SIDES = get_args(Side)

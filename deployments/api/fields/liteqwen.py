@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from deployments.api.bounds import ROLES
-from deployments.api.fields.generation import CHAT_MESSAGES, QUEUED, SAMPLING
+from deployments.api.fields.generation import CHAT as OPENAI_CHAT
+from deployments.api.fields.generation import CHAT_MESSAGES
 from deployments.api.fields.schema import (
     BOOLEAN,
     TEXT,
@@ -20,9 +21,9 @@ from deployments.api.http.exchange import MAX_REQUEST_ID
 
 MAX_HISTORY = 500
 KWARGS: Mapping[str, Schema] = {
-    **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k", "seed")},
-    "repetition_penalty": SAMPLING["repetition_penalty"],
-    "topk": SAMPLING["top_k"],
+    **{name: OPENAI_CHAT.taken[name] for name in ("temperature", "top_p", "top_k", "seed")},
+    "repetition_penalty": OPENAI_CHAT.taken["repetition_penalty"],
+    "topk": OPENAI_CHAT.taken["top_k"],
     "max_length": integer(1, 2**31 - 1),
     "max_new_tokens": integer(1, 2**31 - 1),
     "prefix_token_ids": list_of(TOKEN),
@@ -44,7 +45,7 @@ CHAT = openai_body(
         "request_id": _ID,
         "gen_kwargs": record({}, **KWARGS),
         "model": TEXT,
-        **QUEUED,
+        **{name: OPENAI_CHAT.taken[name] for name in ("priority", "deadline_seconds")},
     },
     ("query",),
 )

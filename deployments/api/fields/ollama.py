@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGES
 from deployments.api.fields.body import struct_body
 from deployments.api.fields.generation import (
-    QUEUED,
-    SAMPLING,
+    CHAT as OPENAI_CHAT,
+)
+from deployments.api.fields.generation import (
     TOOLS,
-    TOP_LOGPROBS,
 )
 from deployments.api.fields.pooled import TEXTS, PoolingBody, PoolingOptions, Positive, TextInput
 from deployments.api.fields.schema import (
@@ -60,7 +60,7 @@ _MESSAGE = record(
 _OPTIONS: Schema = record(
     {},
     num_predict=integer(-2, 2**31 - 1),
-    **{name: SAMPLING[same] for name, same in SAME.items()},
+    **{name: OPENAI_CHAT.taken[same] for name, same in SAME.items()},
 )
 OPTIONS: Mapping[str, Schema] = _OPTIONS["properties"]
 _ANSWERED: Mapping[str, Schema] = {
@@ -70,8 +70,7 @@ _ANSWERED: Mapping[str, Schema] = {
     "stream": BOOLEAN,
     "think": one_of(*THINK, ""),
     "logprobs": BOOLEAN,
-    "top_logprobs": TOP_LOGPROBS,
-    **QUEUED,
+    **{name: OPENAI_CHAT.taken[name] for name in ("top_logprobs", "priority", "deadline_seconds")},
 }
 
 

@@ -1,7 +1,7 @@
 """Bodies of the routes that compute nothing: tokenising, adapters, batches and files."""
 
 from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
-from deployments.api.fields.generation import CHAT_MESSAGES, REASONING_EFFORT, TEMPLATE, TOOLS
+from deployments.api.fields.generation import CHAT
 from deployments.api.fields.schema import (
     BOOLEAN,
     FILLED,
@@ -26,12 +26,16 @@ TOKENIZE = openai_body(
     {
         "model": TEXT,
         "prompt": TEXT,
-        "messages": CHAT_MESSAGES,
+        "messages": CHAT.taken["messages"],
         "add_special_tokens": BOOLEAN,
         "return_token_strs": BOOLEAN,
-        "tools": TOOLS,
-        "reasoning_effort": REASONING_EFFORT,
-        **TEMPLATE,
+        **{
+            name: CHAT.taken[name]
+            for name in (
+                *("tools", "reasoning_effort", "add_generation_prompt"),
+                *("continue_final_message", "chat_template_kwargs"),
+            )
+        },
     }
 )
 DETOKENIZE = openai_body(

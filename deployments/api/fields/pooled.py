@@ -1,7 +1,7 @@
 """EMBEDDINGS, RERANK, SCORE, CLASSIFY and others: the bodies of the routes of pooling models."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from msgspec import Meta
 
@@ -345,12 +345,7 @@ CohereCut = Literal["NONE", "START", "END"]
 InputType = Literal["search_document", "search_query", "classification", "clustering"]
 _OneType = Annotated[
     CohereType,
-    Meta(
-        extra={
-            "expected": f"one of {', '.join(get_args(CohereType))}",
-            "code": "invalid_value",
-        }
-    ),
+    words(CohereType, "one of ", ", ", code="invalid_value"),
 ]
 
 
