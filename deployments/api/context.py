@@ -5,10 +5,12 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from deployments.adapters.record_store import AdapterRecord
 from deployments.api.body_fields import take_object
+from deployments.api.fields.body import StructBody, T
 from deployments.api.http.encodings import decoded
 from deployments.api.http.errors import OVERLOADED, ApiError
 from deployments.api.http.exchange import HttpExchange
@@ -62,6 +64,12 @@ class ApiContext:
 
         exchange.parsed = take_object(await in_thread(parse, len(data)))
         return exchange.parsed
+
+    async def read_as(self, exchange: HttpExchange, body: StructBody[T]) -> T:
+        """Return the body as a Struct. Raises as `read`, and ApiError 400 naming a field."""
+        decoded = await self.read(exchange)
+        read = partial(body.read, decoded, exchange.ignored, strict=self.options.strict)
+        return await in_thread(read, exchange.body_size)
 
     def check_room(self) -> None:
         """Raise ApiError 503 overloaded if too many requests are in flight."""

@@ -7,6 +7,7 @@ type says, `Meta(extra=...)` may hold
 
     expected   "X must be ...", for a type that has no short name
     items      what a list is of, where its length is refused: "X takes 1 to 9 texts, got 10"
+    needed     that an empty text is a field that is not there
     code       the error's code, where it is not invalid_type or invalid_value
     fault      a function that returns the InvalidRequest of the whole value, or None
 """
@@ -113,17 +114,19 @@ def struct_body(
     generates: bool = False,
     narrower: Mapping[str, Schema] | None = None,
     required: tuple[str, ...] = (),
+    openai: bool = True,
 ) -> StructBody[T]:
-    """Return the body of a Struct with OpenAI's ignored fields and those that none may set.
+    """Return the body of a Struct with the fields that are ignored or refused.
 
     narrower: what the schemas of some fields have beside what the Struct says, as the next
     required: the fields that the Struct does not require
+    openai: whether OpenAI's fields without effect and those that none may set are listed
     """
     taken, always = fields_of(struct)
     required = always + required
     for name, schema in (narrower or {}).items():
         taken[name] = {**taken[name], **schema}
-    common = openai_body(taken, required, refused)
+    common = openai_body(taken, required, refused) if openai else Body(taken, required)
     return StructBody(
         taken,
         required,
@@ -206,7 +209,7 @@ def _explained(error: msgspec.ValidationError, struct: type[Any], body: Any) -> 
     shape, extra = _plain(shape, value)
     if missing := _MISSING.match(text):
         value, path = None, f"{path}.{missing[1]}" if path else missing[1]
-    if value is None and not path.endswith("]"):
+    if (value is None and not path.endswith("]")) or ("needed" in extra and value == ""):
         return invalid(f"{path} is required", path, "missing_field")
     if isinstance(fault := error.__cause__, Fault):
         path += fault.place

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGES
 from deployments.api.fields.body import struct_body
 from deployments.api.fields.generation import (
@@ -96,14 +98,25 @@ GENERATE = _body(
     IGNORED,
     *REFUSED,
 )
-SHOW = Body(
-    {"model": TEXT, "name": TEXT},
-    ignored=frozenset({"verbose", "system", "template", "options"}),
+
+
+class Show(Struct, kw_only=True):
+    """The body of /api/show: a model by its name, or by that of older clients."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+class Pull(Show, kw_only=True):
+    """The body of /api/pull."""
+
+    stream: bool | None = None
+
+
+SHOW = struct_body(
+    Show, ignored=frozenset({"verbose", "system", "template", "options"}), openai=False
 )
-PULL = Body(
-    {"model": TEXT, "name": TEXT, "stream": BOOLEAN},
-    ignored=frozenset({"insecure", "username", "password"}),
-)
+PULL = struct_body(Pull, ignored=frozenset({"insecure", "username", "password"}), openai=False)
 
 
 class OllamaInput(TextInput):

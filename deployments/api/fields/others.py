@@ -1,6 +1,11 @@
 """Bodies of the routes that compute nothing: tokenising, adapters, batches and files."""
 
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
 from deployments.api.bounds import BATCH_ENDPOINTS, MAX_BATCH_METADATA, MAX_BATCH_WINDOW
+from deployments.api.fields.body import struct_body
 from deployments.api.fields.generation import CHAT
 from deployments.api.fields.schema import (
     BOOLEAN,
@@ -41,24 +46,38 @@ TOKENIZE = openai_body(
 DETOKENIZE = openai_body(
     {"model": TEXT, "tokens": list_of(TOKEN), "skip_special_tokens": BOOLEAN}, ("tokens",)
 )
-ADAPTER = openai_body(
-    {
-        "name": text(MAX_ADAPTER_NAME),
-        "path": {**FILLED, "maxLength": MAX_ADAPTER_PATH},
-        "model": text(MAX_ADAPTER_NAME),
-    },
-    ("name",),
-)
-LOAD_LORA = openai_body(
-    {
-        "lora_name": {**FILLED, "maxLength": MAX_ADAPTER_NAME},
-        "lora_path": {**FILLED, "maxLength": MAX_ADAPTER_PATH},
-        "base_model_name": text(MAX_ADAPTER_NAME),
-        "load_inplace": BOOLEAN,
-    },
-    ("lora_name", "lora_path"),
-)
-UNLOAD_LORA = openai_body({"lora_name": {**FILLED, "maxLength": MAX_ADAPTER_NAME}}, ("lora_name",))
+_AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_NAME)]
+_AdapterPath = Annotated[str, Meta(min_length=1, max_length=MAX_ADAPTER_PATH)]
+_LoraName = Annotated[str, Meta(min_length=1, max_length=MAX_ADAPTER_NAME, extra={"needed": True})]
+_LoraPath = Annotated[str, Meta(min_length=1, max_length=MAX_ADAPTER_PATH, extra={"needed": True})]
+
+
+class Adapter(Struct, kw_only=True):
+    """The body of POST /v1/adapters."""
+
+    name: _AdapterName
+    path: _AdapterPath | None = None
+    model: _AdapterName | None = None
+
+
+class LoadLora(Struct, kw_only=True):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_name: _LoraName
+    lora_path: _LoraPath
+    base_model_name: _AdapterName | None = None
+    load_inplace: bool | None = None
+
+
+class UnloadLora(Struct, kw_only=True):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: _LoraName
+
+
+ADAPTER = struct_body(Adapter)
+LOAD_LORA = struct_body(LoadLora)
+UNLOAD_LORA = struct_body(UnloadLora)
 MODEL = Body(  # a section `models.NAME`; the configuration's own checks say more
     {
         "name": text(MAX_MODEL_NAME),

@@ -207,12 +207,10 @@ async def pooled_call(
     """
     context.check_room()  # a request that is refused for it is not counted
     context.count_request(exchange)
-    decoded = await context.read(exchange)
+    body = await context.read_as(exchange, fields)
     context.counter.in_flight += 1
     try:
-        read = partial(fields.read, decoded, exchange.ignored, strict=context.options.strict)
-        body = await in_thread(read, exchange.body_size)
-        key = key_of(exchange, decoded, context.options)
+        key = key_of(exchange, await context.read(exchange), context.options)
         yield await _admitted(context, exchange, body, key, name_model(body.model, context.backend))
     finally:
         context.counter.in_flight -= 1

@@ -5,13 +5,10 @@ from typing import Any
 import msgspec
 
 from deployments.adapters.record_store import AdapterRecord
-from deployments.api.body_fields import check_names, take_bool, take_str
 from deployments.api.context import ApiContext
 from deployments.api.fields.others import (
     ADAPTER,
     LOAD_LORA,
-    MAX_ADAPTER_NAME,
-    MAX_ADAPTER_PATH,
     UNLOAD_LORA,
 )
 from deployments.api.fields.schema import TEXT
@@ -45,20 +42,13 @@ async def adapters(context: ApiContext, exchange: HttpExchange) -> None:
         data = [_shown(record, base) for base, record in pairs]
         await exchange.answer(200, msgspec.json.encode({"object": "list", "data": data}))
         return
-    body = await context.read(exchange)
-    exchange.ignored += check_names(body, ADAPTER.known, strict=context.options.strict)
-    name = take_str(body, "name", MAX_ADAPTER_NAME)
-    if name is None:
-        raise invalid("name is required", "name", "missing_field")
-    path = take_str(body, "path", MAX_ADAPTER_PATH)
-    if path == "":
-        raise invalid("path must not be empty", "path")
+    body = await context.read_as(exchange, ADAPTER)
+    model = body.model or ""
     try:
-        model = take_str(body, "model", MAX_ADAPTER_NAME) or ""
-        record = await directory.add(name, path or "", model)
+        record = await directory.add(body.name, body.path or "", model)
     except AdapterError as error:
         if error.param is None:
-            by_name = path is None or error.code == "invalid_model_name"
+            by_name = body.path is None or error.code == "invalid_model_name"
             error.param = "name" if by_name else "path"
         raise
     await exchange.answer(200, msgspec.json.encode(_shown(record, _base(context, record, model))))
@@ -88,20 +78,15 @@ async def one_adapter(context: ApiContext, exchange: HttpExchange) -> None:
 async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
     """Add an adapter as vLLM's clients do. Raises ApiError 400 where the name is taken, unless
     load_inplace is set."""
-    body = await context.read(exchange)
-    exchange.ignored += check_names(body, LOAD_LORA.known, strict=context.options.strict)
-    name, path = _lora_name(body), take_str(body, "lora_path", MAX_ADAPTER_PATH)
-    if not path:
-        raise invalid("lora_path is required", "lora_path", "missing_field")
-    model = take_str(body, "base_model_name", MAX_ADAPTER_NAME) or ""
-    again = take_bool(body, "load_inplace")
+    body = await context.read_as(exchange, LOAD_LORA)
+    name = body.lora_name
     directory = context.backend.adapters
     await directory.refresh()
-    if name in directory.records and not again:
+    if name in directory.records and not body.load_inplace:
         message = f"the adapter {shown(name)} is already loaded; load_inplace: true reads it again"
         raise invalid(message, "lora_name", "adapter_exists")
     try:
-        await directory.add(name, path, model)
+        await directory.add(name, body.lora_path, body.base_model_name or "")
     except AdapterError as error:
         if error.param is None:
             error.param = "lora_name" if error.code == "invalid_model_name" else "lora_path"
@@ -112,19 +97,10 @@ async def load_lora(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def unload_lora(context: ApiContext, exchange: HttpExchange) -> None:
     """Take an adapter away as vLLM's clients do."""
-    body = await context.read(exchange)
-    exchange.ignored += check_names(body, UNLOAD_LORA.known, strict=context.options.strict)
-    name = _lora_name(body)
-    await context.backend.adapters.remove(name)
-    text = f"Success: LoRA adapter '{name}' removed successfully."
+    body = await context.read_as(exchange, UNLOAD_LORA)
+    await context.backend.adapters.remove(body.lora_name)
+    text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
     await exchange.answer(200, text.encode(), b"text/plain; charset=utf-8")
-
-
-def _lora_name(body: dict[str, Any]) -> str:
-    name = take_str(body, "lora_name", MAX_ADAPTER_NAME)
-    if not name:
-        raise invalid("lora_name is required", "lora_name", "missing_field")
-    return name
 
 
 def _model(exchange: HttpExchange) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.body_fields import check_names
 from deployments.api.context import ApiContext
 from deployments.api.dialects.ollama.names import asked_name
 from deployments.api.fields.ollama import SHOW
@@ -40,8 +39,7 @@ async def running(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def show(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with what is known of one model. Raises ApiError 400, 404."""
-    body = await context.read(exchange)
-    exchange.ignored += check_names(body, SHOW.known, strict=context.options.strict)
+    body = await context.read_as(exchange, SHOW)
     card = await find_model(asked_name(body, context.backend), context.backend, exchange.caller)
     tokenizer = context.backend.tokenizer(card.id)
     template = tokenizer.chat_template

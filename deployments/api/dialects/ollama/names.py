@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deployments.api.http.errors import wrong_type
+from deployments.api.fields.ollama import Show
 from deployments.backend import Backend
 
 _LATEST = ":latest"  # what Ollama's clients put behind a name that has no tag
@@ -15,10 +15,6 @@ def served_name(name: Any, backend: Backend) -> Any:
     return name
 
 
-def asked_name(body: dict[str, Any], backend: Backend) -> Any:
-    """The field `model`, or `name` of older clients. Raises ApiError 400."""
-    for field in ("name", "model"):
-        if body.get(field) is not None and not isinstance(body[field], str):
-            raise wrong_type(field, "a string")
-    asked = body.get("model")
-    return served_name(body.get("name") if asked is None else asked, backend)
+def asked_name(body: Show, backend: Backend) -> str | None:
+    """Return the model's name in the field `model`, or in `name` of older clients."""
+    return served_name(body.name if body.model is None else body.model, backend)

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.body_fields import check_names, take_bool
 from deployments.api.context import ApiContext
 from deployments.api.dialects.ollama import embed, models
 from deployments.api.dialects.ollama.names import asked_name, served_name
@@ -115,9 +114,8 @@ async def pull(context: ApiContext, exchange: HttpExchange) -> None:
 
     Raises ApiError 400 for anything else, which is not fetched.
     """
-    body = await context.read(exchange)
-    exchange.ignored += check_names(body, fields.PULL.known, strict=context.options.strict)
-    streamed = take_bool(body, "stream", True)
+    body = await context.read_as(exchange, fields.PULL)
+    streamed = body.stream is not False
     name = asked_name(body, context.backend)
     try:
         await find_model(name, context.backend, exchange.caller)
