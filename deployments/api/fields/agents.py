@@ -5,26 +5,35 @@ Both are read into a chat, so fields of ours mean what they mean there.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
 
 from deployments.api.body_fields import NOT_ALLOWED, WITHOUT_EFFECT
 from deployments.api.bounds import MAX_MESSAGE_PARTS
+from deployments.api.fields.body import StructBody, fields_of
+from deployments.api.fields.common import UINT31
 from deployments.api.fields.generation import (
     ARGUMENTS,
-    CHAT,
+    COMPLETION,
+    STRUCTURED_OUTPUTS,
     TOOL_NAMED,
+    CacheSalt,
+    ReasoningEffort,
     Sampling,
+    Stop,
+    ThinkingBudget,
+    TopLogprobs,
+    of_schema,
 )
 from deployments.api.fields.schema import (
     BOOLEAN,
     NEVER,
     NOTHING,
     NULL,
-    OBJECT,
     TEXT,
-    Body,
     Schema,
     either,
-    integer,
     list_of,
     one_of,
     optional,
@@ -40,15 +49,7 @@ BLOCK_ROLES = ("user", "assistant", "system")
 # Of a client's tool_choice -> of a chat.
 CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 
-_OURS: Mapping[str, Schema] = {
-    name: CHAT.taken[name]
-    for name in (
-        *Sampling.__struct_fields__,
-        *("stop", "cache_salt", "chat_template_kwargs"),
-        *("thinking_token_budget", "structured_outputs"),
-    )
-}
-_AT_LEAST_ONE = integer(1, 2**31 - 1)
+_Count = Annotated[int, Meta(ge=1, le=UINT31)]
 _NOT_ALLOWED: Mapping[str, Schema] = dict.fromkeys(sorted(NOT_ALLOWED), NEVER)
 
 
@@ -94,31 +95,80 @@ _TOOL = either(
     _other("function", "custom"),
     {"not": {"type": "object"}},
 )
-_RESPONSES: Mapping[str, Schema] = {
-    **_OURS,
-    "model": TEXT,
-    "input": either(TEXT, list_of(_ITEM, 0, MAX_ITEMS)),
-    "instructions": TEXT,
-    "stream": BOOLEAN,
-    "stream_options": OBJECT,
-    "max_output_tokens": _AT_LEAST_ONE,
-    "tools": list_of(_TOOL),
-    "tool_choice": either(TEXT, record({"type": one_of("function", "custom", "allowed_tools")})),
-    "parallel_tool_calls": BOOLEAN,
-    "text": record({}, format=OBJECT),
-    "reasoning": record({}, effort=CHAT.taken["reasoning_effort"]),
-    "include": list_of(TEXT),
-    "previous_response_id": TEXT,
-    "store": BOOLEAN,
-    "truncation": one_of("auto", "disabled"),
-    "metadata": {
-        "type": "object",
-        "additionalProperties": TEXT,
-        "maxProperties": MAX_METADATA,
-    },
-    "top_logprobs": CHAT.taken["top_logprobs"],
-    "background": BOOLEAN,
-}
+_CHOICE = either(TEXT, record({"type": one_of("function", "custom", "allowed_tools")}))
+
+
+class ItemChat(Sampling, kw_only=True):
+    """What both bodies have beside their own fields."""
+
+    cache_salt: CacheSalt | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: ThinkingBudget | None = None
+    structured_outputs: Annotated[Any, of_schema(STRUCTURED_OUTPUTS)] = None
+
+
+class TextOptions(Struct, kw_only=True):
+    """The field `text`."""
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningOptions(Struct, kw_only=True):
+    """The field `reasoning`."""
+
+    effort: ReasoningEffort | None = None
+
+
+Truncation = Literal["auto", "disabled"]
+
+
+class Responses(ItemChat, kw_only=True):
+    """The body of /v1/responses."""
+
+    input: Annotated[Any, of_schema(either(TEXT, list_of(_ITEM, 0, MAX_ITEMS)))]
+    stop: Stop = None
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_output_tokens: _Count | None = None
+    tools: Annotated[Any, of_schema(list_of(_TOOL))] = None
+    tool_choice: Annotated[Any, of_schema(_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: (
+        Annotated[
+            list[str],
+            Meta(extra={"expected": "a list of strings", "code": "invalid_type", "whole": True}),
+        ]
+        | None
+    ) = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    truncation: (
+        Annotated[
+            Truncation,
+            Meta(extra={"expected": '"auto" or "disabled"', "code": "invalid_value"}),
+        ]
+        | None
+    ) = None
+    metadata: (
+        Annotated[
+            dict[str, str],
+            Meta(
+                max_length=MAX_METADATA,
+                extra={
+                    "expected": f"an object of at most {MAX_METADATA} strings",
+                    "code": "invalid_type",
+                },
+            ),
+        ]
+        | None
+    ) = None
+    top_logprobs: TopLogprobs | None = None
+    background: bool | None = None
+
+
 # Repeated in the answer, without effect otherwise.
 RESPONSES_REPEATED = frozenset(
     {"user", "safety_identifier", "prompt_cache_key", "service_tier", "max_tool_calls"}
@@ -133,12 +183,15 @@ RESPONSES_REFUSED = {
     "prompt": "send the prompt's text as instructions and input",
     "context_management": "leave items out of input",
 }
-RESPONSES = Body(
-    _RESPONSES,
-    ("input",),
-    (RESPONSES_REPEATED | RESPONSES_IGNORED | WITHOUT_EFFECT) - _RESPONSES.keys() - {"user"},
+_FIELDS, _REQUIRED = fields_of(Responses)
+RESPONSES = StructBody(
+    _FIELDS,
+    _REQUIRED,
+    (RESPONSES_REPEATED | RESPONSES_IGNORED | WITHOUT_EFFECT) - _FIELDS.keys() - {"user"},
     frozenset({"user"}),
     {**dict.fromkeys(RESPONSES_REFUSED, NULL), **_NOT_ALLOWED},
+    struct=Responses,
+    generates=True,
 )
 
 _BLOCK = either(
@@ -156,35 +209,52 @@ _MESSAGES_TOOL = either(
     record({"name": TOOL_NAMED, "input_schema": ARGUMENTS}, **_OPTIONAL_TOOL),
     record({}, input_schema=NULL),
 )
-_MESSAGES: Mapping[str, Schema] = {
-    **{name: schema for name, schema in _OURS.items() if name != "stop"},
-    "model": TEXT,
-    "messages": list_of(record({"role": one_of(*BLOCK_ROLES), "content": _TEXTS}), 1),
-    "system": _TEXTS,
-    "max_tokens": _AT_LEAST_ONE,
-    "stop_sequences": either(CHAT.taken["stop"], NOTHING),
-    "stream": BOOLEAN,
-    "tools": either(list_of(_MESSAGES_TOOL), NOTHING),
-    "tool_choice": record(
-        {"type": one_of("tool", *CHOICES)}, name=TEXT, disable_parallel_tool_use=BOOLEAN
-    ),
-    "thinking": record({"type": one_of("enabled", "disabled", "adaptive")}),
-    "output_config": record(
-        {}, effort=CHAT.taken["reasoning_effort"], format=record({"type": one_of("json_schema")})
-    ),
-    "metadata": {},
-}
+_TOOL_CHOICE = record(
+    {"type": one_of("tool", *CHOICES)}, name=TEXT, disable_parallel_tool_use=BOOLEAN
+)
+_STOP = COMPLETION.taken["stop"]
+
+
+class OutputConfig(Struct, kw_only=True):
+    """The field `output_config`."""
+
+    effort: ReasoningEffort | None = None
+    format: Annotated[Any, of_schema(record({"type": one_of("json_schema")}))] = None
+
+
+class Messages(ItemChat, kw_only=True):
+    """The body of /v1/messages; max_tokens is not required where tokens are only counted."""
+
+    messages: Annotated[
+        Any, of_schema(list_of(record({"role": one_of(*BLOCK_ROLES), "content": _TEXTS}), 1))
+    ]
+    system: Annotated[Any, of_schema(_TEXTS)] = None
+    max_tokens: _Count | None = None
+    stop_sequences: Annotated[Any, of_schema(either(_STOP, NOTHING))] = None
+    stream: bool | None = None
+    tools: Annotated[Any, of_schema(either(list_of(_MESSAGES_TOOL), NOTHING))] = None
+    tool_choice: Annotated[Any, of_schema(_TOOL_CHOICE)] = None
+    thinking: Annotated[
+        Any, of_schema(record({"type": one_of("enabled", "disabled", "adaptive")}))
+    ] = None
+    output_config: OutputConfig | None = None
+    metadata: Any = None
+
+
 MESSAGES_IGNORED = frozenset({"service_tier", "cache_control", "context_management", "betas"})
 MESSAGES_REFUSED = {
     "container": "run tools beside the client",
     "mcp_servers": "give the servers' tools as tools",
 }
-MESSAGES = Body(
-    _MESSAGES,
-    ("messages", "max_tokens"),
-    (MESSAGES_IGNORED | WITHOUT_EFFECT) - _MESSAGES.keys() - {"cache_control"},
+_FIELDS, _REQUIRED = fields_of(Messages)
+MESSAGES = StructBody(
+    _FIELDS,
+    (*_REQUIRED, "max_tokens"),
+    (MESSAGES_IGNORED | WITHOUT_EFFECT) - _FIELDS.keys() - {"cache_control"},
     frozenset({"cache_control"}),
     {**dict.fromkeys(MESSAGES_REFUSED, NOTHING), **_NOT_ALLOWED},
+    struct=Messages,
+    generates=True,
 )
 # Of /v1/messages/count_tokens: nothing is said of the answer's length.
 COUNTED = replace(MESSAGES, required=("messages",))

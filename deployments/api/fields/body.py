@@ -7,11 +7,13 @@ type says, `Meta(extra=...)` may hold
 
     expected   "X must be ...", for a type that has no short name
     items      what a list is of, where its length is refused: "X takes 1 to 9 texts, got 10"
+    whole      that errors inside of the value are told of the whole value
     needed     that an empty text is a field that is not there
     code       the error's code, where it is not invalid_type or invalid_value
     fault      a function that returns the InvalidRequest of the whole value, or None
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +22,8 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, get_args
 import msgspec
 from msgspec import Meta, inspect
 
-from deployments.api.body_fields import check_names
-from deployments.api.fields.schema import Body, Schema, openai_body
+from deployments.api.body_fields import check_names, name_fields
+from deployments.api.fields.schema import Body, Schema, openai_body, record
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -91,6 +93,15 @@ class StructBody(Body, Generic[T]):
         Raises ApiError 400.
         """
         ignored += check_names(body, self.known, strict=strict, generates=self.generates)
+        read = self.convert(body)
+        for name, known in _inner_names(self.struct):
+            inner = body.get(name) or {}
+            others = (own for own in inner if own not in known and inner[own] is not None)
+            ignored += name_fields(others, f"{name}.")
+        return read
+
+    def convert(self, body: dict[str, Any]) -> T:
+        """Return the Struct of a body, other names unseen. Raises ApiError 400."""
         for name, (message, code) in self.rejected.items():
             if body.get(name):
                 raise invalid(message, name, code)
@@ -143,23 +154,21 @@ def fields_of(struct: type[msgspec.Struct]) -> tuple[dict[str, Schema], tuple[st
     _, components = msgspec.json.schema_components(
         (struct,), schema_hook=_schema_of, ref_template="{name}"
     )
-    own = _object(components[struct.__name__], components)
-    fields = {name: _without_null(schema) for name, schema in own["properties"].items()}
-    return fields, tuple(own["required"])
+    own = components[struct.__name__]
+    return _properties(own, components), tuple(own["required"])
 
 
 def _schema_of(shape: type[Shape]) -> Schema:
     return shape.SCHEMA
 
 
-def _object(struct: Schema, components: Mapping[str, Schema]) -> Schema:
-    """Return the schema of a Struct without its title, with those of inner Structs in it."""
-    fields = {
-        name: {key: part for key, part in schema.items() if key != "default"}
-        for name, schema in struct["properties"].items()
-    }
-    names = {name: _inlined(schema, components) for name, schema in fields.items()}
-    return {"type": "object", "properties": names, "required": struct["required"]}
+def _properties(struct: Schema, components: Mapping[str, Schema]) -> dict[str, Schema]:
+    """Return the schemas of a Struct's fields without null and without a default."""
+    fields = {}
+    for name, schema in struct["properties"].items():
+        own = _inlined({key: part for key, part in schema.items() if key != "default"}, components)
+        fields[name] = _without_null(own)
+    return fields
 
 
 def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
@@ -169,7 +178,10 @@ def _inlined(schema: Any, components: Mapping[str, Schema]) -> Any:
     if not isinstance(schema, dict):
         return schema
     if schema.get("$ref") in components:
-        return _object(components[schema["$ref"]], components)
+        struct = components[schema["$ref"]]
+        fields = _properties(struct, components)
+        needed = {name: fields.pop(name) for name in struct["required"]}
+        return record(needed, **fields)
     if "enum" in schema and "examples" in schema:
         return {"enum": schema["examples"]}  # in their own order
     return {key: _inlined(part, components) for key, part in schema.items()}
@@ -196,7 +208,7 @@ def _explained(error: msgspec.ValidationError, struct: type[Any], body: Any) -> 
     value, path = body, ""
     for name, index in _STEP.findall(place):
         shape, extra = _plain(shape, value)
-        if "fault" in extra:
+        if "fault" in extra or "whole" in extra:
             break
         if name:
             value = value.get(name) if isinstance(value, dict) else None
@@ -208,8 +220,11 @@ def _explained(error: msgspec.ValidationError, struct: type[Any], body: Any) -> 
             shape = shape.item_type if isinstance(shape, inspect.ListType) else inspect.AnyType()
     shape, extra = _plain(shape, value)
     if missing := _MISSING.match(text):
+        shape, extra = _plain(_inside(shape, missing[1]), None)
         value, path = None, f"{path}.{missing[1]}" if path else missing[1]
     if (value is None and not path.endswith("]")) or ("needed" in extra and value == ""):
+        if "expected" in extra:
+            return _refusal(shape, value, path, {"code": "missing_field", **extra})
         return invalid(f"{path} is required", path, "missing_field")
     if isinstance(fault := error.__cause__, Fault):
         path += fault.place
@@ -280,7 +295,9 @@ def _refusal(shape: inspect.Type, value: Any, path: str, extra: dict[str, Any]) 
         return invalid(f"{path} must be {low} {shape.le:g}", path)
     if isinstance(shape, inspect.ListType):
         what = extra.get("items", "items")
-        takes = f"{shape.min_length or 0} to {shape.max_length} {what}"
+        if shape.min_length is None:
+            return invalid(f"{path} takes at most {shape.max_length} {what}", path)
+        takes = f"{shape.min_length} to {shape.max_length} {what}"
         return invalid(f"{path} takes {takes}, got {len(value)}", path)
     if isinstance(shape, inspect.StrType) and shape.max_length is not None and value:
         return _too_long(path, shape.max_length)
@@ -291,18 +308,27 @@ def _too_long(path: str, most: int) -> ApiError:
     return invalid(f"{path} must have at most {most} bytes", path)
 
 
-_LIMITS: dict[type[Any], tuple[tuple[str, int], ...]] = {}
-
-
+@functools.cache
 def _byte_limits(struct: type[msgspec.Struct]) -> tuple[tuple[str, int], ...]:
     """Return the fields whose texts have a greatest length, which msgspec counts in characters."""
-    if struct not in _LIMITS:
-        info = inspect.type_info(struct)
-        assert isinstance(info, inspect.StructType)
-        shapes = [(field.name, _plain(field.type, "")[0]) for field in info.fields]
-        _LIMITS[struct] = tuple(
-            (name, shape.max_length)
-            for name, shape in shapes
-            if isinstance(shape, inspect.StrType) and shape.max_length is not None
-        )
-    return _LIMITS[struct]
+    info = inspect.type_info(struct)
+    assert isinstance(info, inspect.StructType)
+    shapes = [(field.name, _plain(field.type, "")[0]) for field in info.fields]
+    return tuple(
+        (name, shape.max_length)
+        for name, shape in shapes
+        if isinstance(shape, inspect.StrType) and shape.max_length is not None
+    )
+
+
+@functools.cache
+def _inner_names(struct: type[msgspec.Struct]) -> tuple[tuple[str, frozenset[str]], ...]:
+    """Return the fields that are Structs themselves, each with the names of its own fields."""
+    info = inspect.type_info(struct)
+    assert isinstance(info, inspect.StructType)
+    shapes = [(field.name, _plain(field.type, {})[0]) for field in info.fields]
+    return tuple(
+        (name, frozenset(field.name for field in shape.fields))
+        for name, shape in shapes
+        if isinstance(shape, inspect.StructType)
+    )

@@ -18,3 +18,6 @@ class Queued(Struct, kw_only=True):
     model: str | None = None
     priority: Annotated[int, Meta(ge=LEAST_PRIORITY, le=UINT31)] | None = None
     deadline_seconds: Annotated[float, Meta(gt=0, le=MAX_DEADLINE)] | None = None
+
+
+QUEUED = ("priority", "deadline_seconds")  # the fields of Queued beside the model

@@ -1,35 +1,55 @@
 """INFILL: the body of llama.cpp's /infill."""
 
-from collections.abc import Mapping
+from typing import Annotated
 
-from deployments.api.fields.generation import CHAT
-from deployments.api.fields.schema import (
-    BOOLEAN,
-    TEXT,
-    either,
-    integer,
-    list_of,
-    one_of,
-    openai_body,
-    record,
-)
+from msgspec import Meta, Struct
+
+from deployments.api.fields.body import struct_body
+from deployments.api.fields.common import QUEUED, UINT31, Queued
+from deployments.api.fields.generation import Stop, sampled
 
 MAX_FILES = 256
-_QUEUED = ("priority", "deadline_seconds")
+_NO_ZERO = {"not": {"const": 0}}
+
+
+class InfillFile(Struct, kw_only=True):
+    """A file that the gap's file goes with."""
+
+    text: str
+    filename: str | None = None
+
+
+_File = Annotated[
+    InfillFile,
+    Meta(extra={"expected": "an object with the strings text and filename", "whole": True}),
+]
+_Files = Annotated[list[_File], Meta(max_length=MAX_FILES, extra={"items": "files"})]
+
+
+class Infill(Queued, kw_only=True):
+    """The body of /infill. n_predict below 0: as far as the context reaches."""
+
+    input_prefix: str | None = None
+    input_suffix: str | None = None
+    prompt: str | None = None
+    input_extra: _Files | None = None
+    n_predict: Annotated[int, Meta(ge=-2, le=UINT31, extra_json_schema=_NO_ZERO)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, sampled("temperature")] | None = None
+    top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
+    top_p: Annotated[float, sampled("top_p")] | None = None
+    min_p: Annotated[float, sampled("min_p")] | None = None
+    seed: Annotated[int, sampled("seed")] | None = None
+    stop: Stop = None
+    presence_penalty: Annotated[float, sampled("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, sampled("frequency_penalty")] | None = None
+    repeat_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
+
+
+INFILL = struct_body(Infill)
 # Fields -> those of a completion that say the same.
-SAME: Mapping[str, str] = {
+SAME = {
     **{name: name for name in ("model", "temperature", "top_k", "top_p", "min_p", "seed", "stop")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty", *_QUEUED)},
+    **{name: name for name in ("presence_penalty", "frequency_penalty", *QUEUED)},
     "repeat_penalty": "repetition_penalty",
 }
-INFILL = openai_body(
-    {
-        "input_prefix": TEXT,
-        "input_suffix": TEXT,
-        "prompt": TEXT,
-        "input_extra": list_of(record({"text": TEXT}, filename=TEXT), 0, MAX_FILES),
-        "n_predict": either(one_of(-2, -1), integer(1, 2**31 - 1)),
-        "stream": BOOLEAN,
-        **{own: CHAT.taken[name] for own, name in SAME.items()},
-    },
-)

@@ -1,52 +1,70 @@
 """CHAT and STOP: the bodies of liteqwen's routes."""
 
-from collections.abc import Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from deployments.api.bounds import ROLES
-from deployments.api.fields.generation import CHAT as OPENAI_CHAT
-from deployments.api.fields.generation import CHAT_MESSAGES
-from deployments.api.fields.schema import (
-    BOOLEAN,
-    TEXT,
-    TOKEN,
-    Schema,
-    either,
-    integer,
-    list_of,
-    one_of,
-    openai_body,
-    record,
-)
+from deployments.api.fields.body import struct_body
+from deployments.api.fields.common import UINT31, Queued
+from deployments.api.fields.generation import CHAT_MESSAGES, of_schema, sampled
+from deployments.api.fields.schema import TEXT, TOKEN, either, list_of, one_of
 from deployments.api.http.exchange import MAX_REQUEST_ID
 
 MAX_HISTORY = 500
-KWARGS: Mapping[str, Schema] = {
-    **{name: OPENAI_CHAT.taken[name] for name in ("temperature", "top_p", "top_k", "seed")},
-    "repetition_penalty": OPENAI_CHAT.taken["repetition_penalty"],
-    "topk": OPENAI_CHAT.taken["top_k"],
-    "max_length": integer(1, 2**31 - 1),
-    "max_new_tokens": integer(1, 2**31 - 1),
-    "prefix_token_ids": list_of(TOKEN),
-    "prefix_text": TEXT,
-    "return_logits": BOOLEAN,
-    "adapter_name": TEXT,
-    "skip_lora": BOOLEAN,
-}
-_ROLE = one_of(*(role for role in ROLES if role != "tool"))
-_ID: Schema = {"type": "string", "pattern": rf"^[A-Za-z0-9._:\-]{{1,{MAX_REQUEST_ID}}}$"}
-CHAT = openai_body(
-    {
-        "query": TEXT,
-        "role": _ROLE,
-        "history": either(
-            list_of(CHAT_MESSAGES["items"], 0, MAX_HISTORY),
-            list_of(list_of(TEXT, 2, 2), 0, MAX_HISTORY),
+_ID = {"pattern": rf"^[A-Za-z0-9._:\-]{{1,{MAX_REQUEST_ID}}}$"}
+_RequestId = Annotated[str, Meta(extra_json_schema=_ID)]
+_Count = Annotated[int, Meta(ge=1, le=UINT31)]
+
+
+class GenKwargs(Struct, kw_only=True):
+    """How the answer is generated."""
+
+    temperature: Annotated[float, sampled("temperature")] | None = None
+    top_p: Annotated[float, sampled("top_p")] | None = None
+    top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
+    topk: Annotated[int, sampled("top_k", ge=-1)] | None = None
+    seed: Annotated[int, sampled("seed")] | None = None
+    repetition_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
+    max_length: _Count | None = None
+    max_new_tokens: _Count | None = None
+    prefix_token_ids: (
+        Annotated[
+            list[Any],
+            Meta(extra_json_schema={"items": TOKEN}, extra={"expected": "a list of token ids"}),
+        ]
+        | None
+    ) = None
+    prefix_text: str | None = None
+    return_logits: bool | None = None
+    adapter_name: str | None = None
+    skip_lora: bool | None = None
+
+
+class LiteqwenChat(Queued, kw_only=True):
+    """The body of /chat and /stream_chat_post."""
+
+    query: Annotated[str, Meta(extra={"expected": "a string", "code": "invalid_type"})]
+    role: Annotated[Any, of_schema(one_of(*(role for role in ROLES if role != "tool")))] = None
+    history: Annotated[
+        Any,
+        of_schema(
+            either(
+                list_of(CHAT_MESSAGES["items"], 0, MAX_HISTORY),
+                list_of(list_of(TEXT, 2, 2), 0, MAX_HISTORY),
+            )
         ),
-        "request_id": _ID,
-        "gen_kwargs": record({}, **KWARGS),
-        "model": TEXT,
-        **{name: OPENAI_CHAT.taken[name] for name in ("priority", "deadline_seconds")},
-    },
-    ("query",),
-)
-STOP = openai_body({"request_id": _ID}, ("request_id",))
+    ] = None
+    request_id: _RequestId | None = None
+    gen_kwargs: GenKwargs | None = None
+
+
+class Stop(Struct, kw_only=True):
+    """The body of /stop_generate."""
+
+    request_id: _RequestId
+
+
+CHAT = struct_body(LiteqwenChat)
+KWARGS = frozenset(GenKwargs.__struct_fields__)
+STOP = struct_body(Stop)

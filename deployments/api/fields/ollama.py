@@ -1,45 +1,25 @@
 """CHAT, GENERATE, EMBED and the others: bodies of Ollama's routes."""
 
 from collections.abc import Mapping
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from deployments.api.bounds import MAX_MESSAGE_CALLS, MAX_MESSAGES
 from deployments.api.fields.body import struct_body
-from deployments.api.fields.generation import (
-    CHAT as OPENAI_CHAT,
-)
-from deployments.api.fields.generation import (
-    TOOLS,
-)
+from deployments.api.fields.common import UINT31, Queued
+from deployments.api.fields.generation import TOOLS, Stop, TopLogprobs, of_schema, sampled
 from deployments.api.fields.pooled import TEXTS, PoolingBody, PoolingOptions, Positive, TextInput
 from deployments.api.fields.schema import (
-    BOOLEAN,
     NOTHING,
     OBJECT,
     TEXT,
-    Body,
-    Schema,
     either,
-    integer,
     list_of,
     one_of,
-    openai_body,
     record,
 )
 
-# options -> the field of a chat that says the same.
-SAME: Mapping[str, str] = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repeat_penalty": "repetition_penalty",
-}
 THINK: Mapping[bool | str, str] = {
     True: "medium",
     False: "none",
@@ -59,44 +39,77 @@ _MESSAGE = record(
     tool_name=TEXT,
     tool_call_id=TEXT,
 )
-_OPTIONS: Schema = record(
-    {},
-    num_predict=integer(-2, 2**31 - 1),
-    **{name: OPENAI_CHAT.taken[same] for name, same in SAME.items()},
-)
-OPTIONS: Mapping[str, Schema] = _OPTIONS["properties"]
-_ANSWERED: Mapping[str, Schema] = {
-    "model": TEXT,
-    "format": either(one_of("json", ""), OBJECT),
-    "options": _OPTIONS,
-    "stream": BOOLEAN,
-    "think": one_of(*THINK, ""),
-    "logprobs": BOOLEAN,
-    **{name: OPENAI_CHAT.taken[name] for name in ("top_logprobs", "priority", "deadline_seconds")},
-}
-
-
-def _body(
-    taken: Mapping[str, Schema],
-    ignored: frozenset[str],
-    *refused: str,
-    required: tuple[str, ...] = (),
-) -> Body:
-    made = openai_body(taken, required, dict.fromkeys(refused, NOTHING))
-    return Body(made.taken, made.required, made.ignored | ignored, refused=made.refused)
-
-
-CHAT = _body({**_ANSWERED, "messages": list_of(_MESSAGE, 0, MAX_MESSAGES), "tools": TOOLS}, IGNORED)
 # What a generation cannot be asked for here.
-REFUSED: Mapping[str, str] = {
-    "context": "ids of earlier turns are not taken; send the conversation to /api/chat",
-    "template": "the model's own chat template is used, or none with raw",
-    "images": "the models served here take text only",
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "context": (
+        "context: ids of earlier turns are not taken; send the conversation to /api/chat",
+        "not_supported",
+    ),
+    "template": (
+        "template: the model's own chat template is used, or none with raw",
+        "not_supported",
+    ),
+    "images": ("images: the models served here take text only", "modality_not_supported"),
 }
-GENERATE = _body(
-    {**_ANSWERED, "prompt": TEXT, "suffix": TEXT, "system": TEXT, "raw": BOOLEAN},
-    IGNORED,
-    *REFUSED,
+
+
+class Options(Struct, kw_only=True):
+    """How a model answers. num_predict below 0: as far as the context reaches."""
+
+    num_predict: Annotated[int, Meta(ge=-2, le=UINT31)] | None = None
+    temperature: Annotated[float, sampled("temperature")] | None = None
+    top_k: Annotated[int, sampled("top_k", ge=-1)] | None = None
+    top_p: Annotated[float, sampled("top_p")] | None = None
+    min_p: Annotated[float, sampled("min_p")] | None = None
+    seed: Annotated[int, sampled("seed")] | None = None
+    stop: Stop = None
+    presence_penalty: Annotated[float, sampled("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, sampled("frequency_penalty")] | None = None
+    repeat_penalty: Annotated[float, sampled("repetition_penalty")] | None = None
+
+
+OPTIONS = frozenset(Options.__struct_fields__)
+# options -> the field of a chat that says the same.
+SAME: Mapping[str, str] = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
+    "repeat_penalty": "repetition_penalty",
+}
+
+
+class OllamaGeneration(Queued, kw_only=True):
+    """What the bodies of both generating routes have."""
+
+    format: Annotated[Any, of_schema(either(one_of("json", ""), OBJECT))] = None
+    options: Options | None = None
+    stream: bool | None = None
+    think: Annotated[Any, of_schema(one_of(*THINK, ""))] = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+
+class OllamaChat(OllamaGeneration, kw_only=True):
+    """The body of /api/chat."""
+
+    messages: Annotated[Any, of_schema(list_of(_MESSAGE, 0, MAX_MESSAGES))] = None
+    tools: Annotated[Any, of_schema(TOOLS)] = None
+
+
+class OllamaGenerate(OllamaGeneration, kw_only=True):
+    """The body of /api/generate."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+CHAT = struct_body(OllamaChat, ignored=IGNORED)
+GENERATE = struct_body(
+    OllamaGenerate,
+    ignored=IGNORED,
+    refused=dict.fromkeys(REFUSED, NOTHING),
+    rejected=REFUSED,
 )
 
 

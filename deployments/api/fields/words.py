@@ -35,7 +35,7 @@ def words(schema: Schema) -> str:
         objects = [one for one in schema["anyOf"] if one.get("type") == "object"]
         some = [OBJECT if one in objects and objects[1:] else one for one in schema["anyOf"]]
         return " or ".join(dict.fromkeys(map(words, some)))
-    if schema is NOTHING:
+    if schema == NOTHING:
         return "nothing"
     if "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
