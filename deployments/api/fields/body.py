@@ -218,10 +218,11 @@ def _explained(error: msgspec.ValidationError, struct: type[Any], body: Any) -> 
             value = value[int(index)] if isinstance(value, list) else None
             path += f"[{index}]"
             shape = shape.item_type if isinstance(shape, inspect.ListType) else inspect.AnyType()
-    shape, extra = _plain(shape, value)
-    if missing := _MISSING.match(text):
-        shape, extra = _plain(_inside(shape, missing[1]), None)
-        value, path = None, f"{path}.{missing[1]}" if path else missing[1]
+    else:
+        shape, extra = _plain(shape, value)
+        if missing := _MISSING.match(text):
+            shape, extra = _plain(_inside(shape, missing[1]), None)
+            value, path = None, f"{path}.{missing[1]}" if path else missing[1]
     if (value is None and not path.endswith("]")) or ("needed" in extra and value == ""):
         if "expected" in extra:
             return _refusal(shape, value, path, {"code": "missing_field", **extra})

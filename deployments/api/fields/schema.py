@@ -36,6 +36,7 @@ class Body:
     ignored: the fields known to have no effect, which are named in x-ignored-fields
     silent: the fields without effect that are not named
     refused: the refused fields, each with the values that are accepted all the same
+    known: the names of the fields whose values are looked into
     """
 
     taken: Mapping[str, Schema]
@@ -43,13 +44,12 @@ class Body:
     ignored: frozenset[str] = frozenset()
     silent: frozenset[str] = frozenset()
     refused: Mapping[str, Schema] = field(default_factory=dict)
+    known: frozenset[str] = field(init=False)
 
-    @property
-    def known(self) -> frozenset[str]:
-        """The names of the fields whose values are looked into."""
+    def __post_init__(self) -> None:
         others = (NEVER, ELSEWHERE)
         looked = {name for name, one in self.refused.items() if not any(one is o for o in others)}
-        return frozenset(looked | self.taken.keys())
+        object.__setattr__(self, "known", frozenset(looked | self.taken.keys()))
 
     def schema(self, *, strict: bool = False) -> Schema:
         """Return the JSON schema of the whole body, in which null is a field that is left out."""

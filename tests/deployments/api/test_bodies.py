@@ -1,0 +1,100 @@
+"""StructBody: what a Struct refuses is told by the field, in the words that all routes share."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+from msgspec import Meta, Struct
+
+from deployments.api.fields.body import Fault, Shape, fields_of, struct_body, words
+from deployments.api.fields.generation import sampled
+from deployments.api.fields.schema import Schema
+from deployments.api.http.errors import ApiError
+
+Side = Literal["left", "right"]
+
+
+class Even(Shape):
+    """An even number, or a list that ends with one."""
+
+    SCHEMA: ClassVar[Schema] = {"type": ["integer", "array"]}
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @classmethod
+    def parse(cls, value: Any) -> "Even":
+        if isinstance(value, list):
+            raise Fault("must be even", f"[{len(value) - 1}]")
+        return cls(value)
+
+
+class Part(Struct, kw_only=True):
+    text: str
+    size: Annotated[int, Meta(ge=1, le=9)] | None = None
+
+
+class Whole(Struct, kw_only=True):
+    name: Annotated[str, Meta(min_length=1, max_length=4)]
+    side: Annotated[Side, words(Side)] | None = None
+    seconds: Annotated[float, Meta(gt=0, le=5)] | None = None
+    top_p: Annotated[float, sampled("top_p")] | None = None
+    count: int | None = None
+    flag: bool | None = None
+    part: Part | None = None
+    parts: Annotated[list[Part], Meta(min_length=1, max_length=2)] | None = None
+    even: Even | None = None
+    path: Annotated[str, Meta(min_length=1, extra={"needed": True})] | None = None
+    tags: Annotated[list[str], Meta(extra={"expected": "texts", "whole": True})] | None = None
+
+
+BODY = struct_body(Whole)
+FAULTS = [
+    ({"name": None}, "name is required", "missing_field"),
+    ({"name": 5}, "name must be a string", "invalid_type"),
+    ({"name": ""}, "name must not be empty", "invalid_value"),
+    ({"name": "abcde"}, "name must have at most 4 bytes", "invalid_value"),
+    ({"name": "ééé"}, "name must have at most 4 bytes", "invalid_value"),
+    ({"side": "up"}, "side must be left or right", "invalid_value"),
+    ({"side": 5}, "side must be left or right", "invalid_type"),
+    ({"seconds": "5"}, "seconds must be a number", "invalid_type"),
+    ({"seconds": 0}, "seconds must be above 0 and at most 5", "invalid_value"),
+    ({"seconds": 10**400}, "seconds must be above 0 and at most 5", "invalid_value"),
+    ({"top_p": 2}, "top_p must be in (0.0, 1.0], got 2", "invalid_value"),
+    ({"count": True}, "count must be an integer", "invalid_type"),
+    ({"flag": 1}, "flag must be true or false", "invalid_type"),
+    ({"part": []}, "part must be an object", "invalid_type"),
+    ({"part": {}}, "part.text is required", "missing_field"),
+    ({"part": {"text": "a", "size": 10}}, "part.size must be between 1 and 9", "invalid_value"),
+    ({"parts": []}, "parts takes 1 to 2 items, got 0", "invalid_value"),
+    ({"parts": [{"text": "a"}, {"text": 5}]}, "parts[1].text must be a string", "invalid_type"),
+    ({"even": [2, 3]}, "even[1] must be even", "invalid_type"),
+    ({"path": ""}, "path is required", "missing_field"),
+    ({"tags": ["a", 5]}, "tags must be texts", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message", "code"), FAULTS)
+def test_a_fault_names_its_field(fields: dict[str, Any], message: str, code: str) -> None:
+    """Bug: an error in msgspec's words, with a path like `$.parts[1].text`, or of another field."""
+    with pytest.raises(ApiError) as caught:
+        BODY.read({"name": "a", **fields}, [], strict=False)
+    assert (caught.value.message, caught.value.code) == (message, code)
+    assert caught.value.param == message.split()[0]
+
+
+def test_unknown_fields_are_named() -> None:
+    """Bug: a misspelt field inside another one that is dropped without a word."""
+    ignored: list[str] = []
+    part = {"text": "a", "sizes": 3, "nothing": None}
+    whole = BODY.read({"name": "a", "sides": 1, "part": part, "user": "x"}, ignored, strict=False)
+    assert ignored == ["sides", "user", "part.sizes"] and whole.part == Part(text="a")
+
+
+def test_the_schema_is_the_check() -> None:
+    """Bug: a document that says less than the Struct, or in another order."""
+    schemas, required = fields_of(Whole)
+    assert required == ("name",) and schemas["side"] == {"enum": ["left", "right"]}
+    assert schemas["seconds"] == {"type": "number", "exclusiveMinimum": 0, "maximum": 5}
+    size = {"type": ["integer", "null"], "minimum": 1, "maximum": 9}
+    part = {"type": "object", "properties": {"text": {"type": "string"}, "size": size}}
+    assert schemas["part"] == {**part, "required": ["text"]}
