@@ -8,7 +8,7 @@ import msgspec
 
 from deployments.api.body_fields import check_names, take_bool, take_int
 from deployments.api.context import ApiContext
-from deployments.api.fields.generation import QUEUED
+from deployments.api.fields.common import QUEUED
 from deployments.api.fields.infill import INFILL, MAX_FILES, SAME
 from deployments.api.generate import DialectRequest, generate
 from deployments.api.generation.call import GenerationCall

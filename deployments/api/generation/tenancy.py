@@ -35,16 +35,21 @@ class QueueFields:
 
 def take_queue(body: Mapping[str, Any]) -> QueueFields:
     """Read the fields of a body that say how its request is queued. Raises ApiError 400."""
-    user = body.get("user")
     salt = take_str(body, "cache_salt", MAX_SALT_BYTES)
     if salt == "":
         raise invalid("cache_salt must not be empty", "cache_salt")
     return QueueFields(
-        user if isinstance(user, str) else None,
+        take_user(body),
         take_deadline(body),
         take_int(body, "priority", LEAST_PRIORITY, 2**31 - 1),
         salt or "",
     )
+
+
+def take_user(body: Mapping[str, Any]) -> str | None:
+    """Return the name of the caller's user; a value of another type names none."""
+    user = body.get("user")
+    return user if isinstance(user, str) else None
 
 
 def take_deadline(body: Mapping[str, Any]) -> float | None:

@@ -28,7 +28,7 @@ from deployments.api.generation.call import (
     template_options,
     too_many_tokens,
 )
-from deployments.api.generation.tenancy import allowed_priority, deadline_after, key_of
+from deployments.api.generation.tenancy import allowed_priority, deadline_after, key_of, take_user
 from deployments.api.http.errors import invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
@@ -210,7 +210,7 @@ async def pooled_call(
     body = await context.read_as(exchange, fields)
     context.counter.in_flight += 1
     try:
-        key = key_of(exchange, await context.read(exchange), context.options)
+        key = key_of(exchange, take_user(await context.read(exchange)), context.options)
         yield await _admitted(context, exchange, body, key, name_model(body.model, context.backend))
     finally:
         context.counter.in_flight -= 1
