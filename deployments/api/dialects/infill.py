@@ -6,16 +6,14 @@ from typing import Any
 
 import msgspec
 
-from deployments.api.body_fields import check_names, take_bool, take_int
 from deployments.api.context import ApiContext
-from deployments.api.fields.common import QUEUED
-from deployments.api.fields.infill import INFILL, MAX_FILES, SAME
+from deployments.api.fields.infill import INFILL, SAME
 from deployments.api.generate import DialectRequest, generate
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import TextRequest
 from deployments.api.generation.sampling import take_sampling
 from deployments.api.generation.tenancy import take_queue
-from deployments.api.http.errors import ApiError, invalid, wrong_type
+from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.output.step_parser import Event
 from deployments.api.route import QUEUES, STREAMS, Operation, Route
@@ -40,28 +38,25 @@ class InfillRequest(DialectRequest):
         self._options = context.options
 
     def read(self, body: Mapping[str, Any]) -> TextRequest:
-        ignored = check_names(body, INFILL.known, strict=self._options.strict)
-        prefix, suffix, prompt = (
-            _text(body, name) for name in ("input_prefix", "input_suffix", "prompt")
-        )
-        gap = Gap(prefix, suffix, prompt, _files(body))
-        fields = {field: body[own] for own, field in SAME.items() if body.get(own) is not None}
-        if fields.get("seed") == -1:  # any
-            del fields["seed"]
-        most = take_int(body, "n_predict", -2, 2**31 - 1)
+        ignored: list[str] = []
+        fields = INFILL.read(body, ignored, strict=self._options.strict)
+        files = [(file.filename or "tmp", file.text) for file in fields.input_extra or ()]
+        prefix, suffix = fields.input_prefix or "", fields.input_suffix or ""
+        if fields.seed == -1:  # any
+            fields.seed = None
+        most = fields.n_predict
         return TextRequest(
-            model=body.get("model"),
+            model=fields.model,
+            # Below 0: as far as the context reaches.
             sampling=take_sampling(
-                {**fields, "n": 1},
-                # Below 0: as far as the context reaches.
-                max_tokens=None if most is None or most < 0 else most,
+                fields, SAME, max_tokens=None if most is None or most < 0 else most
             ),
-            queue=take_queue({name: body.get(name) for name in QUEUED}),
-            stream=take_bool(body, "stream"),
+            queue=take_queue(fields, None),
+            stream=bool(fields.stream),
             prompt_name="input_prefix",
             limit_name="n_predict",
             names=_NAMES,
-            gaps=(gap,),
+            gaps=(Gap(prefix, suffix, fields.prompt or "", files),),
             ignored=tuple(ignored),
         )
 
@@ -69,31 +64,6 @@ class InfillRequest(DialectRequest):
         self, call: GenerationCall, ids: EventIds | None, past: Sequence[RecalledChoice | None]
     ) -> ItemAnswer:
         return _Answer(call, _Writer(call.card.id))
-
-
-def _text(body: Mapping[str, Any], name: str) -> str:
-    value = body.get(name)
-    if value is not None and not isinstance(value, str):
-        raise wrong_type(name, "a string")
-    return value or ""
-
-
-def _files(body: Mapping[str, Any]) -> list[tuple[str, str]]:
-    value = body.get("input_extra")
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong_type("input_extra", "a list")
-    if len(value) > MAX_FILES:
-        raise invalid(f"input_extra takes at most {MAX_FILES} files", "input_extra")
-    files = []
-    for i, item in enumerate(value):
-        text = item.get("text") if isinstance(item, dict) else None
-        name = (item.get("filename") if isinstance(item, dict) else None) or "tmp"
-        if not isinstance(text, str) or not isinstance(name, str):
-            raise wrong_type(f"input_extra[{i}]", "an object with the strings text and filename")
-        files.append((name, text))
-    return files
 
 
 class _Writer:

@@ -6,22 +6,17 @@ from typing import Any
 import msgspec
 
 from deployments.api.body_fields import (
-    check_names,
-    name_fields,
-    take_bool,
-    take_int,
     take_str,
     take_token_ids,
 )
 from deployments.api.context import ApiContext
-from deployments.api.fields.common import QUEUED
-from deployments.api.fields.liteqwen import CHAT, KWARGS, MAX_HISTORY, STOP
+from deployments.api.fields.liteqwen import CHAT, MAX_HISTORY, STOP, GenKwargs, LiteqwenChat
 from deployments.api.generate import DialectRequest, generate
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.messages import ChatBuilder, read_message, read_role
 from deployments.api.generation.request import ChatRequest
 from deployments.api.generation.sampling import take_sampling
-from deployments.api.generation.tenancy import take_queue
+from deployments.api.generation.tenancy import take_queue, take_user
 from deployments.api.http.errors import NOT_FOUND, ApiError, invalid, wrong_type
 from deployments.api.http.exchange import MAX_REQUEST_ID, HttpExchange, request_id
 from deployments.api.output.step_parser import Event
@@ -50,36 +45,27 @@ class LiteqwenRequest(DialectRequest):
 
     def __init__(self, context: ApiContext, *, stream: bool) -> None:
         self._context, self._stream = context, stream
-        self._body: Mapping[str, Any] = {}
-        self._kwargs: Mapping[str, Any] = {}
+        self._body: LiteqwenChat | None = None
+        self._kwargs = GenKwargs()
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        ignored = check_names(body, CHAT.known, strict=self._context.options.strict)
-        kwargs = body.get("gen_kwargs")
-        if kwargs is None:
-            kwargs = {}
-        if not isinstance(kwargs, dict):
-            raise wrong_type("gen_kwargs", "an object")
-        ignored += name_fields((n for n in kwargs if n not in KWARGS), "gen_kwargs.")
-        self._body, self._kwargs = body, kwargs
-        query, role = body.get("query"), body.get("role")
-        if not isinstance(query, str):
-            raise invalid("query must be a string", "query", "invalid_type")
+        ignored: list[str] = []
+        fields = CHAT.read(body, ignored, strict=self._context.options.strict)
+        kwargs = GenKwargs() if fields.gen_kwargs is None else fields.gen_kwargs
+        self._body, self._kwargs = fields, kwargs
         builder = ChatBuilder(ignored)
-        _add_history(builder, body.get("history"))
-        role = read_role("user" if role is None else role, "role")
-        builder.add(role, "query", query)
+        _add_history(builder, fields.history)
+        role = read_role("user" if fields.role is None else fields.role, "role")
+        builder.add(role, "query", fields.query)
         if role == "tool":
             builder.check_answered(None, "query.tool_call_id")
-        given = [name for name in _SAME if kwargs.get(name) is not None]
-        fields = {_SAME[name]: kwargs[name] for name in given}
-        for name in ("max_length", "max_new_tokens"):
-            take_int(kwargs, name, 1, 2**31 - 1)
-        logprobs = MAX_LOGPROBS if take_bool(kwargs, "return_logits") else None
+        given = [name for name in _SAME if getattr(kwargs, name) is not None]
         return ChatRequest(
-            model=self._model(body.get("model")),
-            sampling=take_sampling({**fields, "n": 1}, logprobs=logprobs),
-            queue=take_queue({name: body.get(name) for name in ("user", *QUEUED)}),
+            model=self._model(fields),
+            sampling=take_sampling(
+                kwargs, _SAME, logprobs=MAX_LOGPROBS if kwargs.return_logits else None
+            ),
+            queue=take_queue(fields, take_user(body)),
             stream=self._stream,
             prompt_name="query",
             names={"messages": "query", **{_SAME[name]: f"gen_kwargs.{name}" for name in given}},
@@ -87,18 +73,16 @@ class LiteqwenRequest(DialectRequest):
             ignored=tuple(ignored),
         )
 
-    def _model(self, name: Any) -> Any:
-        adapter = take_str(self._kwargs, "adapter_name", 1024)
-        if adapter and not take_bool(self._kwargs, "skip_lora"):
-            return adapter
-        return name
+    def _model(self, fields: LiteqwenChat) -> str | None:
+        adapter = take_str({"adapter_name": self._kwargs.adapter_name}, "adapter_name", 1024)
+        return adapter if adapter and not self._kwargs.skip_lora else fields.model
 
     async def admit(self, exchange: HttpExchange) -> None:
         """Raises ApiError 409 duplicate_request_id."""
-        given = _request_id(self._body)
-        if given is None:
+        assert self._body is not None
+        if self._body.request_id is None:
             return
-        exchange.request_id = given
+        given = exchange.request_id = _checked_id(self._body.request_id)
         explain = self._context.options.explain
         if explain is None or exchange.values(LAST):  # a stream that goes on is the same request
             return
@@ -116,27 +100,26 @@ class LiteqwenRequest(DialectRequest):
     ) -> ItemAnswer:
         kwargs, tokenizer, limit = self._kwargs, call.tokenizer, call.card.max_model_len
         (prompt,) = call.prompts
-        begin = kwargs.get("prefix_token_ids") or []
-        if not isinstance(begin, list):
-            raise wrong_type("gen_kwargs.prefix_token_ids", "a list of token ids")
+        begin = kwargs.prefix_token_ids or []
         if begin:
             take_token_ids(begin, "gen_kwargs.prefix_token_ids", call.card.vocab_size)
-        silent = take_str(kwargs, "prefix_text", self._context.options.max_body_bytes) or ""
+        silent = kwargs.prefix_text or ""
         added = tokenizer.encode(silent, add_special_tokens=False) if silent else []
         before = [*prompt, *added]
         call.prompts = [[*before, *begin]]
         room = limit - len(call.prompts[0])
         ends = [room]
-        if (most := kwargs.get("max_new_tokens")) is not None:
+        if (most := kwargs.max_new_tokens) is not None:
             ends.append(most)
-        if (most := kwargs.get("max_length")) is not None:
+        if (most := kwargs.max_length) is not None:
             ends.append(most - len(prompt))
         if min(ends) < 1:
-            whole = limit if room < 1 else kwargs["max_length"]
+            whole = limit if room < 1 else kwargs.max_length or limit
             raise context_too_long(whole, len(call.prompts[0]), param="query", where="query")
         call.change_params(max_tokens=min(ends))
         shown = tokenizer.decode(begin, prompt=before)
-        writer = LiteqwenWriter(self._body, shown, logits=bool(kwargs.get("return_logits")))
+        assert self._body is not None
+        writer = LiteqwenWriter(self._body, shown, logits=bool(kwargs.return_logits))
         return _Answer(call, writer, ids=ids, past=past)
 
 
@@ -144,7 +127,7 @@ class LiteqwenWriter:
     """The answer, as events {text, delta, logits, code, flag} and as a whole. begin: what the
     caller has the reply begin with."""
 
-    def __init__(self, body: Mapping[str, Any], begin: str, *, logits: bool) -> None:
+    def __init__(self, body: LiteqwenChat, begin: str, *, logits: bool) -> None:
         self.wire = Wire()
         self._body, self._begin = body, begin
         self._text = ""
@@ -188,8 +171,8 @@ class LiteqwenWriter:
         self._push("", error.status)
 
     def whole(self) -> dict[str, Any]:
-        history = list(self._body.get("history") or [])
-        query, role = self._body["query"], self._body.get("role") or "user"
+        history = list(self._body.history or [])
+        query, role = self._body.query, self._body.role or "user"
         if history and isinstance(history[0], list):
             history.append([query, self._text])
         else:
@@ -222,11 +205,8 @@ async def stream_chat(context: ApiContext, exchange: HttpExchange) -> None:
 
 async def stop(context: ApiContext, exchange: HttpExchange) -> None:
     """End a request of this caller, whichever router has it. Raises ApiError 404."""
-    body = await context.read(exchange)
-    exchange.ignored += check_names(body, STOP.known, strict=context.options.strict)
-    id = _request_id(body)
-    if id is None:
-        raise invalid("request_id is required", "request_id", "missing_field")
+    body = await context.read_as(exchange, STOP)
+    id = _checked_id(body.request_id)
     ends, caller = context.options.stop, exchange.caller
     count = 0 if ends is None else await ends(id, None if caller.admin else caller.id)
     if not count:
@@ -240,9 +220,10 @@ async def stop(context: ApiContext, exchange: HttpExchange) -> None:
     await exchange.answer(200, msgspec.json.encode({"request_id": id, "stopped": count}))
 
 
-def _request_id(body: Mapping[str, Any]) -> str | None:
-    given = take_str(body, "request_id", MAX_REQUEST_ID)
-    if given is not None and request_id([given.encode()]) != given:
+def _checked_id(given: str) -> str:
+    """Return the id that a client gave to a request. Raises ApiError 400."""
+    take_str({"request_id": given}, "request_id", MAX_REQUEST_ID)
+    if request_id([given.encode()]) != given:
         raise invalid("request_id takes letters, digits and . _ : - alone", "request_id")
     return given
 

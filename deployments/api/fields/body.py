@@ -87,21 +87,16 @@ class StructBody(Body, Generic[T]):
     rejected: Mapping[str, tuple[str, str]] = field(kw_only=True, default_factory=dict)
     generates: bool = field(kw_only=True, default=False)
 
-    def read(self, body: dict[str, Any], ignored: list[str], *, strict: bool) -> T:
+    def read(self, body: Mapping[str, Any], ignored: list[str], *, strict: bool) -> T:
         """Return the Struct of a body; add the names of fields without effect to `ignored`.
 
         Raises ApiError 400.
         """
         ignored += check_names(body, self.known, strict=strict, generates=self.generates)
-        read = self.convert(body)
-        for name, known in _inner_names(self.struct):
-            inner = body.get(name) or {}
-            others = (own for own in inner if own not in known and inner[own] is not None)
-            ignored += name_fields(others, f"{name}.")
-        return read
+        return self.convert(body, ignored)
 
-    def convert(self, body: dict[str, Any]) -> T:
-        """Return the Struct of a body, other names unseen. Raises ApiError 400."""
+    def convert(self, body: Mapping[str, Any], ignored: list[str]) -> T:
+        """Return the Struct of a body, whose own names are not looked at. Raises ApiError 400."""
         for name, (message, code) in self.rejected.items():
             if body.get(name):
                 raise invalid(message, name, code)
@@ -113,6 +108,10 @@ class StructBody(Body, Generic[T]):
             text = getattr(read, name)
             if isinstance(text, str) and len(text.encode()) > most:
                 raise _too_long(name, most)
+        for name, known in _inner_names(self.struct):
+            inner = body.get(name) or {}
+            others = (own for own in inner if own not in known and inner[own] is not None)
+            ignored += name_fields(others, f"{name}.")
         return read
 
 
@@ -220,7 +219,7 @@ def _explained(error: msgspec.ValidationError, struct: type[Any], body: Any) -> 
             shape = shape.item_type if isinstance(shape, inspect.ListType) else inspect.AnyType()
     else:
         shape, extra = _plain(shape, value)
-        if missing := _MISSING.match(text):
+        if "whole" not in extra and (missing := _MISSING.match(text)):
             shape, extra = _plain(_inside(shape, missing[1]), None)
             value, path = None, f"{path}.{missing[1]}" if path else missing[1]
     if (value is None and not path.endswith("]")) or ("needed" in extra and value == ""):

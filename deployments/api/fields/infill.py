@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from deployments.api.fields.body import struct_body
-from deployments.api.fields.common import QUEUED, UINT31, Queued
+from deployments.api.fields.common import UINT31, Queued
 from deployments.api.fields.generation import Stop, sampled
 
 MAX_FILES = 256
@@ -21,7 +21,13 @@ class InfillFile(Struct, kw_only=True):
 
 _File = Annotated[
     InfillFile,
-    Meta(extra={"expected": "an object with the strings text and filename", "whole": True}),
+    Meta(
+        extra={
+            "expected": "an object with the strings text and filename",
+            "code": "invalid_type",
+            "whole": True,
+        }
+    ),
 ]
 _Files = Annotated[list[_File], Meta(max_length=MAX_FILES, extra={"items": "files"})]
 
@@ -47,9 +53,9 @@ class Infill(Queued, kw_only=True):
 
 
 INFILL = struct_body(Infill)
-# Fields -> those of a completion that say the same.
+# The names of fields -> the fields of SamplingParams that they set.
 SAME = {
-    **{name: name for name in ("model", "temperature", "top_k", "top_p", "min_p", "seed", "stop")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty", *QUEUED)},
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
     "repeat_penalty": "repetition_penalty",
 }

@@ -5,24 +5,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
-from deployments.api.body_fields import take_int
-from deployments.api.fields.generation import SAME_FIELDS, SAMPLING
+from deployments.api.fields.generation import SAME_FIELDS, SAMPLING, Sampling
 from deployments.api.http.errors import invalid, wrong_type
 from engine.errors import InvalidRequest
 from engine.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_BYTES,
-    RANGES,
     SamplingParams,
 )
 from engine.text.tokenizer import Tokenizer
 
 _WORD_CHARS = 64  # a word is encoded three times, each with the overhead of a call
-_AS_GIVEN = SAMPLING.keys() - {
-    *("logit_bias", "logprobs", "top_k", "max_tokens", "bad_words", "suppress_tokens"),
-    *SAME_FIELDS,
+# The fields of bodies with our names, beside those that are looked into.
+_SAME = {
+    name: name
+    for name in SAMPLING
+    if name not in ("logit_bias", "logprobs", "max_tokens", "bad_words", "suppress_tokens")
+    and name not in SAME_FIELDS
 }
 
 
@@ -62,28 +64,38 @@ class RequestedSampling:
 
 
 def take_sampling(
-    fields: Mapping[str, Any], *, max_tokens: Any = None, logprobs: int | None = None
+    fields: Struct,
+    names: Mapping[str, str] = _SAME,
+    *,
+    max_tokens: int | None = None,
+    logprobs: int | None = None,
 ) -> RequestedSampling:
-    """Read the fields that say how tokens are chosen, by our names; null is the default.
+    """Read the fields that say how tokens are chosen; null is the default.
 
+    fields: a body, or the part of one, that may have more fields
+    names: the names of its fields -> the fields of SamplingParams that they set
     max_tokens: the limit of output tokens; None: as far as the context reaches
     logprobs: the alternatives to each token that are named; None: no log-probabilities
 
     Raises ApiError 400.
     """
-    values = {name: fields[name] for name in _AS_GIVEN & fields.keys() if fields[name] is not None}
+    values: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": logprobs}
+    for own, name in names.items():
+        value = getattr(fields, own, None)
+        if value is not None:
+            values[name] = value
     if values.get("stop") == "":
         del values["stop"]
-    values["max_tokens"] = max_tokens
-    values["logprobs"] = logprobs
-    if (top_k := fields.get("top_k")) is not None:
-        # -1 is how other servers spell "all".
-        values["top_k"] = 0 if type(top_k) is int and top_k == -1 else top_k
-    if (bias := fields.get("logit_bias")) is not None:
-        values["logit_bias"] = _logit_bias(bias)
-    words, single = fields.get("bad_words"), fields.get("suppress_tokens")
-    if words is None and single is None:
+    if values.get("top_k") == -1:  # how other servers spell "all"
+        values["top_k"] = 0
+    if not isinstance(fields, Sampling):
         return RequestedSampling(values)
+    least = agreed("min_tokens", fields.min_tokens, "min_new_tokens", fields.min_new_tokens)
+    if least is not None:
+        values["min_tokens"] = least
+    if fields.logit_bias is not None:
+        values["logit_bias"] = _logit_bias(fields.logit_bias)
+    words, single = fields.bad_words, fields.suppress_tokens
     if single is not None and not (
         isinstance(single, list) and all(type(token) is int for token in single)
     ):
@@ -91,6 +103,13 @@ def take_sampling(
     if words is not None:
         _check_words(words)
     return RequestedSampling(values, words, single)
+
+
+def agreed(name: str, value: int | None, other: str, same: int | None) -> int | None:
+    """Return the value of a field that has two names. Raises ApiError 400 if they differ."""
+    if value is not None and same is not None and value != same:
+        raise invalid(f"{name} and {other} differ; give one of them", other, "conflicting_fields")
+    return same if value is None else value
 
 
 def _check_words(words: Any) -> None:
@@ -105,22 +124,6 @@ def _check_words(words: Any) -> None:
                 "white space",
                 "bad_words",
             )
-
-
-def one_name_each(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body with other servers' names of fields replaced by ours. Raises ApiError 400."""
-    others = [name for name in SAME_FIELDS if body.get(name) is not None]
-    if not others:
-        return body
-    fields = dict(body)
-    for name in sorted(others):
-        own, value = SAME_FIELDS[name], body[name]
-        low, high = RANGES[own]
-        take_int(body, name, int(low), int(high))
-        if fields.get(own) is not None and (type(fields[own]), fields[own]) != (int, value):
-            raise invalid(f"{own} and {name} differ; give one of them", name, "conflicting_fields")
-        fields[own] = value
-    return fields
 
 
 def _ways_to_write(word: str, tokenizer: Tokenizer) -> list[list[int]]:

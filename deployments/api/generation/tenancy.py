@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.api.body_fields import take_int, take_str
-from deployments.api.bounds import DEADLINE, MAX_DEADLINE, MAX_SALT_BYTES
-from deployments.api.caller import LEAST_PRIORITY
+from deployments.api.bounds import MAX_DEADLINE
+from deployments.api.fields.common import Queued
 from deployments.api.http.errors import PERMISSION, ApiError, invalid, wrong_type
 from deployments.api.http.exchange import HttpExchange
 from deployments.api.options import ApiOptions
@@ -33,33 +32,15 @@ class QueueFields:
     cache_salt: str = ""
 
 
-def take_queue(body: Mapping[str, Any]) -> QueueFields:
-    """Read the fields of a body that say how its request is queued. Raises ApiError 400."""
-    salt = take_str(body, "cache_salt", MAX_SALT_BYTES)
-    if salt == "":
-        raise invalid("cache_salt must not be empty", "cache_salt")
-    return QueueFields(
-        take_user(body),
-        take_deadline(body),
-        take_int(body, "priority", LEAST_PRIORITY, 2**31 - 1),
-        salt or "",
-    )
+def take_queue(fields: Queued, user: str | None, cache_salt: str | None = None) -> QueueFields:
+    """Return how a request is queued."""
+    return QueueFields(user, fields.deadline_seconds, fields.priority, cache_salt or "")
 
 
 def take_user(body: Mapping[str, Any]) -> str | None:
     """Return the name of the caller's user; a value of another type names none."""
     user = body.get("user")
     return user if isinstance(user, str) else None
-
-
-def take_deadline(body: Mapping[str, Any]) -> float | None:
-    """Return the seconds until the answer must have ended; None: any. Raises ApiError 400."""
-    seconds = body.get(DEADLINE)
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise wrong_type(DEADLINE, "a number")
-    return _checked(seconds, DEADLINE)
 
 
 def key_of(exchange: HttpExchange, user: str | None, options: ApiOptions) -> str:

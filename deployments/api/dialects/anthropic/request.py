@@ -1,10 +1,11 @@
 """messages_request: the body of a request to /v1/messages as a ChatRequest."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from deployments.api.body_fields import check_names, name_fields, take_bool, take_int
-from deployments.api.dialects.openai.request import take_budget
+from deployments.api.dialects.openai.request import thinking_budget
 from deployments.api.fields.agents import (
     BLOCK_ROLES,
     CHOICES,
@@ -12,12 +13,15 @@ from deployments.api.fields.agents import (
     MESSAGES,
     MESSAGES_IGNORED,
     MESSAGES_REFUSED,
+    Messages,
+    OutputConfig,
 )
+from deployments.api.fields.common import UINT31
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import ChatBuilder, no_media
 from deployments.api.generation.request import ChatMessage, ChatRequest, TextPart
-from deployments.api.generation.sampling import one_name_each, take_sampling
-from deployments.api.generation.tenancy import QueueFields, take_queue
+from deployments.api.generation.sampling import take_sampling
+from deployments.api.generation.tenancy import take_queue
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import (
@@ -26,7 +30,6 @@ from deployments.api.output.constraints import (
     schema_constraint,
     take_structured_outputs,
 )
-from deployments.api.output.prompt import check_effort
 from deployments.api.output.request import (
     RequestedTool,
     RequestedTools,
@@ -42,7 +45,6 @@ from deployments.api.output.request import (
 # it would keep every prefix from being found again.
 _ACCOUNTING = "x-anthropic-billing-header"
 _KNOWN = MESSAGES.known
-_SAMPLING = MESSAGES.taken.keys() - {"max_tokens"}
 _MOST_NAMED = 32
 
 Block = Mapping[str, Any]
@@ -67,48 +69,49 @@ def messages_request(
     named = {name: value for name, value in body.items() if name not in MESSAGES_IGNORED}
     ignored = name_fields(sorted(n for n in MESSAGES_IGNORED & body.keys() if n != "cache_control"))
     ignored += check_names(named, _KNOWN, strict=False, generates=True)
-    limit = take_int(body, "max_tokens", 1, 2**31 - 1)
-    if limit is None and not counts:
+    fields = MESSAGES.convert(body, ignored)
+    if fields.max_tokens is None and not counts:
         raise invalid("max_tokens is required", "max_tokens", "missing_field")
-    tools = _tools(body, ignored)
-    thinking, budget = _thinking(body.get("thinking"))
-    asked, constraint = _output_config(body.get("output_config"), ignored)
-    effort, effort_name = thinking, "thinking"
-    if asked is not None and thinking != "none":
-        effort_name = "output_config.effort"
-        effort = check_effort(asked, effort_name)
-    user = _user(body.get("metadata"), ignored)
-    fields = dict(one_name_each({name: body[name] for name in _SAMPLING & body.keys()}))
-    fields |= {"n": 1, "stop": body.get("stop_sequences") or None}
-    budget_name = "thinking.budget_tokens"
+    sampling = take_sampling(fields, max_tokens=fields.max_tokens)
+    if fields.stop_sequences:
+        sampling = replace(sampling, values={**sampling.values, "stop": fields.stop_sequences})
+    tools = _tools(fields, ignored)
+    effort, budget = _thinking(fields.thinking)
+    names = {"stop": "stop_sequences", "reasoning_effort": "thinking"}
+    config = OutputConfig() if fields.output_config is None else fields.output_config
+    if config.effort is not None and effort != "none":
+        effort, names["reasoning_effort"] = config.effort, "output_config.effort"
     if budget is None:
-        budget, budget_name = body.get("thinking_token_budget"), "thinking_token_budget"
+        budget = fields.thinking_token_budget
+    else:
+        names["thinking_token_budget"] = name = "thinking.budget_tokens"
+        take_int({name: budget}, name, -1, UINT31)
+    user = _user(fields.metadata, ignored)
     reader = _Reader(ignored)
-    reader.system(body.get("system"))
-    messages = reader.messages(body.get("messages"))
+    reader.system(fields.system)
+    messages = reader.messages(fields.messages)
     last = messages[-1]
-    continues = last.role == "assistant" and not last.tool_calls and bool(last.text)
-    variables = {"chat_template_kwargs": body.get("chat_template_kwargs")}
-    queue = take_queue(body)
-    return ChatRequest(
-        model=body.get("model"),
-        sampling=take_sampling(fields, max_tokens=limit),
-        queue=QueueFields(user, queue.deadline, queue.priority, queue.cache_salt),
-        stream=take_bool(body, "stream"),
-        constraint=only_constraint(
-            constraint, take_structured_outputs(body.get("structured_outputs"))
-        ),
-        names={
-            "stop": "stop_sequences",
-            "reasoning_effort": effort_name,
-            "thinking_token_budget": budget_name,
-        },
-        messages=messages,
+    template = {
+        "chat_template_kwargs": fields.chat_template_kwargs,
         # The model goes on where an assistant's message ends.
-        template=template_options({**variables, "continue_final_message": continues}, options),
+        "continue_final_message": last.role == "assistant"
+        and not last.tool_calls
+        and bool(last.text),
+    }
+    return ChatRequest(
+        model=fields.model,
+        sampling=sampling,
+        queue=take_queue(fields, user, fields.cache_salt),
+        stream=bool(fields.stream),
+        constraint=only_constraint(
+            _format(config.format), take_structured_outputs(fields.structured_outputs)
+        ),
+        names=names,
+        messages=messages,
+        template=template_options(template, options),
         tools=tools,
         effort=effort,
-        thinking_budget=take_budget(budget, budget_name),
+        thinking_budget=thinking_budget(budget),
         ignored=tuple(ignored),
     )
 
@@ -124,8 +127,8 @@ def _user(metadata: Any, ignored: list[str]) -> str | None:
     return None
 
 
-def _tools(body: Mapping[str, Any], ignored: list[str]) -> RequestedTools | None:
-    listed = body.get("tools") or []
+def _tools(fields: Messages, ignored: list[str]) -> RequestedTools | None:
+    listed = fields.tools or []
     if not isinstance(listed, list):
         raise wrong_type("tools", "a list")
     tools: list[RequestedTool] = []
@@ -144,7 +147,7 @@ def _tools(body: Mapping[str, Any], ignored: list[str]) -> RequestedTools | None
         function |= {name: tool[name] for name in ("description", "strict") & tool.keys()}
         add_tool(tools, function, where, schema_name="input_schema")
     check_tool_count(tools)
-    choice = body.get("tool_choice")
+    choice = fields.tool_choice
     serial = choice is not None and take_bool(_object(choice), "disable_parallel_tool_use")
     return requested_tools(tools, _choice(choice, tools), parallel=not serial)
 
@@ -178,24 +181,16 @@ def _thinking(thinking: Any) -> tuple[str | None, Any]:
     return "medium", thinking.get("budget_tokens")
 
 
-def _output_config(config: Any, ignored: list[str]) -> tuple[Any, RequestedGrammar | None]:
-    """Return the effort of `output_config`, not yet checked, and its limit of the output."""
-    if config is None:
-        return None, None
-    if not isinstance(config, dict):
-        raise wrong_type("output_config", "an object")
-    effort = config.get("effort")
-    others = (n for n in config if n not in ("effort", "format") and config[n] is not None)
-    ignored += name_fields(others, "output_config.")
-    format = config.get("format")
+def _format(format: Any) -> RequestedGrammar | None:
+    """Return the limit of the output that `output_config.format` asks for."""
     if format is None:
-        return effort, None
+        return None
     if not isinstance(format, dict) or format.get("type") != "json_schema":
         raise invalid("output_config.format must be of type json_schema", "output_config.format")
     where = "output_config.format.schema"
     if format.get("schema") is None:
         raise invalid(f"{where} is required", where, "missing_field")
-    return effort, schema_constraint(format["schema"], where)
+    return schema_constraint(format["schema"], where)
 
 
 class _Reader:

@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.api.body_fields import check_names, name_fields, take_bool, take_int
+from deployments.api.body_fields import name_fields
 from deployments.api.bounds import MAX_MESSAGE_CALLS
+from deployments.api.fields.body import StructBody, T
 from deployments.api.fields.ollama import (
     CHAT,
     GENERATE,
     IGNORED,
-    OPTIONS,
-    REFUSED,
     ROLES,
     SAME,
     THINK,
+    OllamaGeneration,
+    Options,
 )
-from deployments.api.fields.schema import Body
 from deployments.api.generation.messages import ChatBuilder, no_media, take_messages
 from deployments.api.generation.request import (
     ChatMessage,
@@ -24,11 +24,10 @@ from deployments.api.generation.request import (
     TextRequest,
 )
 from deployments.api.generation.sampling import take_sampling
-from deployments.api.generation.tenancy import QueueFields, take_queue
-from deployments.api.http.errors import ApiError, invalid, wrong_type
+from deployments.api.generation.tenancy import take_queue, take_user
+from deployments.api.http.errors import invalid, wrong_type
 from deployments.api.output.constraints import RequestedGrammar, schema_constraint
 from deployments.api.output.request import read_choice, read_tools, requested_tools
-from engine.sampling_params import MAX_LOGPROBS
 from engine.text.infill import Gap
 
 _MESSAGE = frozenset(
@@ -48,11 +47,11 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
 
     ignored: the list that names of fields without effect are added to
     """
-    common = _read(body, CHAT, ignored, strict)
-    effort = _effort(body.get("think"))
-    if body.get("messages") in (None, []):
+    fields = _convert(body, CHAT, ignored, strict)
+    effort = _effort(fields.think)
+    if fields.messages in (None, []):
         return None
-    messages = _messages(body.get("messages"), ignored)
+    messages = _messages(fields.messages, ignored)
     last, template, names = messages[-1], TemplateOptions(), _NAMES
     if last.role == "assistant" and not last.tool_calls:
         # The model goes on where it ends. Where that is its beginning there is nothing to say.
@@ -61,9 +60,9 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
             names = {**_NAMES, "continue_final_message": last.place}
         elif len(messages) > 1 and not last.reasoning_content:
             messages = messages[:-1]
-    tools = read_tools(body.get("tools"))
+    tools = read_tools(fields.tools)
     return ChatRequest(
-        **common,
+        **_common(fields, take_user(body)),
         names=names,
         messages=messages,
         template=template,
@@ -74,30 +73,29 @@ def ollama_chat(body: Mapping[str, Any], ignored: list[str], *, strict: bool) ->
 
 
 def ollama_generate(
-    body: Mapping[str, Any], ignored: list[str], *, strict: bool, template: bool
+    body: Mapping[str, Any],
+    ignored: list[str],
+    *,
+    strict: bool,
+    template: bool,
 ) -> ChatRequest | TextRequest | None:
     """Read a body of /api/generate as `ollama_chat` reads one.
 
     template: whether the model has one, so that the prompt is a user's message unless the request
         says `raw`
     """
-    common = _read(body, GENERATE, ignored, strict)
-    effort = _effort(body.get("think"))
-    for name, reason in REFUSED.items():
-        if body.get(name):
-            code = "modality_not_supported" if name == "images" else "not_supported"
-            raise invalid(f"{name}: {reason}", name, code)
-    prompt, suffix, system = (_text(body, name) for name in ("prompt", "suffix", "system"))
-    raw = take_bool(body, "raw")
+    fields = _convert(body, GENERATE, ignored, strict)
+    effort = _effort(fields.think)
+    prompt, suffix, system = fields.prompt or "", fields.suffix or "", fields.system or ""
     if not prompt and not suffix:
         return None
-    if not raw and not suffix and template:
+    if not fields.raw and not suffix and template:
         builder = ChatBuilder(ignored)
         if system:
             builder.add("system", "system", system)
         builder.add("user", "prompt", prompt)
         return ChatRequest(
-            **common,
+            **_common(fields, take_user(body)),
             prompt_name="prompt",
             names={**_NAMES, "messages": "prompt"},
             messages=builder.finish(),
@@ -105,12 +103,12 @@ def ollama_generate(
             ignored=tuple(ignored),
         )
     if system:
-        what = "raw" if raw else "suffix" if suffix else "a model without a chat template"
+        what = "raw" if fields.raw else "suffix" if suffix else "a model without a chat template"
         raise invalid(f"system: {what} leaves no place for it", "system", "conflicting_fields")
     if effort is not None:
         ignored.append("think")
     return TextRequest(
-        **common,
+        **_common(fields, take_user(body)),
         names=_NAMES,
         prompts=() if suffix else (prompt,),
         gaps=(Gap(prompt, suffix),) if suffix else (),
@@ -118,35 +116,29 @@ def ollama_generate(
     )
 
 
-def own_queue(body: Mapping[str, Any]) -> QueueFields:
-    """Read the fields that say how a request is queued: Ollama's bodies have no cache_salt."""
-    names = ("user", "priority", "deadline_seconds")
-    return take_queue({name: body.get(name) for name in names})
-
-
-def _text(body: Mapping[str, Any], name: str) -> str:
-    value = body.get(name)
-    if value is not None and not isinstance(value, str):
-        raise wrong_type(name, "a string")
-    return value or ""
-
-
-def _read(
-    body: Mapping[str, Any], fields: Body, ignored: list[str], strict: bool
-) -> dict[str, Any]:
-    """Return the fields of GenerationFields that both routes have."""
+def _convert(body: Mapping[str, Any], struct: StructBody[T], ignored: list[str], strict: bool) -> T:
     named = {name: value for name, value in body.items() if name not in IGNORED}
     ignored += name_fields(sorted(n for n in IGNORED & body.keys() if body[n] is not None))
-    ignored += check_names(named, fields.known, strict=strict)
-    values, limit = _options(body.get("options"), ignored)
-    alternatives = take_int(body, "top_logprobs", 0, MAX_LOGPROBS) or 0
-    logprobs = alternatives if take_bool(body, "logprobs") else None
+    return struct.read(named, ignored, strict=strict)
+
+
+def _common(fields: OllamaGeneration, user: str | None) -> dict[str, Any]:
+    """Return what chats and completions have in common, by the names of GenerationFields."""
+    options = Options() if fields.options is None else fields.options
+    most, logprobs = options.num_predict, fields.top_logprobs or 0
+    sampling = take_sampling(
+        options,
+        SAME,
+        # Below 0: as far as the context reaches.
+        max_tokens=None if most is None or most < 0 else most,
+        logprobs=logprobs if fields.logprobs else None,
+    )
     return {
-        "model": body.get("model"),
-        "sampling": take_sampling({**values, "n": 1}, max_tokens=limit, logprobs=logprobs),
-        "queue": own_queue(body),
-        "stream": take_bool(body, "stream", True),
-        "constraint": _format(body.get("format")),
+        "model": fields.model,
+        "sampling": sampling,
+        "queue": take_queue(fields, user),
+        "stream": fields.stream is not False,
+        "constraint": _format(fields.format),
         "limit_name": _NAMES["max_tokens"],
     }
 
@@ -167,22 +159,6 @@ def _effort(think: Any) -> str | None:
     if not isinstance(think, bool | str) or think not in THINK:
         raise invalid("think must be true, false, low, medium, high or max", "think")
     return THINK[think]
-
-
-def _options(options: Any, ignored: list[str]) -> tuple[Mapping[str, Any], int | None]:
-    """Return the fields of SamplingParams in `options`, and the limit of output tokens."""
-    if options is None:
-        return {}, None
-    if not isinstance(options, dict):
-        raise wrong_type("options", "an object")
-    ignored += name_fields((n for n in options if n not in OPTIONS), "options.")
-    try:
-        most = take_int(options, "num_predict", -2, 2**31 - 1)
-    except ApiError as error:
-        raise invalid(f"options.{error.message}", "options.num_predict", error.code) from None
-    values = {field: options[name] for name, field in SAME.items() if options.get(name) is not None}
-    # Below 0: as far as the context reaches.
-    return values, None if most is None or most < 0 else most
 
 
 def _messages(value: Any, ignored: list[str]) -> tuple[ChatMessage, ...]:

@@ -9,13 +9,13 @@ import msgspec
 from deployments.api.context import ApiContext
 from deployments.api.dialects.ollama import embed, models
 from deployments.api.dialects.ollama.names import asked_name, served_name
-from deployments.api.dialects.ollama.request import ollama_chat, ollama_generate, own_queue
+from deployments.api.dialects.ollama.request import ollama_chat, ollama_generate
 from deployments.api.dialects.ollama.writer import GenerateWriter, OllamaWriter, loaded
 from deployments.api.fields import ollama as fields
 from deployments.api.generate import DialectRequest, generate
 from deployments.api.generation.call import GenerationCall
 from deployments.api.generation.request import ChatRequest, TextRequest
-from deployments.api.generation.tenancy import deadline_after, key_of
+from deployments.api.generation.tenancy import QueueFields, deadline_after, key_of, take_user
 from deployments.api.http.errors import ApiError, invalid
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.route import JSON, LINES, NAMES, QUEUES, READS, Operation, Route
@@ -46,7 +46,10 @@ class OllamaDialect(DialectRequest):
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest | TextRequest | None:
         context = self._context
-        self._body = {**body, "model": served_name(body.get("model"), context.backend)}
+        name = body.get("model")
+        if isinstance(name, str):
+            body = {**body, "model": served_name(name, context.backend)}
+        self._body = body
         return self._read(self._body, context.options.strict)
 
     def _read(self, body: Mapping[str, Any], strict: bool) -> ChatRequest | TextRequest | None:
@@ -56,7 +59,9 @@ class OllamaDialect(DialectRequest):
         exchange.ignored += self._ignored
         context = self._context
         card = await find_model(self._body.get("model"), context.backend, exchange.caller)
-        await _wake(context, exchange, self._body, card)
+        # The values are checked.
+        queue = QueueFields(take_user(self._body), self._body.get("deadline_seconds"))
+        await _wake(context, exchange, queue, card)
         await exchange.answer(200, loaded(card.id, chat=self.is_chat))
 
     def answer(
@@ -141,13 +146,12 @@ def _managed(reason: str) -> ApiError:
 
 
 async def _wake(
-    context: ApiContext, exchange: HttpExchange, body: Mapping[str, Any], card: ModelCard
+    context: ApiContext, exchange: HttpExchange, queue: QueueFields, card: ModelCard
 ) -> None:
     """Wait until a model that sleeps has made a token. One that is awake is left alone."""
     changes = context.options.models
     if changes is None or changes.status(card.parent or card.id) == "ready":
         return
-    queue = own_queue(body)
     pooled = not card.facts.generates
     params = SamplingParams(max_tokens=0 if pooled else 1, temperature=0.0, pooled=pooled)
     request = GenerationRequest(

@@ -3,167 +3,134 @@
 from collections.abc import Mapping
 from typing import Any
 
-from deployments.api.body_fields import (
-    check_names,
-    name_fields,
-    take_bool,
-    take_int,
-    take_word,
-)
-from deployments.api.fields.generation import CHAT, COMPLETION, SIDES
+from deployments.api.body_fields import take_int
+from deployments.api.fields.generation import CHAT, COMPLETION, Chat, Generation
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import check_messages
 from deployments.api.generation.request import ChatRequest, PromptCut, TextRequest
-from deployments.api.generation.sampling import one_name_each, take_sampling
-from deployments.api.generation.tenancy import take_queue
+from deployments.api.generation.sampling import agreed, take_sampling
+from deployments.api.generation.tenancy import take_queue, take_user
 from deployments.api.http.errors import ApiError, invalid, wrong_type
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import take_constraint
-from deployments.api.output.prompt import check_effort
 from deployments.api.output.request import refuse_tools, take_tools
-from engine.sampling_params import MAX_LOGPROBS, MAX_N
+from engine.sampling_params import MAX_LOGPROBS
 from engine.text.infill import Gap
 
 DEFAULT_TOKENS = 16  # of a completion
-_USAGE = ("include_usage", "continuous_usage_stats")  # of stream_options
-_CHAT_NAMES, _TEXT_NAMES = CHAT.known, COMPLETION.known
 
 
 def read_chat(body: Mapping[str, Any], options: ApiOptions) -> ChatRequest:
     """Read the body of a chat. Raises ApiError 400 naming the field."""
-    ignored = check_names(body, _CHAT_NAMES, strict=options.strict, generates=True)
-    messages = check_messages(body.get("messages"), ignored)
-    fields = one_name_each(body)
-    limit, limit_name = _limit(fields, None)
-    modalities = body.get("modalities")
-    if modalities is not None and modalities != ["text"]:
+    ignored: list[str] = []
+    fields = CHAT.read(body, ignored, strict=options.strict)
+    if fields.modalities is not None and fields.modalities != ["text"]:
         raise invalid("only text can be generated", "modalities", "modality_not_supported")
-    stream = take_bool(body, "stream")
-    usage, continuous = _stream_options(body.get("stream_options"), stream, ignored)
+    limit, limit_name = _limit(fields, None)
+    usage, continuous = _stream_options(fields, ignored)
     return ChatRequest(
-        model=body.get("model"),
-        sampling=take_sampling(fields, max_tokens=limit, logprobs=_chat_logprobs(body)),
-        queue=take_queue(body),
-        stream=stream,
+        model=fields.model,
+        sampling=take_sampling(fields, max_tokens=limit, logprobs=_chat_logprobs(fields)),
+        queue=take_queue(fields, take_user(body), fields.cache_salt),
+        stream=bool(fields.stream),
         usage=usage,
         continuous_usage=continuous,
         constraint=take_constraint(body),
-        cut=_take_cut(body),
-        return_token_ids=take_bool(body, "return_token_ids"),
-        token_names=take_bool(body, "return_tokens_as_token_ids"),
-        best_of=take_int(body, "best_of", 1, MAX_N),
+        cut=_take_cut(fields),
+        return_token_ids=bool(fields.return_token_ids),
+        token_names=bool(fields.return_tokens_as_token_ids),
+        best_of=fields.best_of,
         limit_name=limit_name,
         names={"max_tokens": limit_name},
-        messages=messages,
+        messages=check_messages(fields.messages, ignored),
         template=template_options(body, options),
         tools=take_tools(body),
-        effort=check_effort(body.get("reasoning_effort")),
-        thinking_budget=take_budget(body.get("thinking_token_budget"), "thinking_token_budget"),
-        shows_reasoning=take_bool(body, "include_reasoning", True),
-        separate_reasoning=take_bool(body, "separate_reasoning", True),
+        effort=fields.reasoning_effort,
+        thinking_budget=thinking_budget(fields.thinking_token_budget),
+        shows_reasoning=fields.include_reasoning is not False,
+        separate_reasoning=fields.separate_reasoning is not False,
         ignored=tuple(ignored),
     )
 
 
 def read_text(body: Mapping[str, Any], options: ApiOptions) -> TextRequest:
     """Read the body of a completion. Raises ApiError 400 naming the field."""
-    ignored = check_names(body, _TEXT_NAMES, strict=options.strict, generates=True)
+    ignored: list[str] = []
     refuse_tools(body)
-    fields = one_name_each(body)
+    fields = COMPLETION.read(body, ignored, strict=options.strict)
     limit, limit_name = _limit(fields, DEFAULT_TOKENS)
     logprobs = None
-    if body.get("logprobs") is not False:
-        logprobs = take_int(body, "logprobs", 0, MAX_LOGPROBS)
-    stream = take_bool(body, "stream")
-    usage, continuous = _stream_options(body.get("stream_options"), stream, ignored)
-    echo, cut, suffix = take_bool(body, "echo"), _take_cut(body), body.get("suffix")
-    if suffix is not None and not isinstance(suffix, str):
-        raise wrong_type("suffix", "a string")
-    prompt = body.get("prompt")
+    if fields.logprobs is not False:
+        logprobs = take_int({"logprobs": fields.logprobs}, "logprobs", 0, MAX_LOGPROBS)
+    usage, continuous = _stream_options(fields, ignored)
+    prompt, suffix, cut = fields.prompt, fields.suffix, _take_cut(fields)
     prompts: tuple[str, ...] | tuple[list[int], ...] = ()
     gaps: tuple[Gap, ...] = ()
     if suffix:
         gaps = _gaps(prompt, suffix, options.max_prompts)
-        for name, asked in (("echo", echo), ("truncate_prompt_tokens", cut is not None)):
+        for name, asked in (("echo", fields.echo), ("truncate_prompt_tokens", cut is not None)):
             if asked:
                 message = f"{name} and suffix exclude each other"
                 raise invalid(message, "suffix", "conflicting_fields")
     else:
         prompts = _prompts(prompt, options.max_prompts)
     return TextRequest(
-        model=body.get("model"),
+        model=fields.model,
         sampling=take_sampling(fields, max_tokens=limit, logprobs=logprobs),
-        queue=take_queue(body),
-        stream=stream,
+        queue=take_queue(fields, take_user(body), fields.cache_salt),
+        stream=bool(fields.stream),
         usage=usage,
         continuous_usage=continuous,
         constraint=take_constraint(body),
         cut=cut,
-        return_token_ids=take_bool(body, "return_token_ids"),
-        token_names=take_bool(body, "return_tokens_as_token_ids"),
-        best_of=take_int(body, "best_of", 1, MAX_N),
+        return_token_ids=bool(fields.return_token_ids),
+        token_names=bool(fields.return_tokens_as_token_ids),
+        best_of=fields.best_of,
         limit_name=limit_name,
         names={"max_tokens": limit_name},
         prompts=prompts,
         many=isinstance(prompt, list) and prompts[:1] != (prompt,),
         gaps=gaps,
-        echo=echo,
-        special=take_bool(body, "add_special_tokens", True),
+        echo=bool(fields.echo),
+        special=fields.add_special_tokens is not False,
         ignored=tuple(ignored),
     )
 
 
-def take_budget(value: Any, name: str) -> int | None:
-    """Return the most tokens of thinking; None: any number. Raises ApiError 400."""
-    budget = take_int({name: value}, name, -1, 2**31 - 1)  # -1: none
-    return None if budget == -1 else budget
+def thinking_budget(tokens: int | None) -> int | None:
+    """Return the most tokens of thinking; None: any number."""
+    return None if tokens == -1 else tokens
 
 
-def _limit(fields: Mapping[str, Any], default: int | None) -> tuple[Any, str]:
+def _limit(fields: Generation, default: int | None) -> tuple[int | None, str]:
     """Return the limit of output tokens, and the client's name of it. Raises ApiError 400."""
-    limit, newer = fields.get("max_tokens"), fields.get("max_completion_tokens")
-    if newer is None:
-        return (default if limit is None else limit), "max_tokens"
-    # Type first: true == 1 must not pass as agreement.
-    if limit is not None and (type(limit), limit) != (type(newer), newer):
-        raise invalid(
-            "max_tokens and max_completion_tokens differ; give one of them",
-            "max_completion_tokens",
-            "conflicting_fields",
-        )
-    return newer, "max_completion_tokens"
+    limit = agreed("max_tokens", fields.max_tokens, "max_new_tokens", fields.max_new_tokens)
+    newer = fields.max_completion_tokens
+    limit = agreed("max_tokens", limit, "max_completion_tokens", newer)
+    name = "max_tokens" if newer is None else "max_completion_tokens"
+    return default if limit is None else limit, name
 
 
-def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
-    wanted = body.get("logprobs")
-    if wanted is not None and not isinstance(wanted, bool):
-        raise wrong_type("logprobs", "true or false")
-    top = take_int(body, "top_logprobs", 0, MAX_LOGPROBS)
-    if top and not wanted:
+def _chat_logprobs(fields: Chat) -> int | None:
+    if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    return (top or 0) if wanted else None
+    return (fields.top_logprobs or 0) if fields.logprobs else None
 
 
-def _stream_options(value: Any, stream: bool, ignored: list[str]) -> tuple[bool, bool]:
+def _stream_options(fields: Generation, ignored: list[str]) -> tuple[bool, bool]:
     """Return whether a stream reports usage at its end, and in each event."""
-    if value is None:
+    stream_options = fields.stream_options
+    if stream_options is None:
         return False, False
-    if not isinstance(value, dict):
-        raise wrong_type("stream_options", "an object")
-    if not stream and any(option not in (None, False) for option in value.values()):
+    if stream_options.asks and not fields.stream:
         raise invalid("stream_options needs stream: true", "stream_options")
-    for name in _USAGE:
-        if value.get(name) is not None and not isinstance(value[name], bool):
-            raise wrong_type(f"stream_options.{name}", "true or false")
-    ignored += name_fields((name for name in value if name not in _USAGE), "stream_options.")
-    at_end, in_each = (bool(value.get(name)) for name in _USAGE)
-    return at_end, in_each
+    ignored += stream_options.others
+    return stream_options.include_usage, stream_options.continuous_usage_stats
 
 
-def _take_cut(body: Mapping[str, Any]) -> PromptCut | None:
-    side = take_word(body, "truncation_side", SIDES)
-    tokens = take_int(body, "truncate_prompt_tokens", -1, 2**31 - 1)
-    return None if tokens is None else PromptCut(tokens, side != "right")
+def _take_cut(fields: Generation) -> PromptCut | None:
+    tokens = fields.truncate_prompt_tokens
+    return None if tokens is None else PromptCut(tokens, fields.truncation_side != "right")
 
 
 def _gaps(prompt: Any, suffix: str, max_prompts: int) -> tuple[Gap, ...]:

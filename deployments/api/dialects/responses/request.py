@@ -4,32 +4,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deployments.api.body_fields import check_names, name_fields, take_bool, take_int
-from deployments.api.dialects.openai.request import take_budget
+from deployments.api.body_fields import check_names, name_fields
+from deployments.api.dialects.openai.request import thinking_budget
 from deployments.api.fields.agents import (
     ITEM_ROLES,
     MAX_ITEMS,
-    MAX_METADATA,
     RESPONSES,
     RESPONSES_IGNORED,
     RESPONSES_REFUSED,
     RESPONSES_REPEATED,
     TEXT_PARTS,
+    Responses,
 )
 from deployments.api.generation.call import template_options
 from deployments.api.generation.messages import ChatBuilder
 from deployments.api.generation.request import ChatMessage, ChatRequest, TextPart
-from deployments.api.generation.sampling import one_name_each, take_sampling
-from deployments.api.generation.tenancy import take_queue
+from deployments.api.generation.sampling import take_sampling
+from deployments.api.generation.tenancy import take_queue, take_user
 from deployments.api.http.errors import did_you_mean, invalid, shown, wrong_type
 from deployments.api.options import ApiOptions
 from deployments.api.output.constraints import (
-    RequestedGrammar,
     only_constraint,
     take_response_format,
     take_structured_outputs,
 )
-from deployments.api.output.prompt import check_effort
 from deployments.api.output.request import (
     RequestedTool,
     ToolChoice,
@@ -41,14 +39,18 @@ from deployments.api.output.request import (
     read_choice,
     requested_tools,
 )
-from engine.sampling_params import MAX_LOGPROBS
 
 Item = dict[str, Any]  # of a conversation, as the client wrote it
 
 _KNOWN = RESPONSES.known
-_SAMPLING = RESPONSES.taken.keys()
-# The values of include without effect.
-_INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = ("reasoning.encrypted_content", _LOGPROBS)  # the known values of include
+_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+}
 _MOST_IGNORED = 32
 
 
@@ -86,47 +88,40 @@ def responses_request(
     stores: whether the service keeps answers
     """
     ignored = _check_names(body, options.strict)
-    fields = one_name_each({name: body[name] for name in _SAMPLING & body.keys()})
-    limit = take_int(body, "max_output_tokens", 1, 2**31 - 1)
+    fields = RESPONSES.convert(body, ignored)
     if body.get("user") is not None:
         ignored.append("user")  # requests may take turns by it, and that is all
-    store, background = _switches(body, ignored, stores)
-    stream = take_bool(body, "stream")
-    constraint = only_constraint(
-        _take_text(body.get("text"), ignored),
-        take_structured_outputs(body.get("structured_outputs")),
-    )
-    effort = _effort(body.get("reasoning"), ignored)
-    logprobs = _logprobs(body, ignored)
-    tools = _Tools(body, ignored)
-    items = [*past, *_items(body.get("input"))]
+    store = fields.store is not False and stores
+    background = bool(fields.background)
+    _check_switches(fields, ignored, stores)
+    text = fields.text.format if fields.text is not None else None
+    tools = _Tools(fields, ignored)
+    items = [*past, *_items(fields.input)]
     if len(items) > MAX_ITEMS:
         raise invalid(f"input and what came before it have more than {MAX_ITEMS} items", "input")
     reader = _Messages(ignored)
-    messages = reader.read(body.get("instructions"), items, len(past))
+    messages = reader.read(fields.instructions, items, len(past))
+    include = fields.include or ()
+    logprobs = (fields.top_logprobs or 0) if _LOGPROBS in include or fields.top_logprobs else None
     chat = ChatRequest(
-        model=body.get("model"),
-        sampling=take_sampling({**fields, "n": 1}, max_tokens=limit, logprobs=logprobs),
-        queue=take_queue(body),
-        stream=stream and not background,
-        constraint=constraint,
+        model=fields.model,
+        sampling=take_sampling(fields, max_tokens=fields.max_output_tokens, logprobs=logprobs),
+        queue=take_queue(fields, take_user(body), fields.cache_salt),
+        stream=bool(fields.stream) and not background,
+        constraint=only_constraint(
+            take_response_format(text, "text.format", "text.format"),
+            take_structured_outputs(fields.structured_outputs),
+        ),
         prompt_name="input",
         limit_name="max_output_tokens",
-        names={
-            "messages": "input",
-            "max_tokens": "max_output_tokens",
-            "reasoning_effort": "reasoning.effort",
-            "logprobs": "top_logprobs",
-        },
+        names=_NAMES,
         messages=messages,
-        template=template_options(
-            {"chat_template_kwargs": body.get("chat_template_kwargs")}, options
-        ),
+        template=template_options({"chat_template_kwargs": fields.chat_template_kwargs}, options),
         tools=requested_tools(
-            tools.tools, tools.choice, parallel=take_bool(body, "parallel_tool_calls", True)
+            tools.tools, tools.choice, parallel=fields.parallel_tool_calls is not False
         ),
-        effort=effort,
-        thinking_budget=take_budget(body.get("thinking_token_budget"), "thinking_token_budget"),
+        effort=None if fields.reasoning is None else fields.reasoning.effort,
+        thinking_budget=thinking_budget(fields.thinking_token_budget),
         ignored=tuple(ignored),
     )
     return ResponsesRequest(
@@ -137,11 +132,12 @@ def responses_request(
         frozenset(tools.custom),
         store,
         background,
-        stream and background,
+        bool(fields.stream) and background,
     )
 
 
 def _check_names(body: Mapping[str, Any], strict: bool) -> list[str]:
+    """Return the names of fields without effect. Raises ApiError 400."""
     for name, instead in RESPONSES_REFUSED.items():
         if body.get(name) is not None:
             raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
@@ -155,69 +151,23 @@ def _check_names(body: Mapping[str, Any], strict: bool) -> list[str]:
     return name_fields(sorted(unused)) + check_names(rest, _KNOWN, strict=strict, generates=True)
 
 
-def _switches(body: Mapping[str, Any], ignored: list[str], stores: bool) -> tuple[bool, bool]:
-    """Return whether the answer is stored, and whether it is generated in the background."""
-    store = take_bool(body, "store", stores) and stores
-    background = take_bool(body, "background")
-    if background and not stores:
+def _check_switches(fields: Responses, ignored: list[str], stores: bool) -> None:
+    """Check what is said of the answer's storage, and name what has no effect."""
+    if fields.background and not stores:
         raise invalid(
             "background needs answers that are kept: the operator sets http.store_bytes",
             "background",
             "not_supported",
         )
-    if background and not store:
+    if fields.background and fields.store is False:
         raise invalid("background needs store: true", "background", "conflicting_fields")
-    if body.get("store") and not stores:
+    if fields.store and not stores:
         ignored.append("store")
-    truncation = body.get("truncation")
-    if truncation not in (None, "auto", "disabled"):
-        raise invalid('truncation must be "auto" or "disabled"', "truncation")
-    if truncation == "auto":
+    if fields.truncation == "auto":
         ignored.append("truncation")
-    stream_options = body.get("stream_options")
-    if stream_options is not None:
-        if not isinstance(stream_options, dict):
-            raise wrong_type("stream_options", "an object")
-        ignored += name_fields(stream_options, "stream_options.")
-    metadata = body.get("metadata")
-    if metadata is not None and (
-        not isinstance(metadata, dict)
-        or len(metadata) > MAX_METADATA
-        or not all(isinstance(value, str) for value in metadata.values())
-    ):
-        raise wrong_type("metadata", f"an object of at most {MAX_METADATA} strings")
-    return store, background
-
-
-def _take_text(text: Any, ignored: list[str]) -> RequestedGrammar | None:
-    """Return the limit of the output that `text.format` asks for."""
-    if text is None:
-        return None
-    if not isinstance(text, dict):
-        raise wrong_type("text", "an object")
-    ignored += name_fields((n for n in text if n != "format" and text[n] is not None), "text.")
-    return take_response_format(text.get("format"), "text.format", "text.format")
-
-
-def _effort(reasoning: Any, ignored: list[str]) -> str | None:
-    if reasoning is None:
-        return None
-    if not isinstance(reasoning, dict):
-        raise wrong_type("reasoning", "an object")
-    others = (n for n in reasoning if n != "effort" and reasoning[n] is not None)
-    ignored += name_fields(others, "reasoning.")
-    return check_effort(reasoning.get("effort"), "reasoning.effort")
-
-
-def _logprobs(body: Mapping[str, Any], ignored: list[str]) -> int | None:
-    include = body.get("include")
-    if include is None:
-        include = []
-    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
-        raise wrong_type("include", "a list of strings")
+    ignored += name_fields(fields.stream_options or (), "stream_options.")
+    include = fields.include or ()
     ignored += name_fields((name for name in include if name not in _INCLUDES), "include.")
-    top = take_int(body, "top_logprobs", 0, MAX_LOGPROBS)
-    return (top or 0) if top or _INCLUDES[1] in include else None
 
 
 class _Tools:
@@ -227,20 +177,18 @@ class _Tools:
     custom: the names of tools that take a text
     """
 
-    def __init__(self, body: Mapping[str, Any], ignored: list[str]) -> None:
+    def __init__(self, fields: Responses, ignored: list[str]) -> None:
         self.tools: list[RequestedTool] = []
         self.places: dict[str, tuple[str, str]] = {}
         self.custom: set[str] = set()
         self._ignored = ignored
-        tools = body.get("tools")
-        if tools is None:
-            tools = []
+        tools = [] if fields.tools is None else fields.tools
         if not isinstance(tools, list):
             raise wrong_type("tools", "a list")
         for i, tool in enumerate(tools):
             self._add(tool, f"tools[{i}]", "")
         check_tool_count(self.tools)
-        self.choice = self._choice(body.get("tool_choice"))
+        self.choice = self._choice(fields.tool_choice)
 
     def _add(self, tool: Any, where: str, space: str) -> None:
         kind = tool.get("type", "function") if isinstance(tool, dict) else None
@@ -315,13 +263,12 @@ class _Messages:
         self._place = ""
         self._said = False  # whether the last message is the assistant's, and may get more
 
-    def read(self, instructions: Any, items: list[Item], past: int) -> tuple[ChatMessage, ...]:
+    def read(
+        self, instructions: str | None, items: list[Item], past: int
+    ) -> tuple[ChatMessage, ...]:
         """Return the messages. past: the items that the client did not send with this request."""
-        if instructions is not None:
-            if not isinstance(instructions, str):
-                raise wrong_type("instructions", "a string")
-            if instructions:
-                self._builder.add("system", "instructions", instructions)
+        if instructions:
+            self._builder.add("system", "instructions", instructions)
         for i, item in enumerate(items):
             own = i - past
             self._place = f"input[{own}]" if own >= 0 else "previous_response_id"
