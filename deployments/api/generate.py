@@ -18,7 +18,7 @@ from deployments.api.http.errors import ApiError
 from deployments.api.http.exchange import HttpExchange, UntilDisconnect
 from deployments.api.http.off_loop import in_thread
 from deployments.api.output.grammars import grammar_of, output_grammar_of
-from deployments.api.served_model import known_model
+from deployments.api.served_model import find_model, known_model
 from deployments.api.stream.event_ids import EventIds, event_ids
 from deployments.api.stream.merge import start
 from deployments.api.stream.replay import recall
@@ -37,7 +37,12 @@ class Answer(Protocol):
 
 
 class DialectRequest(ABC):
-    """One generation request in the dialect of one API."""
+    """One generation request in the dialect of one API.
+
+    names_model_first: whether an unknown model is told before another fault of the body
+    """
+
+    names_model_first = False
 
     @abstractmethod
     def read(self, body: Mapping[str, Any]) -> ChatRequest | TextRequest | None:
@@ -70,7 +75,12 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
     context.count_request(exchange)
     # Only now: a body that comes slowly, or never, must not take the place of another request.
     body = await context.read(exchange)
-    request = await in_thread(partial(dialect.read, body), exchange.body_size)
+    try:
+        request = await in_thread(partial(dialect.read, body), exchange.body_size)
+    except ApiError:
+        if dialect.names_model_first:
+            await find_model(body.get("model"), context.backend, exchange.caller)
+        raise
     await dialect.admit(exchange)
     if request is None:
         await dialect.settle(exchange)

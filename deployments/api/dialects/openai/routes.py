@@ -19,6 +19,8 @@ from deployments.backend import RecalledChoice
 class OpenAIDialect(DialectRequest):
     """A request to one of OpenAI's routes."""
 
+    names_model_first = True
+
     def __init__(self, context: ApiContext, *, chat: bool) -> None:
         self._options = context.options
         self._chat = chat
