@@ -87,7 +87,7 @@ class BatchFolder:
         with contextlib.suppress(FileNotFoundError):
             source.rename(self.data(id))
         now, most = int(time.time()), self.settings.keep_seconds
-        told = {
+        fields = {
             "id": id,
             "object": "file",
             "bytes": self.data(id).stat().st_size,
@@ -97,7 +97,7 @@ class BatchFolder:
             "purpose": purpose,
             "status": "processed",
         }
-        entry = Entry(owner, told)
+        entry = Entry(owner, fields)
         _write(self._files / f"{id}.json", entry)
         return entry
 
@@ -131,15 +131,15 @@ class BatchFolder:
 
         ended: ids of ended batches, which are not read; newly ended ones are added
         """
-        found = []
+        entries = []
         for path in self._batches.glob("*.json"):
             if path.stem not in ended and (entry := _load(path)) is not None:
                 if entry.told["status"] in RUNNING:
-                    found.append(entry)
+                    entries.append(entry)
                 else:
                     ended.add(path.stem)
-        found.sort(key=lambda entry: (entry.told["created_at"], entry.told["id"]))
-        return found
+        entries.sort(key=lambda entry: (entry.told["created_at"], entry.told["id"]))
+        return entries
 
     def batch(self, id: str, owner: str) -> Entry | None:
         entry = _read(self._batches, id, owner)
@@ -241,13 +241,13 @@ def _read(folder: Path, id: str, owner: str) -> Entry | None:
 
 
 def _list(folder: Path, owner: str | None) -> list[Entry]:
-    found = [
+    entries = [
         entry
         for path in folder.glob("*.json")
         if (entry := _load(path)) is not None and owner in (None, entry.owner)
     ]
-    found.sort(key=lambda entry: (-entry.told["created_at"], entry.told["id"]))
-    return found
+    entries.sort(key=lambda entry: (-entry.told["created_at"], entry.told["id"]))
+    return entries
 
 
 def whole_lines(path: Path) -> Iterator[dict[str, Any]]:

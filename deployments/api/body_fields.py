@@ -102,7 +102,8 @@ def check_names(
             neutral, instead = LIMITS[name]
             value = body[name]
             if value is None or any(
-                value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+                value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+                for allowed in neutral
             ):
                 continue
             raise invalid(f"{name} is not supported; {instead}", name, "not_supported")
@@ -124,11 +125,11 @@ def name_fields(names: Iterable[str], inside: str = "") -> list[str]:
 
     inside: the text before each name, e.g. ``stream_options.``
     """
-    found = [
+    safe_names = [
         inside + (_HEADER_SAFE.sub("?", name[:64]) or "?")
         for name in itertools.islice(names, _MAX_NAMED + 1)
     ]
-    return found if len(found) <= _MAX_NAMED else [*found[: _MAX_NAMED - 1], "..."]
+    return safe_names if len(safe_names) <= _MAX_NAMED else [*safe_names[: _MAX_NAMED - 1], "..."]
 
 
 def take_bool(body: Mapping[str, Any], name: str, default: bool = False) -> bool:

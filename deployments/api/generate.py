@@ -75,6 +75,7 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
     context.count_request(exchange)
     # Only now: a body that comes slowly, or never, must not take the place of another request.
     body = await context.read(exchange)
+    ids = event_ids(exchange, exchange.caller.id, context.options.event_secret)
     try:
         request = await in_thread(partial(dialect.read, body), exchange.body_size)
     except ApiError:
@@ -87,7 +88,6 @@ async def generate(context: ApiContext, exchange: HttpExchange, dialect: Dialect
         return
     exchange.ignored += request.ignored
     backend, options, queue = context.backend, context.options, request.queue
-    ids = event_ids(exchange, exchange.caller.id, options.event_secret)
     key = key_of(exchange, queue.user, options)
     deadline = deadline_after(exchange, queue.deadline, options)
     priority = allowed_priority(exchange, queue.priority)

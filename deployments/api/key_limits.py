@@ -116,17 +116,17 @@ class KeyLimits:
         account = self._accounts.get(caller.id)
         if account is None:
             return []
-        found = []
+        counts = []
         for what, limit, bucket in (
             (b"requests", caller.rule.requests, account.requests),
             (b"tokens", caller.rule.tokens, account.tokens),
         ):
             if limit is not None and bucket is not None:
                 left, full = max(0.0, bucket.level), (limit - bucket.level) * MINUTE / limit
-                found.append((b"x-ratelimit-limit-" + what, b"%d" % limit))
-                found.append((b"x-ratelimit-remaining-" + what, b"%d" % left))
-                found.append((b"x-ratelimit-reset-" + what, b"%.3fs" % max(0.0, full)))
-        return found
+                counts.append((b"x-ratelimit-limit-" + what, b"%d" % limit))
+                counts.append((b"x-ratelimit-remaining-" + what, b"%d" % left))
+                counts.append((b"x-ratelimit-reset-" + what, b"%.3fs" % max(0.0, full)))
+        return counts
 
     # -- between routers
 
@@ -138,9 +138,9 @@ class KeyLimits:
 
     def hear(self, routers: dict[str, dict[str, KeyCount]], at: float) -> None:
         """Take the counts of all other routers, those of ended routers included."""
-        for one in self._accounts.values():
-            self._spent(one, at)
-            one.others = 0
+        for known in self._accounts.values():
+            self._spent(known, at)
+            known.others = 0
         for router, counts in routers.items():
             before = self._heard.get(router)
             for owner, count in counts.items():

@@ -60,13 +60,13 @@ class ResponseStore:
         items: list[dict[str, Any]],
         events: list[bytes] | None = None,
     ) -> None:
-        told, before = msgspec.json.encode(response), msgspec.json.encode(items)
-        made = StoredResponse(owner, told, before, _now() + SECONDS, events)
+        answer, before = msgspec.json.encode(response), msgspec.json.encode(items)
+        stored = StoredResponse(owner, answer, before, _now() + SECONDS, events)
         self._drop(id)
-        if made.size > self._max_bytes:
+        if stored.size > self._max_bytes:
             return
-        self._known[id] = made
-        self._bytes += made.size
+        self._known[id] = stored
+        self._bytes += stored.size
         while self._bytes > self._max_bytes:
             self._drop(next(iter(self._known)))
 
@@ -75,11 +75,11 @@ class ResponseStore:
 
         Raises ApiError 404 response_not_found, also for an answer of another key.
         """
-        found = self._known.get(id)
-        if found is not None and found.until < _now():
+        stored = self._known.get(id)
+        if stored is not None and stored.until < _now():
             self._drop(id)
-            found = None
-        if found is None or found.owner != owner:
+            stored = None
+        if stored is None or stored.owner != owner:
             raise ApiError(
                 404,
                 "response_not_found",
@@ -89,7 +89,7 @@ class ResponseStore:
                 kind=NOT_FOUND,
             )
         self._known.move_to_end(id)
-        return found
+        return stored
 
     def remove(self, id: str, owner: str) -> None:
         """Remove a stored answer. Raises ApiError 404 response_not_found."""
@@ -97,9 +97,9 @@ class ResponseStore:
         self._drop(id)
 
     def _drop(self, id: str) -> None:
-        found = self._known.pop(id, None)
-        if found is not None:
-            self._bytes -= found.size
+        stored = self._known.pop(id, None)
+        if stored is not None:
+            self._bytes -= stored.size
 
 
 def _now() -> float:

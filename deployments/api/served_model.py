@@ -38,7 +38,7 @@ async def find_model(name: Any, backend: Backend, caller: Caller = ANYONE) -> Mo
     if (card := _known(name, backend)) is not None:
         return allowed(card, caller)
     if not name:
-        names = [one.id for one in _bases(backend) if caller.may_use(one.id)]
+        names = [base.id for base in _bases(backend) if caller.may_use(base.id)]
         message = f"model is required where several are served; {_served(names)}"
         raise invalid(message, "model", "missing_field")
     # Names become paths in some back ends: what could leave a folder never gets further.
@@ -118,7 +118,7 @@ def specificity(alias: str) -> tuple[bool, int, int, str]:
     fewest `*`. The text decides at last, so that the order of the models never does."""
     wild = _WILD.findall(alias)
     own = len(_WILD.sub("", alias))
-    return not wild, own, -sum(one.startswith("*") for one in wild), alias
+    return not wild, own, -sum(mark.startswith("*") for mark in wild), alias
 
 
 def same_pattern(alias: str) -> str:

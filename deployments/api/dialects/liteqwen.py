@@ -59,7 +59,7 @@ class LiteqwenRequest(DialectRequest):
         builder.add(role, "query", fields.query)
         if role == "tool":
             builder.check_answered(None, "query.tool_call_id")
-        given = [name for name in _SAME if getattr(kwargs, name) is not None]
+        own_names = [name for name in _SAME if getattr(kwargs, name) is not None]
         return ChatRequest(
             model=self._model(fields),
             sampling=take_sampling(
@@ -68,7 +68,10 @@ class LiteqwenRequest(DialectRequest):
             queue=take_queue(fields, take_user(body)),
             stream=self._stream,
             prompt_name="query",
-            names={"messages": "query", **{_SAME[name]: f"gen_kwargs.{name}" for name in given}},
+            names={
+                "messages": "query",
+                **{_SAME[name]: f"gen_kwargs.{name}" for name in own_names},
+            },
             messages=builder.finish("query"),
             ignored=tuple(ignored),
         )
@@ -82,12 +85,12 @@ class LiteqwenRequest(DialectRequest):
         assert self._body is not None
         if self._body.request_id is None:
             return
-        given = exchange.request_id = _checked_id(self._body.request_id)
+        request_name = exchange.request_id = _checked_id(self._body.request_id)
         explain = self._context.options.explain
         if explain is None or exchange.values(LAST):  # a stream that goes on is the same request
             return
-        found = await explain(given, exchange.caller.id)
-        if any(part["state"] in _LIVE for part in found):
+        prompts = await explain(request_name, exchange.caller.id)
+        if any(part["state"] in _LIVE for part in prompts):
             raise ApiError(
                 409,
                 "duplicate_request_id",
@@ -144,9 +147,9 @@ class LiteqwenWriter:
         """The likeliest tokens at each position, before the delta is read."""
         if not self._wants_logits:
             return
-        for one in delta.logprobs or ():
-            pairs = zip(one.top_ids, one.top_logprobs, strict=True)
-            tops = [{"tid": token, "lgt": logprob + one.total} for token, logprob in pairs]
+        for scored in delta.logprobs or ():
+            pairs = zip(scored.top_ids, scored.top_logprobs, strict=True)
+            tops = [{"tid": token, "lgt": logprob + scored.total} for token, logprob in pairs]
             self._logits.append({"pos": len(self._logits), "tops": tops})
 
     def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
@@ -159,8 +162,8 @@ class LiteqwenWriter:
 
     def _push(self, text: str, code: int) -> None:
         new, self._told = self._logits[self._told :], len(self._logits)
-        told = {"text": self._text, "delta": text, "logits": new, "code": code}
-        self.wire.push("delta", {**told, "flag": self._ended})
+        fields = {"text": self._text, "delta": text, "logits": new, "code": code}
+        self.wire.push("delta", {**fields, "flag": self._ended})
 
     def end(self, reason: str, stop: str | int | None, usage: Usage) -> None:
         self._ended = True

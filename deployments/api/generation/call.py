@@ -250,13 +250,13 @@ def _render(
 ) -> list[int]:
     written = [message.for_template() for message in messages]
     variables = template.variables
-    found = render_options(tokenizer, written, tools, effort, variables.keys(), ignored)
+    added = render_options(tokenizer, written, tools, effort, variables.keys(), ignored)
     return tokenizer.encode_chat(
         written,
         max_tokens=max_tokens,
         add_generation_prompt=template.opens,
         continue_final_message=template.continues,
-        **{**variables, **found},
+        **{**variables, **added},
     )
 
 

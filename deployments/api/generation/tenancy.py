@@ -100,10 +100,12 @@ def deadline_after(
     if headers:
         name = DEADLINE_HEADER
         try:
-            given = _checked(float(headers[0][:32]), name)
+            header_seconds = _checked(float(headers[0][:32]), name)
         except ValueError:
             raise wrong_type(name, "a number") from None
-        seconds = given if asked is None or seconds is None else min(given, seconds)
+        seconds = (
+            header_seconds if asked is None or seconds is None else min(header_seconds, seconds)
+        )
     return None if seconds is None else exchange.began + seconds
 
 

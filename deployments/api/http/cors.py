@@ -65,7 +65,9 @@ async def answer_preflight(exchange: HttpExchange, origins: frozenset[str]) -> N
 
 def _allowed(exchange: HttpExchange, origins: frozenset[str]) -> bytes | None:
     """Return the origin that asked if its pages may ask, else None."""
-    given = exchange.values(b"origin")
-    if len(given) != 1:
+    origins_sent = exchange.values(b"origin")
+    if len(origins_sent) != 1:
         return None
-    return given[0] if ANY in origins or given[0].decode("latin-1") in origins else None
+    return (
+        origins_sent[0] if ANY in origins or origins_sent[0].decode("latin-1") in origins else None
+    )

@@ -174,8 +174,8 @@ class HttpExchange:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _check_media_type(self) -> None:
-        given = b",".join(self.values(b"content-encoding")).lower().split(b",")
-        encodings = [name.strip() for name in given if name.strip() not in (b"", b"identity")]
+        named = b",".join(self.values(b"content-encoding")).lower().split(b",")
+        encodings = [name.strip() for name in named if name.strip() not in (b"", b"identity")]
         if len(encodings) > 1 or not ENCODINGS.keys() >= set(encodings):
             raise ApiError(
                 415,

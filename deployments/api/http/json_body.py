@@ -180,15 +180,15 @@ def _careful(body: bytes) -> Any:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
                 name = key.encode("utf-8", "replace").decode()[:128]
                 raise invalid(f"the key {shown(name)} occurs twice", name, "duplicate_key")
             seen.add(key)
-    return found
+    return fields
 
 
 def _constant(name: str) -> NoReturn:

@@ -77,9 +77,9 @@ class EdgeMiddleware:
         if scope["type"] != "http" or scope["path"].startswith("/-/"):
             await self._app(scope, receive, send)
             return
-        given = [value for name, value in scope["headers"] if name == _ID]
-        known = request_id(given)
-        if given:
+        ids = [value for name, value in scope["headers"] if name == _ID]
+        known = request_id(ids)
+        if ids:
             # Serve would echo the first, whatever it is, and decodes it as UTF-8.
             others = [header for header in scope["headers"] if header[0] != _ID]
             scope["headers"] = [*others, (_ID, known.encode())]

@@ -39,14 +39,14 @@ class ChannelParser(StepParser):
 
     def _header(self) -> bool:
         text = self._text.lstrip()
-        if any(text.startswith(one) for one in self._headers):
+        if any(text.startswith(opening) for opening in self._headers):
             at = self._text.find(MESSAGE, 0, _MAX_HEADER)
             if at >= 0:
                 header, self._text = self._text[:at], self._text[at + len(MESSAGE) :]
                 return self._begin(header)
             may = len(self._text) < _MAX_HEADER
         else:
-            may = any(one.startswith(text) for one in self._headers)
+            may = any(opening.startswith(text) for opening in self._headers)
         if not may:
             return self._begin("")
         if self._final:
@@ -54,8 +54,8 @@ class ChannelParser(StepParser):
         return False
 
     def _begin(self, header: str) -> bool:
-        channel, found = _CHANNEL.search(header), _RECIPIENT.search(header)
-        recipient = found[1] if found is not None else "assistant"
+        channel, addressed = _CHANNEL.search(header), _RECIPIENT.search(header)
+        recipient = addressed[1] if addressed is not None else "assistant"
         name = recipient.removeprefix(_FUNCTIONS)
         self._step = self._body
         if self._callable and name != recipient:

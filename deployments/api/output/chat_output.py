@@ -101,21 +101,21 @@ class ParsedChoice:
         events = self._parser.feed(text) if text else []
         if final:
             events += self._parser.finish()
-        found = False
+        has_content = False
         for event in events:
             if event.kind == "content" and self._params.stop:
                 event = Event("content", self._before_stop(event.text))
             elif self._held:
                 self._add(Event("content", self._held))
                 self._held = ""
-            found = found or event.kind == "content"
+            has_content = has_content or event.kind == "content"
             self._add(event)
             if self._stop is not None:
-                return found
+                return has_content
         if final and self._held:
             self._add(Event("content", self._held))
             self._held = ""
-        return found
+        return has_content
 
     def _add(self, event: Event) -> None:
         kind, text = event
@@ -137,13 +137,13 @@ class ParsedChoice:
     def _before_stop(self, text: str) -> str:
         self._held += text
         if self.decoder.num_tokens > self._params.min_tokens:
-            found = [
+            calls = [
                 (at + len(stop), at, stop)
                 for stop in self._params.stop
                 if (at := self._held.find(stop)) >= 0
             ]
-            if found:
-                end, start, self._stop = min(found)
+            if calls:
+                end, start, self._stop = min(calls)
                 return self._held[: end if self._params.include_stop_str_in_output else start]
         keep = min(open_at(self._held, stop) for stop in self._params.stop)
         text, self._held = self._held[:keep], self._held[keep:]
@@ -154,31 +154,31 @@ class ParsedChoice:
     def message(self, number: bytes, choice: int) -> dict[str, Any]:
         """Return the message of a whole answer. A call without arguments has `{}`."""
         content = "".join(self.content)
-        made: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning and self._plan.shows_reasoning:
-            made["reasoning_content"] = made["reasoning"] = "".join(self.reasoning)
+            message["reasoning_content"] = message["reasoning"] = "".join(self.reasoning)
         if (self.calls or self.reasoning) and not content:
-            made["content"] = None
+            message["content"] = None
         if self.calls:
-            made["tool_calls"] = [
+            message["tool_calls"] = [
                 {"id": self._id(number, choice, i), **self._called(name, "".join(arguments))}
                 for i, (name, arguments) in enumerate(self.calls)
             ]
-        return made
+        return message
 
     def delta(self, number: bytes, choice: int) -> dict[str, Any]:
         """Return the message delta of the last `feed`; {} if there is none.
 
         A call's id and name are sent once.
         """
-        made: dict[str, Any] = {}
+        delta: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
         for kind, text in self.new:
             if kind == "content":
-                made["content"] = made.get("content", "") + text
+                delta["content"] = delta.get("content", "") + text
             elif kind == "reasoning" and self._plan.shows_reasoning:
-                thought = made.get("reasoning", "") + text
-                made["reasoning_content"] = made["reasoning"] = thought
+                thought = delta.get("reasoning", "") + text
+                delta["reasoning_content"] = delta["reasoning"] = thought
             elif kind == "call":
                 id = self._id(number, choice, self._told)
                 calls.append({"index": self._told, "id": id, **self._called(text, "")})
@@ -190,8 +190,8 @@ class ParsedChoice:
                     calls.append({"index": self._told - 1, of: {what: ""}})
                 calls[-1][of][what] += text
         if calls:
-            made["tool_calls"] = calls
-        return made
+            delta["tool_calls"] = calls
+        return delta
 
     def _called(self, name: str, text: str) -> dict[str, Any]:
         if name in self._custom:

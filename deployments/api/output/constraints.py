@@ -57,8 +57,8 @@ class RequestedGrammar:
             schema = self.value
             if isinstance(schema, str):
                 schema = _parsed(schema, self.where)
-            kept, left_out = enforceable(schema, strict=self.strict)
-            return Grammar("json_schema", msgspec.json.encode(kept).decode()), left_out
+            enforced, left_out = enforceable(schema, strict=self.strict)
+            return Grammar("json_schema", msgspec.json.encode(enforced).decode()), left_out
         if self.kind == "choice":
             return Grammar.choice(self.value), []
         if self.kind == "regex":
@@ -90,14 +90,14 @@ def only_constraint(*constraints: RequestedGrammar | None) -> RequestedGrammar |
 
     Raises ApiError 400 conflicting_fields, if there are two.
     """
-    given = [constraint for constraint in constraints if constraint is not None]
-    if len(given) > 1:
+    present = [constraint for constraint in constraints if constraint is not None]
+    if len(present) > 1:
         raise invalid(
-            f"{given[0].where} and {given[1].where} exclude each other; give one of them",
-            given[1].where,
+            f"{present[0].where} and {present[1].where} exclude each other; give one of them",
+            present[1].where,
             "conflicting_fields",
         )
-    return given[0] if given else None
+    return present[0] if present else None
 
 
 def take_response_format(
@@ -172,22 +172,26 @@ def take_structured_outputs(value: Any) -> RequestedGrammar | None:
     if not isinstance(value, dict):
         raise wrong_type("structured_outputs", "an object")
     kinds: tuple[ConstraintKind, ...] = ("json", "regex", "choice", "grammar")
-    found = [_checked(f"structured_outputs.{kind}", kind, value.get(kind)) for kind in kinds]
+    constraints = [_checked(f"structured_outputs.{kind}", kind, value.get(kind)) for kind in kinds]
     if value.get("json_object"):
-        found.append(RequestedGrammar("structured_outputs.json_object", "json", {"type": "object"}))
+        constraints.append(
+            RequestedGrammar("structured_outputs.json_object", "json", {"type": "object"})
+        )
     if value.get("structural_tag") is not None:
-        found.append(_structural_tag(value["structural_tag"], "structured_outputs.structural_tag"))
-    given = [one for one in found if one is not None]
-    if len(given) != 1:
+        constraints.append(
+            _structural_tag(value["structural_tag"], "structured_outputs.structural_tag")
+        )
+    present = [constraint for constraint in constraints if constraint is not None]
+    if len(present) != 1:
         raise invalid(
             "structured_outputs takes one of json, json_object, regex, choice, grammar and "
             "structural_tag",
             "structured_outputs",
-            "missing_field" if not given else "conflicting_fields",
+            "missing_field" if not present else "conflicting_fields",
         )
     others = _others(value, "structured_outputs", *kinds, "json_object", "structural_tag")
-    given[0].ignored += others
-    return given[0]
+    present[0].ignored += others
+    return present[0]
 
 
 def _structural_tag(value: Any, path: str) -> RequestedGrammar:
@@ -202,14 +206,14 @@ def _structural_tag(value: Any, path: str) -> RequestedGrammar:
             "not_supported",
         )
     triggers = _filled(value.get("triggers"), f"{path}.triggers")
-    if not all(isinstance(one, str) and one for one in triggers):
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise wrong_type(f"{path}.triggers", "texts that are not empty")
     tags = []
-    for i, one in enumerate(_filled(value.get("structures"), f"{path}.structures")):
+    for i, trigger in enumerate(_filled(value.get("structures"), f"{path}.structures")):
         at = f"{path}.structures[{i}]"
-        if not isinstance(one, dict):
+        if not isinstance(trigger, dict):
             raise wrong_type(at, "an object")
-        begin, schema, end = one.get("begin"), one.get("schema"), one.get("end")
+        begin, schema, end = trigger.get("begin"), trigger.get("schema"), trigger.get("end")
         schema = True if schema is None else schema
         end = "" if end is None else end
         if not isinstance(begin, str) or not isinstance(end, str):
@@ -239,7 +243,7 @@ def _checked(where: str, kind: ConstraintKind, value: Any) -> RequestedGrammar |
         if not isinstance(value, (dict, bool, str)):
             raise wrong_type(where, "a JSON schema")
     elif kind == "choice":
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
             raise wrong_type(where, "a list of strings")
         if not 1 <= len(value) <= MAX_CHOICES:
             raise invalid(f"{where} takes 1 to {MAX_CHOICES} strings", where)
@@ -254,7 +258,8 @@ def _checked(where: str, kind: ConstraintKind, value: Any) -> RequestedGrammar |
 
 def _others(value: Mapping[str, Any], path: str, *known: str) -> list[str]:
     return name_fields(
-        (name for name, one in value.items() if name not in known and one is not None), f"{path}."
+        (name for name, option in value.items() if name not in known and option is not None),
+        f"{path}.",
     )
 
 

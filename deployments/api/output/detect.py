@@ -73,7 +73,7 @@ class TemplateOutput:
 
 
 # Of a template that has none of its own: what most open models have seen.
-_TOLD = next(one for one in FORMATS if one.name == "hermes")
+_TOLD = next(format for format in FORMATS if format.name == "hermes")
 _known: "weakref.WeakKeyDictionary[Tokenizer, TemplateOutput]" = weakref.WeakKeyDictionary()
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
@@ -82,12 +82,12 @@ _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
 
 def template_output(tokenizer: Tokenizer) -> TemplateOutput:
     """Return the output formats of this model; takes milliseconds the first time."""
-    found = _known.get(tokenizer)
-    if found is None:
-        found = _known[tokenizer] = _found(tokenizer)
-        for problem in found.problems:
+    output = _known.get(tokenizer)
+    if output is None:
+        output = _known[tokenizer] = _found(tokenizer)
+        for problem in output.problems:
             logger.info("%s; the chat template is looked at instead", problem)
-    return found
+    return output
 
 
 def _found(tokenizer: Tokenizer) -> TemplateOutput:
@@ -96,7 +96,7 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
     source = "\n".join(tokenizer.chat_template.sources.values())
     shapes = [_Shape(*flags) for flags in _FLAGS] if "tool_calls" in source else []
     declared = _declared(tokenizer, shapes)
-    reasoning = next((one for one in REASONING if one.known_by in source), None)
+    reasoning = next((form for form in REASONING if form.known_by in source), None)
     said = declared.reasoning
     if said is not None and (reasoning is None or reasoning.start.strip() != said.start):
         reasoning = said
@@ -131,17 +131,17 @@ def _found(tokenizer: Tokenizer) -> TemplateOutput:
             special_ids=_special_ids(tokenizer, calls, reasoning),
             **more,
         )
-    told: Literal["", "system", "user"] = ""
+    told_in: Literal["", "system", "user"] = ""
     if not re.search(r"tool|function", source) and (reasoning is None or not reasoning.channels):
-        told = "system" if _takes_system(tokenizer) else "user"
-    calls = _TOLD if told else None
+        told_in = "system" if _takes_system(tokenizer) else "user"
+    calls = _TOLD if told_in else None
     special = _special_ids(tokenizer, calls, reasoning)
     return TemplateOutput(
         calls,
         reasoning,
         shape.text_arguments,
         shape.empty_content,
-        told=told,
+        told=told_in,
         history=None if shapes else _TOLD,
         special_ids=special,
         **more,
@@ -176,10 +176,10 @@ def _shown(
     for shape in shapes:
         rendered = _rendered(tokenizer, shape)
         taken = taken or (shape if rendered else None)
-        for one in formats:
-            written = one.write(_NAME, _VALUES) in rendered and one.opening in rendered
-            if written and one.named_ids == shape.named_ids:
-                return one, shape
+        for format in formats:
+            written = format.write(_NAME, _VALUES) in rendered and format.opening in rendered
+            if written and format.named_ids == shape.named_ids:
+                return format, shape
     return None, taken or _Shape()
 
 
@@ -198,8 +198,8 @@ def _separated(declared: OutputFormat, shown: str) -> OutputFormat:
     shown: a rendered chat with two calls
     """
     _, _, rest = shown.partition(declared.write(_NAME, _VALUES))
-    between, found, _ = rest.partition(declared.write("again", _VALUES))
-    return replace(declared, separator=between) if found else declared
+    between, again, _ = rest.partition(declared.write("again", _VALUES))
+    return replace(declared, separator=between) if again else declared
 
 
 def _same(known: OutputFormat | None, declared: OutputFormat) -> bool:
@@ -209,7 +209,7 @@ def _same(known: OutputFormat | None, declared: OutputFormat) -> bool:
     """
     if known is None:
         return False
-    calls = [one.opening + one.write(_NAME, _VALUES) for one in (known, declared)]
+    calls = [form.opening + form.write(_NAME, _VALUES) for form in (known, declared)]
     bare = ["".join(call.split()) for call in calls]
     return bare[1].startswith(bare[0])
 

@@ -87,11 +87,11 @@ class DialectReader:
                 text = rest
                 continue
             quotes = self._dialect.quotes
-            if quote := next((one for one in quotes if text.startswith(one)), ""):
+            if quote := next((candidate for candidate in quotes if text.startswith(candidate)), ""):
                 out.append('"')
                 self._quote, text = quote, text[len(quote) :]
                 continue
-            if not final and any(one.startswith(text) for one in quotes):
+            if not final and any(candidate.startswith(text) for candidate in quotes):
                 break
             if not self._open:
                 if text.startswith(self._end):
@@ -141,11 +141,11 @@ class DialectReader:
                 out.append(_quoted(text[:at]))
                 return text[at:]
         else:
-            found = [at for mark in (quote, "\\") if (at := text.find(mark)) >= 0]
-            if not found:
+            places = [at for mark in (quote, "\\") if (at := text.find(mark)) >= 0]
+            if not places:
                 out.append(_quoted(text))
                 return ""
-            at = min(found)
+            at = min(places)
             if text[at] == "\\":
                 size = {"u": 6, "x": 4}.get(text[at + 1 : at + 2], 2)
                 escape = text[at : at + size]

@@ -63,8 +63,8 @@ class Function:
 def _choices(schema: dict[str, Any]) -> list[str] | None:
     if "const" in schema:
         return [schema["const"]] if isinstance(schema["const"], str) else []
-    found = schema.get("enum")
-    return None if found is None else [value for value in found if isinstance(value, str)]
+    values = schema.get("enum")
+    return None if values is None else [value for value in values if isinstance(value, str)]
 
 
 def output_grammar(
@@ -190,7 +190,7 @@ class _Builder:
         self._rules = [_ANY]
         behind: dict[str, list[str]] = {}
         for i, (begin, schema, end) in enumerate(tags):
-            trigger = min((one for one in triggers if begin.startswith(one)), key=len)
+            trigger = min((mark for mark in triggers if begin.startswith(mark)), key=len)
             for match in self._cuts.finditer(begin):
                 if match.start() < len(trigger) < match.end():
                     trigger = begin[: match.end()]  # no half of a token begins anything
@@ -202,7 +202,7 @@ class _Builder:
         marks = tuple(dict.fromkeys((*triggers, *behind)))
         alternatives = []
         for i, (trigger, names) in enumerate(behind.items()):
-            others = tuple(one for one in marks if one != trigger)
+            others = tuple(mark for mark in marks if mark != trigger)
             before = self._until(f"until_{i}", trigger, others)
             alternatives.append(f"{before} ({' | '.join(names)})")
         self._rules.append(f"start: ({' | '.join(alternatives)})* {self._free(marks)}")
@@ -280,10 +280,10 @@ class _Builder:
 
         others, starts: as of `_free`
         """
-        if found := self._cuts.search(mark):
+        if match := self._cuts.search(mark):
             # The text goes up to the token: nothing else tells where it ends. The mark may begin
             # as it ends, and then the text could have made one of its beginning.
-            tail = mark[: found.start()]
+            tail = mark[: match.start()]
             sizes = range(1, len(mark))
             ends = tuple(mark[:-size] + tail for size in sizes if mark.endswith(mark[:size]))
             text = self._free((mark, *others), starts, ends, tail)
@@ -306,7 +306,7 @@ class _Builder:
         return f"{self._terminal(marks, starts)} {_tokens(first)} {again}"
 
     def _tokens_in(self, *texts: str) -> set[int]:
-        return {self._marks[one] for text in texts for one in self._cuts.findall(text)}
+        return {self._marks[cut] for text in texts for cut in self._cuts.findall(text)}
 
     def _terminal(
         self,
@@ -393,15 +393,15 @@ class _Builder:
             again = again if items[place][0] in required else f"({again})?"
             rest = f" {rule}_behind_{place}" if place + 1 < len(items) else ""
             self._rules.append(f"{rule}_behind_{place - 1}: {again}{rest}")
-        found = []
+        forms = []
         for place, (name, _) in enumerate(items):
             behind = f" {rule}_behind_{place}" if place + 1 < len(items) else ""
-            found.append(parts[place] + behind)
+            forms.append(parts[place] + behind)
             if name in required:
                 break
         else:
-            return [f"({' | '.join(found)})?"] if found else []
-        return [f"({' | '.join(found)})"]
+            return [f"({' | '.join(forms)})?"] if forms else []
+        return [f"({' | '.join(forms)})"]
 
     def _value(self, dialect: Dialect, rule: str, schema: Any, shared: dict[str, Any]) -> str:
         """Return the rule of a schema: in the dialect if that can say the same, else in JSON."""
@@ -410,16 +410,16 @@ class _Builder:
         kind, keys = schema.get("type"), schema.keys()
         several = schema.get("anyOf") if keys <= _PLAIN | {"anyOf"} else None
         if isinstance(kind, list) and keys <= _PLAIN | {"anyOf"} - {"enum", "const"}:
-            several = [{**schema, "type": one} for one in kind]
+            several = [{**schema, "type": form} for form in kind]
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if choices is not None and keys <= _PLAIN and not _any_nested(choices):
-            return f"({' | '.join(self._constant(dialect, one) for one in choices)})"
+            return f"({' | '.join(self._constant(dialect, form) for form in choices)})"
         if several and choices is None:
-            found = [
-                self._value(dialect, f"{rule}_{place}", one, shared)
-                for place, one in enumerate(several)
+            rules = [
+                self._value(dialect, f"{rule}_{place}", form, shared)
+                for place, form in enumerate(several)
             ]
-            return f"({' | '.join(found)})"
+            return f"({' | '.join(rules)})"
         if kind == "string" and dialect.raw and keys <= _PLAIN:
             quote = dialect.quotes[0]
             return f"{self.literal(quote)} {self._until(f'{rule}_text', quote)}"
@@ -433,9 +433,9 @@ class _Builder:
             again = f"({self.literal(dialect.separator)} {rule}_item)*"
             return f'"[" ({rule}_item {again})? "]"'
         properties = schema.get("properties")
-        told = _PLAIN | {"properties", "required", "additionalProperties"}
+        known = _PLAIN | {"properties", "required", "additionalProperties"}
         named = isinstance(properties, dict) and all(map(_WORD.fullmatch, properties))
-        if dialect.nested and kind == "object" and keys <= told and properties and named:
+        if dialect.nested and kind == "object" and keys <= known and properties and named:
             inner = self._written(dialect, f"{rule}_in", {**shared, **schema})
             return " ".join(['"{"', *inner, '"}"'])
         return _json({**shared, **schema}, _COMPACT)

@@ -192,8 +192,8 @@ class OutputParser(StepParser):
         else:  # the first argument or the end follows at once
             tags = self._format.tagged
             ends = [self._format.end] + ([tags.key_open] if tags is not None else [])
-            found = [at for mark in ends if (at := self._text.find(mark)) >= 0]
-            at = min(found, default=-1)
+            places = [at for mark in ends if (at := self._text.find(mark)) >= 0]
+            at = min(places, default=-1)
         if at < 0:
             if self._final:
                 self._text = ""
@@ -264,9 +264,9 @@ class OutputParser(StepParser):
 
     def _written_value(self) -> bool:
         assert self._reader is not None
-        told, self._text, behind = self._reader.take(self._text, self._final)
-        if told:
-            self._out.append(Event("arguments", told))
+        piece, self._text, behind = self._reader.take(self._text, self._final)
+        if piece:
+            self._out.append(Event("arguments", piece))
         if behind:
             self._step = self._next_written
         return bool(behind)

@@ -115,7 +115,7 @@ class OutputPlan:
                     ignored += name_fields([tool.where])
             functions.append(function)
         if self.format is not None:
-            self.raw.update((one.name, one.raw(self.format)) for one in functions)
+            self.raw.update((declared.name, declared.raw(self.format)) for declared in functions)
         content = ""
         required = tools is not None and tools.mode == "required"
         if constraint is not None:

@@ -106,10 +106,12 @@ def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[
         role, content = message["role"], message.get("content") or ""
         if role == "assistant" and message.get("tool_calls"):
             functions = (call["function"] for call in message["tool_calls"])
-            written = [calls.write(one["name"], one["arguments"]) for one in functions]
+            written = [
+                calls.write(function["name"], function["arguments"]) for function in functions
+            ]
             said = "\n".join([content, *written] if content else written)
-            kept = {name: value for name, value in message.items() if name != "tool_calls"}
-            out.append({**kept, "content": said})
+            others = {name: value for name, value in message.items() if name != "tool_calls"}
+            out.append({**others, "content": said})
         elif role == "tool":
             result = f"<tool_response>\n{content}\n</tool_response>"
             if out and out[-1].get("results"):
@@ -125,8 +127,8 @@ def _told_history(messages: list[TemplateMessage], calls: OutputFormat) -> list[
 
 def _tell(messages: list[TemplateMessage], tools: RequestedTools, known: TemplateOutput) -> None:
     """Tell of tools in a message: the template has no words for them."""
-    given = [json.dumps(tool.given, ensure_ascii=False) for tool in tools.tools]
-    text = _TOOLS.format("\n".join(given))
+    declarations = [json.dumps(tool.given, ensure_ascii=False) for tool in tools.tools]
+    text = _TOOLS.format("\n".join(declarations))
     if messages[0]["role"] == "system" or known.told == "user":
         messages[0]["content"] = f"{messages[0].get('content') or ''}\n\n{text}".lstrip()
     else:
@@ -144,9 +146,9 @@ def _adapt(message: TemplateMessage, known: TemplateOutput) -> None:
                 message[name] = f"{message[name]}\n{message.pop('content')}"
                 break
     if known.plan:
-        given = [message.get(name) for name in ("reasoning_content", "reasoning", "content")]
-        if told := "\n".join(one for one in given if one):
-            message[known.plan] = told
+        texts = [message.get(name) for name in ("reasoning_content", "reasoning", "content")]
+        if joined := "\n".join(text for text in texts if text):
+            message[known.plan] = joined
     if known.empty_content:
         message.setdefault("content", "")
     if known.text_arguments:
@@ -203,7 +205,7 @@ def _one_call_each(messages: list[TemplateMessage]) -> list[TemplateMessage]:
             at += 1
         for i, call in enumerate(calls):
             out.append({**(message if i == 0 else {"role": "assistant"}), "tool_calls": [call]})
-            out += [one for one in results if one["tool_call_id"] == call["id"]]
+            out += [result for result in results if result["tool_call_id"] == call["id"]]
         asked = {call["id"] for call in calls}
-        out += [one for one in results if one["tool_call_id"] not in asked]
+        out += [result for result in results if result["tool_call_id"] not in asked]
     return out

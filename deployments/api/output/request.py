@@ -175,8 +175,8 @@ def add_tool(
         schema = {**declared["parameters"], "additionalProperties": False}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise wrong_type(path, "the JSON schema of an object")
-    given = {"type": "function", "function": declared}
-    tools.append(RequestedTool(name, given, {"type": "object", **schema}, bool(strict), path))
+    declaration = {"type": "function", "function": declared}
+    tools.append(RequestedTool(name, declaration, {"type": "object", **schema}, bool(strict), path))
 
 
 def _custom(name: str, described: str | None, format: Any, where: str) -> RequestedTool:
@@ -206,9 +206,9 @@ def _custom(name: str, described: str | None, format: Any, where: str) -> Reques
         "additionalProperties": False,
     }
     plain = {**schema, "properties": {"input": {"type": "string"}}}
-    told = {"name": name, "description": described or "", "parameters": plain}
-    given = {"type": "function", "function": told}
-    return RequestedTool(name, given, schema, True, f"{where}.format", True, grammar)
+    function = {"name": name, "description": described or "", "parameters": plain}
+    declaration = {"type": "function", "function": function}
+    return RequestedTool(name, declaration, schema, True, f"{where}.format", True, grammar)
 
 
 def read_choice(choice: Any, tools: Sequence[RequestedTool]) -> ToolChoice:

@@ -91,7 +91,7 @@ def declared_output(
         return None
 
     calls = take("tool_calls", _calls, (name, key, value), examples, tuple(ends))
-    thoughts = next((one for one in _REASONING if one in fields), "")
+    thoughts = next((known for known in _REASONING if known in fields), "")
     reasoning = take(thoughts, _reasoning)
     wrapper = take("content", _wrapper)
     return DeclaredOutput(calls, reasoning, wrapper or (), tuple(problems))
@@ -105,7 +105,9 @@ def _fields(template: Any) -> dict[str, dict[str, Any]]:
     if unknown := sorted(template.keys() - _KEYS):
         raise _Unusable(f"{', '.join(unknown)}: unknown keys")
     fields = template.get("fields")
-    if not isinstance(fields, dict) or not all(isinstance(one, dict) for one in fields.values()):
+    if not isinstance(fields, dict) or not all(
+        isinstance(field, dict) for field in fields.values()
+    ):
         raise _Unusable("fields must be an object of objects")
     return fields
 
@@ -135,23 +137,23 @@ def _calls(
         raise _Unusable(": calls without a mark at their beginning and their end")
     last = closed[-1]
     if isinstance(last, str):
-        end = next((one for one in ends if one and last.endswith(one)), "")
+        end = next((mark for mark in ends if mark and last.endswith(mark)), "")
         closed[-1] = last[: len(last) - len(end)]
     kind = field.get("content", "text")
     inner = field.get("content_args") or {}
-    each, repeats = bool(field.get("transform_each")), bool(field.get("repeats"))
-    named, keys = _transform(field.get("transform"), each)
+    per_call, repeats = bool(field.get("transform_each")), bool(field.get("repeats"))
+    named, keys = _transform(field.get("transform"), per_call)
     head, tail = _split(opened, "name") if named else (opened, [])
     if any(isinstance(part, _Captured) for part in (*head, *tail, *closed)):
         raise _Unusable(".transform: it uses more than a name")
-    more: dict[str, Any] = {"parallel": repeats or each}
+    more: dict[str, Any] = {"parallel": repeats or per_call}
     name, key, value = probe
     if kind == "json" and not named:
         if inner:
             raise _Unusable(f".content_args: {', '.join(inner)} where the name is in the JSON")
         before, between = f'{{"{keys[0]}": "', f'", "{keys[1]}": '
         call: list[_Part] = [before, name, between, f'{{"{key}": "{value}"}}', "}"]
-        if each:
+        if per_call:
             parts = [*head, _Space(), "[", _Space(), *call, _Space(), "]", _Space(), *closed]
             texts = _shown(parts, examples)
             at = texts.index(before)
@@ -219,8 +221,8 @@ def _tagged(
     argument: list[list[_Part]] = [key_open, [key], key_close, [shown], [*value_close, _Space()]]
     groups: list[list[_Part]] = [*call, *argument, [_Other()], closed]
     texts = iter(_shown([part for group in groups for part in group], examples))
-    made = ["".join(next(texts) for _ in group) for group in groups]
-    begin, _, middle, opens, _, closes, _, ended, other, last = made
+    joined = ["".join(next(texts) for _ in group) for group in groups]
+    begin, _, middle, opens, _, closes, _, ended, other, last = joined
     tags = TaggedArguments(opens, closes, ended, quoted)
     return _made(begin=begin, middle=middle, end=other + last, tagged=tags, **more)
 
@@ -243,15 +245,15 @@ def _transform(transform: Any, each: bool) -> tuple[bool, tuple[str, str]]:
     if function == "{content}" and not each:
         return False, ("name", "arguments")
     if isinstance(function, dict):
-        found = [_WHOLE.fullmatch(str(function.get(one))) for one in ("name", "arguments")]
-        if all(found):
-            name, arguments = (match.group(1) for match in found if match is not None)
+        matches = [_WHOLE.fullmatch(str(function.get(key))) for key in ("name", "arguments")]
+        if all(matches):
+            name, arguments = (match.group(1) for match in matches if match is not None)
             if not each and (name, arguments) == ("name", "content"):
                 return True, ("", "")
             prefix = "" if each else "content."
             keys = (name.removeprefix(prefix), arguments.removeprefix(prefix))
-            told = name.startswith(prefix) and arguments.startswith(prefix)
-            if told and not any("." in one for one in keys):
+            inside = name.startswith(prefix) and arguments.startswith(prefix)
+            if inside and not any("." in key for key in keys):
                 return False, keys
     raise _Unusable(".transform: it says not plainly where a call's name and arguments are")
 

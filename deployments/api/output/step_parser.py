@@ -68,9 +68,9 @@ class StepParser:
 
         If no mark is there, it is "", and text that may begin one is left.
         """
-        found = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
+        marks = [(at, mark) for mark in until if (at := self._text.find(mark)) >= 0]
+        if marks:
+            at, mark = min(marks)
             before, self._text = self._text[:at], self._text[at + len(mark) :]
             return before, mark
         keep = 0 if self._final else max((overlap(self._text, mark) for mark in until), default=0)

@@ -40,8 +40,8 @@ class TextReader:
             high = size == 6 and text[at - 4 : at - 2].lower() in ("d8", "d9", "da", "db")
             if not high:
                 safe = at
-        found, self._held = text[:safe], text[safe:]
-        if not found:
+        ready, self._held = text[:safe], text[safe:]
+        if not ready:
             return ""
-        value: str = json.loads(f'"{found}"', strict=False)
+        value: str = json.loads(f'"{ready}"', strict=False)
         return value.encode("utf-8", "replace").decode()

@@ -19,8 +19,8 @@ async def live(context: ApiContext, exchange: HttpExchange) -> None:
         message = "the live view is off; http.page in the configuration turns it on"
         raise ApiError(404, "not_found", message, kind=NOT_FOUND)
     names = {digest.hex()[:32]: rule.name for digest, rule in options.rules.items() if rule.name}
-    told = {"object": "live", "key_names": names, "routers": await options.live()}
-    await exchange.answer(200, msgspec.json.encode(told), headers=(("cache-control", "no-store"),))
+    view = {"object": "live", "key_names": names, "routers": await options.live()}
+    await exchange.answer(200, msgspec.json.encode(view), headers=(("cache-control", "no-store"),))
 
 
 ROUTE = Route(

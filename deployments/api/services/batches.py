@@ -55,9 +55,9 @@ async def files(context: ApiContext, exchange: HttpExchange) -> None:
         entry = await _upload(context, exchange, folder)
         await _answer_one(exchange, entry)
         return
-    found = await asyncio.to_thread(folder.files, owner)
+    owned = await asyncio.to_thread(folder.files, owner)
     purpose = exchange.parameters().get("purpose")
-    entries = [entry for entry in found if purpose in (None, entry.told["purpose"])]
+    entries = [entry for entry in owned if purpose in (None, entry.told["purpose"])]
     await _answer_list(exchange, entries, 10_000, 10_000)
 
 
@@ -72,8 +72,8 @@ async def one_file(context: ApiContext, exchange: HttpExchange) -> None:
         if id in await asyncio.to_thread(folder.in_use):
             raise invalid("a batch that has not ended reads this file", "id", "file_in_use")
         await asyncio.to_thread(folder.remove_file, id)
-        told = {"id": id, "object": "file", "deleted": True}
-        await exchange.answer(200, msgspec.json.encode(told))
+        answer = {"id": id, "object": "file", "deleted": True}
+        await exchange.answer(200, msgspec.json.encode(answer))
     elif rest:
         await _send_file(exchange, folder.data(id))
     else:
@@ -84,10 +84,10 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer GET and POST of /v1/batches."""
     folder, owner = _folder(context), exchange.caller.id
     if exchange.method == "POST":
-        told, keep = _checked(await context.read(exchange))
-        if await asyncio.to_thread(folder.file, told["input_file_id"], owner) is None:
+        fields, keep = _checked(await context.read(exchange))
+        if await asyncio.to_thread(folder.file, fields["input_file_id"], owner) is None:
             raise invalid(
-                f"there is no file {shown(told['input_file_id'])}", "input_file_id", "not_found"
+                f"there is no file {shown(fields['input_file_id'])}", "input_file_id", "not_found"
             )
         entries = await asyncio.to_thread(folder.batches, owner)
         most = folder.settings.key_batches
@@ -99,7 +99,7 @@ async def batches(context: ApiContext, exchange: HttpExchange) -> None:
                 kind=RATE_LIMIT,
                 headers=(("retry-after", "60"),),
             )
-        entry = await asyncio.to_thread(folder.add_batch, told, owner, keep)
+        entry = await asyncio.to_thread(folder.add_batch, fields, owner, keep)
         await _answer_one(exchange, entry)
         return
     await _answer_list(exchange, await asyncio.to_thread(folder.batches, owner), 20, 100)
@@ -150,7 +150,7 @@ def _checked(body: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
         raise invalid("metadata must be up to 16 strings by name", "metadata")
     now = int(time.time())
     stamps = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")
-    told = {
+    fields = {
         "object": "batch",
         "endpoint": body["endpoint"],
         "errors": None,
@@ -166,7 +166,7 @@ def _checked(body: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": metadata,
     }
-    return told, keep
+    return fields, keep
 
 
 def _seconds_of(after: Any, name: str) -> float:
@@ -203,14 +203,14 @@ async def _answer_list(exchange: HttpExchange, entries: list[Entry], usual: int,
             raise invalid(f"there is no {shown(after)}", "after")
         entries = entries[ids.index(after) + 1 :]
     page = [entry.told for entry in entries[: int(limit)]]
-    told = {
+    listing = {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
         "has_more": len(entries) > len(page),
     }
-    await exchange.answer(200, msgspec.json.encode(told))
+    await exchange.answer(200, msgspec.json.encode(listing))
 
 
 async def _send_file(exchange: HttpExchange, path: Path) -> None:
@@ -233,8 +233,8 @@ async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFold
     if exchange.values(b"content-encoding"):
         raise _unsupported("an upload must not have a content-encoding", "content-encoding")
     kinds = exchange.values(b"content-type")
-    found = _BOUNDARY.match(kinds[0]) if len(kinds) == 1 else None
-    if found is None:
+    boundary = _BOUNDARY.match(kinds[0]) if len(kinds) == 1 else None
+    if boundary is None:
         raise _unsupported(
             "content-type must be multipart/form-data, with the fields file and purpose",
             "content-type",
@@ -251,16 +251,16 @@ async def _upload(context: ApiContext, exchange: HttpExchange, folder: BatchFold
     raw, content = folder.upload(), folder.upload()
     try:
         await _receive(exchange, raw, min(folder.settings.file_bytes, most - held))
-        name, fields = await asyncio.to_thread(_take_form, raw, found[1], content)
+        name, fields = await asyncio.to_thread(_take_form, raw, boundary[1], content)
         purpose = fields.get("purpose", "")
         if purpose != "batch":
             raise invalid("purpose must be batch", "purpose")
         keep = None
         if "expires_after[seconds]" in fields:
-            given = fields["expires_after[seconds]"]
+            seconds = fields["expires_after[seconds]"]
             after = {
                 "anchor": fields.get("expires_after[anchor]"),
-                "seconds": int(given) if given.isdecimal() else None,
+                "seconds": int(seconds) if seconds.isdecimal() else None,
             }
             keep = _seconds_of(after, "expires_after")
         return await asyncio.to_thread(folder.add_file, content, name, purpose, owner, keep)
@@ -323,8 +323,8 @@ def _take_form(raw: Path, boundary: bytes, target: Path) -> tuple[str, dict[str,
             headers = data[at : min(head, at + 4096)]
             field = _NAME.search(headers)
             if field is not None and field[1] == b"file":
-                given = _FILENAME.search(headers)
-                name = given[1].decode("utf-8", "replace")[:256] if given else "file"
+                filename = _FILENAME.search(headers)
+                name = filename[1].decode("utf-8", "replace")[:256] if filename else "file"
                 target.touch(mode=0o600)
                 with target.open("wb") as into:
                     for begin in range(head + 4, end, _PART):

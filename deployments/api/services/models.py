@@ -77,9 +77,9 @@ async def _put(context: ApiContext, exchange: HttpExchange) -> None:
     except ConfigError as error:
         raise invalid(error.message, error.param) from None
     card = context.backend.models().get(name)
-    told = {"id": name, "object": "model", "status": "starting"}
+    answer = {"id": name, "object": "model", "status": "starting"}
     await exchange.answer(
-        200, msgspec.json.encode(_shown(context, card) if card is not None else told)
+        200, msgspec.json.encode(_shown(context, card) if card is not None else answer)
     )
 
 

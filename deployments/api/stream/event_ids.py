@@ -51,10 +51,10 @@ class ChoiceProgress:
         self.phase, self.tokens, self.check, self.cached = phase, tokens, check, cached
 
     def encode(self) -> bytes:
-        told = _varint(self.tokens << 2 | self.phase)
+        encoded = _varint(self.tokens << 2 | self.phase)
         if self.tokens:
-            told += self.check.to_bytes(4, "big") + _varint(self.cached)
-        return told
+            encoded += self.check.to_bytes(4, "big") + _varint(self.cached)
+        return encoded
 
 
 class EventIds:
@@ -105,7 +105,7 @@ class EventIds:
         head = _HEAD.pack(_VERSION, self.created, self.number, asked)
         self._prefix = b"id: " + b2a_base64(head, newline=False)
         self._mac = hashlib.blake2b(self._binding + head, key=self._secret, digest_size=_MAC_BYTES)
-        self._parts = [_varint(self.told), *(one.encode() for one in self.shown)]
+        self._parts = [_varint(self.told), *(progress.encode() for progress in self.shown)]
 
     def took(self, index: int, token_ids: Sequence[int], cached: int, ended: bool) -> None:
         """Count these tokens of a choice as shown by its next event."""
@@ -130,10 +130,10 @@ class EventIds:
 
     def line(self) -> bytes:
         """Return the `id` line of the next event."""
-        told = b"".join(self._parts)
+        position = b"".join(self._parts)
         mac = self._mac.copy()
-        mac.update(told)
-        return b"%b%b\n" % (self._prefix, b2a_base64(told + mac.digest(), newline=False))
+        mac.update(position)
+        return b"%b%b\n" % (self._prefix, b2a_base64(position + mac.digest(), newline=False))
 
     @classmethod
     def parse(cls, text: bytes, secret: bytes, binding: bytes) -> "EventIds":
@@ -158,18 +158,18 @@ class EventIds:
                 LAST.decode(),
                 "event_id_expired",
             )
-        found = cls(secret, binding, number, created)
-        found.resumed = True
-        found._asked = asked
-        found.told, at = _read_varint(signed, _HEAD.size)
+        ids = cls(secret, binding, number, created)
+        ids.resumed = True
+        ids._asked = asked
+        ids.told, at = _read_varint(signed, _HEAD.size)
         while at < len(signed):
             value, at = _read_varint(signed, at)
             shown = ChoiceProgress(value & 3, value >> 2)
             if shown.tokens:
                 shown.check = int.from_bytes(signed[at : at + 4], "big")
                 shown.cached, at = _read_varint(signed, at + 4)
-            found.shown.append(shown)
-        return found
+            ids.shown.append(shown)
+        return ids
 
 
 def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | None:
@@ -182,8 +182,8 @@ def event_ids(exchange: HttpExchange, caller: str, secret: bytes) -> EventIds | 
     last = b"".join(exchange.values(LAST)[:1])
     if not last and exchange.values(WANTED) != [b"1"]:
         return None
-    told = (exchange.path.encode(), exchange.digest, caller.encode())
-    binding = b"".join(len(part).to_bytes(2, "big") + part for part in told)
+    bound = (exchange.path.encode(), exchange.digest, caller.encode())
+    binding = b"".join(len(part).to_bytes(2, "big") + part for part in bound)
     if last:
         return EventIds.parse(last, secret, binding)
     return EventIds(secret, binding, secrets.token_bytes(12), int(time.time()))

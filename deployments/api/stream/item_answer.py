@@ -123,16 +123,16 @@ class _WrittenChoice(ParsedChoice):
         count = 0
         for i, token in enumerate(delta.token_ids):
             last = i == len(delta.token_ids) - 1
-            one = Delta(delta.id, [token], delta.finish if last else "")
-            one.stop_token = delta.stop_token if last else None
-            decoded = super().feed(one)
+            single = Delta(delta.id, [token], delta.finish if last else "")
+            single.stop_token = delta.stop_token if last else None
+            decoded = super().feed(single)
             count += decoded.num_tokens
-            told = []
-            if self.is_content and self.is_content[0] and one.stop_token is None:
-                told = chat_logprobs(self._call.tokenizer, delta.logprobs[i : i + 1])
+            entries = []
+            if self.is_content and self.is_content[0] and single.stop_token is None:
+                entries = chat_logprobs(self._call.tokenizer, delta.logprobs[i : i + 1])
             for event in self.new:
-                self._writer.take(event, told if event.kind == "content" else [])
-                told = []
+                self._writer.take(event, entries if event.kind == "content" else [])
+                entries = []
             if decoded.finish_reason is not None:
                 break
         return Decoded("", decoded.finish_reason, decoded.stop_reason, count)

@@ -61,11 +61,11 @@ def completion_logprobs(
 
 
 def _top(tokenizer: Tokenizer, item: TokenLogprobs, by_id: bool) -> dict[str, float]:
-    found: dict[str, float] = {}
+    alternatives: dict[str, float] = {}
     for token, logprob in zip(item.top_ids, item.top_logprobs, strict=True):
-        found.setdefault(_name(tokenizer, token, by_id), max(logprob, _FLOOR))
-    found.setdefault(_name(tokenizer, item.token_id, by_id), max(item.logprob, _FLOOR))
-    return found
+        alternatives.setdefault(_name(tokenizer, token, by_id), max(logprob, _FLOOR))
+    alternatives.setdefault(_name(tokenizer, item.token_id, by_id), max(item.logprob, _FLOOR))
+    return alternatives
 
 
 def _name(tokenizer: Tokenizer, token: int, by_id: bool) -> str:
@@ -82,10 +82,10 @@ def prompt_logprobs(
     tokenizer: Tokenizer, items: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, Any] | None]:
     """One item a prompt token: token id -> {logprob, rank, decoded_token}; null for the first."""
-    found: list[dict[str, Any] | None] = []
+    listed: list[dict[str, Any] | None] = []
     for item in items:
         if item is None:
-            found.append(None)
+            listed.append(None)
             continue
         entries = {
             str(token): {
@@ -105,8 +105,8 @@ def prompt_logprobs(
                 "decoded_token": tokenizer.token_text(item.token_id),
             },
         )
-        found.append(entries)
-    return found
+        listed.append(entries)
+    return listed
 
 
 def with_first(items: list[TokenLogprobs | None], length: int) -> list[TokenLogprobs | None]:

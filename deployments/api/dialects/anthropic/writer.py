@@ -29,8 +29,8 @@ def error_object(error: ApiError) -> dict[str, Any]:
     if error.code == "context_length_exceeded" and error.param != "max_tokens":
         message = f"prompt is too long: {message}"  # by which its clients know to compact
     kind = _KINDS.get(error.status, "api_error")
-    told = {"type": kind, "message": message, "code": error.code, "param": error.param}
-    return {"type": "error", "error": told}
+    details = {"type": kind, "message": message, "code": error.code, "param": error.param}
+    return {"type": "error", "error": details}
 
 
 def error_body(error: ApiError) -> bytes:
@@ -65,8 +65,8 @@ class MessagesWriter:
         return {**self._message, "content": blocks}
 
     def open(self, usage: Usage) -> None:
-        told = _usage(Usage(usage.prompt, 0, 0, 0))
-        message = {**self._message, "content": [], "usage": told}
+        counts = _usage(Usage(usage.prompt, 0, 0, 0))
+        message = {**self._message, "content": [], "usage": counts}
         self._push("message_start", message=message)
 
     def take(self, event: Event, logprobs: list[dict[str, Any]]) -> None:
@@ -95,15 +95,15 @@ class MessagesWriter:
     def end(self, reason: str, stop: str | int | None, usage: Usage) -> None:
         self._cut = self._open == "call"
         self._close()
-        told: dict[str, Any] = {"stop_reason": "end_turn", "stop_sequence": None}
+        ending: dict[str, Any] = {"stop_reason": "end_turn", "stop_sequence": None}
         if reason == "length":
-            told["stop_reason"] = "max_tokens"
+            ending["stop_reason"] = "max_tokens"
         elif isinstance(stop, str):
-            told = {"stop_reason": "stop_sequence", "stop_sequence": stop}
+            ending = {"stop_reason": "stop_sequence", "stop_sequence": stop}
         elif self._calls and not self._cut:
-            told["stop_reason"] = "tool_use"
-        self._message |= {**told, "usage": _usage(usage)}
-        self._push("message_delta", delta=told, usage=_usage(usage))
+            ending["stop_reason"] = "tool_use"
+        self._message |= {**ending, "usage": _usage(usage)}
+        self._push("message_delta", delta=ending, usage=_usage(usage))
         self._push("message_stop")
 
     def fail(self, error: ApiError) -> None:

@@ -23,18 +23,20 @@ _NEVER = "9999-12-31T23:59:59Z"  # when a model goes that nobody asks for
 async def tags(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with all models that the key may use."""
     cards = await _cards(context, exchange)
-    await exchange.answer(200, msgspec.json.encode({"models": [await _tag(one) for one in cards]}))
+    await exchange.answer(
+        200, msgspec.json.encode({"models": [await _tag(card) for card in cards]})
+    )
 
 
 async def running(context: ApiContext, exchange: HttpExchange) -> None:
     """Answer with those of the models whose replicas are awake."""
     changes = context.options.models
-    found = []
+    models = []
     for card in await _cards(context, exchange):
         if changes is None or changes.status(card.parent or card.id) == "ready":
             more = {"expires_at": _NEVER, "context_length": card.max_model_len}
-            found.append({**await _tag(card), **more})
-    await exchange.answer(200, msgspec.json.encode({"models": found}))
+            models.append({**await _tag(card), **more})
+    await exchange.answer(200, msgspec.json.encode({"models": models}))
 
 
 async def show(context: ApiContext, exchange: HttpExchange) -> None:
@@ -103,26 +105,26 @@ def _human(count: int) -> str:
 def _info(card: ModelCard, count: int) -> dict[str, Any]:
     """Names are those of GGUF's metadata."""
     family = card.facts.family or "unknown"
-    found: dict[str, Any] = {"general.architecture": family}
+    facts: dict[str, Any] = {"general.architecture": family}
     if count:
-        found["general.parameter_count"] = count
-    found[f"{family}.context_length"] = card.max_model_len
+        facts["general.parameter_count"] = count
+    facts[f"{family}.context_length"] = card.max_model_len
     for name, value in card.facts.sizes.items():
-        found[f"{family}.{name}"] = value
-    return found
+        facts[f"{family}.{name}"] = value
+    return facts
 
 
 def _capabilities(card: ModelCard, tokenizer: Tokenizer) -> list[str]:
-    found = []
+    capabilities = []
     if card.facts.generates:
-        found.append("completion")
+        capabilities.append("completion")
         known = template_output(tokenizer)
-        found += ["tools"] if known.calls is not None else []
-        found += ["thinking"] if known.reasoning is not None else []
-        found += ["insert"] if FillMarks.of(tokenizer) is not None else []
+        capabilities += ["tools"] if known.calls is not None else []
+        capabilities += ["thinking"] if known.reasoning is not None else []
+        capabilities += ["insert"] if FillMarks.of(tokenizer) is not None else []
     if card.pooling is not None and not card.pooling.labels:
-        found.append("embedding")
-    return found
+        capabilities.append("embedding")
+    return capabilities
 
 
 def _parameters(tokenizer: Tokenizer) -> list[str]:

@@ -103,11 +103,11 @@ class OpenAIResponse:
                     continue
                 decoded = choice.feed(delta)
                 choice.text.append(decoded.text)
-                kept = decoded.num_tokens
-                choice.token_ids += delta.token_ids[:kept]
+                num_tokens = decoded.num_tokens
+                choice.token_ids += delta.token_ids[:num_tokens]
                 if self.wants_logprobs:
-                    choice.logprobs += self._scored(choice, delta, kept)
-                    choice.offsets += decoded.offsets[:kept]
+                    choice.logprobs += self._scored(choice, delta, num_tokens)
+                    choice.offsets += decoded.offsets[:num_tokens]
                 if decoded.finish_reason is not None:
                     left -= 1
                     if left and not delta.finish:
@@ -224,11 +224,11 @@ class OpenAIResponse:
             thought = sum(c.parsed.reasoning_tokens for c in self.choices if c.parsed is not None)
             usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         if call.timing:
-            told = generation.timing()
+            timing = generation.timing()
             usage["timing"] = {
-                "queue_ms": round(told.queue_s * 1000, 3),
-                "migrations": told.migrations,
-                "replicas": told.replicas,
+                "queue_ms": round(timing.queue_s * 1000, 3),
+                "migrations": timing.migrations,
+                "replicas": timing.replicas,
             }
         return usage
 
@@ -388,18 +388,18 @@ class OpenAIResponse:
     def _event(self, index: int, delta: Delta, decoded: Decoded) -> bytes:
         """Return an event with more than text in it; empty if there is nothing to send."""
         call, choice = self.call, self.choices[index]
-        kept = decoded.num_tokens
-        made: dict[str, Any] | None = None
+        num_tokens = decoded.num_tokens
+        message: dict[str, Any] | None = None
         if choice.parsed is not None:
-            made = choice.parsed.delta(self._number, index)
+            message = choice.parsed.delta(self._number, index)
             scored = self.wants_logprobs and any(choice.parsed.is_content)
-            if not made and not (kept and (call.return_token_ids or scored)):
+            if not message and not (num_tokens and (call.return_token_ids or scored)):
                 return b""
-        elif call.score_only or not (kept or decoded.text):
+        elif call.score_only or not (num_tokens or decoded.text):
             return b""
         logprobs: dict[str, Any] | None = None
         if self.wants_logprobs:
-            items = self._scored(choice, delta, kept)
+            items = self._scored(choice, delta, num_tokens)
             if self.chat:
                 content = chat_logprobs(call.tokenizer, items, by_id=call.token_names)
                 logprobs = {"content": content, "refusal": None}
@@ -407,16 +407,16 @@ class OpenAIResponse:
                 shift = len(call.texts[self._prompt_of(index)]) if call.echo else 0
                 logprobs = completion_logprobs(
                     call.tokenizer,
-                    delta.token_ids[:kept],
+                    delta.token_ids[:num_tokens],
                     items,
-                    [o + shift for o in decoded.offsets[:kept]],
+                    [o + shift for o in decoded.offsets[:num_tokens]],
                     by_id=call.token_names,
                 )
         shaped = self._shaped(index, decoded.text, logprobs)
-        if made is not None:
-            shaped["delta"] = made
+        if message is not None:
+            shaped["delta"] = message
         if call.return_token_ids:
-            shaped["token_ids"] = delta.token_ids[:kept]
+            shaped["token_ids"] = delta.token_ids[:num_tokens]
         return self._chunk(shaped)
 
     def _scored(self, choice: ChoiceOutput, delta: Delta, kept: int) -> list[TokenLogprobs]:

@@ -325,14 +325,14 @@ class _Messages:
             raise invalid(
                 f"{self._place}.role must be one of {', '.join(ITEM_ROLES)}", f"{self._place}.role"
             )
-        given = item.get("content")
-        if not isinstance(given, str | list):
+        sent = item.get("content")
+        if not isinstance(sent, str | list):
             raise wrong_type(f"{self._place}.content", "a string or a list of parts")
-        content = self._content(given, f"{self._place}.content")
+        content = self._content(sent, f"{self._place}.content")
         if role == "assistant":
             open_call = self._said and bool(self._last.tool_calls)
             self._close_if(open_call or (self._said and self._last.content is not None))
-            if given != []:
+            if sent != []:
                 self._assistant()
                 self._builder.change(content=content)
             return

@@ -120,60 +120,60 @@ async def one(context: ApiContext, exchange: HttpExchange) -> None:
     query, owner = exchange.parameters(), exchange.caller.id
     run = context.background.get(id, owner)
     if run is not None:
-        found = StoredResponse(owner, msgspec.json.encode(run.response()), b"", 0.0, run.events)
+        stored = StoredResponse(owner, msgspec.json.encode(run.response()), b"", 0.0, run.events)
         items = run.items
     else:
-        found = context.responses.get(id, owner)
-        items = msgspec.json.decode(found.items)
+        stored = context.responses.get(id, owner)
+        items = msgspec.json.decode(stored.items)
     if rest == "input_items":
         await exchange.answer(200, msgspec.json.encode(_page(query, _told_items(id, items))))
     elif rest == "cancel":
         if run is not None:
             run.cancel()
-            found.response = msgspec.json.encode(run.response())
-        elif not msgspec.json.decode(found.response)["background"]:
+            stored.response = msgspec.json.encode(run.response())
+        elif not msgspec.json.decode(stored.response)["background"]:
             raise invalid(
                 "this response has ended; only one in the background can be cancelled", "id"
             )
-        await exchange.answer(200, found.response)
+        await exchange.answer(200, stored.response)
     elif exchange.method == "DELETE":
         if run is not None:
             run.wanted = False
             run.cancel()
         else:
             context.responses.remove(id, owner)
-        told = {"id": id, "object": "response.deleted", "deleted": True}
-        await exchange.answer(200, msgspec.json.encode(told))
+        answer = {"id": id, "object": "response.deleted", "deleted": True}
+        await exchange.answer(200, msgspec.json.encode(answer))
     elif query.get("stream") == "true" and exchange.method == "GET":
         after = take_after(query)
         if run is not None:
             await stream_run(exchange, run, after, context.options.keepalive_s)
         else:
-            events = found.events or events_of(msgspec.json.decode(found.response))
+            events = stored.events or events_of(msgspec.json.decode(stored.response))
             await stream_stored(exchange, events, after)
     else:
-        await exchange.answer(200, found.response)
+        await exchange.answer(200, stored.response)
 
 
 def _told_items(id: str, items: list[Item]) -> list[Item]:
     """The conversation before an answer, in the form of OpenAI's list: contents are parts, and each
     item has a type, an id and, but for thoughts, a status."""
-    told = []
+    listed = []
     for i, item in enumerate(items):
         kind = item.get("type") or "message"
-        one = {"type": kind, "id": f"item_{id.removeprefix('resp_')}{i:04x}"}
-        one |= {name: value for name, value in item.items() if value is not None}
+        fields = {"type": kind, "id": f"item_{id.removeprefix('resp_')}{i:04x}"}
+        fields |= {name: value for name, value in item.items() if value is not None}
         if kind == "reasoning":
-            one.setdefault("summary", [])
+            fields.setdefault("summary", [])
         else:
-            one.setdefault("status", "completed")
-        if kind == "message" and isinstance(one.get("content"), str):
-            part: dict[str, Any] = {"type": "input_text", "text": one["content"]}
-            if one.get("role") == "assistant":
+            fields.setdefault("status", "completed")
+        if kind == "message" and isinstance(fields.get("content"), str):
+            part: dict[str, Any] = {"type": "input_text", "text": fields["content"]}
+            if fields.get("role") == "assistant":
                 part |= {"type": "output_text", "annotations": [], "logprobs": []}
-            one["content"] = [part]
-        told.append(one)
-    return told
+            fields["content"] = [part]
+        listed.append(fields)
+    return listed
 
 
 def _page(query: dict[str, str], items: list[Item]) -> dict[str, Any]:

@@ -18,12 +18,12 @@ async def stream_stored(exchange: HttpExchange, events: list[bytes], after: int)
 def take_after(query: dict[str, str]) -> int:
     """starting_after of a query: the last event that the client has; -1 without one. Raises
     ApiError 400."""
-    given = query.get("starting_after")
-    if given is None:
+    sequence_number = query.get("starting_after")
+    if sequence_number is None:
         return -1
-    if not given.isdecimal() or len(given) > 9:
+    if not sequence_number.isdecimal() or len(sequence_number) > 9:
         raise invalid("starting_after must be a sequence_number", "starting_after")
-    return int(given)
+    return int(sequence_number)
 
 
 def events_of(response: dict[str, Any]) -> list[bytes]:

@@ -45,8 +45,8 @@ class ResponsesWriter:
 
     @property
     def id(self) -> str:
-        found: str = self._response["id"]
-        return found
+        id: str = self._response["id"]
+        return id
 
     def whole(self) -> dict[str, Any]:
         return self._response
@@ -151,8 +151,8 @@ class ResponsesWriter:
         text = "".join(self._text)
         if kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        found = {"type": "output_text", "text": text, "annotations": []}
-        return {**found, "logprobs": self._logprobs}
+        part = {"type": "output_text", "text": text, "annotations": []}
+        return {**part, "logprobs": self._logprobs}
 
     def _begin_call(self, name: str) -> None:
         self._open = "call"
