@@ -1,5 +1,5 @@
-"""Steps of decodes on this machine's CPU: what of a step is not products, what more rows cost, what
-a second core gains, and how near products are to the machine's limits.
+"""Steps of decodes on this machine's CPU: what of a step is not matmuls, what more rows cost, what
+a second core gains, and how near matmuls are to the machine's limits.
 
     python -m bench.cpu_steps --quantization gguf w8a8 none --out bench/results
 
@@ -189,7 +189,7 @@ def checking(core: Any, count: int) -> Callable[[], object]:
 
 
 def side(model: str, quantization: str, threads: int, seconds: float) -> dict[str, Any]:
-    """What one process measures: seconds by name."""
+    """Measure in one process: seconds by name."""
     import torch
 
     from deployments.checkpoints.resolve import resolve_model

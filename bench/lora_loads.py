@@ -1,7 +1,6 @@
-"""What adapters that load cost others: the times between tokens of one of many streams while
-adapters are added, read, copied to the device and used once, against the times while as many
-requests, as often, use one that is there. Run by `bench.versus.lora`, in a process of its own.
-"""
+"""The cost of loading adapters to other requests: the times between tokens of one of many streams
+while adapters are added, read, copied to the device and used once, against the times while as many
+requests, as often, use one that is there. Run by `bench.versus.lora`, in a process of its own."""
 
 import time
 from collections.abc import Callable

@@ -30,7 +30,7 @@ RUNS = 2  # the best counts
 
 
 def measure(model: str, together: list[int], fields: dict[str, Any]) -> dict[str, float]:
-    """kind/requests -> output tokens/s."""
+    """Return output tokens/s by kind/requests."""
     from engine import LLM, SamplingParams
 
     rows = {}

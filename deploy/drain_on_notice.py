@@ -38,7 +38,7 @@ def ask(url: str, method: str = "GET", **headers: str) -> str | None:
 
 
 def aws_notice(base: str = AWS) -> int | None:
-    """Of a spot instance that is to be interrupted, by IMDSv2."""
+    """Ask IMDSv2 whether a spot instance is to be interrupted."""
     token = ask(f"{base}/latest/api/token", "PUT", X_aws_ec2_metadata_token_ttl_seconds="60")
     if token is None:
         return None
@@ -51,7 +51,7 @@ def aws_notice(base: str = AWS) -> int | None:
 
 
 def gcp_notice(base: str = GCP) -> int | None:
-    """Of a spot machine that is being preempted."""
+    """Ask whether a spot machine is being preempted."""
     url = f"{base}/computeMetadata/v1/instance/preempted"
     return GCP_SECONDS if ask(url, Metadata_Flavor="Google") == "TRUE" else None
 

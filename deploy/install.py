@@ -162,8 +162,8 @@ def _long(name: str) -> str:
 
 @dataclass
 class UvOptions:
-    """resolving: arguments for whatever resolves or installs. environment: variables. unknown: what
-    pip is told that uv cannot be."""
+    """uv's options. resolving: arguments for whatever resolves or installs. environment: variables.
+    unknown: what pip is told that uv cannot be."""
 
     resolving: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -186,7 +186,8 @@ class UvOptions:
 
 
 def uv_options(settings: Mapping[str, str], arguments: Sequence[str]) -> UvOptions:
-    """settings: of `pip_settings`. arguments: of PIP_ARGS, which come on top."""
+    """Translate pip's settings to uv. settings: of `pip_settings`. arguments: of PIP_ARGS, which
+    come on top."""
     options = UvOptions()
     own = list(_parsed(arguments))
     replaced = {name for name, _ in own} & _ONE.keys()
@@ -201,7 +202,7 @@ def uv_options(settings: Mapping[str, str], arguments: Sequence[str]) -> UvOptio
 
 
 def _parsed(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """pip's options with their values; what is no option keeps its text as its name."""
+    """Parse pip's options and their values; what is no option keeps its text as its name."""
     pairs = []
     words = iter(arguments)
     for word in words:
@@ -310,7 +311,8 @@ def say(text: str) -> None:
 
 @dataclass
 class Installer:
-    """venv: the folder. extras: of pyproject.toml. tests: whether the clients beside come too."""
+    """The installation. venv: the folder. extras: of pyproject.toml. tests: whether the clients
+    beside come too."""
 
     venv: Path
     extras: tuple[str, ...]

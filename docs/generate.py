@@ -133,7 +133,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _engine_table() -> str:
-    """From the fields and the docstring, where each is `name: text` up to the next one."""
+    """Render a table from the fields and the docstring, where each is `name: text` up to the next
+    one."""
     text = inspect.getdoc(EngineConfig) or ""
     parts = re.split(r"^(\w+): ", text, flags=re.MULTILINE)
     wording = {

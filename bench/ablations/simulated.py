@@ -239,7 +239,8 @@ def paged_kv_under_load(scale: float) -> list[AblationRow]:
 
 
 def paged_kv_and_admission(scale: float) -> list[AblationRow]:
-    """What token attention and the exact peak each add to slots, where slots are what is short."""
+    """Simulate what token attention and the exact peak each add to slots, where slots are what is
+    short."""
     rows = []
     for name, device, count, claims in (
         ("LLaMA-7B", LLAMA_7B, 2000, (3.83, 4.02)),

@@ -1,5 +1,5 @@
 """What operating costs: from a wheel to the first token, a second model, a model that is added,
-somebody who looks at the live view; on a GPU, waking a model and keeping a promise between tokens.
+somebody who looks at the live view; on a GPU, waking a model and keeping a TPOT target.
 
     python -m bench.operate --out bench/results
     python -m bench.operate --cases two-models

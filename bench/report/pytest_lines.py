@@ -33,7 +33,7 @@ class _Lines:
         self._say(case=nodeid, outcome="began")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """What a test recorded by `record_property` is in its line, and why it failed."""
+        """Write a test's line, with what it recorded by `record_property` and why it failed."""
         if report.when != "call" and report.passed:
             return
         line: dict[str, Any] = {"case": report.nodeid, "outcome": report.outcome}

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Shape, float]] = {
 
 @dataclass(slots=True)
 class ScalingRun:
-    """What came of a policy. cost: GPU replica hours, CPU ones by their price. kept: share of
+    """The result of a policy. cost: GPU replica hours, CPU ones by their price. kept: share of
     requests within the promise. turns: changes of direction of the GPU count. minutes: of each,
     requests that arrived in it, and those of them within the promise."""
 
@@ -106,7 +106,8 @@ class ScalingRun:
 
 
 class ScalingPolicy:
-    """target(now, ...) is asked every second for the replicas that should be there."""
+    """A policy, whose target(now, ...) is asked every second for the replicas that should be
+    there."""
 
     name = ""
 

@@ -1,4 +1,4 @@
-"""Manta's engine against vLLM's on one GPU with weights, or keys and values, in fewer bits, and its
+"""Manta's engine against vLLM's on one GPU with quantised weights, or keys and values, and its
 own bfloat16.
 
     python -m bench.versus.quantised --model LLAMA --name llama-8b --formats fp8 int4 --runs 3

@@ -12,7 +12,7 @@ from bench.versus.vllm_weights import draw
 
 
 class Worker(GpuWorker):  # type: ignore[misc]
-    """numbers_drawn: (drawn, of) of `draw`."""
+    """vLLM's worker with random weights. numbers_drawn: (drawn, of) of `draw`."""
 
     numbers_drawn = (0, 0)
 

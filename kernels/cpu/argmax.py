@@ -1,5 +1,5 @@
-"""The largest number of each row and where it first is, generated: several rows are shared by
-threads, where NumPy's argmax and a look at what it found take a call each a row."""
+"""Argmax of each row, generated: threads share the rows, where NumPy takes two calls for each
+row."""
 
 import ctypes
 import math

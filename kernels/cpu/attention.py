@@ -60,7 +60,7 @@ class _Pairs:
         self._words = f"<{2 * writer.lanes} x i16>"
 
     def dot(self, total: Value, a: Value, b: Value) -> Value:
-        """total + of each lane the two products."""
+        """Return total plus each lane's two products."""
         operands = [(self._writer.vector, total), (self.kind, a), (self.kind, b)]
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         return self._writer.call(self._writer.vector, name, operands)

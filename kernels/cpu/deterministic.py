@@ -2,7 +2,7 @@
 (`EngineConfig.deterministic`): not on the step's other requests, nor on how its own prompt was cut
 into chunks, found in the prefix cache, or computed again after a preemption.
 
-Generated products and recurrent layers treat each token alike as it is. Generated attention is
+Generated matmuls and recurrent layers treat each token alike as it is. Generated attention is
 asked for every token as if it were a decode, because the other way, torch's over a whole chunk,
 adds in another order. What is left to torch goes row by row: its algorithms differ with the number
 of rows.
@@ -290,7 +290,7 @@ class Deterministic(PlannedByFirstLayer):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch's products in one thread: with more, a batch of few matrices is cut within each,
+    """Run torch's matmuls in one thread: with more, a batch of few matrices is cut within each,
     and the sums of one token are not those of the same token among others."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Meeting: the sum over processes that share memory, as a generated kernel.
+"""Meeting: the all-reduce of processes that share memory, as a generated kernel.
 
 What is in the memory: engine/parallel/shared_memory.py. One thread of each process copies what it
 has into its slot, counts, waits until all have counted as many, and adds up the slots in the order

@@ -1,5 +1,5 @@
 """The CPU back end: the reference, with rotation, attention and recurrent layers by generated
-kernels where machine and shapes allow, latents' among them. Products are
+kernels where machine and shapes allow, latents' among them. Matmuls are
 `engine.quantization`'s, by `kernels.cpu.gemm.linear`."""
 
 from dataclasses import dataclass, replace

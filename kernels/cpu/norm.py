@@ -33,7 +33,7 @@ def _norm(shape: NormShape, size: int) -> tuple[IRWriter, str]:
     whole = width - width % size
 
     def over(start: Value, body) -> Value:  # type: ignore[no-untyped-def]
-        """body(place, how many, sum so far) for the vectors of a part."""
+        """Call body(place, how many, sum so far) for the vectors of a part."""
         (total,) = w.loop(
             0, whole, [(w.vector, start)], lambda at, total: [body(at, size, total)], step=size
         )

@@ -1,9 +1,9 @@
-"""What follows attention in a layer that norms its sums (BERT's), in one launch:
+"""The rest of a post-norm layer (BERT's) behind attention, in one launch:
 
     x = norm(residual + attended @ out.T)
     x = norm(x + act(x @ up.T) @ down.T)
 
-A thread takes a block of rows through all of it. What stands between two products is read where it
+A thread takes a block of rows through all of it. What stands between two matmuls is read where it
 was written, in the second-level cache, and where the next product takes bfloat16 it is written so.
 No thread waits for another in between. The numbers are those of the same steps apart, to the bit.
 """
@@ -92,8 +92,8 @@ def _rest(shape: _Shape, act: str, parts: tuple[bool, ...], w: IRWriter) -> None
         place: Callable[[Value, Value], tuple[Value, int]],
         then: Callable[[Value, Value, Value], None] | None = None,
     ) -> None:  # fmt: skip
-        """x [count, width] by all panels. place: where a panel's tile from a row on goes, and the
-        floats between rows. then: what follows each, with its rows."""
+        """Multiply x [count, width] by all panels. place: where a panel's tile from a row on goes,
+        and the floats between rows. then: what follows each, with its rows."""
         first = _PRODUCTS + 3 * number
         weight, bias = w.argument(first, "ptr"), w.argument(first + 1, "ptr")
         bias_step = w.argument(first + 2)
@@ -246,7 +246,7 @@ def rest_of_layer(
 ) -> Tensor | None:
     """residual [n, hidden], written over with the layer's result, which follows from attended
     [n, in of out]: both float32, contiguous. products: out, up, down. None: nothing is generated
-    here, or there are so few rows that threads had better share each product."""
+    here, or there are so few rows that threads had better share each matmul."""
     out, up, _ = products
     (hidden, width), (inner, _) = out.shape, up.shape
     rows, threads = len(residual), get_num_threads()

@@ -15,7 +15,7 @@ _PLAIN = Numbers()
 
 
 class WholeTexts:
-    """What the layers of a step share; kept as its plan."""
+    """The data that the layers of a step share, which is its plan."""
 
     def __init__(self, meta: AttentionMeta) -> None:
         starts = torch.tensor(meta.query_start_host or meta.query_start.tolist())

@@ -15,7 +15,8 @@ from engine.messages import AdapterInfo, Delta, EngineRequest, Pulse, Ready, Ste
 
 
 class SimEngine:
-    """What replica/server.py asks of an engine. Requests are not aborted: clients here stay."""
+    """The part of an engine that replica/server.py uses. Requests are not aborted: clients here
+    stay."""
 
     alive = True
     pid = 0

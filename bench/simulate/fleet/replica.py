@@ -22,7 +22,7 @@ _FRAMES = 0.2  # seconds: the longest stretch of equal steps taken at once
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a kind of replica can do. Seconds: base of a step, of each sequence, of each prompt
+    """The speed of a kind of replica. Seconds: base of a step, of each sequence, of each prompt
     token; of loading an adapter. slots: of adapters. ahead: a step is launched before the one
     before it has ended, so what comes during a step waits for one more."""
 
@@ -196,7 +196,7 @@ class SimReplica:
         return ended
 
     def stats(self) -> EngineStats:
-        """What a frame says."""
+        """Return the contents of a frame."""
         free = max(0, self.speed.kv_tokens - self.tokens)
         return EngineStats(
             step=self.step,

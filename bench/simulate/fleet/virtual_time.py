@@ -18,7 +18,8 @@ HOP = 0.0005  # seconds from one end of a connection to the other
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """What main returns. Nothing in it may wait for a thread, a process or a real socket."""
+    """Run main in virtual time and return its result. Nothing in it may wait for a thread, a
+    process or a real socket."""
     real = time.monotonic
     loop = VirtualLoop()
     time.monotonic = loop.time

@@ -1,5 +1,5 @@
-"""Functions of each element of a tensor, generated for the length of what lies side by side; of
-which a copy is what torch's copies are in a recorded step (`program`)."""
+"""Elementwise functions, generated for the length of contiguous runs. One of them is a copy, which
+is what torch's copies are in a recorded step (`program`)."""
 
 import ctypes
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def fits(x: Tensor) -> bool:
 
 
 def apply(name: str, x: Tensor, out: Tensor, other: Tensor | None = None) -> bool:
-    """name(x), times other, into out. False: nothing is generated here.
+    """Write name(x), times other, into out. False: nothing is generated here.
 
     x [n, width] or [n, m, width]; out and other [n, width], or [n, m * width]: rows that may be
     pieces of longer ones, and which each other's memory may be; other may be one row for all.

@@ -249,7 +249,7 @@ class IRWriter:
         return self.call(kind, f"llvm.fma.v{self.lanes}f32", [(kind, a), (kind, b), (kind, c)])
 
     def dot_pairs(self, a: Value, b: Value, c: Value) -> Value:
-        """c + of each lane the products of two pairs of bfloat16, which the lanes of a and b hold.
+        """Return c plus each lane's dot product of two pairs of bfloat16, the lanes of a and b.
         Needs `compiler.dot_bf16`."""
         pair = f"<{2 * self.lanes} x bfloat>"
         a, b = (self.op(f"bitcast {self.vector} {value} to {pair}") for value in (a, b))
@@ -279,8 +279,8 @@ class IRWriter:
         return self.op(f"extractelement {self.vector} {vector}, i64 0")
 
     def sums(self, vectors: Sequence[Value]) -> Value:
-        """lanes() vectors -> the sum of the i-th in lane i, each as a tree. A few instructions a
-        vector, where `sum` takes a dozen that wait for each other."""
+        """Return a vector whose lane i is the sum of the i-th of lanes() vectors, each as a tree. A
+        few instructions a vector, where `sum` takes a dozen that wait for each other."""
         rows, stride = list(vectors), 1
         while len(rows) > 1:
             # Lanes with the stride's bit are of the second of two vectors, the others of the first.
@@ -359,8 +359,8 @@ class IRWriter:
         return self.fma(near, off, near)
 
     def exp(self, x: Value, small: bool = False) -> Value:
-        """e^x to 2 units in the last place; NaN stays NaN, below -87 it is about 1e-38. small: x is
-        never above 88."""
+        """Return e^x to 2 units in the last place; NaN stays NaN, below -87 it is about 1e-38.
+        small: x is never above 88."""
         kind, lanes = self.vector, self.lanes
         low = self.op(f"fcmp olt {kind} {x}, {self.all(-87.0)}")
         x = self.op(f"select <{lanes} x i1> {low}, {kind} {self.all(-87.0)}, {kind} {x}")
@@ -383,8 +383,8 @@ class IRWriter:
         return self.binary("fmul", p, self.op(f"bitcast {self.integers} {bits} to {kind}"))
 
     def exp_below(self, x: Value) -> Value:
-        """e^x for a finite x of at most 0, to 2e-7 of 1 as a weight in a sum, and 0 where a float32
-        is too small; half of what `exp` costs with AVX-512. NaN stays NaN."""
+        """Return e^x for a finite x of at most 0, to 2e-7 of 1 as a weight in a sum, and 0 where a
+        float32 is too small; half of what `exp` costs with AVX-512. NaN stays NaN."""
         if self.lanes < 16:
             return self.exp(x)
         return self._power_of_two(
@@ -392,8 +392,8 @@ class IRWriter:
         )
 
     def exp_of_weight(self, x: Value) -> Value:
-        """e^x for what is then rounded to bfloat16: to 3e-6 of it, 1 of 0, and 0 where a float32 is
-        too small. NaN stays NaN. Needs AVX-512."""
+        """Return e^x for what is then rounded to bfloat16: to 3e-6 of it, 1 of 0, and 0 where a
+        float32 is too small. NaN stays NaN. Needs AVX-512."""
         return self._power_of_two(
             x, (9.582853232e-3, 5.590642566e-2, 0.240240986, 0.693124193, 1.0)
         )
@@ -436,7 +436,7 @@ class IRWriter:
         return self.binary("fmul", x, self.sigmoid(x))
 
     def softplus(self, x: Value) -> Value:
-        """log(1 + e^x), to 3 units in the last place."""
+        """Return log(1 + e^x), to 3 units in the last place."""
         zero = "zeroinitializer"
         negative = self.op(f"fneg {self.vector} {x}")
         over = self.op(f"fcmp ogt {self.vector} {x}, {zero}")

@@ -109,7 +109,7 @@ _COPIES = {_aten.clone.default, _aten.cat.default}
 
 
 class NotRecordable(Exception):
-    """Which operation of torch a step needs."""
+    """A step needs an operation of torch, which the message names."""
 
 
 @lru_cache(maxsize=1)

@@ -75,7 +75,7 @@ def num_bytes(form: Format, outputs: int, width: int, bias: bool) -> int:
 
 
 def _dot(writer: IRWriter, total: Value, codes: Value, x: Value, wide: bool) -> Value:
-    """total + of each lane the sum of four products, u8 codes times s8 x. wide: codes that have
+    """Return total plus each lane's dot product of four u8 codes and s8 x. wide: codes that have
     more than 7 bits."""
     size, integers, whole = writer.lanes, writer.integers, bytes_type(writer)
     if compiler.vnni():
@@ -148,8 +148,8 @@ def _expand(writer: IRWriter, form: Format, panel: Value, target: Value, chunks:
 
 
 def _tile(writer: IRWriter, rows: int, form: Format, ahead: bool = True) -> None:
-    """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, x rounded. ahead: memory is
-    asked for before it is needed."""
+    """Write out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, x rounded. ahead:
+    memory is asked for before it is needed."""
     size, integers = writer.lanes, writer.integers
     bias = [writer.load(writer.at("%bias", half * size)) for half in (0, 1)]
     blocks, chunk_bytes = form.chunk // BLOCK, form.chunk_bytes(2 * size)
@@ -295,7 +295,7 @@ def _driver(
 
 
 def _unpack(writer: IRWriter, form: Format) -> None:
-    """out[i] = the weights of output x[i], x int64."""
+    """Write out[i] = the weights of output x[i], x int64."""
     size = writer.lanes
     ids, out, w = (writer.argument(word, "ptr") for word in (X, OUT, W))
     width, chunk_bytes = writer.argument(WIDTH), form.chunk_bytes(2 * size)
@@ -467,7 +467,8 @@ class PackedBlocks(Panels):
         return PackedBlocks(self.form, end - first, self._width, None, weight)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """ids int64 [n] -> these outputs' weights, float32 [n, in]. Ids must be in range."""
+        """Return the weights of the outputs ids int64 [n], float32 [n, in]. Ids must be in
+        range."""
         out = torch.empty(ids.shape[0], self._width)
         if ids.shape[0] == 0:
             return out

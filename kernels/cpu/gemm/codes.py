@@ -1,4 +1,4 @@
-"""What the kernels of weights in 4 and 8 bits share: codes as bytes, and rows of x in 8 bits."""
+"""The common parts of kernels for 4- and 8-bit weights: codes as bytes, and rows of x in 8 bits."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,7 @@
 """x @ W.T for 16- or 32-bit weights and float32 activations, generated for one width of x.
 
 W is packed into panels of two vector registers of outputs: a thread takes a panel, streams it once
-for each dozen rows of x and keeps their sums in registers. Products and sums are float32. For
+for each dozen rows of x and keeps their sums in registers. Matmuls are in float32. For
 bfloat16 weights x is rounded to it where the processor multiplies pairs of bfloat16 (AVX512-BF16)
 or tiles of it (AMX): products are exact then, and sums are float32. Tiles are several times as fast
 from a few rows on, and as fast for one. A row of the result is the same whatever other rows stand
@@ -54,7 +54,8 @@ _AHEAD = 2048  # weights from here that are asked for now
 
 
 def _tile(writer: IRWriter, rows: int, width: int, dtype: str) -> None:
-    """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel. stride: out's, in floats."""
+    """Write out[rows, panel] = (out if add) + bias + x[rows, width] @ panel. stride: out's, in
+    floats."""
     size = writer.lanes
     kind = writer.vector
     unit, line_weights = ("float", 16) if dtype == "float" else ("i16", 32)

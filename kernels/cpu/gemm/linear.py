@@ -19,7 +19,7 @@ FLOAT16_MAX = 65504.0
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear | Packed | None:
-    """weight [out, in] -> a function float32 [n, in] -> float32 [n, out].
+    """Pack weight [out, in] into a function float32 [n, in] -> float32 [n, out].
 
     None where this build or machine has nothing better than torch.nn.functional.linear, or where
     the weight does not fit.

@@ -1,6 +1,6 @@
-"""Panels: what products of all weight formats share. Threads claim panels of two vector registers
-of outputs, and a tile takes a few rows of x through one; bias, gate and residual are added there.
-"""
+"""Panels: the parts that matmuls of all weight formats share. Threads claim panels of two vector
+registers of outputs, and a tile takes a few rows of x through one; bias, gate and residual are
+added there."""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ CALLS: dict[str, tuple[bool, bool, str | None]] = {
     "norm": (True, False, None),
     **{gate: (True, False, gate) for gate in GATES},
 }
-"""The functions of a product: whether x is normed and the result added, and the gate."""
+"""The functions of a matmul: whether x is normed and the result added, and the gate."""
 
 # From so many rows on, they are rounded once by all threads together; fewer, by each for itself,
 # which costs less than waiting for the others.
@@ -71,7 +71,7 @@ def tiles(writer: IRWriter, name: str, sizes: Sequence[int]) -> None:
 
 
 def gated(writer: IRWriter, gate: str, g: Value, u: Value) -> Value:
-    """gate(g) * u. gate: of GATES."""
+    """Return gate(g) * u. gate: of GATES."""
     scale, cubic = GATES[gate]
     t = g
     if cubic:
@@ -131,7 +131,7 @@ def products(
     Tile = Callable[[Value, Value, Value, Value | int], None]  # first, rows, target, step
 
     def of_rows(x: Value, out: Value, num_rows: Value) -> Callable[[Value], None]:
-        """What a thread does with a panel."""
+        """Compute a thread's rows with a panel."""
         single = writer.op(f"icmp sle i64 {num_rows}, {most}") if tiled else ""
 
         def tile_of(panel: Value, place: Value, tiles: str) -> Tile:
@@ -515,7 +515,7 @@ class Panels(ABC):
         return self._run("norm", x, out, self._panels, norm, eps)
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, gate: str) -> Tensor:
-        """gate(self(rms_norm(x))) -> [n, out / 2]. gate: of GATES; raises ValueError."""
+        """Return gate(self(rms_norm(x))) [n, out / 2]. gate: of GATES; raises ValueError."""
         if gate not in GATES:
             raise ValueError(f"no product is generated for the gate {gate!r}: only {[*GATES]}")
         out = x.new_empty(x.shape[0], self._outputs // 2)

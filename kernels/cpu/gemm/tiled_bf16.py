@@ -35,9 +35,9 @@ def block_rows(rows: int, threads: int, row_bytes: int) -> int:
 
 
 def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
-    """out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, for up to MOST rows of x, of
-    x_bytes each. Rows that x does not have, up to whole tiles, are read and forgotten. Each sum
-    goes over the columns in one order, whatever the rows."""
+    """Write out[rows, panel] = (out if add) + bias + x[rows, width] @ panel, for up to MOST rows of
+    x, of x_bytes each. Rows that x does not have, up to whole tiles, are read and forgotten. Each
+    sum goes over the columns in one order, whatever the rows."""
     buffer = writer.op(f"alloca [{MOST * 2 * TILE_ROWS} x float], align 64")
     panel_line = 4 * TILE_ROWS * 2  # bytes of two columns of x: of 32 outputs
     steps = width // _COLUMNS
@@ -79,7 +79,7 @@ def tile(writer: IRWriter, width: int, x_bytes: int) -> None:
         writer.loop(0, steps, [], step)
 
         def put(target: Value, stride: Value | int) -> None:
-            """stride: in floats."""
+            """Store a tile of sums. stride: in floats."""
             for at in tiles:
                 for half in (0, 1):
                     row = writer.at(target, writer.mul(stride, at * TILE_ROWS))

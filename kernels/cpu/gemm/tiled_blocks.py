@@ -179,8 +179,8 @@ _KINDS = ("plain", "add", *GATES)
 
 
 def _products(writer: IRWriter, form: Format) -> None:
-    """out[rows, 32] = x @ an expanded panel + bias, out added, or gate and up of two. Tiles 0 and 1
-    are sums, 4 and 5 rows of x, 6 and 7 weights, of even and odd blocks."""
+    """Write out[rows, 32] = x @ an expanded panel + bias, out added, or gate and up of two. Tiles 0
+    and 1 are sums, 4 and 5 rows of x, 6 and 7 weights, of even and odd blocks."""
     size, kind = writer.lanes, writer.vector
     x_bytes, group = _x_bytes(form), form.chunk // BLOCK
     name = "tdpbssd" if _signed(form) else "tdpbsud"
@@ -419,7 +419,7 @@ def _driver(writer: IRWriter, form: Format, *, norm: bool, add: bool, gate: str 
     kind = _KINDS.index(gate or ("add" if add else "plain"))
 
     def of_rows(x: Value, first: Value, count: Value) -> Callable[[Value], None]:
-        """What is done with a panel for rows [first, first + count), x rounded."""
+        """Compute a panel for rows [first, first + count), x rounded."""
         into = writer.at(out, writer.mul(first, stride))
 
         def body(panel: Value) -> None:

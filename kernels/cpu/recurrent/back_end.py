@@ -1,5 +1,5 @@
-"""Recurrent: what both CPU back ends do in recurrent layers, and in norms, activations and gates of
-their own: generated kernels, where the machine allows them."""
+"""Recurrent: the part of both CPU back ends for recurrent layers, and in norms, activations and
+gates of their own: generated kernels, where the machine allows them."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ Step = Callable[[list[Tensor], AttentionMeta], Tensor]
 
 
 def _gated(name: str, gate_up: Tensor) -> Tensor | None:
-    """name(first half) * second half of [n, 2 * size]. None: nothing is generated here."""
+    """Return name(first half) * second half of [n, 2 * size]. None: nothing is generated here."""
     size = gate_up.shape[-1] // 2
     if gate_up.dim() != 2 or not elements.fits(gate_up):
         return None
@@ -27,8 +27,8 @@ def _gated(name: str, gate_up: Tensor) -> Tensor | None:
 
 class Recurrent(Kernels):
     def _without(self, meta: AttentionMeta, rows: list[Tensor], step: Step) -> Tensor:
-        """step(rows, meta), in plain torch, where nothing is generated. rows: [num_tokens, ..]
-        each."""
+        """Return step(rows, meta), in plain torch, where nothing is generated. rows: [num_tokens,
+        ..] each."""
         return step(rows, meta)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

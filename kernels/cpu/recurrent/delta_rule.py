@@ -83,9 +83,9 @@ class DeltaShape:
 
 
 class _Mixed:
-    """What `mix` has written, in this order, of all tokens of the step: queries and keys by head,
-    and what else there is of keys; values by head; decays, but for those by key, and betas by
-    token."""
+    """The numbers that `mix` has written, in this order, of all tokens of the step: queries and
+    keys by head, and what else there is of keys; values by head; decays, but for those by key, and
+    betas by token."""
 
     def __init__(self, w: IRWriter, shape: DeltaShape, tokens: Value) -> None:
         self._w, self._shape, self._tokens = w, shape, tokens

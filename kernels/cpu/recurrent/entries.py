@@ -3,7 +3,7 @@ these kernels share.
 
 Every kernel walks the tokens of an entry one after the other, be it a decode or a prompt, and the
 state in memory is the one behind the last token. So a token's numbers do not depend on where its
-prompt was cut, bit by bit. On a CPU that costs nothing: the products that tokens of a chunk could
+prompt was cut, bit by bit. On a CPU that costs nothing: the matmuls that tokens of a chunk could
 share take as many operations as the walk.
 """
 

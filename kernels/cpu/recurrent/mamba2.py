@@ -65,8 +65,8 @@ class Mamba2Shape:
 
 
 class _Mixed:
-    """What `mix` has written, in this order, of all tokens of the step: x by head, B and C by
-    group, steps and decays by token."""
+    """The numbers that `mix` has written, in this order, of all tokens of the step: x by head, B
+    and C by group, steps and decays by token."""
 
     def __init__(self, w: IRWriter, shape: Mamba2Shape, tokens: Value) -> None:
         self._w, self._shape, self._tokens = w, shape, tokens

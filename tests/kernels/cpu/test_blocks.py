@@ -1,4 +1,4 @@
-"""Products with weights in 4 and 8 bits, against float64. On a machine that cannot compile:
+"""Matmuls with weights in 4 and 8 bits, against float64. On a machine that cannot compile:
 skipped."""
 
 import os

@@ -1,4 +1,4 @@
-"""What follows attention in a layer that norms its sums, in one launch."""
+"""The rest of a post-norm layer behind attention, in one launch."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Products of many rows with weights in 4 and 8 bits by AMX's tiles, against those by VNNI. On a
+"""Matmuls of many rows with weights in 4 and 8 bits by AMX's tiles, against those by VNNI. On a
 machine without AMX: skipped."""
 
 import pytest
