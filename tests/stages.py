@@ -75,7 +75,7 @@ INTERPRETER: dict[str, Any] = {
 }
 # Folders of tests that look at numbers and at no clock.
 NUMBERS = (
-    "tests/deployments/api/tools",
+    "tests/deployments/api/output",
     "tests/kernels",
     "tests/parity",
     "tests/engine/lora",
