@@ -91,7 +91,7 @@ def together(
 def test_texts_are_those_of_one_gpu(
     together: tuple[LLM, list[int]], model: dict[str, Path], alone: Said
 ) -> None:
-    """Bugs: a sum over NVLink that is read before it is there; ranks that have recorded steps of
+    """Bugs: an all-reduce over NVLink that is read too early; ranks that have graphs of steps of
     other sizes, and wait for each other; activations that the next stage has overwritten."""
     outputs = said(together[0], model)
     assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in alone]

@@ -2,10 +2,12 @@
 
 import gc
 import random
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from tests.fakes import (
     run,
 )
 
+ENGINE = str(Path(EngineCore.step.__code__.co_filename).parents[1])
 STEM = [2 + i * i % 47 for i in range(40)]
 
 
@@ -477,3 +480,25 @@ def test_micro_batches_share_the_requests() -> None:
         sizes.append([len(group) for group in core.scheduler.decode_groups])
     assert [3, 3, 3] in sizes
     assert [2, 2, 2] in sizes, "those that are left are shared out again"
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_decode_step_makes_few_calls(ahead: bool) -> None:
+    """Bug: each step of decodes runs more Python than before, which nobody sees in a diff."""
+    core, _ = make_core(async_scheduling=ahead)
+    for id in range(4):
+        core.add_request(make_request(id, 8, max_tokens=60, ignore_eos=True))
+    counts = []
+    for _ in range(40):
+        calls: list[str] = []
+
+        def note(frame: FrameType, event: str, _: object, calls: list[str] = calls) -> None:
+            files = [part.f_code.co_filename for part in (frame, frame.f_back) if part is not None]
+            if event == "call" and all(file.startswith(ENGINE) for file in files):
+                calls.append(frame.f_code.co_name)  # the fake device's calls do not count
+
+        sys.setprofile(note)
+        core.step()
+        sys.setprofile(None)
+        counts.append(len(calls))
+    assert min(counts) <= 36, "more than a decode step needs"

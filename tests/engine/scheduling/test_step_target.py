@@ -1,4 +1,4 @@
-"""target_tpot_ms: gaps between tokens stay within the promise, and what it costs in throughput."""
+"""target_tpot_ms: gaps between tokens stay within the target, and what it costs in throughput."""
 
 import functools
 import random
@@ -163,11 +163,11 @@ def _offer(core: EngineCore, left: Iterator[tuple[int, workloads.Request]], more
         pytest.param(lines, 0.03, True, id="30-ms", marks=pytest.mark.slow),
     ],
 )
-def test_promise_and_throughput(
+def test_target_and_throughput(
     monkeypatch: pytest.MonkeyPatch, cost: Cost, target: float, ahead: bool
 ) -> None:
     """Bugs: the seconds of the host between steps are not counted; contexts grow, and rows are
-    taken to cost more instead; the promise is kept by serving few."""
+    taken to cost more instead; the target is met by serving few."""
     free = serve(monkeypatch, 0.0, cost, ahead=ahead)
     assert free.percentile(99) > 1.5 * target and set(free.rows) == {STREAMS}
     paced = serve(monkeypatch, target, cost, ahead=ahead)
@@ -179,7 +179,7 @@ def test_promise_and_throughput(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_other_requests(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Bug: the promise holds for the requests that it was made with."""
+    """Bug: the target is met only by the requests that the costs were fitted to."""
     free = serve(monkeypatch, 0.0, products, seed=seed)
     paced = serve(monkeypatch, TARGET, products, seed=seed)
     assert paced.percentile(99) <= TARGET
@@ -211,7 +211,7 @@ def test_a_target_that_no_step_holds() -> None:
         target.observe(decodes, 0, 0, 0.02 + 0.001 * decodes)
         target.observe(decodes, 0, 50, 0.03 + 0.001 * decodes)
     assert target.rows(64) == 1 and target.limit(512, 1, 0) == 8
-    assert target.limit(512, 0, 0) > 100, "beside no decodes there is no promise to keep"
+    assert target.limit(512, 0, 0) > 100, "beside no decodes there is no target to meet"
 
 
 def test_before_anything_is_known() -> None:
@@ -239,7 +239,7 @@ def test_costs_are_found() -> None:
 
 
 def test_room_for_steps_that_vary() -> None:
-    """Bug: steps that take a fifth more than others of the same work are aimed at the promise."""
+    """Bug: steps that take a fifth more than others of the same work are aimed at the target."""
     steady, varying = StepTarget(0.1), StepTarget(0.1)
     for step in range(200):
         decodes = 10 + step % 50
