@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # routers and the command line import this module, and have n
 
 
 class OutOfMemory(Exception):
-    """The device had no memory for a step. Nothing of it counts, and the device is well."""
+    """The error of a step that the device had no memory for. The device itself is well."""
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class NewRow:
 
 @dataclass(slots=True)
 class PrefixCopy:
-    """Keys and values of virtual tokens [start, stop) of a slot go into blocks, the first at the
-    beginning of the first block."""
+    """A copy of a slot's virtual tokens [start, stop): their keys and values go into blocks, the
+    first at the beginning of the first block."""
 
     slot: int
     start: int
@@ -60,7 +60,7 @@ class PrefixCopy:
 
 @dataclass(slots=True)
 class Batch:
-    """One step: first the entries with length 1 that sample ("decodes"), then chunks of any
+    """A step: first the entries with length 1 that sample ("decodes"), then chunks of any
     length."""
 
     step: int
@@ -90,7 +90,7 @@ class Batch:
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Natural-log probabilities at one position, under the raw model distribution."""
+    """The natural-log probabilities at a position, under the raw model distribution."""
 
     token_id: int
     logprob: float
@@ -102,7 +102,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced.
+    """The result of a step.
 
     tokens: one id for each entry that samples, in batch order.
     logprobs: entry index -> the sampled token's; only entries whose request asked.

@@ -80,7 +80,7 @@ _ANY = 1 << 62  # blocks: as many as another rank says
 
 
 class _StartTimes:
-    """Seconds by phase, for the start-up table."""
+    """The seconds of each phase of a start, for the start-up table."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
@@ -101,7 +101,7 @@ class _StartTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's part of the engine."""
+    """The part of the engine that a rank has."""
 
     resolved: Resolved
     place: Place
@@ -201,7 +201,7 @@ def _snapshot_plan(resolved: Resolved, plan: MemoryPlan) -> SnapshotPlan | None:
 def build_rank(
     config: EngineConfig, rank: int, memory: int, meet: Callable[[], tuple[str, int]]
 ) -> tuple[ModelRunner, Place, AdapterLoader | None]:
-    """Build the part of another rank of the model than the first.
+    """Build the part of the model that a rank after the first has.
 
     Returns the rank's runner, its place among the ranks, and the loader of its adapter slots.
     memory, meet: see `engine.parallel.rendezvous.other`.

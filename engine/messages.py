@@ -13,7 +13,7 @@ from engine.sampling_params import SamplingParams
 
 
 class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
-    """One choice of one request. n > 1 is n of these with choice = 0 .. n-1 and the same seed.
+    """A choice of a request. n > 1 is n of these with choice = 0 .. n-1 and the same seed.
 
     token_ids: the prompt and, when a request is resumed elsewhere, what was already emitted.
     num_prompt_tokens: where the output begins in token_ids. max_tokens, min_tokens and the random
@@ -65,8 +65,10 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
 
 
 class AddAdapter(msgspec.Struct, array_like=True, tag="add_adapter"):
-    """Make the adapter in folder `path` known as `name`; it replaces one of that name for requests
-    that come after the answer, and those before it finish on the old weights.
+    """Make the adapter in folder `path` known as `name`, in place of an adapter of that name.
+
+    Requests that come after the answer run on the new weights. Requests before it finish on the old
+    weights.
 
     revision: names this state of the files; "" = a hash of what they hold.
     load: False reads the configuration only, and the weights when a request first needs them.
@@ -115,7 +117,9 @@ class AdapterAnswer(msgspec.Struct, array_like=True, tag="adapter"):
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one request. (gc=False: made by the thousand a step, and never in a cycle.)
+    """The new tokens of a request.
+
+    gc=False, because a step makes a thousand of them, and none is ever in a cycle.
 
     finish: "" while running; "stop", "length", "abort" or "error".
     stop_token: the end token that finished it; None if none did. It is included in token_ids.
@@ -177,7 +181,7 @@ class EngineStats(msgspec.Struct, array_like=True):
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
-    """What a step of the engine produced, and the engine's state after it.
+    """The result of a step of the engine, and the engine's state after it.
 
     prefix_hashes: of prompts that other routers sent to this replica; put in by the replica.
     ticket: of the newest order that the engine had carried out when it made this frame.
@@ -193,7 +197,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag="frame"):
 
 
 class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
-    """A sign of life, from a thread beside the step loop; it also comes in the middle of a step.
+    """A sign of life from a thread beside the step loop, which also comes in the middle of a step.
 
     doing: "step" = in one, "device" = in one and waiting for the device, "input" = waiting for a
     message or an adapter, with nothing that could run; "" = none of these.
@@ -205,7 +209,7 @@ class Pulse(msgspec.Struct, array_like=True, tag="pulse"):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine can serve; what it decided, for logs, plan and /v1/models."""
+    """The news that the engine can serve, with its decisions for logs, plan and /v1/models."""
 
     max_model_len: int  # tokens of a request, prompt and output, that the KV cache can hold
     vocab_size: int
@@ -221,12 +225,15 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The engine could not start or cannot go on: "code: message with the way out".
+    """The news that the engine could not start or cannot go on.
 
-    Put in by the replica, for the router that is told: suspects, ids of that router's requests that
-    the engine may have died of, when it ran one on probation; None if it ran none on probation.
-    deaths: replicas whose deaths the request on probation was suspected of. doubt: other requests
-    were at all these deaths and ran beside it; they are suspects too, and `deaths` is empty.
+    message: the error, with a suggestion.
+    The replica adds the rest for a router:
+    suspects: ids of that router's requests that the engine may have died of, if it ran a request on
+        probation; None if it ran none.
+    deaths: replicas whose deaths the request on probation was suspected of.
+    doubt: whether other requests were at all these deaths and ran beside it. They are suspects too,
+        and `deaths` is empty.
     """
 
     code: str
@@ -238,7 +245,7 @@ class Failed(msgspec.Struct, array_like=True, tag="failed"):
 
 
 class LogLine(msgspec.Struct, array_like=True, tag="log"):
-    """A line that the engine logged, for the log of the process that owns it. level: logging's."""
+    """A line of the engine's log, for the log of the process that owns it. level: logging's."""
 
     level: int
     message: str
