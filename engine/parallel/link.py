@@ -121,7 +121,7 @@ class SharedMemoryLink:
             if failed and self._words[line + _FAILED_STEP] <= step:
                 raise RankFailed(f"the step has failed on stage {rank} of {self._size}")
 
-    def late(self) -> list[tuple[int, int]]:
+    def stragglers(self) -> list[tuple[int, int]]:
         """Return the stage that this one waits for, and how many steps that stage has done."""
         sent = [self._words[rank * LINE_WORDS + _SENT] for rank in range(self._size)]
         behind = [(rank, done) for rank, done in enumerate(sent) if rank and done < self._waiting]

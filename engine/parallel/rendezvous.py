@@ -23,7 +23,7 @@ from engine.parallel.stages import Stage
 
 BACKEND = "nccl"  # of torch.distributed, between GPUs; between CPUs of several nodes it is gloo
 _HOST = "127.0.0.1"
-_LATE = (5, 30, 300)  # seconds
+_STRAGGLER_SECONDS = (5, 30, 300)  # after which a rank that others wait for is logged
 
 logger = logging.getLogger("manta.engine")
 
@@ -76,15 +76,15 @@ class Place:
             if isinstance(meeting, SharedMemoryGroup | SharedMemoryLink):
                 meeting.join_round()
 
-    def late(self) -> list[tuple[int, int]]:
+    def stragglers(self) -> list[tuple[int, int]]:
         """Return the ranks that rank 0 waits for in a step, and how far each has come."""
         world, link, per_stage = self.world, self.link, self.group.size
         assert isinstance(world, SharedMemoryGroup)
         if not isinstance(link, SharedMemoryLink):
-            return world.late()
-        if self.groups and (waits := self.groups[0].late()):
+            return world.stragglers()
+        if self.groups and (waits := self.groups[0].stragglers()):
             return waits
-        waits = link.late()
+        waits = link.stragglers()
         for stage, done in waits[:1]:
             behind = self.groups[stage].behind() if self.groups else []
             return [(stage * per_stage + rank, met) for rank, met in behind] or [
@@ -122,7 +122,7 @@ def first(ranks: Ranks) -> Open:
         if device.type == "cpu" and ranks.per_node == size:
             place = _shared(0, size, stages, memory, handed_on)
             Thread(
-                target=_name_the_late, args=(place, size), name="late-ranks", daemon=True
+                target=_log_stragglers, args=(place, size), name="stragglers", daemon=True
             ).start()
             return place
         host = ranks.address or _HOST
@@ -220,16 +220,16 @@ def _shared(rank: int, size: int, stages: int, memory: int, handed_on: Activatio
     return Place(world, group, stage, link, tuple(groups))
 
 
-def _name_the_late(place: Place, size: int) -> None:
+def _log_stragglers(place: Place, size: int) -> None:
     before: list[tuple[int, int]] = []
     seconds = 0
     while True:
         time.sleep(1.0)
-        late = place.late()
-        seconds = seconds + 1 if late and late == before else 0
-        before = late
-        if seconds in _LATE:
-            for rank, _ in late:
+        stragglers = place.stragglers()
+        seconds = seconds + 1 if stragglers and stragglers == before else 0
+        before = stragglers
+        if seconds in _STRAGGLER_SECONDS:
+            for rank, _ in stragglers:
                 logger.warning("rank %d of %d is late by %d s", rank, size, seconds)
 
 

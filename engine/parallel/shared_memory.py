@@ -254,7 +254,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         met = [self.state.words[rank * LINE_WORDS] for rank in range(self.size)]
         return [(rank, count) for rank, count in enumerate(met) if count < max(met)]
 
-    def late(self) -> list[tuple[int, int]]:
+    def stragglers(self) -> list[tuple[int, int]]:
         """Return (rank, meetings) of each rank that this rank waits for in a step."""
         state = self.state
         assert state is not None

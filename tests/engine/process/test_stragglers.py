@@ -1,4 +1,4 @@
-"""Ranks that are late: which they are is told, however ranks are laid out, and logged in time."""
+"""Stragglers: the ranks that others wait for are named, in any layout, and logged in time."""
 
 import logging
 import os
@@ -51,7 +51,7 @@ def test_which_rank_is_late(size: int, stages: int, absent: int) -> None:
     ]
     for thread in threads:
         thread.start()
-    assert wait_until(lambda: [rank for rank, _ in places[0].late()] == [absent], 20.0)
+    assert wait_until(lambda: [rank for rank, _ in places[0].stragglers()] == [absent], 20.0)
     places[0].begin_round()
     for thread in threads:
         thread.join(20.0)
@@ -69,12 +69,12 @@ def test_the_log_names_it(
 
     seconds = iter([[(2, 7)], [(2, 8)], *[[(2, 9)]] * 8, []])
 
-    def late() -> list[tuple[int, int]]:
+    def stragglers() -> list[tuple[int, int]]:
         for wait in seconds:
             return wait
         raise Enough
 
     monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=lambda seconds: None))
     with caplog.at_level(logging.WARNING, "manta.engine"), pytest.raises(Enough):
-        rendezvous._name_the_late(SimpleNamespace(late=late), 3)  # type: ignore[arg-type]
+        rendezvous._log_stragglers(SimpleNamespace(stragglers=stragglers), 3)  # type: ignore[arg-type]
     assert [record.message for record in caplog.records] == ["rank 2 of 3 is late by 5 s"]
