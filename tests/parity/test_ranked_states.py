@@ -76,17 +76,17 @@ def texts(folder: Path, adapter: Path, **ranks: int) -> list[Any]:
     generator = torch.Generator().manual_seed(3)
     lengths = (113, 99, 30, 7)
     prompts = [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
-    found = run(core, prompts[:2], GREEDY)
+    outputs = run(core, prompts[:2], GREEDY)
     preempted = core.stats().preemptions
     add_adapter(core, "lora", adapter)
-    found += run(core, prompts, GREEDY, adapters=["lora"] * 4)
+    outputs += run(core, prompts, GREEDY, adapters=["lora"] * 4)
     for prompt in prompts[:2]:
         said = run(core, [prompt], GREEDY)[0].token_ids
-        found += run(core, [[*prompt, *said, 5, 6]], GREEDY)
+        outputs += run(core, [[*prompt, *said, 5, 6]], GREEDY)
     if others is not None:
         others.close()
-    assert preempted and all(each.cached for each in found[-2:])
-    return [each.token_ids for each in found]
+    assert preempted and all(output.cached for output in outputs[-2:])
+    return [output.token_ids for output in outputs]
 
 
 TENSOR, STAGES = {"tensor_parallel": 2}, {"pipeline_parallel": 2}

@@ -112,15 +112,15 @@ def test_a_planted_wait_is_found(line: str) -> None:
 
 def test_nothing_in_the_launch_path_asks_for_the_value_of_a_tensor() -> None:
     """Bug: one `.item()` added to a launcher, right on every test and half as fast."""
-    found = set()
+    waits = set()
     for pattern in LOOKED_AT:
         files = sorted(ROOT.glob(pattern))
         assert files, pattern
         for file in files:
             path = file.relative_to(ROOT).as_posix()
-            found |= {(path, name) for name in waits_in(file.read_text())}
-    assert found - set(ALLOWED) == set(), "these may wait for the device"
-    assert set(ALLOWED) - found == set(), "allowed, and not there any more"
+            waits |= {(path, name) for name in waits_in(file.read_text())}
+    assert waits - set(ALLOWED) == set(), "these may wait for the device"
+    assert set(ALLOWED) - waits == set(), "allowed, and not there any more"
 
 
 # ---- only a device can tell: `python -m pytest -m gpu tests/engine/models/test_launch_path.py`
@@ -227,7 +227,7 @@ def test_any_sampling_is_behind_a_graph(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     params = PARAMS["everything"][1:]
-    told = []
+    texts = []
     for cuda_graphs in (False, True):
         core = engine(
             tmp_path, device="cuda", dtype="float32", load_format="dummy", prefix_caching=False,
@@ -237,10 +237,10 @@ def test_any_sampling_is_behind_a_graph(tmp_path: Path) -> None:
         runner: Any = core._runner
         if cuda_graphs:
             runner.eager.launch = None  # of steps that are launched kernel by kernel
-        told.append(run(core, PROMPTS[1:], params))
-    for alone, graphed in zip(*told, strict=True):
+        texts.append(run(core, PROMPTS[1:], params))
+    for alone, graphed in zip(*texts, strict=True):
         assert (graphed.error, graphed.token_ids) == ("", alone.token_ids)
     ours, theirs = (
-        [item.logprob for item in outputs[1].logprobs or ()] for outputs in (told[1], told[0])
+        [item.logprob for item in outputs[1].logprobs or ()] for outputs in (texts[1], texts[0])
     )
     assert len(ours) == 16 and ours == pytest.approx(theirs, abs=1e-4)

@@ -111,21 +111,21 @@ def test_ranks_compute_what_one_does(name: str, tmp_path: Path) -> None:
         model = build_model(config, torch.float32, "cpu", kernels_for("cpu"), group=group)
         load_weights(model, tmp_path)
         paged = Paged(model)
-        found = [paged.run((ids[:end], blocks, start))[0] for start, end in ((0, 19), (19, 20))]
-        return found if group.rank == 0 else []
+        logits = [paged.run((ids[:end], blocks, start))[0] for start, end in ((0, 19), (19, 20))]
+        return logits if group.rank == 0 else []
 
-    found, _ = together(RANKS, work)
-    for ours, theirs in zip(found, want, strict=True):
+    results, _ = together(RANKS, work)
+    for ours, theirs in zip(results, want, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 class NormsAhead(SharedMemoryGroup):
     """Makes the norm behind a sum with it, as GPUs do."""
 
-    made = 0
+    count = 0
 
     def norm_reduced(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        NormsAhead.made += 1
+        NormsAhead.count += 1
         return kernels_for("cpu").rms_norm(self.add_reduced(x, residual), weight, eps)
 
 
@@ -151,7 +151,7 @@ def test_norms_are_made_with_the_sums_before_them(
     whole = Paged(load_model(tmp_path))
     want = [whole.run((ids[:end], blocks, start))[0] for start, end in cuts]
     config = ModelConfig.from_folder(tmp_path)
-    NormsAhead.made = 0
+    NormsAhead.count = 0
 
     def work(group: SharedMemoryGroup) -> list[Tensor]:
         group = NormsAhead(group.rank, group.size, group.state)
@@ -160,10 +160,10 @@ def test_norms_are_made_with_the_sums_before_them(
         paged = Paged(model)
         return [paged.run((ids[:end], blocks, start))[0] for start, end in cuts]
 
-    found, _ = together(RANKS, work)
-    for ours, theirs in zip(found, want, strict=True):
+    outputs, _ = together(RANKS, work)
+    for ours, theirs in zip(outputs, want, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-    assert NormsAhead.made == RANKS * len(cuts) * sums
+    assert NormsAhead.count == RANKS * len(cuts) * sums
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -177,21 +177,21 @@ def test_sums_meet(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = torch.randn(5, 40)
 
     def work(group: SharedMemoryGroup) -> tuple[Tensor, Tensor, Tensor, int]:
-        sums = torch.stack([group.all_reduce(each[group.rank].clone()) for each in summands])
+        sums = torch.stack([group.all_reduce(summand[group.rank].clone()) for summand in summands])
         begin, end = group.share(40)
         gathered = group.gather_columns(columns[:, begin:end], 40)
-        told = group.broadcast(torch.full((100,), group.rank + 5))
-        each = group.gather(torch.full((2, 50), group.rank))
-        assert each.flatten(1).unique(dim=1).flatten().tolist() == [*range(size)]
-        return sums, gathered, told, group.least(7 - group.rank)
+        sent = group.broadcast(torch.full((100,), group.rank + 5))
+        mine = group.gather(torch.full((2, 50), group.rank))
+        assert mine.flatten(1).unique(dim=1).flatten().tolist() == [*range(size)]
+        return sums, gathered, sent, group.least(7 - group.rank)
 
-    found = together(size, work)
-    for sums, _, told, least in found:
+    results = together(size, work)
+    for sums, _, broadcast, least in results:
         torch.testing.assert_close(sums, summands.sum(1))
-        assert torch.equal(sums, found[0][0])
-        assert torch.equal(told, torch.full((100,), 5))
+        assert torch.equal(sums, results[0][0])
+        assert torch.equal(broadcast, torch.full((100,), 5))
         assert least == 8 - size
-    assert torch.equal(found[0][1], columns)
+    assert torch.equal(results[0][1], columns)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -215,20 +215,26 @@ def test_the_best_token_is_that_of_all_logits(size: int) -> None:
         return step_sampler
 
     for count in (vocab, 2):  # of 2 the third of three ranks has nothing
-        given, plan = logits[:, :count], SamplePlan()
-        want = sampling(TensorParallelGroup(), count).sample(given.clone(), rows, positions, plan)
+        head_logits, plan = logits[:, :count], SamplePlan()
+        want = sampling(TensorParallelGroup(), count).sample(
+            head_logits.clone(), rows, positions, plan
+        )
 
-        def work(group: SharedMemoryGroup, given: Tensor = given, count: int = count) -> Sampled:
+        def work(
+            group: SharedMemoryGroup, head_logits: Tensor = head_logits, count: int = count
+        ) -> Sampled:
             own, plan = sampling(group, count), SamplePlan()
             assert own.by_parts(plan) and not own.by_parts(plan, [0])
             assert not own.by_parts(SamplePlan(sampled=True))
             assert not own.by_parts(SamplePlan(logprobs=0))
             begin, end = group.share(count)
-            return own.sample(given[:, begin:end].clone(), rows, positions, plan, by_parts=True)
+            return own.sample(
+                head_logits[:, begin:end].clone(), rows, positions, plan, by_parts=True
+            )
 
-        for found in together(size, work):
-            assert torch.equal(found.tokens, want.tokens)
-            assert torch.equal(found.bad, want.bad)
+        for sampled in together(size, work):
+            assert torch.equal(sampled.tokens, want.tokens)
+            assert torch.equal(sampled.bad, want.bad)
 
 
 def test_a_rank_that_fails_lets_the_others_know() -> None:

@@ -88,8 +88,8 @@ def request(id: int, grammar: Grammar | None, **fields: Any) -> EngineRequest:
 
 def run(core: EngineCore, *requests: EngineRequest) -> dict[int, Output]:
     outputs: dict[int, Output] = {}
-    for one in requests:
-        core.add_request(one)
+    for request in requests:
+        core.add_request(request)
     while core.has_work() or core._preparing:
         collect(core.step(), outputs)
         core.check_integrity()
@@ -121,9 +121,9 @@ def test_what_cannot_be_enforced_is_named(schema: dict[str, Any], pointer: str) 
     with pytest.raises(UnsupportedSchema) as caught:
         enforceable(schema, strict=True)
     assert caught.value.pointer == pointer and pointer in caught.value.message
-    kept, left_out = enforceable(schema, strict=False)
+    enforced, left_out = enforceable(schema, strict=False)
     assert left_out == [pointer]
-    assert enforceable(kept, strict=True) == (kept, [])
+    assert enforceable(enforced, strict=True) == (enforced, [])
 
 
 def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
@@ -392,11 +392,11 @@ def test_an_end_that_is_a_piece_of_text(tmp_path: Path, added: bool) -> None:
     """An end token that is no special one, which a text may spell: the answer ends inside it."""
     tokenizer = byte_fallback()
     backend = json.loads(tokenizer.backend.to_str())
-    kept = [one for one in backend["added_tokens"] if one["content"] != "</s>"]
+    tokens = [token for token in backend["added_tokens"] if token["content"] != "</s>"]
     (end,) = tokenizer.eos_token_ids
     if added:
-        kept.append({**kept[0], "id": end, "content": "</s>", "special": False})
-    backend["added_tokens"] = kept
+        tokens.append({**tokens[0], "id": end, "content": "</s>", "special": False})
+    backend["added_tokens"] = tokens
     (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
     vocabulary = Vocabulary.load(tmp_path, tokenizer.vocab_size, (end,))
     assert vocabulary.text_of(end) == b"</s>"
@@ -434,17 +434,17 @@ def test_ends_only_where_the_grammar_is_satisfied(compiler: Compiler) -> None:
     """A stop token in the middle of a document, or one that cannot be sampled behind it."""
     b, newline = TOKENIZER.encode("b")[0], TOKENIZER.encode("\n")[0]
     matcher = compiler.compile(Grammar.regex("ab+"))
-    one = Constraint(matcher.deep_copy(), compiler.vocabulary, [newline, b])
+    constraint = Constraint(matcher.deep_copy(), compiler.vocabulary, [newline, b])
     a = TOKENIZER.encode("a")[0]
-    assert EOS not in allowed(one) and newline not in allowed(one)
-    assert not one.ends_with(a) and not one.take(a)
-    assert {b} <= allowed(one) and not {EOS, newline} & allowed(one)
-    assert not one.ends_with(b), "what is needed is text, though it is a stop token"
-    assert not one.take(b)
-    assert {EOS, newline, b} <= allowed(one)
-    assert one.ends_with(b) and one.ends_with(newline) and one.ends_with(EOS)
+    assert EOS not in allowed(constraint) and newline not in allowed(constraint)
+    assert not constraint.ends_with(a) and not constraint.take(a)
+    assert {b} <= allowed(constraint) and not {EOS, newline} & allowed(constraint)
+    assert not constraint.ends_with(b), "what is needed is text, though it is a stop token"
+    assert not constraint.take(b)
+    assert {EOS, newline, b} <= allowed(constraint)
+    assert constraint.ends_with(b) and constraint.ends_with(newline) and constraint.ends_with(EOS)
     with pytest.raises(ValueError, match="not in the grammar"):
-        one.take(a)
+        constraint.take(a)
 
 
 def test_min_tokens_and_ignore_eos_hold_while_the_grammar_leaves_a_choice(
@@ -454,11 +454,11 @@ def test_min_tokens_and_ignore_eos_hold_while_the_grammar_leaves_a_choice(
     b, a = TOKENIZER.encode("b")[0], TOKENIZER.encode("a")[0]
     for changes in ({"min_tokens": 3}, {"ignore_eos": True}):
         matcher = compiler.compile(Grammar.regex("ab{1,2}")).deep_copy()
-        one = Constraint(matcher, compiler.vocabulary, **changes)
-        one.take(a)
-        one.take(b)
-        assert EOS not in allowed(one) and b in allowed(one)
-        assert one.take(b), "complete: nothing may follow"
+        constraint = Constraint(matcher, compiler.vocabulary, **changes)
+        constraint.take(a)
+        constraint.take(b)
+        assert EOS not in allowed(constraint) and b in allowed(constraint)
+        assert constraint.take(b), "complete: nothing may follow"
 
 
 def test_resumed_is_where_it_was(compiler: Compiler) -> None:
@@ -507,14 +507,14 @@ def test_requests_are_dealt_out_to_several_lexers(
     lexers. Memory that grows with the lexers of all grammars."""
     grammar = Grammar.json_schema(PERSON)
     assert len({compiler.matcher(grammar)[1].number for _ in range(3)}) == 1, "one after the other"
-    made = [compiler.matcher(grammar) for _ in range(2 * LEXERS + 1)]
-    users = Counter(use.number for _, use in made)
+    matchers = [compiler.matcher(grammar) for _ in range(2 * LEXERS + 1)]
+    users = Counter(use.number for _, use in matchers)
     assert len(users) == LEXERS and sorted(users.values()) == [2] * (LEXERS - 1) + [3]
     text = TOKENIZER.encode('{"name": "ab", "age": 12, "tags": [], "address"')
-    choices = [Constraint(own, compiler.vocabulary, use=use) for own, use in made]
-    for at, one in enumerate(choices):
-        assert one.resume(text[: at % len(text)])
-    alone = [StepGrammars(1).fill([one])[0][0].copy() for one in choices]
+    choices = [Constraint(own, compiler.vocabulary, use=use) for own, use in matchers]
+    for at, choice in enumerate(choices):
+        assert choice.resume(text[: at % len(text)])
+    alone = [StepGrammars(1).fill([choice])[0][0].copy() for choice in choices]
     together, failed = StepGrammars(2).fill(choices)
     assert not failed and (together == alone).all()
     assert len({mask.tobytes() for mask in alone}) > 3
@@ -535,9 +535,9 @@ def test_a_full_lexer_is_not_handed_on(compiler: Compiler, monkeypatch: Any) -> 
     rng = random.Random(0)
 
     def walk() -> None:
-        one = Constraint(compiler.matcher(grammar)[0], compiler.vocabulary)
+        constraint = Constraint(compiler.matcher(grammar)[0], compiler.vocabulary)
         for _ in range(300):
-            one.take(rng.choice(letters))
+            constraint.take(rng.choice(letters))
 
     with pytest.raises(ValueError, match="grammar_too_complex"):
         for _ in range(1000):
@@ -554,14 +554,14 @@ def test_masks_in_use_are_left_alone(compiler: Compiler) -> None:
         return np.zeros((rows, words), np.int32)
 
     def choices(pattern: str, count: int) -> list[Constraint]:
-        made = compiler.compile(Grammar.regex(pattern))
-        return [Constraint(made.deep_copy(), compiler.vocabulary) for _ in range(count)]
+        matcher = compiler.compile(Grammar.regex(pattern))
+        return [Constraint(matcher.deep_copy(), compiler.vocabulary) for _ in range(count)]
 
     grammars = StepGrammars(1, 2, memory)
     first, _ = grammars.fill(choices("a", 3))
-    kept = first.copy()
+    copy = first.copy()
     second, _ = grammars.fill(choices("b", 2))
-    assert (first == kept).all() and not (first[:2] == second).all()
+    assert (first == copy).all() and not (first[:2] == second).all()
     for count in (1, 3, 4, 2):
         masks, _ = grammars.fill(choices("[cd]", count))
         assert masks.shape == (count, -(-compiler.vocabulary.num_tokens // 32))
@@ -570,8 +570,8 @@ def test_masks_in_use_are_left_alone(compiler: Compiler) -> None:
 
 
 def allowed_words(compiler: Compiler, pattern: str) -> Masks:
-    made = compiler.compile(Grammar.regex(pattern)).deep_copy()
-    return StepGrammars(1).fill([Constraint(made, compiler.vocabulary)])[0]
+    matcher = compiler.compile(Grammar.regex(pattern)).deep_copy()
+    return StepGrammars(1).fill([Constraint(matcher, compiler.vocabulary)])[0]
 
 
 @pytest.mark.parametrize(
@@ -589,8 +589,8 @@ def test_integers_have_64_bits(
     """Digits for ever; bounds that do not compile, so that no integer can be asked for."""
     matcher = compiler.compile(Grammar.json_schema({"type": "integer", **bounds}))
     for value in [*fit, *not_fit]:
-        one = Constraint(matcher.deep_copy(), compiler.vocabulary)
-        takes = one.resume(TOKENIZER.encode(str(value))) and EOS in allowed(one)
+        constraint = Constraint(matcher.deep_copy(), compiler.vocabulary)
+        takes = constraint.resume(TOKENIZER.encode(str(value))) and EOS in allowed(constraint)
         assert takes == (value in fit), value
 
 
@@ -788,9 +788,9 @@ def test_what_fails_between_two_steps(
 
     core = make_core(folder, async_scheduling=True)
     core._runner = LateFailure(core._runner, at=9)
-    found = outputs(core)
+    by_id = outputs(core)
     assert core.stats().out_of_memory == 1
-    assert {id: output.tokens for id, output in found.items()} == expected
+    assert {id: output.tokens for id, output in by_id.items()} == expected
 
     core = make_core(folder, async_scheduling=True)
     finish_mask, calls = Constraint.finish_mask, 0
@@ -805,11 +805,11 @@ def test_what_fails_between_two_steps(
         return finish_mask(self, mask)
 
     monkeypatch.setattr(Constraint, "finish_mask", finish)
-    found = outputs(core)
-    assert found[2].finish == "error" and "too_complex" in found[2].deltas[-1].error
-    assert found[2].tokens == expected[2][:4]
+    by_id = outputs(core)
+    assert by_id[2].finish == "error" and "too_complex" in by_id[2].deltas[-1].error
+    assert by_id[2].tokens == expected[2][:4]
     for id in (1, 3, 4):
-        assert found[id].tokens == expected[id]
+        assert by_id[id].tokens == expected[id]
 
 
 def test_failures_cost_one_request(model: tuple[Path, Tokenizer]) -> None:
@@ -861,10 +861,10 @@ def test_through_the_process(tmp_path: Path) -> None:
     bad = SamplingParams(structured=Grammar.regex("(["))
     with LLM(folder, tokenizer=byte_level(), **config) as llm:
         outputs = llm.generate(["the cat", "the dog", "the log"], [good, bad, SamplingParams()])
-    for one in outputs[0].outputs:
-        jsonschema.validate(json.loads(one.text), PERSON)
-        assert one.finish_reason == "stop"
-    assert len({one.text for one in outputs[0].outputs}) == 2
+    for choice in outputs[0].outputs:
+        jsonschema.validate(json.loads(choice.text), PERSON)
+        assert choice.finish_reason == "stop"
+    assert len({choice.text for choice in outputs[0].outputs}) == 2
     assert outputs[1].outputs[0].finish_reason == "error"
     assert outputs[2].outputs[0].finish_reason in ("stop", "length")
 
@@ -910,7 +910,7 @@ def test_recorded_choices_are_those_of_kernels_one_by_one(tmp_path: Path) -> Non
         return choose(size)
 
     graphs.choose_masked = counted
-    found = []
+    texts = []
     for logprobs in (None, 0):  # whose log-probabilities are wanted, are sampled kernel by kernel
         before = recorded
         requests = [
@@ -920,6 +920,6 @@ def test_recorded_choices_are_those_of_kernels_one_by_one(tmp_path: Path) -> Non
             )
             for id in range(1, 28)
         ]  # fmt: skip
-        found.append({id: output.tokens for id, output in run(core, *requests).items()})
+        texts.append({id: output.tokens for id, output in run(core, *requests).items()})
         assert (recorded > before) == (logprobs is None)
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
